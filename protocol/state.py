@@ -30,7 +30,7 @@ from .invitations import InvitationError, RevokedError, Roster, SeatTakenError, 
 from .token_bucket import PeerMeters, TokenBucket
 
 MAX_AUTHORS = 4_096
-"""With at most 40 KB an author this bounds a state to 165 MB under attack; an honest author takes 0.6 KB."""
+"""With at most 50 KB an author this bounds a state to 205 MB under attack; an honest author takes 0.6 KB."""
 MAX_PROOFS = 1_024
 """Of forks: 0.6 MB. A run has few, each the end of a key; one that is forgotten is found again if it still matters, as
 its author's two stories then meet."""
@@ -43,11 +43,11 @@ DIGEST_BYTES = 16
 MAX_AHEAD = 60.0
 """Seconds: an entry further in the future is deferred (not stored, offered again by a later sync). Not a verdict."""
 METERED_BURST = 64
-"""Long-lived entries of one author at once: more than it has slots for (41)."""
+"""Long-lived entries of one author at once: more than it has slots for (54)."""
 METERED_RATE = 1.0
-"""A second and author; an honest author rewrites each of 41 slots once a minute at most."""
+"""A second and author; an honest author rewrites each of 54 slots once a minute at most."""
 SHORT_LIVED_BURST = 64
-"""The other entries of one author at once: more than it has slots for (43). Their ticks alone would let an author write
+"""The other entries of one author at once: more than it has slots for (47). Their ticks alone would let an author write
 14,400 leases of the last hour in one go."""
 SHORT_LIVED_RATE = 4.0
 """A second and author; an honest author writes a heartbeat a second at most, and little else."""

@@ -46,6 +46,13 @@ START_TIMEOUT: Final = 180.0
 SETTLE_SECONDS: Final = 30.0
 LOOK_INTERVAL: Final = 0.25
 
+# How long an answer is that the page fetches.
+_LENGTH_OF: Final = """
+async (path) => {
+  const headers = { Authorization: `Bearer ${sessionStorage.getItem("token")}` };
+  return (await (await fetch(path, { headers })).text()).length;
+}
+"""
 # Runs in the page before its own script: times each event's listener, and the frame in which what it has changed is
 # laid out and painted. What is posted in a frame's callback comes after that frame.
 _METER: Final = """
@@ -170,10 +177,7 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFig
                     "['members', 'overview'].every((name) => window.refreshes.some((refresh) => refresh[0] === name))"
                 )
                 seen = page.evaluate("window.refreshes")
-                sizes = [
-                    page.evaluate(f"fetch('api/{name}').then((answer) => answer.text()).then((text) => text.length)")
-                    for name in ("overview", "members")
-                ]
+                sizes = [page.evaluate(_LENGTH_OF, f"api/{name}") for name in ("overview", "members")]
     rows = [
         *_sum_up(seen),
         PageCost("the daemon, with the page open", 0, "", share=share_with),
