@@ -140,13 +140,16 @@ KINDS = ["uninvited", "expired", "forged", "revoked", "another's", "used", "of a
 @pytest.mark.parametrize("tries", [20, pytest.param(1_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_admits_nobody_opens_no_stream(kind: str, tries: int, run: Run) -> None:
+    refusals: list[tuple[bytes, str]] = []
     async with member_and_visitor(run) as (member, visitor, served):
+        visitor.gate.on_refused = lambda peer, refusal: refusals.append((peer, refusal))
         for _ in range(tries):
             await show_wrong(kind, run, member, visitor)
             with pytest.raises(NotAdmittedError):
                 await visitor.open_stream(member.author, ECHO)
         assert served == []
         assert bool(visitor.gate.refusal) == (kind != "of another run")
+        assert refusals == ([] if kind == "of another run" else [(member.author, visitor.gate.refusal)] * tries)
 
 
 @pytest.mark.parametrize("kind", ["expired", "used"])
