@@ -383,9 +383,9 @@ class Walk(RuleBasedStateMachine):
             "withdraw": [pairing.Withdraw(session)],
         }
 
-    @rule(peer=st.sampled_from(PEERS), number=st.integers(0, 2**64))
+    @rule(peer=st.sampled_from(PEERS), number=st.integers(0, 2**64 - 1))
     def propose(self, peer: bytes, number: int) -> None:
-        session = number.to_bytes(15, "big") + bytes((number % 3,))
+        session = peer[:7] + number.to_bytes(8, "big") + bytes((number % 3,))  # no two peers draw the same
         self.sessions[peer] = session
         self.theirs.add(session)
         self.begins.discard(peer)
