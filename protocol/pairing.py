@@ -35,6 +35,7 @@ from __future__ import annotations
 import enum
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -343,8 +344,7 @@ class Pairing:
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
         others = sorted(self._peers - not_yet)  # so that one seed chooses the same in every process
-        preferred = [peer for peer in others if not self._puts_off(peer)]
-        peer = self._rng.choice(preferred or others)
+        peer = self._rng.choice(self._preferred(others) or others)
         self._bond = _Bond(peer, self._draw_session(), is_proposer=True)
         self._current.num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
@@ -538,17 +538,17 @@ class Pairing:
         theirs, ours = (blake3(each, key=self._current.order).digest() for each in (peer, self._bond.session))
         return theirs < ours
 
-    def _puts_off(self, peer: bytes) -> bool:
-        """Whether others come before a peer."""
-        is_met_often = self._meetings.puts_off(peer, self.round, len(self._peers))
-        return is_met_often or self._backoff.puts_off(peer, self.round)
+    def _preferred(self, peers: Iterable[bytes]) -> list[bytes]:
+        """Those of the peers that are not put off, in their order."""
+        rarely_met = self._meetings.may_be_met(peers, self.round, len(self._peers))
+        return [peer for peer in rarely_met if not self._backoff.puts_off(peer, self.round)]
 
     def _may_meet_another(self, peer: bytes) -> bool:
         """Whether a peer is put off, and there is a better one that may still be free in this round."""
-        if not self._puts_off(peer):
+        if self._preferred([peer]):
             return False
         taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
-        return any(not self._puts_off(other) for other in self._peers - taken)
+        return bool(self._preferred(self._peers - taken))
 
     def _note_readiness(self, bond: _Bond, now: float) -> None:
         """The partner is ready, and is met soon."""
