@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import trio
 
+from farandole.protocol.believing import Partners
 from farandole.protocol.errors import FarandoleError, ManifestError
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import decode_manifest
@@ -43,7 +44,7 @@ from .loop.pause.idle_service import IdleKeeper
 from .loop.pause.pause import Rest
 from .loop.pause.pause_service import RestKeeper
 from .loop.traffic.traffic_service import TrafficKeeper
-from .member import Daemon, Mesh, RunMember, close_gate, open_member
+from .member import PARTNERS_FACT, Daemon, Mesh, RunMember, close_gate, open_member
 from .mesh.host import open_host
 from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity
@@ -78,9 +79,12 @@ async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
             async with open_store(settings.store) as store:
-                book = AddressBook(store)
+                partners = Partners()
+                partners.restore(await store.get_fact(PARTNERS_FACT) or b"")
+                book = AddressBook(store, partners.__contains__)
                 await book.load()
-                return await _run_until_told(run, Daemon(settings, key, store, book, journal, trio.Event(), Rest()))
+                daemon = Daemon(settings, key, store, book, partners, journal, trio.Event(), Rest())
+                return await _run_until_told(run, daemon)
     except BaseExceptionGroup as group:  # nurseries wrap even a single error
         found = own_error(group)
         if found is None:

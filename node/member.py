@@ -17,6 +17,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol import trainer_messages as messages
+from farandole.protocol.believing import Partners
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.entries import CheckpointNotice, Kind, Progress
 from farandole.protocol.invitations import Roster
@@ -97,6 +98,7 @@ class Daemon:
     key: Ed25519PrivateKey
     store: Store
     book: AddressBook
+    partners: Partners
     journal: Journal
     is_leaving: trio.Event
     """Set when it is told to leave."""
@@ -127,12 +129,11 @@ class Preparation:
     supervisor: Supervisor
 
     async def restore_counters(self, told: Progress | None) -> None:
-        """Take up what earlier lives knew: the partners, own tokens, as stored or as last told the run, and the round.
+        """Take up what earlier lives knew: own tokens, as stored or as last told the run, and the round.
 
         The round goes into the first heartbeat: who hears it must not take the run for one that begins.
         """
         store, journal, supervisor = self.daemon.store, self.daemon.journal, self.supervisor
-        self.membership.partners.restore((await store.get_fact(PARTNERS_FACT)) or b"")
         stored = await store.get_fact(TOKENS_FACT)
         journal.update(tokens=max(int(stored or 0), told.tokens if told else 0))
         if not supervisor.microbatch:  # what fitted into memory on the same device; 0 if all did
@@ -375,7 +376,7 @@ async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
             daemon.book.note_reached(peer, host.addresses_to_keep(peer))
         try:
             await daemon.store.put_fact(TOKENS_FACT, b"%d" % daemon.journal.state.tokens)
-            await daemon.store.put_fact(PARTNERS_FACT, membership.partners.encode())
+            await daemon.store.put_fact(PARTNERS_FACT, daemon.partners.encode())
             await daemon.book.save()
         except StoreError as error:
             daemon.journal.warn(f"{error}; trying again")
@@ -451,8 +452,8 @@ def make_member(
         gossip,
         journal,
         announcer,
+        daemon.partners,
         num_stages=num_stages,
-        is_paused=is_paused,
         first_step=0 if manifest.start is None else manifest.start.inner_steps,
     )
     state.places.protect(membership.partners.__contains__)
@@ -480,7 +481,7 @@ def make_member(
         pipeline = PipelineService(links, messenger, manifest, author, rng, journal.warn)
     if manifest.data.epochs:
         leases = LeaseKeeper(
-            manifest, author, state, gossip, store, journal, origins=membership.origins, liveness=gossip.liveness
+            manifest, author, state, gossip, store, journal, others=membership, liveness=gossip.liveness
         )
     supervisor = Supervisor(manifest.inner.batch_size, settings.microbatch, is_cut=num_stages > 1)
     preparation = Preparation(daemon, author, run_id, manifest, membership, weights, start, supervisor)

@@ -38,6 +38,11 @@ class Partners:
         """Whether an exchange with a peer was committed."""
         return peer in self._known
 
+    @property
+    def keys(self) -> frozenset[bytes]:
+        """Public keys of all partners."""
+        return frozenset(self._known)
+
     def note(self, peer: bytes) -> None:
         """An exchange with a peer was committed."""
         self._known[peer] = None

@@ -1,7 +1,11 @@
 """The address book: members that this node has reached, and where, for when nobody whom it was told of answers.
 
 It lives in the node's store, which is of one run. What a peer announced is in it, so what is read back is checked like
-anything from outside, and only ever dialled. A peer that nobody has reached for two months is forgotten.
+anything from outside, and only ever dialled. A peer that this node has not reached for two months is forgotten.
+
+Anybody can come by under a thousand keys, and so be all that was reached last (an eclipse: Heilman et al., "Eclipse
+Attacks on Bitcoin's Peer-to-Peer Network", USENIX Security 2015, section 4). An exchange costs a round of training. So
+peers with which exchanges were committed have half of the book, and half of those that are dialled, to themselves.
 """
 
 from __future__ import annotations
@@ -21,15 +25,18 @@ from ..state.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 
-# A few hundred kilobytes on disk; who was reached longest ago makes room.
+# A few hundred kilobytes on disk. The peers reached longest ago make room, but up to half of all for partners.
 MAX_PEERS: Final = 1_024
+MAX_KEPT_PARTNERS: Final = MAX_PEERS // 2
 # Of one peer: a few interfaces in two families, and a relay or two.
 MAX_ADDRESSES: Final = 16
 MAX_ADDRESS_CHARS: Final = 512
-# Given to dial at a start: the latest, and some of the others, so that a crowd of newcomers, which may be one stranger,
-# does not stand between a node and those that it knew before. If none of all these answers, this machine is offline.
-NUM_LATEST: Final = 48
-NUM_OTHERS: Final = 16
+# Given to dial at a start: peers with whom exchanges were committed, in any order, the latest, and some of the others.
+# So a crowd of newcomers, which may be one stranger, does not stand between a node and those that it knew before. If
+# none of all these answers, this machine is offline. All of them together can be dialled in 48 s, 16 at a time.
+NUM_PARTNERS: Final = 48
+NUM_LATEST: Final = 24
+NUM_OTHERS: Final = 24
 # Home addresses change within weeks, but a machine with a fixed one may well be switched off for a summer.
 MAX_AGE: Final = 60 * 86_400.0
 # Whoever is new is written at once, times alone as often as this.
@@ -52,10 +59,16 @@ class AddressBook:
     """See the head of the file. `load` it first; `save` it now and then, which writes no more than it must."""
 
     def __init__(
-        self, store: Store, *, clock: Callable[[], float] = time.time, rng: random.Random | None = None
+        self,
+        store: Store,
+        is_partner: Callable[[bytes], bool] = lambda peer: False,
+        *,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
     ) -> None:
-        """``clock`` gives Unix time."""
+        """``is_partner``: whether exchanges with a peer were committed. ``clock`` gives Unix time."""
         self._store = store
+        self._is_partner = is_partner
         self._clock = clock
         self._rng = rng or random.Random()
         self._entries: dict[bytes, _Entry] = {}
@@ -99,10 +112,12 @@ class AddressBook:
         self._unsaved.add(peer)
 
     def peers(self) -> dict[bytes, list[str]]:
-        """Whom to dial -> at which addresses: those reached last, the latest first, then a few of the others."""
+        """Whom to dial -> at which addresses: the latest first, then some of the partners, then some of the others."""
         latest = self._latest_first()
-        others = latest[NUM_LATEST:]
-        chosen = latest[:NUM_LATEST] + self._rng.sample(others, min(NUM_OTHERS, len(others)))
+        chosen = latest[:NUM_LATEST]
+        for are_partners, number in ((True, NUM_PARTNERS), (False, NUM_OTHERS)):
+            others = [peer for peer in latest[NUM_LATEST:] if self._is_partner(peer) is are_partners]
+            chosen += self._rng.sample(others, min(number, len(others)))
         return {peer: list(self._entries[peer].addresses) for peer in chosen}
 
     async def save(self, *, is_last: bool = False) -> None:
@@ -130,7 +145,10 @@ class AddressBook:
 
     def _forget(self) -> None:
         oldest = self._clock() - MAX_AGE
-        for index, peer in enumerate(self._latest_first()):
+        latest = self._latest_first()
+        kept = [peer for peer in latest if self._is_partner(peer)][:MAX_KEPT_PARTNERS]
+        first = dict.fromkeys([*kept, *latest])
+        for index, peer in enumerate(first):
             if index >= MAX_PEERS or self._entries[peer].reached_at < oldest:
                 del self._entries[peer]
                 self._unsaved.add(peer)

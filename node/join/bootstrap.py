@@ -274,7 +274,12 @@ class Reconnector:
         self._rng = random.Random()
 
     async def run(self) -> None:
-        """Reconnect whenever there is no connection to any member, until cancelled."""
+        """Reconnect whenever there is no connection to any member, until cancelled.
+
+        At first all known peers are dialled, once: those that answered first, at the start, may all be of one hand, and
+        tell of each other alone.
+        """
+        await dial(self._host, self._missing())
         while True:
             await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
             if self._is_isolated:
@@ -302,11 +307,14 @@ class Reconnector:
 
     async def _seek_members(self) -> bool:
         """Dial every known peer; returns whether there was any."""
-        known = {**self._book.peers(), **self._target.peers}
-        there = {self._host.author, *self._host.connected}
-        missing = {peer: addresses for peer, addresses in known.items() if peer not in there}
+        missing = self._missing()
         await dial(self._host, missing, is_one_enough=True)
         found: list[bytes] = []
         if self._is_isolated and self._host.connected:
             found = await find_members(self._host, self._target.run_id)
         return bool(missing or found)
+
+    def _missing(self) -> dict[bytes, list[str]]:
+        known = {**self._book.peers(), **self._target.peers}
+        there = {self._host.author, *self._host.connected}
+        return {peer: addresses for peer, addresses in known.items() if peer not in there}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, KeysView
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
@@ -20,9 +20,9 @@ import trio
 
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.acquaintance import Acquaintance
+from farandole.protocol.believing import Partners
 from farandole.protocol.entries import Beat, Kind, Lease, Payload
 from farandole.protocol.epoch_progress import median_epoch
-from farandole.protocol.identity import public_key_of
 from farandole.protocol.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked, news
 from farandole.protocol.leases import Leases
 from farandole.protocol.liveness import Liveness
@@ -64,11 +64,20 @@ class FactStore(Protocol):
         """On disk when it returns."""
 
 
+class Others(Protocol):
+    """The other members: what `farandole.node.state.membership.Membership` is, as far as it is used here."""
+
+    partners: Partners
+    """With whom this node has committed exchanges, in earlier lives as well."""
+
+    def origins(self) -> frozenset[bytes]:
+        """The live members that draw data."""
+
+
 class LeaseKeeper:
     """One node's leases. For runs that count epochs.
 
-    ``origins`` returns the live members that draw data, this node excluded; ``liveness`` knows the heartbeats' period;
-    ``journal`` knows with whom this node has committed exchanges.
+    ``liveness`` knows the heartbeats' period.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class LeaseKeeper:
         store: FactStore,
         journal: Journal,
         *,
-        origins: Callable[[], frozenset[bytes]],
+        others: Others,
         liveness: Liveness,
     ) -> None:
         self.over = trio.Event()
@@ -91,7 +100,7 @@ class LeaseKeeper:
         self._publisher = publisher
         self._store = store
         self._journal = journal
-        self._origins = origins
+        self._others = others
         self._liveness = liveness
         self._leases: Leases | None = None
         self._driver = Driver[Event, Output](self._carry_out)
@@ -99,7 +108,6 @@ class LeaseKeeper:
         self._seen: dict[tuple[bytes, int], int] = {}
         self._unsaid: deque[Announce] = deque()
         self._acquaintance = Acquaintance()
-        self._met: dict[str, bytes] = {}  # peer id -> key, of those with whom there have been exchanges
         self._restored: _Saved | None = None
         self._saved_at = 0.0
 
@@ -217,31 +225,27 @@ class LeaseKeeper:
         if self._leases.is_over:
             self.over.set()
         if len(self._leases.strangers) > num_strangers:
+            num_others = len(self._others.origins())
             self._journal.warn(
-                f"{len(self._leases.strangers)} of {len(self._origins())} other nodes train on another text than this "
-                "one, and share no slices with it: all should name the same files or folders with --data"
+                f"{len(self._leases.strangers)} of {num_others} other nodes train on another text than this one, and "
+                "share no slices with it: all should name the same files or folders with --data"
             )
 
     def _ticked(self) -> Ticked:
         """Who lives, and whose word counts for how much."""
-        origins = self._origins()
+        origins = self._others.origins()
         found = ((author, self._state.payload(author, Beat)) for author in origins)
         beats = {author: beat for author, beat in found if beat is not None}
         tokens = self._manifest.inner.batch_size * self._manifest.model.context
-        met = self._met_in(self._journal.exchanges.partners.keys())
-        proven = self._acquaintance.proven(met, {author: beat.partner for author, beat in beats.items()})
+        proven = self._acquaintance.proven(
+            self._others.partners.keys, {author: beat.partner for author, beat in beats.items()}
+        )
         speeds = {author: beat.tokens_per_second / tokens for author, beat in beats.items()}
         return Ticked(origins, self._liveness.period, proven, speeds)
 
-    def _met_in(self, partners: KeysView[str]) -> frozenset[bytes]:
-        """The keys of these peers, as many as the journal counts."""
-        if partners != self._met.keys():
-            self._met = {name: self._met.get(name) or public_key_of(name) for name in partners}
-        return frozenset(self._met.values())
-
     def _note_others(self) -> None:
         """Whether those who draw data have come to the end of it."""
-        said = (self._state.payload(author, Lease) for author in self._origins())
+        said = (self._state.payload(author, Lease) for author in self._others.origins())
         epoch = median_epoch(lease for lease in said if lease is not None)
         if epoch is not None and epoch >= self._manifest.data.epochs:
             self.over.set()

@@ -57,7 +57,7 @@ class Announcer:
         self._incarnation = incarnation
         self._num_stages = num_stages
         self._is_bound = is_bound
-        self._is_paused = is_paused
+        self.is_paused = is_paused
         self._told = Member()
         self._unannounced: dict[int, CheckpointNotice] = {}
         self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
@@ -86,7 +86,7 @@ class Announcer:
             left=left,
             incarnation=self._incarnation,
             is_bound=self._is_bound,
-            is_paused=self._is_paused(),
+            is_paused=self.is_paused(),
         )
         return fit_member(member)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import trio
 
@@ -46,8 +46,8 @@ Nodes = tuple[frozenset[bytes], ...]
 class Membership:
     """Knows who is live, which stage each member holds, and what each says of itself.
 
-    ``announcer`` publishes what this node says of itself. ``is_paused``: whether this node has no trainer now, because
-    its owner wants it so. ``first_step``: the inner step from which the run goes on where another ended.
+    ``announcer`` publishes what this node says of itself. ``partners``: with whom it committed exchanges, in earlier
+    lives as well. ``first_step``: the inner step from which the run goes on where another ended.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Membership:
         gossip: GossipService,
         journal: Journal,
         announcer: Announcer,
+        partners: Partners | None = None,
         *,
         num_stages: int = 1,
-        is_paused: Callable[[], bool] = lambda: False,
         first_step: int = 0,
     ) -> None:
         self.announcer = announcer
-        self.partners = Partners()
+        self.partners = partners or Partners()
         self.credit = Credit()
         """Which members are believed when they say how far they are, or that they have weights."""
         self._host = host
@@ -71,7 +71,6 @@ class Membership:
         self._gossip = gossip
         self._liveness = gossip.liveness
         self._journal = journal
-        self._is_paused = is_paused
         self._first_step = first_step
         self._rng = random.Random()
         self._others: Nodes = (frozenset(),) * num_stages
@@ -112,7 +111,7 @@ class Membership:
 
     def nodes_of_stages(self) -> Nodes:
         """Live members of each stage that train, this node among those of its own."""
-        own = frozenset() if self._is_paused() else frozenset((self._host.author,))
+        own = frozenset() if self.announcer.is_paused() else frozenset((self._host.author,))
         training = (peers - self._paused for peers in self._others)
         return tuple(peers | own if stage == self.stage else peers for stage, peers in enumerate(training))
 

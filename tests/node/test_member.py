@@ -24,6 +24,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.folder import CheckpointFolder
+from farandole.protocol.believing import Partners
 from farandole.protocol.blocks import Index, SignedIndex
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
@@ -69,7 +70,9 @@ def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -
     connectivity: Any = SimpleNamespace(members=frozenset())
     unlimited: Any = None
     settings, store = NodeSettings(home=folder), store or FullDisk()
-    daemon = Daemon(settings, KEY, store, AddressBook(store), journal or quiet_journal(), trio.Event(), Rest())
+    daemon = Daemon(
+        settings, KEY, store, AddressBook(store), Partners(), journal or quiet_journal(), trio.Event(), Rest()
+    )
     mesh = Mesh(host, connectivity, Shaping(), unlimited)
     return make_member(daemon, mesh, messenger, SIGNED.encode(), None)
 

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.join.address_book import MAX_AGE, MAX_PEERS, NUM_LATEST, NUM_OTHERS, SAVE_INTERVAL, AddressBook
+from farandole.node.join.address_book import (
+    MAX_AGE,
+    MAX_KEPT_PARTNERS,
+    MAX_PEERS,
+    NUM_LATEST,
+    NUM_OTHERS,
+    SAVE_INTERVAL,
+    AddressBook,
+)
 from farandole.node.state.store import PeerRow, Store, StoreError, open_store
 
 ALICE, BOB = b"a" * 32, b"b" * 32
@@ -73,6 +81,30 @@ async def test_it_is_bounded_and_the_latest_are_not_all_that_are_given(store: St
     newest = [key(number) for number in range(MAX_PEERS + 99, MAX_PEERS + 99 - NUM_LATEST, -1)]
     assert given[:NUM_LATEST] == newest
     assert not set(given) & {key(number) for number in range(100)}
+
+
+async def test_a_crowd_of_newcomers_displaces_no_partner(store: Store, clock: Clock) -> None:
+    partners = {key(number) for number in range(10)}
+    book = AddressBook(store, partners.__contains__, clock=clock, rng=random.Random(0))
+    for number in range(3 * MAX_PEERS):
+        clock.now += 1
+        book.note_reached(key(number), [HERE])
+    await book.save()
+    again = AddressBook(store, partners.__contains__, clock=clock, rng=random.Random(0))
+    await again.load()
+    assert set(again.peers()) >= partners
+
+
+async def test_partners_have_half_of_the_book_and_no_more(store: Store, clock: Clock) -> None:
+    partners = {key(number) for number in range(2 * MAX_PEERS)}
+    book = AddressBook(store, partners.__contains__, clock=clock)
+    for number in range(3 * MAX_PEERS):
+        clock.now += 1
+        book.note_reached(key(number), [HERE])
+    await book.save()
+    kept = {peer for peer, _, _ in await store.load_peers()}
+    assert kept & partners == {key(number) for number in range(2 * MAX_PEERS - MAX_KEPT_PARTNERS, 2 * MAX_PEERS)}
+    assert len(kept) == MAX_PEERS
 
 
 async def test_who_was_not_reached_for_long_is_forgotten_on_disk_too(store: Store, clock: Clock) -> None:

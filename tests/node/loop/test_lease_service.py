@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseKeeper
 from farandole.node.status.journal import Journal
 from farandole.protocol import trainer_messages as messages
+from farandole.protocol.believing import Partners
 from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.lease_events import Announce
@@ -78,7 +79,8 @@ class Node:
     def __init__(self, run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> None:
         self.drawn: list[messages.DrawSlices] = []
         self.journal = Journal(say=lambda text: None)
-        self.origins: frozenset[bytes] = frozenset()
+        self.partners = Partners()
+        self.others: frozenset[bytes] = frozenset()
         self.keeper = LeaseKeeper(
             manifest,
             public_bytes(ALICE),
@@ -86,9 +88,12 @@ class Node:
             run,
             disk,
             self.journal,
-            origins=lambda: self.origins,
+            others=self,
             liveness=Liveness(2.0),
         )
+
+    def origins(self) -> frozenset[bytes]:
+        return self.others
 
     def begin(self, corpus: bytes = CORPUS, num_slices: int = NUM_SLICES) -> None:
         prepared = messages.Prepared(
@@ -263,7 +268,7 @@ async def test_what_is_said_last_is_what_was_meant_last(disk: Disk, nursery: tri
 
 async def test_who_is_gone_for_good_is_forgotten(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
     async with life(run, disk) as node:
-        node.origins = frozenset({public_bytes(BOB)})
+        node.others = frozenset({public_bytes(BOB)})
         run.write(BOB, 0, Lease(0, OTHER_TEXT))
         node.begin()
         await trio.sleep(3)
@@ -278,7 +283,7 @@ async def test_who_is_gone_for_good_is_forgotten(run: Run, disk: Disk, autojump_
 
 async def test_another_text_is_told_of(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
     async with life(run, disk) as node:
-        node.origins = frozenset({public_bytes(BOB)})
+        node.others = frozenset({public_bytes(BOB)})
         run.write(BOB, 0, Lease(0, OTHER_TEXT))
         node.begin()
         await trio.sleep(3)
@@ -293,7 +298,7 @@ async def test_a_stage_that_draws_nothing_hears_of_the_end(
     run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with life(run, disk) as node:
-        node.origins = frozenset({public_bytes(BOB)})
+        node.others = frozenset({public_bytes(BOB)})
         node.begin(b"", 0)
         run.write(BOB, 0, Lease(1, CORPUS))
         await trio.sleep(3)

@@ -20,6 +20,7 @@ from farandole.node.loop.pause.pause import Rest
 from farandole.node.member import Daemon
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
+from farandole.protocol.believing import Partners
 from farandole.protocol.manifest import manifest_from_dict, sign_manifest
 
 from ....patience import PATIENCE
@@ -75,7 +76,7 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
 
     key = load_or_create_key(settings.key)
     async with open_store(settings.store) as store, trio.open_nursery() as nursery:
-        daemon = Daemon(settings, key, store, AddressBook(store), journal, trio.Event(), Rest())
+        daemon = Daemon(settings, key, store, AddressBook(store), Partners(), journal, trio.Event(), Rest())
         nursery.start_soon(be_node, daemon)
         with trio.fail_after(PATIENCE):
             await says(f"resting: the GPU is used by game (process {os.getppid()})")
