@@ -70,6 +70,11 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
             raise ControlError("cannot_invite", str(error)) from error
         return secret.encode().hex()
 
+    async def network_key(params: dict[str, Any]) -> object:
+        """Of a private run, in hex; empty where strangers may connect."""
+        member = find_member()
+        return "" if member is None else member.mesh.host.upgrader.network_key.hex()
+
     async def admit(params: dict[str, Any]) -> object:
         """Revoke keys, or revoke them no longer."""
         member = find_member()
@@ -100,4 +105,4 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
             raise ControlError("cannot_notify", str(error)) from error
         return "done"
 
-    return {"invite": invite, "admit": admit, "roster": roster, "notice": notice}
+    return {"invite": invite, "network_key": network_key, "admit": admit, "roster": roster, "notice": notice}

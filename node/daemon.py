@@ -22,7 +22,6 @@ import trio
 
 from farandole.protocol.believing import Partners
 from farandole.protocol.errors import FarandoleError, ManifestError
-from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import decode_manifest
 from farandole.protocol.relay import Limits
 
@@ -60,6 +59,7 @@ from .ui.dashboard.server import open_dashboard
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 
 MANIFEST_FACT: Final = "manifest"
+NETWORK_KEY_FACT: Final = "network key"
 
 
 RunDaemon = Callable[[Daemon], Awaitable[None]]
@@ -133,11 +133,15 @@ async def _run_until_told(run: RunDaemon, daemon: Daemon) -> Exit:
 
 @asynccontextmanager
 async def open_mesh(
-    daemon: Daemon, runs: Sequence[bytes], peers: Mapping[bytes, Sequence[str]], limits: Limits | None
+    daemon: Daemon,
+    runs: Sequence[bytes],
+    peers: Mapping[bytes, Sequence[str]],
+    limits: Limits | None,
+    network_key: bytes = b"",
 ) -> AsyncIterator[Mesh]:
     """Listen, and find out who can dial this node; ``limits``: None to relay for no peer.
 
-    ``runs`` are announced in the local network, the first one with the relay.
+    ``runs`` are announced in the local network, the first one with the relay; ``network_key``: of a private one.
     """
     settings = daemon.settings
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
@@ -146,7 +150,7 @@ async def open_mesh(
     await traffic.begin()
     shaping = replace(shaping, may_spend=traffic.may_spend)
     async with (
-        open_host(daemon.key, settings.listen, shaping=shaping) as host,
+        open_host(daemon.key, settings.listen, shaping=shaping, network_key=network_key) as host,
         open_connectivity(
             host, daemon.key, runs[0], shaping, peers, limits, port_lease=settings.port_lease
         ) as connectivity,
@@ -237,7 +241,10 @@ async def be_node(daemon: Daemon) -> None:
     hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
     rest_keeper = RestKeeper(rest, store, hours, datetime.now, journal.warn)
     stored = await store.get_fact(MANIFEST_FACT)
-    target = find_target(settings, public_bytes(daemon.key), stored, daemon.book.peers())
+    stored_network_key = await store.get_fact(NETWORK_KEY_FACT) or b""
+    target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
+    if target.network_key != stored_network_key:
+        await store.put_fact(NETWORK_KEY_FACT, target.network_key)
     member: RunMember | None = None
 
     async def checkpoints(params: dict[str, Any]) -> object:
@@ -255,7 +262,7 @@ async def be_node(daemon: Daemon) -> None:
     questions = {"checkpoints": checkpoints, **admission_handlers(lambda: member)}
     deeds = {"pause": pause, "resume": resume}
     async with (
-        open_mesh(daemon, [target.run_id], target.peers, limits) as mesh,
+        open_mesh(daemon, [target.run_id], target.peers, limits, target.network_key) as mesh,
         open_messenger(mesh.host) as messenger,
         open_service_nursery() as nursery,
     ):

@@ -10,7 +10,7 @@ it costs a small machine little and cannot mislead anybody about a run. torch is
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Final
 
@@ -27,7 +27,7 @@ from farandole.protocol.relay import Limits
 from .base.backoff import pauses
 from .base.nurseries import open_service_nursery
 from .base.settings import NodeSettings
-from .daemon import open_desk, open_mesh, run_daemon
+from .daemon import NETWORK_KEY_FACT, open_desk, open_mesh, run_daemon
 from .join.bootstrap import FIRST_REDIAL_PAUSE, dial, find_members
 from .member import Daemon, Mesh
 from .state.store import Store, StoreError
@@ -53,7 +53,8 @@ async def be_relay(invites: Sequence[str], daemon: Daemon) -> None:
     runs = await _load_runs(daemon.store, [invite.run_id for invite in decoded])
     named = peers_at([*(address for invite in decoded for address in invite.addresses), *daemon.settings.bootstrap])
     named.pop(public_bytes(daemon.key), None)
-    async with open_mesh(daemon, runs, {**daemon.book.peers(), **named}, Limits()) as mesh:
+    network_key = await _load_network_key(daemon.store, {invite.network_key for invite in decoded})
+    async with open_mesh(daemon, runs, {**daemon.book.peers(), **named}, Limits(), network_key) as mesh:
         async with open_desk(daemon, mesh, runs[0]), open_service_nursery() as nursery:
             seeker = MemberSeeker(daemon, mesh, runs, named)
             nursery.start_soon(seeker.run)
@@ -61,6 +62,16 @@ async def be_relay(invites: Sequence[str], daemon: Daemon) -> None:
             await daemon.is_leaving.wait()
             await seeker.remember(is_last=True)
         daemon.journal.say("left")
+
+
+async def _load_network_key(store: Store, named: Set[bytes]) -> bytes:
+    if not named:
+        return await store.get_fact(NETWORK_KEY_FACT) or b""
+    if len(named) > 1:
+        raise ManifestError("a relay for a private run is for that run alone: give each its own --home, and a port")
+    (network_key,) = named
+    await store.put_fact(NETWORK_KEY_FACT, network_key)
+    return network_key
 
 
 async def _load_runs(store: Store, named: Sequence[bytes]) -> list[bytes]:

@@ -22,6 +22,7 @@ import msgspec
 from .errors import ManifestError, RemoteProtocolError
 from .identity import PUBLIC_KEY_BYTES, peer_id_of, public_key_of
 from .manifest import RUN_ID_BYTES
+from .private_network import NETWORK_KEY_BYTES
 
 PREFIX: Final = "farandole"
 VERSION: Final = "1"
@@ -30,7 +31,7 @@ MAX_ADDRESSES: Final = 8
 # The longest in use, a relayed address under a DNS name, has about 200.
 MAX_ADDRESS_CHARS: Final = 256
 MAX_ADMISSION_BYTES: Final = 512
-# 8 addresses and an admission, all of the longest, in base32.
+# 8 addresses, an admission and a network key, all of the longest, in base32.
 MAX_INVITE_CHARS: Final = 5_000
 _CHECKSUM_BYTES: Final = 4
 _ALPHABET: Final = string.ascii_lowercase + "234567"
@@ -50,6 +51,8 @@ class Invite(msgspec.Struct, frozen=True):
     """At most 8 multiaddrs to dial first, each ending in ``/p2p/<peer id>``."""
     admission: bytes = b""
     """What an invited-only run wants to see; opaque here."""
+    network_key: bytes = b""
+    """Of a private run, 32 bytes (`farandole.protocol.private_network`); empty otherwise."""
 
     def __post_init__(self) -> None:
         if len(self.run_id) != RUN_ID_BYTES:
@@ -58,6 +61,8 @@ class Invite(msgspec.Struct, frozen=True):
             raise InviteError(f"an invite holds at most {MAX_ADDRESSES} addresses, not {len(self.addresses)}")
         if len(self.admission) > MAX_ADMISSION_BYTES:
             raise InviteError(f"an admission has at most {MAX_ADMISSION_BYTES} bytes, not {len(self.admission)}")
+        if len(self.network_key) not in (0, NETWORK_KEY_BYTES):
+            raise InviteError(f"a network key has {NETWORK_KEY_BYTES} bytes, this has {len(self.network_key)}")
         for address in self.addresses:
             split_address(address)
 
@@ -73,6 +78,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     run_id: Annotated[bytes, msgspec.Meta(min_length=RUN_ID_BYTES, max_length=RUN_ID_BYTES)]
     bootstrap: Annotated[tuple[_Bootstrap, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     admission: Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
+    network_key: Annotated[bytes, msgspec.Meta(max_length=NETWORK_KEY_BYTES)] = b""
 
 
 def split_address(address: str) -> tuple[str, bytes]:
@@ -111,7 +117,7 @@ def encode_invite(invite: Invite) -> str:
     """The invite as people pass it on."""
     split = (split_address(address) for address in invite.addresses)
     bootstrap = tuple(_Bootstrap(peer, transport) for transport, peer in split)
-    body = msgspec.msgpack.encode(_Packed(invite.run_id, bootstrap, invite.admission))
+    body = msgspec.msgpack.encode(_Packed(invite.run_id, bootstrap, invite.admission, invite.network_key))
     raw = body + _checksum(body)
     return f"{PREFIX}{VERSION}{base64.b32encode(raw).decode('ascii').rstrip('=').lower()}"
 
@@ -148,7 +154,7 @@ def _unpack(body: bytes) -> Invite:
         addresses = tuple(f"{entry.transport}{_P2P}{peer_id_of(entry.peer)}" for entry in packed.bootstrap)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InviteError(f"whoever made this invite made it wrong: {error}") from error
-    return Invite(packed.run_id, addresses, packed.admission)
+    return Invite(packed.run_id, addresses, packed.admission, packed.network_key)
 
 
 def _checksum(body: bytes) -> bytes:

@@ -212,6 +212,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission: Literal["open", "invited"] | _Members = "open"
     """``open``: anybody who hears of the run may join; ``invited``: who has an invite that is signed by the creator, or
     by a member whom the creator lets invite (`farandole.protocol.invitations`); a list of peer ids: these alone."""
+    private: bool = False
+    """Whether connections need a key (`farandole.protocol.private_network`). Only invites contain it, so strangers
+    cannot even tell which protocol the members speak."""
     start: StartConfig | None = None
     """Null: the weights begin as the seed makes them."""
     audits: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

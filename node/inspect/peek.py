@@ -89,11 +89,11 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
     """
     key, journal, invite = Ed25519PrivateKey.generate(), Journal(say), decode_invite(settings.invite or "")
     peers = peers_at((*invite.addresses, *settings.bootstrap))
-    target = Target(invite.run_id, None, peers, secret_of(invite))
+    target = Target(invite.run_id, None, peers, secret_of(invite), invite.network_key)
     with tempfile.TemporaryDirectory(prefix="farandole-visit-") as folder:
         async with (
             open_store(Path(folder) / "store.sqlite") as store,
-            open_host(key, settings.listen, shaping=shaping) as host,
+            open_host(key, settings.listen, shaping=shaping, network_key=target.network_key) as host,
             open_messenger(host) as messenger,
             open_connectivity(host, key, target.run_id, shaping, peers) as connectivity,
             open_mdns(host, [target.run_id], is_on=settings.mdns),

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
-from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.identity import peer_id_of, public_bytes, short_name
 from farandole.protocol.invitations import InviteSecret
 from farandole.protocol.invite import Invite, InviteError, decode_invite, peers_at
 from farandole.protocol.manifest import decode_manifest
+from farandole.protocol.private_network import network_key_of
 from farandole.protocol.records import run_key
 
 from ..base.backoff import pauses
@@ -60,12 +62,21 @@ class Target:
     """Public key -> addresses, in the order in which to dial: those that were named, then those reached last."""
     secret: InviteSecret | None = None
     """Of an invite to a run of invited members."""
+    network_key: bytes = b""
+    """Of a private run."""
 
 
-def find_target(settings: NodeSettings, own: bytes, stored: bytes | None, remembered: dict[bytes, list[str]]) -> Target:
-    """What the settings, the store's manifest and its address book say together.
+def find_target(
+    settings: NodeSettings,
+    key: Ed25519PrivateKey,
+    stored: bytes | None,
+    remembered: dict[bytes, list[str]],
+    network_key: bytes = b"",
+) -> Target:
+    """What the settings, the node's key, the store's manifest and network key and its address book say together.
 
-    Raises `ManifestError` (a damaged invite or manifest) or `JoinError` (nothing says which run).
+    Raises `ManifestError` (a damaged invite or manifest) or `JoinError` (nothing says which run, or there is no key to
+    a private one).
     """
     manifest = settings.manifest.read_bytes() if settings.manifest else None
     invite = decode_invite(settings.invite) if settings.invite else None
@@ -86,8 +97,27 @@ def find_target(settings: NodeSettings, own: bytes, stored: bytes | None, rememb
     for peer, addresses in remembered.items():
         known = peers.setdefault(peer, [])
         known += [address for address in addresses if address not in known]
-    peers.pop(own, None)
-    return Target(run_id, manifest or stored, peers, None if invite is None else secret_of(invite))
+    peers.pop(public_bytes(key), None)
+    manifest = manifest or stored
+    network_key = invite.network_key if invite and invite.network_key else network_key
+    if manifest is not None:
+        network_key = _network_key_for(manifest, key, network_key)
+    return Target(run_id, manifest, peers, None if invite is None else secret_of(invite), network_key)
+
+
+def _network_key_for(manifest: bytes, key: Ed25519PrivateKey, known: bytes) -> bytes:
+    """The network key of the manifest's run; empty unless that is private. The creator derives it."""
+    run, signed = decode_manifest(manifest)
+    if not run.private:
+        return b""
+    if signed.creator == public_bytes(key):
+        return network_key_of(key, signed.run_id)
+    if not known:
+        raise JoinError(
+            "this run is private, and its key is not in the manifest: join with an invite, which members print by "
+            "`farandole run invite`"
+        )
+    return known
 
 
 def secret_of(invite: Invite) -> InviteSecret | None:
@@ -191,8 +221,10 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
                 f"step 2, the manifest: members answer, but do not admit this node: {host.gate.refusal}"
             )
         if found is not None:
-            name = decode_manifest(found)[0].name
-            journal.say(f"manifest of run {target.run_id.hex()[:16]} verified: {name!r}")
+            manifest = decode_manifest(found)[0]
+            if manifest.private != bool(target.network_key):
+                raise JoinError("the invite is wrong: it has the key of a private run, and this run is not private")
+            journal.say(f"manifest of run {target.run_id.hex()[:16]} verified: {manifest.name!r}")
             return found
         if trio.current_time() >= advised_at:
             advised_at = math.inf

@@ -59,13 +59,17 @@ class Host:
         shaping: Shaping | None = None,
         ping_interval: float = PING_INTERVAL,
         ping_timeout: float = PING_TIMEOUT,
+        network_key: bytes = b"",
     ) -> None:
-        """``nursery``: runs everything of the host; ``shaping``: counts what its connections move."""
+        """``nursery``: runs everything of the host; ``shaping``: counts what its connections move.
+
+        ``network_key``: of a private run (`farandole.protocol.private_network`).
+        """
         self.author = public_bytes(key)
         self.peer_id = peer_id_of(self.author)
         self.handlers = ProtocolHandlers()
         self.connections = ConnectionPool(nursery, self.handlers.serve, ping_interval, ping_timeout)
-        self.upgrader = Upgrader(key, shaping, self.connections.budget)
+        self.upgrader = Upgrader(key, shaping, self.connections.budget, network_key)
         self.rendezvous = Rendezvous()
         self.acceptor = Acceptor(nursery, self.connections, self.upgrader, self.rendezvous)
         self.own = OwnAddresses(self.peer_id, lambda: self.acceptor.bound)
@@ -384,14 +388,16 @@ async def open_host(
     ping_interval: float = PING_INTERVAL,
     ping_timeout: float = PING_TIMEOUT,
     shaping: Shaping | None = None,
+    network_key: bytes = b"",
 ) -> AsyncIterator[Host]:
     """A host that listens on the multiaddrs (port 0: any free one) for as long as the block runs.
 
-    What its connections move counts towards the caps of ``shaping``.
+    What its connections move counts towards the caps of ``shaping``. With ``network_key``, 32 bytes, it speaks with
+    hosts that have the same key alone.
     Raises `ListenError` when an address is not of TCP or is taken. Leaving closes the listeners and all connections.
     """
     async with open_service_nursery() as nursery:
-        host = Host(key, nursery, shaping, ping_interval, ping_timeout)
+        host = Host(key, nursery, shaping, ping_interval, ping_timeout, network_key)
         try:
             for address in listen:
                 await _listen(host, address)

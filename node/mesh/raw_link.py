@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from typing import Final
 
 import trio
+from cryptography.hazmat.primitives.ciphers import CipherContext
+
+from farandole.protocol.private_network import NONCE_BYTES, cipher_of
 
 from .admission import Site, site_of
 
@@ -30,6 +34,8 @@ class RawLink(ABC):
         self._buffer = b""
         self._num_taken = 0  # of the buffer
         self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
+        self._encryptor: CipherContext | None = None
+        self._decryptor: CipherContext | None = None
 
     @property
     def is_shaking_hands(self) -> bool:
@@ -39,6 +45,19 @@ class RawLink(ABC):
     def finish_handshake(self) -> None:
         """The peer is authenticated: reads are no longer counted."""
         self._handshake_bytes_left = None
+
+    async def begin_private(self, network_key: bytes) -> None:
+        """Exchange nonces, after which everything is encrypted with the key of a private run.
+
+        Raises `trio.BrokenResourceError` if the peer returns this end's nonce: it would reflect what it cannot read.
+        """
+        own = os.urandom(NONCE_BYTES)
+        await self.write(own)
+        theirs = await self.read(NONCE_BYTES)
+        if theirs == own:
+            raise trio.BrokenResourceError("the peer reflects what it gets")
+        self._encryptor, self._decryptor = cipher_of(network_key, own), cipher_of(network_key, theirs)
+        self._buffer, self._num_taken = self._decryptor.update(self._buffer[self._num_taken :]), 0
 
     async def read(self, n: int | None = None) -> bytes:
         """Exactly n bytes, or what comes next; `trio.BrokenResourceError` if the connection ends before.
@@ -72,7 +91,7 @@ class RawLink(ABC):
             raise trio.BrokenResourceError("connection closed")
         if left is not None:
             self._handshake_bytes_left = left - len(data)
-        return data
+        return data if self._decryptor is None else self._decryptor.update(data)
 
     async def _receive_some(self, max_bytes: int) -> bytes:
         """What comes next, b"" at the end; `trio.BrokenResourceError` when the connection is gone, at whichever end."""
@@ -83,6 +102,8 @@ class RawLink(ABC):
 
     async def write(self, data: bytes) -> None:
         """Send all of it; raises as `_receive_some`."""
+        if self._encryptor is not None:
+            data = self._encryptor.update(data)
         try:
             await self._carrier.send_all(data)
         except trio.ClosedResourceError as error:

@@ -50,8 +50,14 @@ class Upgrader:
     """Authenticates connections by one key, and multiplexes them."""
 
     def __init__(
-        self, key: Ed25519PrivateKey, shaping: Shaping | None = None, budget: UnreadBudget | None = None
+        self,
+        key: Ed25519PrivateKey,
+        shaping: Shaping | None = None,
+        budget: UnreadBudget | None = None,
+        network_key: bytes = b"",
     ) -> None:
+        """``network_key``: of a private run; empty: connections are as libp2p's are."""
+        self.network_key = network_key
         pair = create_new_key_pair(key.private_bytes_raw())
         self._noise = Transport(pair, noise_privkey=create_new_x25519_key_pair().private_key)
         self._shaping = shaping
@@ -74,6 +80,7 @@ class Upgrader:
     async def _upgrade(self, link: RawLink, peer: bytes | None, *, is_initiator: bool) -> MuxedConn:
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
+                await self._begin(link)
                 negotiation = Negotiation(link.read, link.write)
                 if is_initiator:
                     await negotiation.propose(NOISE)
@@ -93,9 +100,15 @@ class Upgrader:
     async def authenticate(self, link: RawLink, peer: bytes) -> ISecureConn:
         """The first half of `dial`, for a caller that only wants to know who answers; it closes the link."""
         with trio.fail_after(HANDSHAKE_TIMEOUT):
+            await self._begin(link)
             await Negotiation(link.read, link.write).propose(NOISE)
             session, _ = await self._authenticate(link, peer)
             return session
+
+    async def _begin(self, link: RawLink) -> None:
+        """In a private run; a circuit is within connections that have begun so."""
+        if self.network_key and not link.is_relayed:
+            await link.begin_private(self.network_key)
 
     async def _authenticate(self, link: RawLink, peer: bytes | None) -> tuple[ISecureConn, bytes]:
         """The handshake of Noise, as its initiator if the peer is given; returns the session and who answers."""

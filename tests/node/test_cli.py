@@ -80,7 +80,7 @@ class FakeNode:
         async def invite(params: dict[str, Any]) -> object:
             return ""  # its run is for anybody
 
-        handlers = {"status": status, "peers": peers, "leave": leave, "invite": invite}
+        handlers = {"status": status, "peers": peers, "leave": leave, "invite": invite, "network_key": invite}
         with locked(self.home / "lock"):
             async with trio.open_nursery() as nursery:
                 await nursery.start(serve_control, self.home / "control.sock", handlers)

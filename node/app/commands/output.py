@@ -67,7 +67,8 @@ def own_invite(
         raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
     run_id = bytes.fromhex(status.run.run_id)
     secret = bytes.fromhex(call(home, "invite", uses=uses, expires_at=time.time() + seconds, quota=quota))
-    return encode_invite(Invite(run_id, tuple(addresses or choose_bootstrap_addresses(status)), secret))
+    network_key = bytes.fromhex(call(home, "network_key"))
+    return encode_invite(Invite(run_id, tuple(addresses or choose_bootstrap_addresses(status)), secret, network_key))
 
 
 def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:

@@ -64,6 +64,7 @@ def create_run(
     """
     from farandole.protocol.invite import Invite, encode_invite
     from farandole.protocol.manifest import sign_manifest
+    from farandole.protocol.private_network import network_key_of
 
     from ...base.identity import load_or_create_key
     from ...store.run_file import load_run_file
@@ -77,8 +78,11 @@ def create_run(
         from ...loop.stages.measuring import cut_by_measuring
 
         manifest, measured = cut_by_measuring(manifest, settings.allow_model)
-    signed = sign_manifest(manifest, load_or_create_key(settings.key))
-    invite = encode_invite(Invite(signed.run_id, tuple(invite_address))) if invite_address else None
+    key = load_or_create_key(settings.key)
+    signed = sign_manifest(manifest, key)
+    network_key = network_key_of(key, signed.run_id) if manifest.private else b""
+    addresses = tuple(invite_address or ())
+    invite = encode_invite(Invite(signed.run_id, addresses, network_key=network_key)) if addresses else None
     write_manifest(path, signed)
     if as_json:
         import msgspec
@@ -162,7 +166,12 @@ def make_invite(
     if manifest is None:
         typer.echo(own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota))
     elif address:
-        typer.echo(encode_invite(Invite(read_manifest(manifest)[1].run_id, tuple(address))))
+        run, signed = read_manifest(manifest)
+        if run.private:
+            raise ManifestError(
+                "the key of a private run is not in its manifest: leave that out, on a member's machine"
+            )
+        typer.echo(encode_invite(Invite(signed.run_id, tuple(address))))
     else:
         raise ManifestError("an invite from a manifest needs at least one --address that others can dial")
 

@@ -85,10 +85,10 @@ class Examination:
         self.findings += invitation.findings
         key = Ed25519PrivateKey.generate()
         try:
-            async with open_host(key, settings.listen) as host:
+            async with open_host(key, settings.listen, network_key=invitation.network_key) as host:
                 await self._look_out(host, invitation)
         except ListenError:  # the matter of `check_ports`
-            async with open_host(key, [DEFAULT_LISTEN]) as host:
+            async with open_host(key, [DEFAULT_LISTEN], network_key=invitation.network_key) as host:
                 await self._look_out(host, invitation)
 
     async def _look_out(self, host: Host, invitation: Invitation) -> None:

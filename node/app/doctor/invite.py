@@ -12,7 +12,7 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
 from farandole.protocol.manifest import decode_manifest
 
-from ...daemon import MANIFEST_FACT
+from ...daemon import MANIFEST_FACT, NETWORK_KEY_FACT
 from ...join.address_book import AddressBook
 from ...state.store import StoreError, open_store
 from .causes import found
@@ -29,6 +29,8 @@ class Invitation:
     """Public key and multiaddr of each address that a person has named."""
     remembered: dict[bytes, list[str]] = field(default_factory=dict)
     """Peers from the folder's address book -> multiaddrs."""
+    network_key: bytes = b""
+    """Of a private run."""
 
 
 async def read_invitation(text: str | None, bootstrap: list[str], store: Path) -> Invitation:
@@ -59,7 +61,7 @@ def _read_invite(text: str, invitation: Invitation) -> None:
         cause = "invite-other-version" if is_other_version else "invite-damaged" if is_invite(text) else "invite-no"
         invitation.findings.append(found(cause, why=error))
         return
-    invitation.run_id = invite.run_id
+    invitation.run_id, invitation.network_key = invite.run_id, invite.network_key
     invitation.doors = [(split_address(address)[1], address) for address in invite.addresses]
     names = ", ".join(dict.fromkeys(short_name(peer) for peer, _ in invitation.doors))
     cause = "invite-fine" if invite.addresses else "invite-empty"
@@ -75,6 +77,7 @@ async def _read_store(path: trio.Path, invitation: Invitation) -> bytes | None:
             await book.load()
             invitation.remembered = book.peers()
             manifest = await store.get_fact(MANIFEST_FACT)
+            invitation.network_key = invitation.network_key or await store.get_fact(NETWORK_KEY_FACT) or b""
     except StoreError:  # a full disk, of which another check tells
         return None
     try:

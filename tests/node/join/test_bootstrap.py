@@ -7,10 +7,12 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.base.errors import JoinError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
 from farandole.node.join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
@@ -18,16 +20,18 @@ from farandole.node.join.manifests import serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.status.journal import Journal
 from farandole.protocol.errors import UnknownManifestError
-from farandole.protocol.identity import peer_id_of
+from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, ModelConfig, decode_manifest, sign_manifest
+from farandole.protocol.private_network import network_key_of
 
 from ...patience import PATIENCE
 from ..hosts import LOOPBACK
 from ..relayed import open_public, until
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
-SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
+MANIFEST = Manifest("tiny", MODEL)
+SIGNED = sign_manifest(MANIFEST, Ed25519PrivateKey.from_private_bytes(bytes(32)))
 RUN = SIGNED.run_id
 # Nothing listens on port 1, and nobody has these keys.
 NOWHERE = "/ip4/127.0.0.1/tcp/1"
@@ -60,13 +64,31 @@ async def open_member(listen: list[str] = LOOPBACK) -> AsyncIterator[Host]:
 
 
 def test_who_was_named_comes_first_and_then_the_book(tmp_path: Path) -> None:
-    alice, bob, carol, own = (bytes([i]) * 32 for i in range(4))
+    alice, bob, carol = (bytes([i]) * 32 for i in range(3))
+    key = Ed25519PrivateKey.generate()
+    own = public_bytes(key)
     named = tuple(f"/ip4/1.1.1.{i}/tcp/1/p2p/{peer_id_of(bob)}" for i in (1, 2))
     settings = NodeSettings(home=tmp_path, invite=encode_invite(Invite(RUN, named)))
     book = {carol: ["/ip4/3.3.3.3/tcp/3"], bob: ["/ip4/2.2.2.2/tcp/2", named[1]], alice: [NOWHERE], own: [NOWHERE]}
-    target = find_target(settings, own, None, book)
+    target = find_target(settings, key, None, book)
     assert list(target.peers) == [bob, carol, alice]
     assert target.peers[bob] == [*named, "/ip4/2.2.2.2/tcp/2"]
+
+
+def test_the_key_of_a_private_run_is_of_the_invite_or_of_an_earlier_life_and_its_creator_knows_it(
+    tmp_path: Path,
+) -> None:
+    creator, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    signed = sign_manifest(msgspec.structs.replace(MANIFEST, private=True), creator)
+    key, raw = network_key_of(creator, signed.run_id), signed.encode()
+    without = NodeSettings(home=tmp_path)
+    assert find_target(without, creator, raw, {}).network_key == key
+    assert find_target(without, other, raw, {}, key).network_key == key
+    with pytest.raises(JoinError, match="private"):
+        find_target(without, other, raw, {})
+    invited = NodeSettings(home=tmp_path, invite=encode_invite(Invite(signed.run_id, network_key=key)))
+    assert find_target(invited, other, None, {}).network_key == key
+    assert find_target(without, creator, SIGNED.encode(), {}).network_key == b"", "not private"
 
 
 async def test_one_member_of_the_book_is_enough_when_the_invites_peers_are_dead(journal: Journal) -> None:
