@@ -1,1 +1,5 @@
 """The libp2p host: connections, streams, the DHT, relays, hole punching. Only this room imports libp2p."""
+
+from .lean_import import import_lean
+
+import_lean("libp2p")

@@ -10,6 +10,7 @@ from farandole.protocol.trainer_messages import Failed, Prepare
 from farandole.training.errors import UnfitWeightsError
 
 from ..base.system.allocator import keep_memory
+from ..base.system.collector import importing_for_good
 from ..base.system.memory import open_shared
 from ..base.system.parent import connect_to_parent
 from ..base.system.priority import lower_priority
@@ -48,13 +49,14 @@ def main() -> None:
 
 def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
     """Torch is imported here, where Prepare has said with how many threads."""
-    import torch
+    with importing_for_good():
+        import torch
 
-    from farandole.training.determinism import make_deterministic
-    from farandole.training.device import choose_device, limit_memory
+        from farandole.training.determinism import make_deterministic
+        from farandole.training.device import choose_device, limit_memory
 
-    from .engines import make_engine
-    from .process import TrainerProcess
+        from .engines import make_engine
+        from .process import TrainerProcess
 
     # Inside an operation, and of operations beside each other: one of these has the other's whole share.
     torch.set_num_threads(prepare.threads)

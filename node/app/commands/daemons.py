@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from ...base.settings import NodeSettings
+from ...base.system.collector import importing_for_good
 from .options import takes_settings
 from .output import split_source
 
@@ -23,7 +24,8 @@ def join(settings: NodeSettings) -> None:
     """
     invite, manifest = split_source(settings.invite)
     settings = replace(settings, invite=invite, manifest=manifest)
-    from ...daemon import run_node
+    with importing_for_good():
+        from ...daemon import run_node
 
     _run(settings, run_node, settings)
 
@@ -49,7 +51,8 @@ def relay(
 
     for invite in invites or []:
         decode_invite(invite)  # a slip is told at once
-    from ...relay_node import run_relay
+    with importing_for_good():
+        from ...relay_node import run_relay
 
     _run(settings, run_relay, settings, invites or [])
 
