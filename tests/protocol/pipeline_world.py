@@ -302,7 +302,7 @@ class World:
         end = wire_.ends[node.author]
         frames = [end.send(message)]
         if content:
-            data = memoryview(content.ljust(SIZE, b"."))
+            data = memoryview((len(content).to_bytes(4, "big") + content).ljust(SIZE, b"."))
             pieces = (data[at : at + wire.DATA_BYTES] for at in range(0, SIZE, wire.DATA_BYTES))
             frames += [end.pipe.send(Chunk(end.pipe.num_sent, piece)) for piece in pieces]
         other = wire_.downstream if node is wire_.upstream else wire_.upstream
@@ -322,8 +322,9 @@ class World:
         while (event := end.next_event()) is not None:
             self.placed = None
             if isinstance(event, wire.DataReceived):
-                content = self.buffers[wire_.number, node.author].rstrip(b".")
-                node.memory[self.slots[wire_.number, node.author]] = bytes(content)
+                buffer = self.buffers[wire_.number, node.author]
+                content = bytes(buffer[4 : 4 + int.from_bytes(buffer[:4], "big")])
+                node.memory[self.slots[wire_.number, node.author]] = content
             node.handle(machine.Received(wire_.number, event))
             self.place(wire_, node, end)
 

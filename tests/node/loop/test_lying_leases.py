@@ -15,7 +15,7 @@ from farandole.protocol.slices import Sections, parts
 
 from ..daemons import joined
 from ..light_member import light_member
-from .test_epoch import data_of, drawn, share_done, signed_run, write_texts
+from .test_epoch import data_of, drawn, num_done, signed_run, write_texts
 
 MAX_MEAN = 1.2
 
@@ -57,7 +57,7 @@ async def test_a_member_that_never_exchanged_ends_no_epoch(tmp_path: Path) -> No
                 status = await alice.until(lambda now: now.data is not None and now.data.doubted > 0.5 * num_slices)
                 assert status.data is not None
                 assert (status.data.epoch, status.data.done < 0.5 * num_slices) == (1, True), "the rest is doubted"
-                await share_done(alice, 0.7)
+                await num_done(alice, round(0.7 * num_slices))
                 for node in (alice, bob):
                     await node.says("all 1 epochs are done")
                 nursery.cancel_scope.cancel()
