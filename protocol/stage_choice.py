@@ -19,10 +19,11 @@ further moves.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .entries import StageLease
@@ -53,7 +54,7 @@ class Provider:
     """Its owner has chosen the stage: it does not move."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """What a node knows of the run."""
 
@@ -66,6 +67,18 @@ class View:
     """Nobody has taken an inner step yet."""
     download_seconds: float = 0.0
     """What it would take this node to fetch a stage."""
+
+    @functools.cached_property
+    def speeds(self) -> Mapping[bytes, float]:
+        """Of all providers. One that is not known counts as the median of the known ones; if none is, each as 1."""
+        known = [provider.speed for provider in self.providers.values() if provider.speed > 0]
+        usual = statistics.median(known) if known else 1.0
+        return {author: provider.speed or usual for author, provider in self.providers.items()}
+
+    @functools.cached_property
+    def strengths(self) -> Sequence[float]:
+        """The throughput of each stage."""
+        return throughputs(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +145,7 @@ class StageChoice:
 
     def _note(self, view: View, own: int, now: float) -> None:
         """Remember since when a stage has been empty, and a move of ours worth it, or due to a correction."""
-        empty = [stage for stage, strength in enumerate(throughputs(view)) if strength == 0.0]
+        empty = [stage for stage, strength in enumerate(view.strengths) if strength == 0.0]
         self._empty_since = {stage: self._empty_since.get(stage, now) for stage in empty}
         weakest = _weakest(view)
         pair = (own, weakest)
@@ -172,8 +185,7 @@ class StageChoice:
 
 def first_stage(view: View, author: bytes) -> int:
     """Where a newcomer begins: the stage with the least throughput, of several that which its hash says."""
-    strengths = throughputs(view)
-    return min(range(view.num_stages), key=lambda stage: (strengths[stage], rank(author, stage)))
+    return min(range(view.num_stages), key=lambda stage: (view.strengths[stage], rank(author, stage)))
 
 
 def even_stages(view: View) -> dict[bytes, int]:
@@ -198,12 +210,9 @@ def even_stages(view: View) -> dict[bytes, int]:
 
 
 def throughputs(view: View, *, without: bytes | None = None) -> list[float]:
-    """Of each stage: the sum of its providers' speeds, those who move counted where they go.
-
-    A speed that is not known counts as the median of the known ones; where none is known, each counts as 1.
-    """
+    """Of each stage: the sum of its providers' speeds, those who move counted where they go."""
     strengths = [0.0] * view.num_stages
-    speeds = _speeds(view)
+    speeds = view.speeds
     for author, provider in view.providers.items():
         if author != without:
             lease = view.leases.get(author)
@@ -213,7 +222,7 @@ def throughputs(view: View, *, without: bytes | None = None) -> list[float]:
 
 def candidates(view: View, target: int) -> list[bytes]:
     """Who could go to a stage, the best first: after whose move the weaker of the two stages is the strongest."""
-    strengths, speeds = throughputs(view), _speeds(view)
+    strengths, speeds = view.strengths, view.speeds
     members = _members(view)
     scores = {
         author: min(strengths[stage] - speeds[author], strengths[target] + speeds[author])
@@ -245,7 +254,7 @@ def is_worth_moving(view: View, author: bytes, target: int) -> bool:
 
     Its source is the stronger one even without it, so the run loses nothing meanwhile; the node's time is lost.
     """
-    source, speed = view.providers[author].stage, _speeds(view)[author]
+    source, speed = view.providers[author].stage, view.speeds[author]
     if source == target or not _can_spare(view, source):
         return False
     before = throughputs(view, without=author)
@@ -263,12 +272,6 @@ def rank(author: bytes, stage: int) -> bytes:
     return hashlib.sha256(framed(b"farandole/stage/1", author, stage.to_bytes(2, "big"))).digest()
 
 
-def _speeds(view: View) -> dict[bytes, float]:
-    known = [provider.speed for provider in view.providers.values() if provider.speed > 0]
-    usual = statistics.median(known) if known else 1.0
-    return {author: provider.speed or usual for author, provider in view.providers.items()}
-
-
 def _members(view: View) -> list[list[bytes]]:
     members: list[list[bytes]] = [[] for _ in range(view.num_stages)]
     for author, provider in view.providers.items():
@@ -277,8 +280,7 @@ def _members(view: View) -> list[list[bytes]]:
 
 
 def _weakest(view: View) -> int:
-    strengths = throughputs(view)
-    return min(range(view.num_stages), key=lambda stage: (strengths[stage], stage))
+    return min(range(view.num_stages), key=lambda stage: (view.strengths[stage], stage))
 
 
 def _can_spare(view: View, stage: int) -> bool:

@@ -39,7 +39,7 @@ def test_every_microbatch_counts_once_at_every_stage(stages: list[int], overlap:
 
 def test_stages_take_as_many_steps_whatever_their_size() -> None:
     world = World([2, 4, 1], in_flight=12)
-    world.run(15)
+    world.run(8)
     steps = [[len(node.steps) for node in world.of_stage(stage)] for stage in range(3)]
     means = [sum(counts) / len(counts) for counts in steps]
     assert max(means) <= 1.3 * min(means), steps
@@ -108,16 +108,16 @@ def test_overlapping_steps_leave_nobody_waiting_for_the_last_microbatches(is_fol
 
     waiting, overlapping = world_of(overlap=False), world_of(overlap=True)
     for world in (waiting, overlapping):
-        world.run(10)
-    assert busy(waiting, 20)[0] < 0.6
-    assert busy(overlapping, 20)[0] > 0.95
+        world.run(6)
+    assert busy(waiting, 8)[0] < 0.6
+    assert busy(overlapping, 8)[0] > 0.95
     overlapping.end()
     assert settled_alike(overlapping, 4)
 
 
 def test_a_step_that_overlaps_has_the_quota() -> None:
     world = World([1, 2, 1], quota=6, in_flight=12, latency=0.05, overlap=True)
-    world.run(20)
+    world.run(10)
     for node in world.nodes.values():
         assert len(node.steps) > 3
         assert set(node.steps) == {3 if node.stage == 1 else 6}

@@ -34,7 +34,7 @@ def scenario(name: str, **settings: Any) -> Scenario:
             # More than any machine takes: the plays end when the nodes have averaged again after the last fault.
             "rounds": 256,
             "exchanges_after_faults": 2,
-            "step_seconds": 0.1,  # nodes leave the processors to each other
+            "step_seconds": 0.25,  # nodes leave the processors to each other
             "timeout": 480.0,
             "checkpoint_seconds": 15.0,  # a newcomer on a busy machine takes long to fetch one
             "wedged_after": 240.0,  # on a busy machine six starts take long

@@ -107,7 +107,7 @@ def test_boxes_keep_unequal_nodes_busy_where_fixed_steps_do_not() -> None:
 
 @pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
 def test_a_thousand_nodes(step_seconds: tuple[float, float]) -> None:
-    scenario = PairingScenario(1_000, BOXED, 160.0, step_seconds=step_seconds, start_spread=10.0)
+    scenario = PairingScenario(1_000, BOXED, 100.0, step_seconds=step_seconds, start_spread=10.0)
     report = simulate(scenario, seed=1)
     assert report.alone <= 0.02 * report.rounds
     assert report.longest_wait <= 30.0
