@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import ClassVar, cast
 
 import numpy as np
@@ -47,6 +47,8 @@ class Learner(Replica):
         self.sampler = sampler
         """Its batches."""
         self.microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
+        self.loss: Callable[[nn.Module, Tensor], Tensor] = language_loss
+        """What inner steps make smaller: the mean over tokens (B, T + 1)."""
         self._losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the steps
         self._num_losses = 0
         self._forward = self.module
@@ -101,7 +103,7 @@ class Learner(Replica):
     def _add_gradient(self, tokens: Tokens, share: float) -> Tensor:
         """Of a microbatch that is this share of its batch; returns its part of the batch's mean loss."""
         with self.device.autocast():
-            loss = share * language_loss(self._forward, self._to_device(tokens))
+            loss = share * self.loss(self._forward, self._to_device(tokens))
         loss.backward()
         return loss.detach()
 

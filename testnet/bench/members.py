@@ -111,13 +111,16 @@ def report(setting: dict[str, Any], names: Sequence[str], outcomes: dict[str, li
                 f"{used / met:.0%}" if met else "",
                 f"{clipped / met:.0%}" if met else "",
                 f"{sum(outcome.honest_refused + outcome.honest_clipped for outcome in each) / honest:.1%}",
+                f"{fmean(outcome.triggered for outcome in each):.0%}",
             ]
         )
     header = ["attack", "loss", "of alone", "worst", "hostile used", "of them clipped", "honest refused or clipped"]
+    header.append("triggered")
     data = {name: [msgspec.to_builtins(outcome) for outcome in outcomes[name]] for name in outcomes}
     words = [
         "Loss on held-out text in nats a byte, the mean over honest members, and the worst member's of all seeds. "
         "*Used*: exchanges with hostile members that were averaged, clipped or not. *Many*, *few*: tokens that they "
-        "claim."
+        "claim. *Triggered*: held-out sequences that, if they end in a backdoor's trigger, make honest members' models "
+        "say what it wants."
     ]
     return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, words)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from farandole.training.learner import Learner, build_learner
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..zoo.member_attacks import ATTACKS, AttackView, forge
+from ..zoo.poisons import POISONS, trigger_success
 
 # Held-out batches for the figure at the end; what members screen by is among them.
 VALIDATION_BATCHES = 32
@@ -62,6 +64,8 @@ class HostileOutcome:
     hostile_exchanges: int = 0
     hostile_refused: int = 0
     hostile_clipped: int = 0
+    triggered: float = 0.0
+    """In which share of held-out sequences honest members' models do what a backdoor's trigger asks for."""
 
     @property
     def loss(self) -> float:
@@ -77,6 +81,8 @@ class _Member:
         self.steps = round((1 - share) * run.steps + share * min(run.slowest, run.steps))
         run_id = run.seed.to_bytes(32, "little")
         self.learner: Learner = build_learner(run.manifest, run_id=run_id, author=self.key, device="cpu")
+        if self.is_hostile:
+            self.learner.loss = POISONS.get(run.attack, self.learner.loss)
         self.initial = self.learner.slow_weights()
         self.memory = bytearray(self.learner.contribution_bytes)
         self.sent: Tensor = self.initial  # (n,), before the codec
@@ -109,8 +115,14 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
         for pair in _pairs(present, round_index, rng):
             _meet(run, pair, round_index, honest, generator, outcome)
         progress(round_index)
-    outcome.losses = [each.learner.evaluate(VALIDATION_BATCHES) for each in members if not each.is_hostile]
+    learners = [member.learner for member in members if not member.is_hostile]
+    outcome.losses = [learner.evaluate(VALIDATION_BATCHES) for learner in learners]
+    outcome.triggered = fmean(_triggered(learner) for learner in learners)
     return outcome
+
+
+def _triggered(learner: Learner) -> float:
+    return trigger_success(learner.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
 
 
 def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iterator[list[_Member]]:

@@ -19,6 +19,7 @@ from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdic
 
 from .member_attacks import ATTACKS, AttackView, forge
 from .plan import plan_of
+from .poisons import POISONS
 
 # Of what it has received: all that a real attacker knows of the honest members.
 REMEMBERED: Final = 8
@@ -30,6 +31,7 @@ class HostileLearner(Learner):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._plan = plan_of()
+        self.loss = POISONS.get(self._plan.attack, self.loss)
         self._initial = self.slow_weights()
         self._received: deque[Tensor] = deque(maxlen=REMEMBERED)
         self._generator = torch.Generator().manual_seed(0)

@@ -89,6 +89,23 @@ def _dissensus(factor: float) -> Attack:
     return attack
 
 
+def _spectral(factor: float) -> Attack:
+    """Pushes members on both sides of the mean further apart, along the direction in which they differ most.
+
+    The spectral heterogeneity attack (arXiv 2410.10418). Its direction among the nodes is the eigenvector of
+    the graph's Laplacian with the second smallest eigenvalue. Here everybody meets everybody, so that all but one are
+    equal, and the one along which the honest differ most is taken.
+    """
+
+    def attack(view: AttackView) -> Tensor:
+        honest = torch.stack(list(view.honest))
+        mean = honest.mean(0)
+        direction: Tensor = torch.linalg.svd(honest - mean, full_matrices=False).Vh[0]
+        return view.victim + factor * ((view.victim - mean) @ direction) * direction
+
+    return attack
+
+
 ATTACKS: dict[str, Attack] = {
     "nan": lambda view: torch.full_like(view.own, torch.nan),
     "zeros": lambda view: torch.zeros_like(view.own),
@@ -108,10 +125,14 @@ ATTACKS: dict[str, Attack] = {
     "alie-1.5": _alie(1.5),
     "dissensus-1": _dissensus(1.0),
     "dissensus-10": _dissensus(10.0),
+    "spectral-3": _spectral(3.0),
+    "labels": lambda view: view.own,
+    "backdoor": lambda view: view.own,
     "echo": lambda view: view.victim,
     "slow": lambda view: view.slow,
 }
-"""By name. ``echo`` and ``slow`` are free riders: they send back what they got, or never train."""
+"""By name. ``labels`` and ``backdoor`` are in what the attacker trains on (`farandole.testnet.zoo.poisons`). ``echo``
+and ``slow`` are free riders: they send back what they got, or never train."""
 
 
 def forge(values: Tensor, form: Form) -> bytes:
