@@ -36,8 +36,9 @@ from .entries import RULES, Commitment, Kind, Signed
 from .identity import framed, short_name
 from .trainer_messages import Replay, Replayed
 
-# Of the run's rate: how often a member replays its own rounds, on top.
-OWN_SHARE: Final = 0.2
+# Of a member's replays, those of its own rounds. A replay takes as long as the round's inner steps, so that all of them
+# together take the run's rate of a member's time.
+OWN_SHARE: Final = 0.1
 # Rounds that wait to be replayed; authors keep starts for no more rounds than this.
 MAX_WAITING: Final = 4
 # A round with more inner steps than this many of one's own is left to faster members.
@@ -259,7 +260,7 @@ class Audits:
         if is_drawn(own.id, own.id, self._rate * OWN_SHARE):
             self._waiting.appendleft(_Case(own, event.path))
         alike = [claim for claim in event.others if claim.kind == own.kind and claim.author != self._author]
-        chance = self._rate / max(1, len({claim.author for claim in alike}))
+        chance = self._rate * (1.0 - OWN_SHARE) / max(1, len({claim.author for claim in alike}))
         considered = self._memory.considered
         self._memory.considered = {claim.author: considered.get(claim.author, -1) for claim in alike}
         for claim in sorted(alike, key=lambda claim: claim.commitment.round):
