@@ -15,7 +15,7 @@ import trio
 from farandole.protocol.identity import peer_id_of
 
 from ..base.errors import PeerUnreachableError
-from .admission import Handshakes, Turns, site_of
+from .admission import STRANGER_SECONDS, FloodedNetworks, Handshakes, Turns, site_of
 from .circuit import Circuit
 from .connection import Connection, ServeStream
 from .connection_events import ConnectionEvents
@@ -58,6 +58,7 @@ class ConnectionPool:
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
         self._shut_out: dict[bytes, float] = {}  # until when
+        self._flooded = FloodedNetworks()
         self._changed = trio.Event()
         nursery.start_soon(self.turns.run)
 
@@ -96,6 +97,11 @@ class ConnectionPool:
         if self.is_shut_out(muxed.peer):
             await muxed.link.close()
             raise PeerUnreachableError(f"{peer_id_of(muxed.peer)} is kept out for a while")
+        if not is_outbound and self._comes_too_soon(muxed):
+            await muxed.link.close()
+            raise PeerUnreachableError(
+                f"a peer from {muxed.link.site.network} flooded this node: one stranger in {STRANGER_SECONDS:g} s"
+            )
         if len(self.live) >= self.max_connections and not self._make_room(muxed.peer):
             await muxed.link.close()
             raise PeerUnreachableError("too many connections, and all of use")
@@ -109,13 +115,21 @@ class ConnectionPool:
         self._note_change(muxed.peer)
         return conn
 
+    def _comes_too_soon(self, muxed: MuxedConn) -> bool:
+        is_known = self.is_needed(muxed.peer) or bool(self.of(muxed.peer))
+        return not is_known and not self._flooded.lets_in(muxed.link.site, trio.current_time())
+
     def shut_out(self, peer: bytes, seconds: float) -> None:
-        """End every connection to a peer, and have none for so long."""
+        """End every connection to a peer that has flooded this node, and have none for so long.
+
+        Strangers from the same network come in one by one from now on, with pauses.
+        """
         self._shut_out.pop(peer, None)
         self._shut_out[peer] = trio.current_time() + seconds
         if len(self._shut_out) > MAX_SHUT_OUT:
             del self._shut_out[next(iter(self._shut_out))]
         for conn in self.of(peer):
+            self._flooded.note(conn.link.site, trio.current_time())
             conn.end()
 
     def is_shut_out(self, peer: bytes) -> bool:

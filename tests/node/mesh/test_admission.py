@@ -5,7 +5,16 @@ import trio
 import trio.lowlevel
 
 from farandole.node.mesh import admission
-from farandole.node.mesh.admission import Handshakes, Site, Turns, site_of
+from farandole.node.mesh.admission import (
+    AFTERMATH_SECONDS,
+    MAX_FLOODED,
+    STRANGER_SECONDS,
+    FloodedNetworks,
+    Handshakes,
+    Site,
+    Turns,
+    site_of,
+)
 
 
 class _Socket:
@@ -33,6 +42,27 @@ def test_a_site_is_a_network_and_an_address_of_one_customer() -> None:
     assert site_of("2001:db8:1:2:3::4") == Site("2001:db8:1::/48", "2001:db8:1:2::/64")
     assert site_of("fe80::1%eth0") == site_of("fe80::2")
     assert site_of("") == site_of("nonsense") == Site("", "")
+
+
+def test_strangers_from_where_a_flood_came_are_let_in_one_by_one() -> None:
+    networks = FloodedNetworks()
+    flooder, neighbour, other = map(site_of, ("1.1.1.1", "1.1.1.2", "2.2.2.2"))
+    assert networks.lets_in(flooder, 0.0)
+    networks.note(flooder, 1.0)
+    times = [float(second) for second in range(2, 102)]
+    let_in = [now for now in times if networks.lets_in(neighbour, now)]
+    assert len(let_in) == 100 / STRANGER_SECONDS
+    assert all(networks.lets_in(other, now) for now in times)
+    assert all(networks.lets_in(flooder, 1.0 + AFTERMATH_SECONDS + second) for second in range(5))
+
+
+def test_networks_that_flooded_last_are_remembered() -> None:
+    networks = FloodedNetworks()
+    sites = [site_of(f"10.{number // 256}.{number % 256}.1") for number in range(MAX_FLOODED + 1)]
+    for site in sites:
+        networks.note(site, 0.0)
+    assert networks.lets_in(sites[0], 1.0)
+    assert not any(networks.lets_in(site, 1.0) for site in sites[1:])
 
 
 def test_at_one_address_who_keeps_us_waiting_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:

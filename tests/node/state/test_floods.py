@@ -14,6 +14,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.admission import STRANGER_SECONDS
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import Messenger, open_messenger
@@ -141,6 +142,33 @@ async def test_who_floods_with_valid_messages_is_kept_out(
         assert len(victim.gossip.state.authors) < num_sent
         assert victim.host.is_connected(victim.friend.author)
         await victim.hears_friend(1)
+
+
+async def flood_from(attacker: Host, victim: Host) -> None:
+    """Until it is thrown out, or not even let in."""
+    with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
+        await attacker.connect(victim.author, victim.addresses)
+        stream = await attacker.open_stream(victim.author, PUSH_PROTOCOL)
+        while True:
+            await stream.send_all(frame(push(), MAX_PUSH_BYTES))
+
+
+async def test_new_keys_do_not_let_a_flooder_in_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_victim() as victim:
+        victim.host.protect(lambda peer: peer == victim.friend.author)
+        began_at = trio.current_time()
+        for _ in range(8):
+            async with host_at_loopback() as attacker:
+                await flood_from(attacker, victim.host)
+        most = 1 + (trio.current_time() - began_at) / STRANGER_SECONDS
+        assert 1 <= caplog.text.count("is kept out") <= most
+        assert victim.host.is_connected(victim.friend.author)
+        await victim.hears_friend(1)
+        await victim.friend.disconnect(victim.host.author)
+        while victim.host.is_connected(victim.friend.author):
+            await victim.host.connections.wait_for_change()
+        await victim.friend.connect(victim.host.author, victim.host.addresses)
+        await victim.hears_friend(2)
 
 
 async def test_large_batches_of_valid_entries_are_a_flood_too() -> None:
