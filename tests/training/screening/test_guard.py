@@ -82,6 +82,11 @@ def counts(verdict: Verdict) -> bool:
     return isinstance(verdict, Accept) and verdict.clip > 0.0
 
 
+def stands_out(node: Node) -> bool:
+    """Whether the last contribution did."""
+    return node.of_peer["outlier"][-1] == 1.0
+
+
 def clip(verdict: Verdict) -> float:
     assert isinstance(verdict, Accept)
     return verdict.clip
@@ -128,9 +133,9 @@ def test_a_clipped_contribution_counts_as_far_as_it_was_taken() -> None:
     assert node.everybody["distance 0"][0] == pytest.approx(2.0, rel=1e-3)
 
 
-def known() -> Node:
+def known(settings: GuardConfig = STRICT) -> Node:
     """A node that has met the peer before."""
-    node = Node()
+    node = Node(settings)
     for _ in range(MIN_LAGS):
         node.meets(away(1.0), loss=lambda share: 2.0, chance=0.0)
     return node
@@ -158,8 +163,8 @@ def test_a_peer_that_was_refused_is_always_asked_about() -> None:
     for _ in range(MAX_OUTLIERS + 1):
         verdict = node.meets(away(1.0), loss=sloping(2.0, 1.0), chance=0.0)
     assert isinstance(verdict, Refuse)
-    for _ in range(2 * OUTLIER_WINDOW):
-        assert counts(node.meets(away(1.0), loss=sloping(2.0, 0.0)))
+    verdicts = [node.meets(away(1.0), loss=sloping(2.0, 0.0)) for _ in range(2 * OUTLIER_WINDOW)]
+    assert counts(verdicts[-1])
     assert not counts(node.meets(away(1.0), loss=sloping(2.0, 1.0)))
 
 
@@ -178,7 +183,44 @@ def test_what_makes_the_loss_worse_counts_for_nothing_where_it_is_asked() -> Non
 def test_a_mean_that_does_is_of_no_help_to_a_partner_that_is_worse_by_itself() -> None:
     """Half of a liar's weights may do little harm to the loss; all of them show it."""
     losses = {0.0: 2.0, 0.5: 2.0, 1.0: 2.0 + 2 * 2.0 * LEAST_LAG}
-    assert not counts(known().meets(away(1.0), loss=losses.get, chance=0.0))
+    node = known()
+    for _ in range(MAX_OUTLIERS):
+        assert counts(node.meets(away(1.0), loss=losses.get, chance=0.0)), "an honest one may be behind"
+        assert stands_out(node)
+    assert isinstance(node.meets(away(1.0), loss=losses.get, chance=0.0), Refuse)
+
+
+def test_who_stands_out_and_costs_little_is_averaged_at_first() -> None:
+    """What inner steps gain in a round and a quarter is little."""
+    for cost, is_little in ((0.06, True), (0.07, False)):
+        losses = {0.0: 2.0, 0.5: 2.0 + cost, 1.0: 2.5}
+        node = known(GuardConfig())
+        assert counts(node.meets(away(1.0), loss=losses.get, began=2.05, chance=0.0)) == is_little
+        assert stands_out(node)
+
+
+def test_a_peer_that_is_a_little_worse_each_time_is_refused_in_the_end() -> None:
+    """By less than what stands out."""
+    node, lag = known(GuardConfig()), 2.0 * 0.75 * LEAST_LAG
+    verdicts = [node.meets(away(1.0), loss=sloping(2.0, lag), chance=0.0) for _ in range(6)]
+    assert all(counts(verdict) for verdict in verdicts[:3])
+    assert isinstance(verdicts[-1], Refuse)
+    assert "each time" in verdicts[-1].reason
+    assert not any(node.of_peer["outlier"])
+
+
+def test_a_peer_that_is_as_often_better_is_never_refused() -> None:
+    node = known()
+    for number in range(200):
+        assert counts(node.meets(away(1.0), loss=sloping(2.0, 0.75 * LEAST_LAG * (-1) ** number), chance=0.0))
+
+
+def test_a_peer_that_was_worse_each_time_is_taken_again_after_some_better_exchanges() -> None:
+    node = known()
+    while counts(node.meets(away(1.0), loss=sloping(2.0, 1.5 * LEAST_LAG), chance=0.0)):
+        pass
+    verdicts = [node.meets(away(1.0), loss=sloping(2.0, 0.0), chance=0.0) for _ in range(3)]
+    assert counts(verdicts[-1])
 
 
 def test_how_far_honest_partners_are_apart_says_who_stands_out() -> None:
@@ -202,8 +244,9 @@ def test_a_partner_may_lack_what_this_node_has_gained_in_the_round(tokens: tuple
     """Half of it, as their rounds may cross, and all of it besides if it says that it is slower."""
     gain, noise = 0.5, 2.0 * LEAST_LAG
     for slope, is_taken in ((lag * gain, True), (lag * gain + 2 * noise, False)):
-        verdict = known().meets(away(1.0), tokens=tokens, loss=sloping(2.0, slope), began=2.0 + gain, chance=0.0)
-        assert counts(verdict) == is_taken
+        node = known()
+        node.meets(away(1.0), tokens=tokens, loss=sloping(2.0, slope), began=2.0 + gain, chance=0.0)
+        assert stands_out(node) != is_taken
 
 
 def test_a_node_that_gains_nothing_bears_with_nobody() -> None:
@@ -214,8 +257,9 @@ def test_a_mean_that_is_worse_than_usual_stands_out() -> None:
     node = Node()
     for number in range(MIN_CHANGES):
         node.meets(away(1.0), loss=sloping(2.0, -0.01 * (1 + number / 10)), chance=0.0)
-    assert counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.001, 1.0: 2.0}.get, chance=0.0))
-    assert not counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.02, 1.0: 2.0}.get, chance=0.0))
+    for mean, is_usual in ((2.001, True), (2.02, False)):
+        node.meets(away(1.0), loss={0.0: 2.0, 0.5: mean, 1.0: 2.0}.get, chance=0.0)
+        assert stands_out(node) != is_usual
 
 
 @pytest.mark.parametrize(
@@ -278,4 +322,5 @@ def test_by_default_the_mean_may_cost_a_tenth_of_the_loss() -> None:
     for _ in range(20):
         assert counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.19, 1.0: 2.0}.get, chance=0.0))
     assert not counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.21, 1.0: 2.0}.get, chance=0.0))
-    assert not counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.0, 1.0: 2.1}.get, chance=0.0))
+    node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.0, 1.0: 2.1}.get, chance=0.0)
+    assert stands_out(node)
