@@ -40,6 +40,11 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     that no number is negative."""
 
     @property
+    def momentum_gain(self) -> float:
+        """How many movements of a round the vector ``momentum`` adds up to, if all have one direction."""
+        return 1.0
+
+    @property
     def kind(self) -> str:
         """The rule's name, and that of its module in `farandole.training.outer`."""
         return str(self.__struct_config__.tag)
@@ -75,6 +80,11 @@ class NoLoCoConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only
     vectors = ("momentum",)
 
     @property
+    def momentum_gain(self) -> float:
+        """As `OuterConfig.momentum_gain`; the distance between replicas, which gamma pulls at, is about a movement."""
+        return (self.beta + self.gamma) / (1.0 - self.alpha)
+
+    @property
     def problems(self) -> list[str]:
         """Pairs must be stable, beside what every rule asks."""
         limit = gamma_limit(self.alpha, self.momentum)
@@ -96,6 +106,11 @@ class DiLoCoConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only
     momentum: Momentum = "nesterov"
 
     vectors = ("momentum",)
+
+    @property
+    def momentum_gain(self) -> float:
+        """As `OuterConfig.momentum_gain`."""
+        return 1.0 / (1.0 - self.alpha)
 
     @property
     def problems(self) -> list[str]:

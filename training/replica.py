@@ -16,9 +16,11 @@ what `farandole.training.contribution` remembers of what was sent.
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,10 @@ from .partner import Answers, PartnerContribution
 from .screening.history import Histories
 from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .snapshot import Snapshot, SnapshotMemory
+
+# Rounds whose movements say what is usual, and from how many on.
+WINDOW: Final = 16
+MIN_KNOWN: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +219,11 @@ class Replica(Engine):
         made = self._round_end.contribution
         return self._outer.distance_to_slow(made)
 
+    def _usual_movement(self) -> float:
+        """The median of the last rounds that ended with an exchange; of fewer than four, that of this round."""
+        known = self.histories.of(b"")["movement"][-WINDOW:]
+        return statistics.median(known) if len(known) >= MIN_KNOWN else self._movement()
+
     def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
         """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
         assert self._round_end is not None
@@ -246,6 +257,8 @@ class Replica(Engine):
         ended = self._round_end
         assert ended is not None
         made, late = ended.contribution, self.steps - ended.steps
+        if movement := self._usual_movement():
+            self._outer.limit_momentum(made.part, movement)
         if partner is None:
             self._outer.step(made, (), (), is_late=late > 0)
         else:

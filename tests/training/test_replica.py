@@ -11,13 +11,14 @@ from torch import Tensor
 from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig
 from farandole.protocol.outer_rules import Codec, Momentum, NoLoCoConfig
 from farandole.protocol.presets import preset
-from farandole.training import codec
+from farandole.training import codec, outer_state
 from farandole.training.data import Sampler, Text
 from farandole.training.errors import DivergedError, ScreeningError
 from farandole.training.inner import learning_rate
 from farandole.training.learner import Learner, build_learner
 from farandole.training.model import build_model, language_loss
 from farandole.training.outer.rule import rule_of
+from farandole.training.outer_state import MAX_MOMENTUM
 from farandole.training.screening.rule import Encounter
 
 from .conftest import ALICE, BOB, RUN_ID, MakeReplica, refusal
@@ -386,3 +387,35 @@ def test_a_replica_is_built_from_a_runs_settings() -> None:
     assert node.evaluate(1) == pytest.approx(math.log(256), abs=0.15)
     assert node.contribution_bytes == 41_120 + 4 * math.ceil(41_120 / 256)
     train(node, 1)
+
+
+@pytest.mark.parametrize("norm", [1e6, math.inf])
+def test_momentum_that_no_rounds_have_made_is_clipped(make_replica: MakeReplica, norm: float) -> None:
+    """Such as a stranger's checkpoint may have."""
+    replica = make_replica(ALICE)
+    replica.learn()
+    before, momentum = replica.slow_weights(), replica.vectors()["momentum"]
+    movement = float((replica.fast_weights() - before).norm())
+    momentum.fill_(norm / math.sqrt(len(momentum)))
+    replica.apply(None)
+    settings = NoLoCoConfig()
+    limit = MAX_MOMENTUM * settings.momentum_gain * movement
+    assert float((replica.slow_weights() - before).norm()) <= settings.alpha * limit + 2 * movement
+
+
+def test_the_momentum_of_honest_rounds_is_left_as_it_is(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = play_rounds(make_replica)
+    monkeypatch.setattr(outer_state, "MAX_MOMENTUM", math.inf)
+    assert torch.equal(limited, play_rounds(make_replica))
+
+
+def play_rounds(make_replica: MakeReplica) -> Tensor:
+    """Of two replicas, one of which is slower; the slow weights of one."""
+    alice, bob = make_replica(ALICE), make_replica(BOB)
+    for _ in range(8):
+        train(alice, 4)
+        train(bob, 1)
+        exchange(alice, bob)
+    return alice.slow_weights()
