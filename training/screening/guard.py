@@ -15,7 +15,8 @@ one's own weights whenever something was clipped, the first times that a peer is
 and in some other exchanges, which cannot be foreseen:
 
 - that of the mean. Averaging small models at large learning rates costs up to a tenth of the loss, which the next inner
-  steps gain back, so this bound is wide, and many liars pass it.
+  steps gain back, so this bound is wide, and many liars pass it. It is narrow for what is far away: an honest partner
+  that has come further makes the mean better.
 - that of the partner's own weights. Honest members have learned as much from other batches, so theirs is as often
   better as worse, by little; a liar's is worse each time, however little of it shows in the mean. What is usual, past
   comparisons say: their lower quartile, which a third of liars, and members that these have just harmed, move little.
@@ -23,11 +24,13 @@ and in some other exchanges, which cannot be foreseen:
   may cross, and all of it if it says that it has learned from fewer tokens, which costs it its share of the mean.
 
 A partner that stands out may still be honest: one that was away for some rounds does. Twice its contribution is
-averaged all the same if that costs little, and else counts for nothing here, while mine helps it; the next times it is
-refused, and met last.
+averaged all the same if that costs little and it is not far away, and else counts for nothing here, while mine helps
+it; the next times it is refused, and met last.
 
 A liar that never stands out, but does some harm each time, is found by what its exchanges have in common: a cumulative
-sum (Page, Biometrika 41, 1954) of how much worse its own weights were than this node's, less what chance explains.
+sum (Page, Biometrika 41, 1954) of how much worse its own weights were than this node's, less what chance explains. From
+a certain sum on its contributions count for nothing here. They are not refused: an honest partner that was left alone
+for long looks just so, and is as good as others again when mine has helped it.
 
 The number of tokens behind a contribution is its sender's word, so it moves the shares within narrow bounds.
 Among honest partners nothing is clipped, and both compute the same mean to the bit.
@@ -61,12 +64,16 @@ MAX_REFUSALS: Final = 3
 PARTS: Final = (0.5, 0.25, 0.125)
 # What is compared may be so many times further away than what is not.
 CHECKED_RADIUS: Final = 2.0
+# What stands out is not averaged if it is so many times further away than usual.
+TOLERATED_RADIUS: Final = 2.0
+# A usual distance of zero counts as this.
+LEAST: Final = 1e-30
 # Of a partner's last exchanges so many may stand out without a refusal; they count for nothing.
 OUTLIER_WINDOW: Final = 8
 MAX_OUTLIERS: Final = 2
-# A peer's sum: of each comparison, by which share of the loss its own weights were worse, less the slack, at most so
-# much. Above the limit it is refused; it is never more than the most, so that few good ones let the peer in again. Of
-# honest members that were away, or five times as slow, none of 1,208 exchanges came to more than 0.021.
+# A peer's sum: of each comparison, by which share of the loss its own weights were worse, less the slack and the median
+# of all peers, at most so much. Above the limit its contributions count for nothing; it is never more than the most, so
+# that few good ones let the peer in again.
 EVIDENCE_SLACK: Final = 0.003
 MAX_EVIDENCE_EACH: Final = 0.01
 EVIDENCE_LIMIT: Final = 0.025
@@ -103,7 +110,7 @@ class Guard(ScreeningRule):
         """Zero the sum."""
         self._losses: tuple[float, float, float] | None = None
         self._lacked = 0.0
-        self._evidence = 0.0
+        self._excess = self._evidence = 0.0
         self._is_outlier = False
         self._square = torch.zeros((), dtype=torch.float64)
 
@@ -135,42 +142,50 @@ class Guard(ScreeningRule):
         if clip < settings.min_clip:
             return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {usual:.3g}")
         verdict = Accept(share, clip)
-        return verdict if before is None else self._compare(partner, verdict, before)
+        return verdict if before is None else self._compare(partner, verdict, before, distance / max(usual, LEAST))
 
-    def _compare(self, partner: Partner, verdict: Accept, before: float) -> Verdict:
-        """The verdict, or less, if the mean or the partner's own weights are worse than one's own (``before``)."""
+    def _compare(self, partner: Partner, verdict: Accept, before: float, reach: float) -> Verdict:
+        """The verdict, or less, if the mean or the partner's own weights are worse than one's own (``before``).
+
+        ``reach``: the distance in usual ones.
+        """
         settings, after, of_partner = self._settings, partner.evaluate(verdict.shares[1]), partner.evaluate(1.0)
         if after is None or of_partner is None:
             return verdict
         self._losses = before, after, of_partner
         everybody, scale = partner.everybody, max(before, LEAST_LOSS)
-        self._lacked = lacking = self._lacking(partner, before)
+        began = partner.loss_before()
+        gain = 0.0 if began is None else max(began - before, 0.0)
+        slower = gain * self._slowness(partner)
+        self._lacked = lacking = CROSSING * gain + slower
         most_lag = before + scale * self._usual_lag(everybody)
         most_change = max(scale * self._usual_change(everybody), self._fluctuation(everybody))
         is_behind = not of_partner <= most_lag + lacking
-        self._is_outlier = is_behind or not after <= before + most_change + verdict.shares[1] * lacking
-        self._evidence = self._sum_up(partner, (of_partner - before - lacking) / scale)
-        is_worse_each_time = self._evidence > EVIDENCE_LIMIT
-        if not is_worse_each_time:
-            if not self._is_outlier:
-                return verdict
-            if self._may_be_outlier(partner) and after < math.inf:
-                tolerated = max(TOLERATED_ROUNDS * self._gain(partner, before), LEAST_LAG * scale)
-                does_little = after <= before + min(tolerated, settings.max_loss_increase * scale)
-                return verdict if does_little else Accept(verdict.weight, 0.0)
-        is_behind = is_behind or is_worse_each_time
+        is_worse = not after <= before + most_change + verdict.shares[1] * lacking
+        is_astray = reach > 1.0 and not after <= before + EVIDENCE_SLACK * scale
+        self._is_outlier = is_behind or is_worse or is_astray
+        self._excess = (of_partner - before - slower) / scale
+        self._evidence = self._sum_up(partner)
+        if not self._is_outlier:
+            return verdict if self._evidence <= EVIDENCE_LIMIT else Accept(verdict.weight, 0.0)
+        if self._may_be_outlier(partner) and after < math.inf:
+            tolerated = max(TOLERATED_ROUNDS * gain, LEAST_LAG * scale)
+            does_little = after <= before + min(tolerated, settings.max_loss_increase * scale)
+            is_used = does_little and reach <= TOLERATED_RADIUS and self._evidence <= EVIDENCE_LIMIT
+            return verdict if is_used else Accept(verdict.weight, 0.0)
         most = most_lag if is_behind else before + scale * settings.max_loss_increase
         words = f"{of_partner:.3f} of its own" if is_behind else f"{after:.3f} with it"
-        often = ", worse nearly each time" if is_worse_each_time else ""
-        refusal = Refuse(f"the loss on held-out text is {words}{often}, and {before:.3f} of mine")
+        refusal = Refuse(f"the loss on held-out text is {words}, and {before:.3f} of mine")
         return self._partly(partner, verdict, most) or refusal
 
-    @staticmethod
-    def _sum_up(partner: Partner, excess: float) -> float:
-        """A peer's sum after another comparison, in which its own weights were worse by this share of the loss."""
+    def _sum_up(self, partner: Partner) -> float:
+        """A peer's sum after another comparison. What is usual is no evidence: a codec that rounds costs as well."""
+        known = partner.everybody["excess"][-COMPARED:]
+        if len(known) < MIN_CHANGES:
+            return 0.0
         before = partner.history["evidence"][-1:] or (0.0,)
-        more = min(excess - EVIDENCE_SLACK, MAX_EVIDENCE_EACH)
-        return min(max(before[0] + more, 0.0), MAX_EVIDENCE)
+        more = self._excess - max(statistics.median(known), 0.0) - EVIDENCE_SLACK
+        return min(max(before[0] + min(more, MAX_EVIDENCE_EACH), 0.0), MAX_EVIDENCE)
 
     def _partly(self, partner: Partner, verdict: Accept, most: float) -> Verdict | None:
         """After refusals in a row, as far as the loss allows: else two that drifted apart would never meet again."""
@@ -208,21 +223,14 @@ class Guard(ScreeningRule):
         return min(max(usual, settings.least_loss_increase), settings.max_loss_increase)
 
     @staticmethod
-    def _lacking(partner: Partner, before: float) -> float:
-        """By how much, in nats a token, a partner's own weights may be worse than this node's for want of inner steps.
+    def _slowness(partner: Partner) -> float:
+        """From 0 to 1: which share of this node's gain in the round a partner says that it lacks.
 
-        Partners are level after an exchange, so it lacks what this node has gained since: half of it where their rounds
-        cross, and all of it besides if it says that it has learned from half as many tokens, or from fewer.
+        Partners are level after an exchange, so it lacks what this node has gained since: all of it if it says that it
+        has learned from half as many tokens, or from fewer.
         """
         met = partner.encounter
-        slowness = min(max(2.0 * (1.0 - met.partner_tokens / max(met.own_tokens, 1)), 0.0), 1.0)
-        return (CROSSING + slowness) * Guard._gain(partner, before)
-
-    @staticmethod
-    def _gain(partner: Partner, before: float) -> float:
-        """What this node's inner steps of the round have gained, in nats a token."""
-        began = partner.loss_before()
-        return 0.0 if began is None else max(began - before, 0.0)
+        return min(max(2.0 * (1.0 - met.partner_tokens / max(met.own_tokens, 1)), 0.0), 1.0)
 
     def _usual_lag(self, everybody: History) -> float:
         """By which share of the loss more than that a partner's own weights may be worse without standing out."""
@@ -261,10 +269,12 @@ class Guard(ScreeningRule):
             if everybody["mean loss"]:
                 everybody.append("inner change", own - everybody["mean loss"][-1])
             everybody.append("mean loss", mean if is_used else own)
+            everybody.append("excess", self._excess)
             history.append("evidence", self._evidence)
         everybody.append("refused", float(isinstance(verdict, Refuse)))
         if isinstance(verdict, Refuse):
             history.append("refused", 1.0)
+            history.append("outlier", 0.0)  # after enough of them it is let in again, as others help it meanwhile
             return
         if self._losses is not None:
             everybody.append("change", (mean - own) / max(own, LEAST_LOSS))

@@ -132,6 +132,19 @@ def test_every_round_is_replayed_to_the_bit(make_trainer: MakeTrainer, outer: di
     assert torch.equal(auditor.learner.fast_weights(), before), "an auditor's own replica stays as it is"
 
 
+@pytest.mark.soak
+def test_ten_thousand_audits_accuse_no_honest_member(make_trainer: MakeTrainer) -> None:
+    """Rounds of one author, each replayed by three members."""
+    author = make_trainer(b"a" * 32)
+    auditors = [make_trainer(bytes([letter]) * 32) for letter in b"bcd"]
+    num_audits = 0
+    while num_audits < 10_000:
+        recorded = author.round(num_audits // len(auditors))
+        for auditor in auditors:
+            assert is_equal(auditor.replay(recorded, author.author), recorded)
+            num_audits += 1
+
+
 def test_a_round_after_a_newcomers_ramp_is_replayed(make_trainer: MakeTrainer) -> None:
     author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
     author.learner.steps = author.learner.begun_at = 100  # weights without AdamW's means came from a peer
