@@ -106,8 +106,8 @@ def report(
         each = outcomes[name]
         loss = fmean(outcome.loss for outcome in each)
         met = sum(outcome.hostile_exchanges for outcome in each)
-        used = met - sum(outcome.hostile_refused for outcome in each)
         clipped = sum(outcome.hostile_clipped for outcome in each)
+        averaged = met - clipped - sum(outcome.hostile_refused for outcome in each)
         honest = sum(outcome.honest_exchanges for outcome in each)
         rows.append(
             [
@@ -115,19 +115,19 @@ def report(
                 f"{loss:.3f}",
                 f"{loss / alone - 1:+.1%}",
                 f"{max(max(outcome.losses) for outcome in each):.3f}",
-                f"{used / met:.0%}" if met else "",
+                f"{averaged / met:.0%}" if met else "",
                 f"{clipped / met:.0%}" if met else "",
                 f"{sum(outcome.honest_refused + outcome.honest_clipped for outcome in each) / honest:.1%}",
                 f"{fmean(outcome.triggered for outcome in each):.0%}",
             ]
         )
-    header = ["attack", "loss", "of alone", "worst", "hostile used", "of them clipped", "honest refused or clipped"]
+    header = ["attack", "loss", "above alone", "worst", "hostile averaged", "clipped", "honest refused or clipped"]
     header.append("triggered")
     data = {name: [msgspec.to_builtins(outcome) for outcome in outcomes[name]] for name in outcomes}
     words = [
         "Loss on held-out text in nats a byte, the mean over honest members, and the worst member's of all seeds. "
-        "*Used*: exchanges with hostile members that were averaged, clipped or not. *Many*, *few*: tokens that they "
-        "claim. *Triggered*: held-out sequences that, if they end in a backdoor's trigger, make honest members' models "
-        "say what it wants."
+        "*Hostile averaged*: of the exchanges with hostile members, those that counted in full; *clipped*: in part, or "
+        "for nothing; the others were refused. *Many*, *few*: tokens that they claim. *Triggered*: held-out sequences "
+        "that, if they end in a backdoor's trigger, make honest members' models say what it wants."
     ]
     return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, words)

@@ -68,7 +68,7 @@ CHECKED_RADIUS: Final = 2.0
 TOLERATED_RADIUS: Final = 2.0
 # A usual distance of zero counts as this.
 LEAST: Final = 1e-30
-# Of a partner's last exchanges so many may stand out without a refusal; they count for nothing.
+# Of a partner's last exchanges so many may stand out without a refusal.
 OUTLIER_WINDOW: Final = 8
 MAX_OUTLIERS: Final = 2
 # A peer's sum: of each comparison, by which share of the loss its own weights were worse, less the slack and the median
@@ -78,9 +78,11 @@ EVIDENCE_SLACK: Final = 0.003
 MAX_EVIDENCE_EACH: Final = 0.01
 EVIDENCE_LIMIT: Final = 0.025
 MAX_EVIDENCE: Final = 0.03
+MAX_EXCESS: Final = 1.0
 # From here on all of a peer's exchanges are compared.
 SUSPICIOUS_EVIDENCE: Final = 0.005
-# Comparisons of losses that say what is usual.
+# Comparisons of losses that say what is usual: of those that chance or a first meeting led to, since a liar's exchanges
+# are all compared.
 COMPARED: Final = 32
 # Comparisons from which the usual change of the loss is known, and median absolute deviations from it that stand out:
 # two standard deviations.
@@ -164,7 +166,8 @@ class Guard(ScreeningRule):
         is_worse = not after <= before + most_change + verdict.shares[1] * lacking
         is_astray = reach > 1.0 and not after <= before + EVIDENCE_SLACK * scale
         self._is_outlier = is_behind or is_worse or is_astray
-        self._excess = (of_partner - before - slower) / scale
+        excess = (of_partner - before - slower) / scale
+        self._excess = excess if excess < MAX_EXCESS else MAX_EXCESS  # NaN as well
         self._evidence = self._sum_up(partner)
         if not self._is_outlier:
             return verdict if self._evidence <= EVIDENCE_LIMIT else Accept(verdict.weight, 0.0)
@@ -244,12 +247,16 @@ class Guard(ScreeningRule):
         """Whether the partner has not used up its allowance."""
         return sum(partner.history["outlier"][-OUTLIER_WINDOW:]) < MAX_OUTLIERS
 
+    def _is_new(self, history: History) -> bool:
+        return len(history["accepted"]) < self._settings.first_checks
+
     def _is_suspect(self, partner: Partner) -> bool:
         """Whether the peer is new here, was refused once, stood out, or was worse lately. One without a key is new."""
         history = partner.history
-        is_new = len(history["accepted"]) < self._settings.first_checks
         is_worse = any(evidence > SUSPICIOUS_EVIDENCE for evidence in history["evidence"][-1:])
-        return is_new or is_worse or bool(history["refused"]) or any(history["outlier"][-OUTLIER_WINDOW:])
+        return (
+            self._is_new(history) or is_worse or bool(history["refused"]) or any(history["outlier"][-OUTLIER_WINDOW:])
+        )
 
     def _usual(self, partner: Partner) -> tuple[float, bool]:
         """The distance up to which nothing is clipped, and whether it follows from what was accepted."""
@@ -264,26 +271,28 @@ class Guard(ScreeningRule):
         """The distance as far as it was accepted, the losses if they were compared, and which peer was refused."""
         everybody, history = partner.everybody, partner.history
         is_used = isinstance(verdict, Accept) and verdict.clip > 0.0
+        is_sample = partner.encounter.chance < self._settings.checked_share or self._is_new(history)
         if self._losses is not None:
             own, mean, of_partner = self._losses
             if everybody["mean loss"]:
                 everybody.append("inner change", own - everybody["mean loss"][-1])
             everybody.append("mean loss", mean if is_used else own)
-            everybody.append("excess", self._excess)
             history.append("evidence", self._evidence)
+            if is_sample:
+                everybody.append("excess", self._excess)
         everybody.append("refused", float(isinstance(verdict, Refuse)))
         if isinstance(verdict, Refuse):
             history.append("refused", 1.0)
             history.append("outlier", 0.0)  # after enough of them it is let in again, as others help it meanwhile
             return
-        if self._losses is not None:
+        if self._losses is not None and is_sample:
             everybody.append("change", (mean - own) / max(own, LEAST_LOSS))
             everybody.append("lag", max(abs(of_partner - own) - self._lacked, 0.0) / max(own, LEAST_LOSS))
         history.append("outlier", float(self._is_outlier))
         if is_used:
             everybody.append(self._series(partner), self._distance * verdict.clip)
             everybody.append("movement", partner.movement())
-        if len(history["accepted"]) < self._settings.first_checks:
+        if self._is_new(history):
             history.append("accepted", 1.0)
 
     @staticmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 from farandole.protocol.screening_rules import GuardConfig
 from farandole.training.codec import CODECS
 from farandole.training.screening.guard import (
+    COMPARED,
     LEAST_LAG,
     MAX_OUTLIERS,
     MAX_REFUSALS,
@@ -229,6 +230,21 @@ def test_a_peer_that_is_a_little_worse_each_time_counts_for_nothing_in_the_end()
     assert all(counts(verdict) for verdict in verdicts[:3])
     assert verdicts[-1] == Accept(0.5, 0.0), "it may be honest, and is helped"
     assert not any(node.of_peer["outlier"])
+
+
+def test_a_liar_whose_exchanges_are_all_compared_does_not_become_the_usual() -> None:
+    """Others' are compared by chance alone."""
+    node, lag = with_friends(), 2.0 * 0.75 * LEAST_LAG
+    verdicts = [node.meets(away(1.0), loss=sloping(2.0, lag), chance=0.5) for _ in range(2 * COMPARED)]
+    assert verdicts[COMPARED:] == [Accept(0.5, 0.0)] * COMPARED
+
+
+def test_a_loss_that_is_no_number_moves_no_yardstick() -> None:
+    node = with_friends()
+    for _ in range(COMPARED):
+        node.meets(away(1.0), loss=lambda share: share and math.nan, chance=0.0)
+    assert all(math.isfinite(number) for series in node.everybody.series.values() for number in series)
+    assert all(math.isfinite(number) for series in node.of_peer.series.values() for number in series)
 
 
 def test_a_peer_that_is_as_often_better_counts_each_time() -> None:
