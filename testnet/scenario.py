@@ -82,8 +82,6 @@ class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether it takes inner steps; who does not is always ready to meet others."""
     pairing: Literal["honest", "greedy", "absent"] = "honest"
     """How it finds partners: greedy ones propose to all at once and agree with all, absent ones never exchange then."""
-    renews_keys: bool = False
-    """Whether a flood goes on under a new key when one is thrown out."""
     max_loss_above_clean: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.03
     """Share by which the honest members' held-out loss may be above that of the honest alone. Two plays of the honest
     alone, of the same keys, were 1.2 % apart; less than that only many plays, or a simulation, can tell."""

@@ -26,7 +26,8 @@ MAX_HANDSHAKES: Final = 256
 STEPS_PER_PASS: Final = 2
 # A peer that floods is kept out, and comes back under another key, at no cost. So after a flood strangers from the same
 # network are let in one in so many seconds, for so long. What a peer may send until it is a flood takes this node up to
-# 0.6 s: 6 % of a core. Behind one network may be many homes, whose strangers wait meanwhile.
+# 0.6 s: 6 % of a core. Behind one network may be many homes, whose strangers wait meanwhile, or find no room while the
+# flood lasts: so this holds for networks of the internet, and not for this machine's own and its neighbours.
 STRANGER_SECONDS: Final = 10.0
 AFTERMATH_SECONDS: Final = 600.0
 # Networks that are remembered, those of the last floods.
@@ -40,6 +41,11 @@ class Site(NamedTuple):
     """What one stranger may have whole: an IPv4 /24, an IPv6 /48."""
     address: str
     """An IPv4 address, or an IPv6 /64 (one customer has 2^64 addresses)."""
+
+    @property
+    def is_global(self) -> bool:
+        """Whether it is one of the internet's, and not of this machine, of a local network, or unknown."""
+        return bool(self.address) and ipaddress.ip_network(self.address).is_global
 
 
 def site_of(host: str) -> Site:
@@ -120,6 +126,8 @@ class FloodedNetworks:
 
     def note(self, site: Site, now: float) -> None:
         """A peer there has flooded."""
+        if not site.is_global:
+            return
         self._until.pop(site.network, None)
         self._until[site.network] = now + AFTERMATH_SECONDS
         self._next_at.setdefault(site.network, now + STRANGER_SECONDS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -35,8 +34,6 @@ BURST: Final = 50
 # After a stream was refused or reset, before the next.
 RETRY_SECONDS: Final = 0.2
 SAY_SECONDS: Final = 5.0
-
-Note = Callable[[str, int], None]
 
 _BEAT: Final = Beat(inner_steps=1, round=1, loss=None, tokens_per_second=1)
 
@@ -73,54 +70,29 @@ def kinds_of(run_id: bytes) -> list[tuple[str, Iterator[bytes]]]:
     ]
 
 
-async def flood(host: Host, peer: bytes, protocol: str, frames: Iterator[bytes], per_second: float, note: Note) -> None:
-    """Send frames of one kind to one peer, until the stream is refused or closed."""
-    try:
-        stream = await host.open_stream(peer, protocol)
-        note("streams", 1)
-        next_at = trio.current_time()
-        while True:
-            await stream.send_all(b"".join(itertools.islice(frames, BURST)))
-            note("messages", BURST)
-            next_at = max(next_at + BURST / per_second, trio.current_time() - 1.0)
-            await trio.sleep_until(next_at)
-    except (PeerUnreachableError, trio.BrokenResourceError, trio.TooSlowError):
-        note("refusals", 1)
-        await trio.sleep(RETRY_SECONDS)
-
-
-async def flood_again(host: Host, peer: bytes, run_id: bytes, per_second: float, note: Note) -> None:
-    """Send all kinds to one peer, without end, over new streams whenever some are closed."""
-
-    async def repeat(protocol: str, frames: Iterator[bytes]) -> None:
-        while True:
-            await flood(host, peer, protocol, frames, per_second, note)
-
-    async with trio.open_nursery() as nursery:
-        for protocol, frames in kinds_of(run_id):
-            nursery.start_soon(repeat, protocol, frames)
-
-
-async def flood_anew(peer: bytes, address: str, run_id: bytes, per_second: float, note: Note) -> None:
-    """The same under a new key whenever a stream is closed."""
+async def flood(
+    host: Host, peer: bytes, protocol: str, frames: Iterator[bytes], per_second: float, note: Callable[[str, int], None]
+) -> None:
+    """Send frames of one kind to one peer, without end, over a new stream whenever one is closed."""
     while True:
-        note("keys", 1)
-        async with open_host(Ed25519PrivateKey.generate(), []) as host, trio.open_nursery() as nursery:
-            host.add_addresses(peer, [address])
-
-            async def once(host: Host, protocol: str, frames: Iterator[bytes]) -> None:
-                await flood(host, peer, protocol, frames, per_second, note)
-                nursery.cancel_scope.cancel()
-
-            for protocol, frames in kinds_of(run_id):
-                nursery.start_soon(once, host, protocol, frames)
+        try:
+            stream = await host.open_stream(peer, protocol)
+            note("streams", 1)
+            next_at = trio.current_time()
+            while True:
+                await stream.send_all(b"".join(itertools.islice(frames, BURST)))
+                note("messages", BURST)
+                next_at = max(next_at + BURST / per_second, trio.current_time() - 1.0)
+                await trio.sleep_until(next_at)
+        except (PeerUnreachableError, trio.BrokenResourceError, trio.TooSlowError):
+            note("refusals", 1)
+            await trio.sleep(RETRY_SECONDS)
 
 
 async def main() -> None:
-    """One host, or one for each node, and a stream for each kind to each node."""
-    plan, targets, run_id = plan_of(), targets_of(), decode_invite(sys.argv[2]).run_id
-    per_second = PER_SECOND / len(targets) / len(kinds_of(run_id))
-    counts = Counter[str]()
+    """One host, and a stream for each kind to each node."""
+    targets, kinds = targets_of(), kinds_of(decode_invite(sys.argv[2]).run_id)
+    counts = {"messages": 0, "streams": 0, "refusals": 0}
 
     def note(what: str, number: int) -> None:
         counts[what] += number
@@ -128,15 +100,14 @@ async def main() -> None:
     async with open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]) as host, trio.open_nursery() as all_:
         for peer, address in targets.items():
             host.add_addresses(peer, [address])
-            if plan.renews_keys:
-                all_.start_soon(flood_anew, peer, address, run_id, per_second, note)
-            else:
-                all_.start_soon(flood_again, host, peer, run_id, per_second, note)
+            for protocol, frames in kinds:
+                all_.start_soon(flood, host, peer, protocol, frames, PER_SECOND / len(targets) / len(kinds), note)
         while True:
             await trio.sleep(SAY_SECONDS)
-            print(trio.current_time(), dict(counts), flush=True)
+            print(trio.current_time(), counts, flush=True)
 
 
 if __name__ == "__main__":
+    plan_of()
     tame(NICENESS)
     trio.run(main)

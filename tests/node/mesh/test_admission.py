@@ -56,9 +56,16 @@ def test_strangers_from_where_a_flood_came_are_let_in_one_by_one() -> None:
     assert all(networks.lets_in(flooder, 1.0 + AFTERMATH_SECONDS + second) for second in range(5))
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.168.1.7", "fe80::1", ""])
+def test_a_flood_from_this_machine_or_its_network_keeps_no_neighbour_out(host: str) -> None:
+    networks = FloodedNetworks()
+    networks.note(site_of(host), 0.0)
+    assert all(networks.lets_in(site_of(host), float(second)) for second in range(5))
+
+
 def test_networks_that_flooded_last_are_remembered() -> None:
     networks = FloodedNetworks()
-    sites = [site_of(f"10.{number // 256}.{number % 256}.1") for number in range(MAX_FLOODED + 1)]
+    sites = [site_of(f"5.{number // 256}.{number % 256}.1") for number in range(MAX_FLOODED + 1)]
     for site in sites:
         networks.note(site, 0.0)
     assert networks.lets_in(sites[0], 1.0)

@@ -14,7 +14,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.mesh.admission import STRANGER_SECONDS
+from farandole.node.mesh import raw_link
+from farandole.node.mesh.admission import STRANGER_SECONDS, Site
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import Messenger, open_messenger
@@ -153,7 +154,11 @@ async def flood_from(attacker: Host, victim: Host) -> None:
             await stream.send_all(frame(push(), MAX_PUSH_BYTES))
 
 
-async def test_new_keys_do_not_let_a_flooder_in_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_new_keys_do_not_let_a_flooder_in_again_at_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the internet, whose addresses a test does not have."""
+    monkeypatch.setattr(raw_link, "site_of", lambda host: Site("1.1.1.0/24", "1.1.1.1/32"))
     async with open_victim() as victim:
         victim.host.protect(lambda peer: peer == victim.friend.author)
         began_at = trio.current_time()
