@@ -48,7 +48,7 @@ def run(
     out: Out = OUT,
     write: Write = None,
 ) -> None:
-    """Measure what hostile members cost a run, attack by attack, in simulation (15 minutes a seed on two cores).
+    """Measure what hostile members cost a run, attack by attack, in simulation (10 minutes a seed on two cores).
 
     Examples: [cyan]farandole testnet bench members[/cyan];
     [cyan]farandole testnet bench members --attacks reversed-10,initial --honest 5 --hostile 3 --seeds 1[/cyan]
