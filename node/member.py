@@ -497,7 +497,8 @@ def make_member(
     surroundings = Surroundings(
         prepare=preparation.prepare,
         on_saved=weights.giving.note_saved,
-        on_refused=announcer.accuse,
+        is_suspected=membership.is_suspected,
+        note_suspicion=announcer.note_suspicion,
         current_round=membership.current_round,
         partners_round=membership.partners_round,
         on_committed=membership.partners.note,

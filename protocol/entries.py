@@ -36,6 +36,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
 """Steps, tokens, bytes: what only counts up. The sum over all authors stays below 2**63 x 2."""
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 PARTNER_BYTES = 8
+MAX_SUSPECTS = 48
+"""Prefixes of 8 bytes that a payload of 512 bytes holds."""
 REVOKED_PER_ENTRY = 14
 """Keys of 32 bytes that a payload of 512 bytes holds."""
 KeyPrefix = Annotated[bytes, msgspec.Meta(max_length=PARTNER_BYTES)]
@@ -53,9 +55,8 @@ class Kind(enum.IntEnum):
     PROGRESS = 3
     LEASE = 4
     CHECKPOINT = 5
-    REPORT = 6
-    AUDIT = 7
-    NOTICE = 9  # 8 was a kind that no node wrote
+    SUSPECTS = 6
+    NOTICE = 9  # 7 and 8 were kinds that no node read
     STAGE_LEASE = 10
     ADMISSION = 11
     REVOCATION = 12
@@ -146,23 +147,10 @@ class CheckpointNotice(Payload, frozen=True):
     inner_steps: Count
 
 
-class Report(Payload, frozen=True):
-    """I saw this peer do wrong. A report alone never bans anybody."""
+class Suspects(Payload, frozen=True):
+    """The peers whose contributions I find wanting now (`farandole.protocol.suspicion`)."""
 
-    target: Key
-    reason: Annotated[str, msgspec.Meta(max_length=64, pattern=_Text)]
-    evidence: Sha256
-
-
-class Audit(Payload, frozen=True):
-    """What I sent and received in one exchange, signed by my partner too."""
-
-    session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    round: Small
-    partner: Key
-    sent: Sha256
-    received: Sha256
-    countersignature: SignatureField
+    peers: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=MAX_SUSPECTS)]
 
 
 class Notice(Payload, frozen=True):
@@ -259,8 +247,7 @@ RULES: dict[Kind, Rule] = {
     Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, is_metered=True),
     Kind.LEASE: Rule(Lease, slots=8, quantum=2, ttl=_HOUR, max_bytes=256, is_metered=False),
     Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True),
-    Kind.REPORT: Rule(Report, slots=32, quantum=60, ttl=_DAY, max_bytes=256, is_metered=True),
-    Kind.AUDIT: Rule(Audit, slots=32, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
+    Kind.SUSPECTS: Rule(Suspects, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
     Kind.NOTICE: Rule(Notice, slots=4, quantum=10, ttl=7 * _DAY, max_bytes=512, is_metered=True),
     # Renewed while a move goes on; who dies on the way is in nobody's way for long.
     Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False),

@@ -284,7 +284,7 @@ class Pairing:
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
-        if end.committed:
+        if end.committed and end.has_counted:
             self._backoff.note_success(end.peer)
         else:
             self._backoff.note_failure(end.peer, self.round)

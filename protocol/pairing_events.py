@@ -67,6 +67,8 @@ class ExchangeEnded:
     committed: bool
     is_broken: bool = False
     """Nobody refused anything, it only did not come about: another peer may do."""
+    has_counted: bool = True
+    """Whether anything of the partner's contribution was averaged."""
 
 
 @dataclass(frozen=True, slots=True)

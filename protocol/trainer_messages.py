@@ -138,6 +138,8 @@ class Screen(msgspec.Struct, frozen=True, tag=True):
     """The key of the peer whose contribution it is, 32 bytes."""
     partner_tokens: int = 0
     """Tokens that it claims for its contribution."""
+    is_suspected: bool = False
+    """As `farandole.training.screening.rule.Encounter.is_suspected`."""
 
 
 class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
@@ -323,6 +325,8 @@ class Screened(msgspec.Struct, frozen=True, tag=True):
     """As `Screen` said."""
     clip: float = 1.0
     """How far towards the contribution the mean goes, where it is accepted: 1 for all of its share."""
+    is_suspect: bool = False
+    """Whether the partner is suspected now, which the run is told (`farandole.protocol.suspicion`)."""
 
 
 class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):

@@ -568,7 +568,7 @@ class TrainingLoop:
         if over.is_broken and not is_overlapped:
             self._show(life, "pairing", f"the exchange of round {start.round} broke", "another partner")
             self._outputs.append(Say(f"another partner is sought for round {start.round}", "note"))
-        ended = pairing.ExchangeEnded(start.session, start.peer, over.is_committed, over.is_broken)
+        ended = pairing.ExchangeEnded(start.session, start.peer, over.is_committed, over.is_broken, over.has_counted)
         self._tell_pairing(ended, now)
         if self.state is LoopState.LEAVING:
             self._save_and_end(life, now)

@@ -84,6 +84,13 @@ class OuterState:
             square += float((made.sent[piece] - unmoved).square().sum())
         return math.sqrt(square)
 
+    def weights_as_sent(self, made: Contribution) -> Tensor | None:
+        """The fast weights as a partner decodes them (n,); None where the codec changes nothing, or what is sent is
+        something else.
+        """
+        is_exact = made.sent.data_ptr() == made.theta.data_ptr()
+        return None if is_exact or not self._rule.sends_fast_weights else made.sent
+
     def _undistorted(self, made: Contribution, slow: Tensor) -> Tensor:
         """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
         if self._rule.sends_fast_weights:

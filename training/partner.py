@@ -32,6 +32,7 @@ class Answers:
     evaluate: Callable[[float, Tensor, Tensor], float | None]
     """From (share of the difference, own, partner's) to a loss, as `Partner.evaluate`."""
     loss_before: Callable[[], float | None]
+    loss_as_sent: Callable[[], float | None]
 
 
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
@@ -144,6 +145,7 @@ class PartnerContribution:
             answers.movement,
             lambda share: answers.evaluate(share, own, values),
             answers.loss_before,
+            answers.loss_as_sent,
         )
         verdict = self._rule.judge(partner)
         self._judged = partner, verdict

@@ -211,7 +211,8 @@ class Replica(Engine):
     def _answers(self) -> Answers:
         """What a screening rule may ask of this round."""
         fragment = 0 if self._round_end is None else self._round_end.fragment
-        return Answers(fragment, functools.cache(self._movement), self._loss_towards, self._loss_before)
+        movement = functools.cache(self._movement)
+        return Answers(fragment, movement, self._loss_towards, self._loss_before, self._loss_as_sent)
 
     def _movement(self) -> float:
         """As `Partner.movement`."""
@@ -233,6 +234,12 @@ class Replica(Engine):
         """As `Partner.loss_before`."""
         assert self._round_end is not None
         return self._loss_at(self._outer.slow[self._round_end.contribution.part])
+
+    def _loss_as_sent(self) -> float | None:
+        """As `Partner.loss_as_sent`."""
+        assert self._round_end is not None
+        sent = self._outer.weights_as_sent(self._round_end.contribution)
+        return None if sent is None else self._loss_at(sent)
 
     def _loss_at(self, weights: Tensor) -> float | None:
         """The held-out loss with these in the place of the contributed fast weights (n,); None where none is known."""

@@ -10,6 +10,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.blocks import Index, SignedIndex
+from farandole.protocol.identity import short_name
 from farandole.protocol.records import checkpoint_key
 from farandole.protocol.vectors import is_required
 
@@ -43,6 +44,11 @@ class Downloads:
 
     def __post_init__(self) -> None:
         self.rate = self.conditions.shaping.down.rate or USUAL_RATE
+
+    def _accuse(self, donor: bytes, reason: str) -> None:
+        """A donor that gives bytes which its index contradicts is not believed for a while."""
+        self.journal.warn(f"{short_name(donor)} {reason}")
+        self.membership.credit.lose([donor], trio.current_time())
 
     async def ask(self, donor: bytes, stage: int, known: bytes | None = None) -> tuple[SignedIndex, Index]:
         """The index of a donor's newest checkpoint of a stage, or of the one ``known`` by its id.
@@ -79,7 +85,7 @@ class Downloads:
                     partial(is_required, self.files.manifest.outer),
                     path,
                     show,
-                    membership.announcer.accuse,
+                    self._accuse,
                     is_prefix=is_copy,
                 )
         except PeerUnreachableError as error:

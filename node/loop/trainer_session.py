@@ -7,7 +7,6 @@ decodes what the partner has sent while the rest arrives. Only the verdict and t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -27,9 +26,6 @@ from ..trainer.trainer import Trainer, TrainerError
 # Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate. More means a defect.
 MAX_QUEUED_COMMANDS: Final = 32
 
-Refuse = Callable[[bytes, str, bytes], None]
-"""Called with the peer whose contribution was refused, the reason, and the contribution's SHA-256."""
-
 
 class TrainerSession:
     """A trainer that is ready, until it ends. ``stage`` is the part of the model that it holds."""
@@ -41,7 +37,8 @@ class TrainerSession:
         config: LoopConfig,
         exchanges: ExchangeService,
         nursery: trio.Nursery,
-        on_refused: Refuse,
+        is_suspected: Callable[[bytes], bool],
+        on_judged: Callable[[bytes, messages.Screened], None],
     ) -> None:
         self.trainer = trainer
         self.nursery = nursery
@@ -49,7 +46,8 @@ class TrainerSession:
         self._stage = stage
         self._config = config
         self._exchanges = exchanges
-        self._on_refused = on_refused
+        self._is_suspected = is_suspected
+        self._on_judged = on_judged
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contribution: tuple[messages.Contributed, Outgoing] | None = None
         self._verdict: trio.MemorySendChannel[messages.Screened] | None = None
@@ -102,18 +100,14 @@ class TrainerSession:
     async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
         """Have the trainer judge what was received; returns None, or why it is refused."""
         self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
-        self.send(messages.Screen(size, self._num_exchanges, peer, tokens))
+        self.send(messages.Screen(size, self._num_exchanges, peer, tokens, self._is_suspected(peer)))
         try:
             judged = await verdict.receive()
         finally:
             self._verdict = None
         self.clip = judged.clip
-        if not (reason := judged.reason):
-            return None
-        received = memoryview(self.trainer.incoming)[:size]
-        evidence = await trio.to_thread.run_sync(lambda: hashlib.sha256(received).digest())
-        self._on_refused(peer, reason, evidence)
-        return reason
+        self._on_judged(peer, judged)
+        return judged.reason or None
 
     def note_verdict(self, report: messages.Screened) -> None:
         """Take in a verdict; one on a contribution of an earlier exchange is dropped."""

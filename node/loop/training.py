@@ -45,8 +45,10 @@ class Surroundings:
     """Puts weights in place, and returns what the next trainer is told first; its stage may be another than before."""
     on_saved: Callable[[messages.Saved], None]
     """Called with each checkpoint that is written or resumed from."""
-    on_refused: Callable[[bytes, str, bytes], None]
-    """Called with the peer whose contribution the screening refused, the reason, and its SHA-256."""
+    is_suspected: Callable[[bytes], bool]
+    """Returns whether enough members suspect a peer (`farandole.protocol.suspicion`)."""
+    note_suspicion: Callable[[bytes, bool], None]
+    """Called with each peer whose contribution was judged, and whether this node suspects it now."""
     current_round: Callable[[], int]
     """Returns the round that the others are in, for a trainer that begins; 0 without others."""
     partners_round: Callable[[], int]
@@ -242,7 +244,13 @@ class Training:
         failure: TrainerError | None = None
         async with trio.open_nursery() as nursery:
             self._session = session = TrainerSession(
-                trainer, prepare.stage, self._loop.config, self._exchanges, nursery, self._refuse
+                trainer,
+                prepare.stage,
+                self._loop.config,
+                self._exchanges,
+                nursery,
+                self._surroundings.is_suspected,
+                self._note_judgement,
             )
             nursery.start_soon(session.send_commands)
             try:
@@ -310,9 +318,12 @@ class Training:
                 self.handle(machine.OthersMoved(self._surroundings.partners_round()))
                 self.handle(report)
 
-    def _refuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
-        self._journal.warn(f"refused a contribution of {short_name(peer)}: {reason}")
-        self._surroundings.on_refused(peer, reason, evidence)
+    def _note_judgement(self, peer: bytes, judged: messages.Screened) -> None:
+        if judged.reason:
+            self._journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
+        elif judged.clip == 0.0:
+            self._journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: it makes the model worse")
+        self._surroundings.note_suspicion(peer, judged.is_suspect)
 
     async def _exchange(self, session: TrainerSession, start: pairing.StartExchange) -> None:
         result = await session.exchange(start)
@@ -331,7 +342,14 @@ class Training:
             if self._surroundings.audits is not None:
                 self._surroundings.audits.note_received(start.peer, result.partner_round, result.partner_digest)
         self.handle(
-            machine.ExchangeOver(start, result.committed, result.is_broken, result.partner_size, result.partner_tokens)
+            machine.ExchangeOver(
+                start,
+                result.committed,
+                result.is_broken,
+                result.partner_size,
+                result.partner_tokens,
+                has_counted=session.clip > 0.0,
+            )
         )
 
 

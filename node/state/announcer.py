@@ -1,22 +1,22 @@
-"""What this node says of itself to the run: heartbeats, addresses, progress, checkpoints, and reports of bad peers."""
+"""Publishes this node's entries: heartbeats, addresses, progress, checkpoints, and the peers that it suspects."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import trio
 
 from farandole.protocol.blocks import Index
-from farandole.protocol.entries import RULES, CheckpointNotice, Kind, Member, Report, fit_member
+from farandole.protocol.entries import CheckpointNotice, Kind, Member, fit_member
 from farandole.protocol.node_state import MAX_SMALL, beat_of, progress_of, speed_of
+from farandole.protocol.suspicion import OwnSuspects
 
 from ..mesh.addresses import rank
 from ..mesh.host import Host
 from ..status.journal import Journal
 from .gossip import GossipService
 
-# MEMBER lives an hour: three announcements may be lost.
+# MEMBER and SUSPECTS live an hour: three announcements may be lost.
 MEMBER_INTERVAL = 900.0
 # The run state takes one a minute, the newest: so a young node is counted soon, and an old one as often as may be.
 PROGRESS_INTERVAL = 10.0
@@ -28,9 +28,6 @@ COPY_SLOT = 1
 START_SLOT = 2  # what the run starts from, where it is not its seed
 # A speed that has changed by this share is told anew.
 SPEED_CHANGE = 0.25
-# Reports wait for the next minute; more refusals in one are the same story.
-MAX_ACCUSATIONS = 8
-MAX_REASON_CHARS = 64
 
 
 class Announcer:
@@ -60,8 +57,8 @@ class Announcer:
         self.is_paused = is_paused
         self._told = Member()
         self._unannounced: dict[int, CheckpointNotice] = {}
-        self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
-        self._next_report = 0
+        self._suspects = OwnSuspects()
+        self._has_new_suspects = False
 
     async def run(self) -> None:
         """Publish what changes, until cancelled."""
@@ -102,9 +99,9 @@ class Announcer:
         while self._unannounced:
             slot, notice = self._unannounced.popitem()
             await self._gossip.publish(Kind.CHECKPOINT, slot, notice)
-        while self._accusations:
-            await self._gossip.publish(Kind.REPORT, self._next_report, self._accusations.popleft())
-            self._next_report = (self._next_report + 1) % RULES[Kind.REPORT].slots
+        if self._has_new_suspects:
+            self._has_new_suspects = False
+            await self._gossip.publish(Kind.SUSPECTS, 0, self._suspects.entry)
 
     def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
         """That this node gives a checkpoint, its own or a copy; announced with the next progress."""
@@ -116,9 +113,9 @@ class Announcer:
         """That this node has the checkpoint from which the run starts."""
         await self._gossip.publish(Kind.CHECKPOINT, START_SLOT, notice)
 
-    def accuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
-        """That a peer's contribution was refused; told to the run with the next progress, a few at a time."""
-        self._accusations.append(Report(peer, reason.encode("ascii", "replace").decode()[:MAX_REASON_CHARS], evidence))
+    def note_suspicion(self, peer: bytes, is_suspect: bool) -> None:
+        """Take in whether the screening suspects a peer now; a change is published with the next progress."""
+        self._has_new_suspects |= self._suspects.note(peer, is_suspect=is_suspect)
 
     async def _beat(self) -> None:
         while True:
@@ -132,6 +129,7 @@ class Announcer:
             await self.report_progress()
             if self.has_changed() or trio.current_time() - announced_at >= MEMBER_INTERVAL:
                 announced_at = trio.current_time()
+                self._has_new_suspects |= bool(self._suspects)  # published again before the entry expires
                 await self.announce()
 
     async def _announce_addresses(self) -> None:

@@ -19,12 +19,13 @@ from collections.abc import Iterable
 import trio
 
 from farandole.protocol.believing import Credit, Partners
-from farandole.protocol.entries import Beat, CheckpointNotice, Kind, StageLease
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind, StageLease, Suspects
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.node_state import NodeState, speed_of
 from farandole.protocol.stage_choice import Provider
 from farandole.protocol.state import PayloadType, RunState
+from farandole.protocol.suspicion import is_suspected
 
 from ..mesh.host import Host
 from ..status.journal import Journal
@@ -158,6 +159,13 @@ class Membership:
     def _believed(self) -> frozenset[bytes]:
         now = trio.current_time()
         return frozenset(peer for peer in self._reached if self.credit.is_good(peer, now))
+
+    def is_suspected(self, peer: bytes) -> bool:
+        """Whether enough live partners of this node's exchanges suspect a peer."""
+        now = trio.current_time()
+        partners = (self.everyone & self.partners.keys) - {peer}
+        believed = [partner for partner in partners if self.credit.is_good(partner, now)]
+        return is_suspected(peer, self._payloads(believed, Suspects).values(), len(believed))
 
     def awaits_contact(self) -> bool:
         """Whether members that have trained were heard of, partners if there are any, and none was reached yet."""

@@ -131,7 +131,7 @@ async def fetch_checkpoint(
     wanted: Callable[[str], bool],
     path: Path,
     on_progress: Show = lambda progress: None,
-    accuse: Callable[[bytes, str, bytes], None] = lambda donor, reason, evidence: None,
+    accuse: Callable[[bytes, str], None] = lambda donor, reason: None,
     *,
     is_prefix: bool = False,
 ) -> Fetched:
@@ -229,7 +229,7 @@ class _Fetch:
         signed: SignedIndex,
         donors: Callable[[], Collection[bytes]],
         on_progress: Show,
-        accuse: Callable[[bytes, str, bytes], None],
+        accuse: Callable[[bytes, str], None],
         file: PartialFile,
         have: set[int],
         nursery: trio.Nursery,
@@ -329,7 +329,7 @@ class _Fetch:
                 self._note_problem(donor, reason)
                 self._contacts.pop(donor).scope.cancel()
             case download.Accuse(donor, block):
-                self._accuse(donor, f"gave wrong bytes for block {block} of a checkpoint", self._signed.id)
+                self._accuse(donor, f"gave wrong bytes for block {block} of a checkpoint")
             case download.Complete():
                 self._is_complete.set()
 

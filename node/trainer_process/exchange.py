@@ -40,6 +40,7 @@ class Exchange:
         self._report = report
         self._draw = draw
         self._chance = 1.0  # of the newest contribution's exchange
+        self._is_suspected = False  # the partner that was screened last
         size = counted_size(engine.contribution_bytes)
         outgoing, incoming = (map_shared_memory(place, size) for place in (prepare.outgoing, prepare.incoming))
         self._outgoing, self._incoming = memoryview(outgoing), memoryview(incoming)
@@ -102,12 +103,11 @@ class Exchange:
         """Judge the partner's contribution."""
         self._finish_encoding()
         self._look_at(Count(command.number % MAX_EPOCHS, command.size))
+        self._is_suspected = command.is_suspected
         encounter = self._encounter(command.partner, command.partner_tokens)
         verdict = self._engine.screen(self._incoming[: command.size], encounter)
-        if isinstance(verdict, Refuse):
-            self._report(messages.Screened(verdict.reason, command.number))
-        else:
-            self._report(messages.Screened("", command.number, verdict.clip))
+        reason, clip = (verdict.reason, 0.0) if isinstance(verdict, Refuse) else ("", verdict.clip)
+        self._report(messages.Screened(reason, command.number, clip, verdict.is_suspect))
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
         """With the partner's contribution, or alone."""
@@ -119,4 +119,4 @@ class Exchange:
         self._report(messages.OuterStepTaken(command.round, late))
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
-        return Encounter(partner, self._engine.tokens_contributed, partner_tokens, self._chance)
+        return Encounter(partner, self._engine.tokens_contributed, partner_tokens, self._chance, self._is_suspected)

@@ -18,7 +18,8 @@ import msgspec
 import typer
 
 from farandole.protocol.manifest import InnerConfig, Manifest
-from farandole.protocol.screening_rules import GuardConfig
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.screening_rules import GuardConfig, ScreeningRules
 
 from ..compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..grid import Grid
@@ -73,18 +74,23 @@ def run(
         bench.publish(report(bench.setting, tried, outcomes))
 
 
+def manifest_of(rounds: int, seed: int, screening: ScreeningRules) -> Manifest:
+    """The run that is simulated."""
+    inner = InnerConfig(
+        learning_rate=LEARNING_RATE,
+        warmup_steps=rounds * STEPS // 20,
+        total_steps=rounds * STEPS,
+        batch_size=BATCH_SIZE,
+    )
+    outer = NoLoCoConfig(codec="bf16")
+    return Manifest("hostile members", MODEL, seed=seed, inner=inner, outer=outer, screening=screening)
+
+
 def _plays(
     tried: Sequence[tuple[str, str]], honest: int, hostile: int, rounds: int, seeds: int, screening: GuardConfig
 ) -> Iterable[tuple[str, HostileRun]]:
     for seed in range(seeds):
-        inner = InnerConfig(
-            learning_rate=LEARNING_RATE,
-            warmup_steps=rounds * STEPS // 20,
-            total_steps=rounds * STEPS,
-            batch_size=BATCH_SIZE,
-        )
-        manifest = Manifest("hostile members", MODEL, seed=seed, inner=inner, screening=screening)
-        manifest = msgspec.structs.replace(manifest, outer=msgspec.structs.replace(manifest.outer, codec="bf16"))
+        manifest = manifest_of(rounds, seed, screening)
         yield ALONE, HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
         everybody = HostileRun(manifest, honest=honest + hostile, rounds=rounds, steps=STEPS, seed=seed)
         yield CLEAN, everybody

@@ -1,7 +1,8 @@
 """Hostile members in a simulated run: real replicas in one process, paired at random, of which some lie.
 
-Honest members screen as a daemon's trainer does (`farandole.training.replica`), and meet those last with whom an
-exchange came to nothing, as pairing does. An exchange commits where both ends accept; hostile ones accept everything.
+Honest members screen as a daemon's trainer does (`farandole.training.replica`), meet peers last with which an exchange
+came to nothing, as pairing does, and tell each other whom they suspect. An exchange commits where both ends accept;
+hostile members accept everything, and suspect every honest member.
 The figure that counts is the honest members' loss on held-out text beside that of the honest members alone, with the
 same seeds.
 """
@@ -9,15 +10,19 @@ same seeds.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
+from farandole.protocol.entries import PARTNER_BYTES, Suspects
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing_backoff import PartnerBackoff
+from farandole.protocol.suspicion import OwnSuspects, is_suspected
 from farandole.training.codec import form_of
 from farandole.training.errors import ScreeningError
 from farandole.training.learner import Learner, build_learner
@@ -47,6 +52,8 @@ class HostileRun:
     """Inner steps of the slowest member; the others' lie evenly between."""
     are_away: bool = False
     """Whether honest members are away now and then, and come back as they were."""
+    joins_at: int = 0
+    """Round in which the last of the honest members joins, with the weights of the first."""
     claimed_tokens: int = 10**12
     """What hostile members say that they have learned from."""
     seed: int = 0
@@ -85,10 +92,23 @@ class _Member:
             self.learner.loss = POISONS.get(run.attack, self.learner.loss)
         self.initial = self.learner.slow_weights()
         self.memory = bytearray(self.learner.contribution_bytes)
+        self.contribution = b""
         self.sent: Tensor = self.initial  # (n,), before the codec
         self.chance = 1.0
         self.backoff = PartnerBackoff()
-        self.back_at = 0
+        self.partners: set[bytes] = set()  # of committed exchanges
+        self.suspects = OwnSuspects()
+        self.back_at = run.joins_at if index == run.honest - 1 else 0
+
+    def contribute(self, fragment: int) -> None:
+        size, _ = self.learner.contribute(self.memory, fragment)
+        self.contribution = bytes(memoryview(self.memory)[:size])
+
+    def suspects_as_told(self, others: Sequence[_Member]) -> Suspects:
+        """What it publishes: a hostile member suspects all honest ones."""
+        if not self.is_hostile:
+            return self.suspects.entry
+        return Suspects(tuple(other.key[:PARTNER_BYTES] for other in others if not other.is_hostile))
 
     def puts_off(self, other: _Member, round_index: int) -> bool:
         return not self.is_hostile and self.backoff.puts_off(other.key, round_index)
@@ -105,20 +125,28 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
         if run.are_away and round_index % AWAY_EVERY == AWAY_EVERY - 1:
             members[rng.randrange(run.honest)].back_at = round_index + rng.randint(1, MAX_AWAY)
         present = [member for member in members if member.back_at <= round_index]
+        if 0 < round_index == run.joins_at:
+            _hand_weights_over(members[0], members[run.honest - 1])
         for member in present:
             for _ in range(member.steps):
                 member.learner.learn()
             member.sent = member.learner.fast_weights()
             member.chance = rng.random()
-            member.learner.contribute(member.memory)
+            member.contribute(round_index % run.manifest.outer.fragments)
         honest = [member.sent for member in present if not member.is_hostile]
         for pair in _pairs(present, round_index, rng):
-            _meet(run, pair, round_index, honest, generator, outcome)
+            _meet(run, members, pair, round_index, honest, generator, outcome)
         progress(round_index)
     learners = [member.learner for member in members if not member.is_hostile]
     outcome.losses = [learner.evaluate(VALIDATION_BATCHES) for learner in learners]
     outcome.triggered = fmean(_triggered(learner) for learner in learners)
     return outcome
+
+
+def _hand_weights_over(donor: _Member, newcomer: _Member) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        donor.learner.save(Path(folder) / "weights")
+        newcomer.learner.load(Path(folder) / "weights")
 
 
 def _triggered(learner: Learner) -> float:
@@ -145,6 +173,7 @@ def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iter
 
 def _meet(
     run: HostileRun,
+    members: Sequence[_Member],
     pair: list[_Member],
     round_index: int,
     honest: list[Tensor],
@@ -155,21 +184,24 @@ def _meet(
         pair[0].learner.apply(None)
         return
     tokens = [run.claimed_tokens if each.is_hostile else each.learner.tokens_contributed for each in pair]
-    sent = [bytes(each.memory) if not each.is_hostile else b"" for each in pair]
+    sent = [each.contribution for each in pair]
     for index, member in enumerate(pair):
         if member.is_hostile:
             sent[index] = _forge(run, member, pair[1 - index], honest, generator)
     are_accepting = True
-    encounters = []
+    encounters, does_count = [], [True, True]
     for index, member in enumerate(pair):
         other = pair[1 - index]
         own_tokens = member.learner.tokens_contributed
-        encounters.append(Encounter(other.key, own_tokens, tokens[1 - index], member.chance))
+        suspected = _is_suspected(member, other, members)
+        encounters.append(Encounter(other.key, own_tokens, tokens[1 - index], member.chance, suspected))
         if member.is_hostile:
             continue
         verdict = member.learner.screen(sent[1 - index], encounters[index])
+        member.suspects.note(other.key, is_suspect=verdict.is_suspect)
         is_refused = isinstance(verdict, Refuse)
-        is_clipped = not is_refused and verdict.clip < 1.0  # type: ignore[union-attr] # it is no refusal
+        clip = 0.0 if isinstance(verdict, Refuse) else verdict.clip
+        is_clipped, does_count[index] = not is_refused and clip < 1.0, clip > 0.0
         are_accepting = are_accepting and not is_refused
         if other.is_hostile:
             outcome.hostile_exchanges += 1
@@ -181,6 +213,8 @@ def _meet(
             outcome.honest_clipped += is_clipped
     for index, member in enumerate(pair):
         if are_accepting:
+            member.partners.add(pair[1 - index].key)
+        if are_accepting and does_count[index]:
             member.backoff.note_success(pair[1 - index].key)
         else:
             member.backoff.note_failure(pair[1 - index].key, round_index)
@@ -188,6 +222,11 @@ def _meet(
             member.learner.apply(sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0)
         except ScreeningError:  # a hostile member's: the honest were asked before
             member.learner.apply(None)
+
+
+def _is_suspected(member: _Member, peer: _Member, members: Sequence[_Member]) -> bool:
+    believed = [other for other in members if other.key in member.partners and other is not peer]
+    return is_suspected(peer.key, [other.suspects_as_told(members) for other in believed], len(believed))
 
 
 def _forge(

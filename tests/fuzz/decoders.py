@@ -210,7 +210,7 @@ def merge_delta(raw: bytes) -> object:
 
 
 def _bodies() -> list[bytes]:
-    items = (authors.member(1), authors.beat(1), authors.progress(1, 9), authors.accusation(1))
+    items = (authors.member(1), authors.beat(1), authors.progress(1, 9), authors.notice(1))
     signed = [item.body for item in items]
     for kind, rule in entries.RULES.items():
         payloads = map(msgspec.msgpack.decode, samples(rule.payload))

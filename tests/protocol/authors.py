@@ -11,12 +11,12 @@ from farandole.protocol.entries import (
     DOMAIN,
     RULES,
     Beat,
+    CheckpointNotice,
     Delta,
     Kind,
     Member,
     Payload,
     Progress,
-    Report,
     Signed,
     encode_body,
 )
@@ -62,9 +62,9 @@ def beat(number: int, tick: int | None = None) -> Signed:
     return signed(number, Kind.BEAT, 0, tick_at(Kind.BEAT) if tick is None else tick, Beat(1, 1, 3_000_000, 100))
 
 
-def accusation(number: int, index: int = 0, tick: int | None = None) -> Signed:
-    tick = tick_at(Kind.REPORT) if tick is None else tick
-    return signed(number, Kind.REPORT, index, tick, Report(author_of(99), "", bytes(32)))
+def notice(number: int, index: int = 0, tick: int | None = None) -> Signed:
+    tick = tick_at(Kind.CHECKPOINT) if tick is None else tick
+    return signed(number, Kind.CHECKPOINT, index, tick, CheckpointNotice(1, 0, bytes(32), 1, 1, 1))
 
 
 def progress(number: int, tokens: int, tick: int | None = None) -> Signed:

@@ -23,7 +23,7 @@ from farandole.protocol.entries import Checker, Delta, Entry, Kind, Notice, Sign
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.state import NUM_BUCKETS, RunState
 
-from .authors import CREATOR, NOW, RUN_ID, accusation, author_of, beat, contents, member, signed, state_of, tick_at
+from .authors import CREATOR, NOW, RUN_ID, author_of, beat, contents, member, notice, signed, state_of, tick_at
 
 
 class Transcript:
@@ -54,7 +54,7 @@ class Transcript:
 
 entries = st.one_of(
     st.builds(lambda n, ago: member(n, tick_at(Kind.MEMBER) - ago, f"at {ago}"), st.integers(1, 9), st.integers(0, 3)),
-    st.builds(lambda n, index: accusation(n, index), st.integers(1, 9), st.integers(0, 7)),
+    st.builds(lambda n, index: notice(n, index), st.integers(1, 9), st.integers(0, 7)),
     st.builds(lambda n, story: member(n, device=story), st.integers(10, 11), st.sampled_from("ab")),
 )
 
@@ -72,7 +72,7 @@ def test_after_a_session_both_have_all(one: list[Signed], two: list[Signed], pie
 
 
 def test_equal_states_exchange_two_hellos() -> None:
-    alice, bob = state_of(member(1), accusation(2)), state_of(accusation(2), member(1), beat(1))
+    alice, bob = state_of(member(1), notice(2)), state_of(notice(2), member(1), beat(1))
     transcript = Transcript(alice, bob)
     assert len(transcript.sent[True]) + len(transcript.sent[False]) < 2 * (32 + 32 + 20)
     assert transcript.initiator.peer_now == int(NOW)
@@ -80,7 +80,7 @@ def test_equal_states_exchange_two_hellos() -> None:
 
 def test_only_what_differs_is_sent() -> None:
     common = [member(number) for number in range(1, 200)]
-    alice, bob = state_of(*common, accusation(1)), state_of(*common, accusation(2))
+    alice, bob = state_of(*common, notice(1)), state_of(*common, notice(2))
     transcript = Transcript(alice, bob)
     assert alice.root == bob.root
     num_bytes = sum(map(len, transcript.sent.values()))
@@ -106,7 +106,7 @@ def test_a_large_difference_takes_several_sessions() -> None:
 
     def make(numbers: range) -> RunState:
         state = RunState(RUN_ID, CREATOR, checker=Gullible(RUN_ID, CREATOR))
-        template = [accusation(1, index) for index in range(8)] + [member(1)]
+        template = [notice(1, index) for index in range(8)] + [member(1)]
         for number in numbers:
             author = number.to_bytes(32, "big")
             state.merge(Delta(tuple(Signed(author, item.body, item.signature) for item in template)), NOW)
@@ -175,10 +175,10 @@ def test_a_peer_that_never_stops_is_stopped() -> None:
 @pytest.mark.parametrize("count", [1_500, pytest.param(200_000, marks=pytest.mark.soak)])
 def test_mutated_sessions_raise_nothing_but_the_peers_fault(count: int) -> None:
     rng = random.Random(9)
-    alice = state_of(member(1), accusation(2), member(10, device="a"), member(10, device="b"))
-    bob = state_of(member(3), accusation(2, 1), member(1, tick=5))
+    alice = state_of(member(1), notice(2), member(10, device="a"), member(10, device="b"))
+    bob = state_of(member(3), notice(2, 1), member(1, tick=5))
     honest = Transcript(alice, bob, with_beats=True).sent
-    alice = state_of(member(1), accusation(2), member(10, device="a"), member(10, device="b"))
+    alice = state_of(member(1), notice(2), member(10, device="a"), member(10, device="b"))
     root = alice.root
     for _ in range(count):
         is_initiator = rng.random() < 0.5
@@ -213,11 +213,11 @@ def test_full_tables_that_differ_cost_each_session_little_and_still_bring_what_i
     """They never become equal; what one says of an author that both have comes across all the same."""
     common = [member(number) for number in range(1, 40)]
     alice, bob = full_state(1_000, 160, *common), full_state(2_000, 160, *common)
-    news = [accusation(number) for number in range(1, 40)]
+    news = [notice(number) for number in range(1, 40)]
     bob.merge(Delta(tuple(news)), NOW)
     bytes_of_all = len(Delta(tuple(entry.signed for entry in bob)).encode())
     most, num_sessions = 0, 0
-    while not all(alice.get(item.author, Kind.REPORT) for item in news):
+    while not all(alice.get(item.author, Kind.CHECKPOINT) for item in news):
         transcript = Transcript(alice, bob, seed=num_sessions)
         most = max(most, sum(map(len, transcript.sent.values())))
         num_sessions += 1

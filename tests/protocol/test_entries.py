@@ -11,11 +11,11 @@ from farandole.protocol.entries import (
     MAX_BODY_BYTES,
     MAX_COMMITMENT_BODY_BYTES,
     MAX_DELTA_BYTES,
+    MAX_SUSPECTS,
     REVOKED_PER_ENTRY,
     RULES,
     Accusation,
     AdmissionProof,
-    Audit,
     Beat,
     Checker,
     CheckpointNotice,
@@ -29,10 +29,10 @@ from farandole.protocol.entries import (
     Payload,
     Progress,
     Proof,
-    Report,
     Revocation,
     Signed,
     StageLease,
+    Suspects,
     decode_delta,
     deltas_of,
     encode_body,
@@ -43,7 +43,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import SMALL_ORDER_KEYS
 from farandole.protocol.invitations import MAX_ADMISSION_BYTES
 
-from .authors import CREATOR, NOW, RUN_ID, accusation, author_of, beat, flipped, member, sign_body, signed, tick_at
+from .authors import CREATOR, NOW, RUN_ID, author_of, beat, flipped, member, notice, sign_body, signed, tick_at
 
 CHECKER = Checker(RUN_ID, CREATOR)
 BIG = 2**56
@@ -53,8 +53,7 @@ LARGEST: dict[Kind, Payload] = {
     Kind.PROGRESS: Progress(BIG, 2**31 - 1, BIG, BIG, BIG),
     Kind.LEASE: Lease(2**31 - 1, b"c" * 8, (LeasedSlices(2**31 - 1, 2**31 - 1, 2**31 - 1),) * 2, b"d" * 192),
     Kind.CHECKPOINT: CheckpointNotice(2**31 - 1, 511, b"x" * 32, BIG, BIG, BIG),
-    Kind.REPORT: Report(b"t" * 32, "r" * 64, b"e" * 32),
-    Kind.AUDIT: Audit(b"s" * 16, 2**31 - 1, b"p" * 32, b"s" * 32, b"r" * 32, b"c" * 64),
+    Kind.SUSPECTS: Suspects((bytes(8),) * MAX_SUSPECTS),
     Kind.NOTICE: Notice("resume", "t" * 256),
     Kind.STAGE_LEASE: StageLease(511, 511, True),
     Kind.ADMISSION: AdmissionProof(b"a" * MAX_ADMISSION_BYTES),
@@ -181,7 +180,7 @@ def test_members_give_up_addresses_rather_than_the_limit() -> None:
 @given(st.integers(0, 3_000), st.integers(0, 40), st.integers(2_048, MAX_DELTA_BYTES))
 @settings(max_examples=20)
 def test_deltas_hold_everything_within_their_bound(num_entries: int, num_proofs: int, max_bytes: int) -> None:
-    entries = [accusation(1 + index % 5, index % 8) for index in range(num_entries)]
+    entries = [notice(1 + index % 5, index % 4) for index in range(num_entries)]
     proofs = [Proof(member(1, device="a"), member(1, device="b"))] * num_proofs
     deltas = deltas_of(entries, proofs, max_bytes)
     assert all(len(delta.encode()) <= max_bytes for delta in deltas)
@@ -202,7 +201,7 @@ def test_no_bytes_do_more_than_be_refused(raw: bytes) -> None:
 
 def test_mutated_deltas_are_refused_or_wholly_parsed() -> None:
     rng = random.Random(5)
-    raw = Delta((member(1), beat(2), accusation(3)), (Proof(member(1, device="a"), member(1, device="b")),)).encode()
+    raw = Delta((member(1), beat(2), notice(3)), (Proof(member(1, device="a"), member(1, device="b")),)).encode()
     for _ in range(3_000):
         mutated = bytearray(raw)
         for _ in range(rng.randint(1, 4)):
@@ -219,7 +218,7 @@ def test_an_overlong_delta_is_not_even_parsed() -> None:
         decode_delta(bytes(MAX_DELTA_BYTES + 1))
 
 
-@given(st.integers(0, 10**6), st.sampled_from([member(1), beat(1), accusation(1)]))
+@given(st.integers(0, 10**6), st.sampled_from([member(1), beat(1), notice(1)]))
 @settings(max_examples=200)
 def test_a_flipped_bit_never_passes_for_another_entry(bit: int, item: Signed) -> None:
     forged = flipped(item, bit)

@@ -21,7 +21,7 @@ from farandole.protocol.push import Batch, decode_batch
 from farandole.protocol.state import RunState
 from farandole.protocol.wire import encode
 
-from .authors import CREATOR, NOW, RUN_ID, accusation, author_of, beat, member, tick_at
+from .authors import CREATOR, NOW, RUN_ID, author_of, beat, member, notice, tick_at
 
 ME, ALICE, BOB = author_of(1), author_of(2), author_of(3)
 
@@ -70,8 +70,8 @@ def test_in_a_run_of_few_nobody_falls_silent_towards_another() -> None:
     gossip = gossip_with(member(2), beat(2))
     gossip.unreachable(ALICE, 0.5)
     gossip.liveness.suspect(ALICE, 0.5)
-    gossip.push.queue([accusation(1)], [], None)
-    assert pushed(gossip, 1.0) == {accusation(1)}
+    gossip.push.queue([notice(1)], [], None)
+    assert pushed(gossip, 1.0) == {notice(1)}
     assert gossip.choose_partner(1.0) == ALICE
 
 
@@ -89,23 +89,23 @@ def test_peers_that_were_only_heard_of_never_outnumber_those_that_were_reached()
 def test_news_is_pushed_on_and_the_rest_is_not() -> None:
     gossip = gossip_with(member(2), beat(2), member(3), beat(3))
     old = member(3, tick_at(Kind.MEMBER) - 1)
-    batch = Batch(True, Delta((accusation(3), member(2), old)))
+    batch = Batch(True, Delta((notice(3), member(2), old)))
     gossip.receive_push(ALICE, msgspec.msgpack.encode(batch), NOW, 0.1)
-    assert pushed(gossip) == {accusation(3)}
+    assert pushed(gossip) == {notice(3)}
     assert pushed(gossip) == set()
 
 
 def test_faults_are_counted_and_a_flooder_is_cut_off() -> None:
     gossip = gossip_with()
     bad = Signed(BOB, member(2).body, bytes(64))
-    gossip.merge(Delta((bad, accusation(2))), ALICE, NOW, 0.0)
-    assert gossip.state.get(ALICE, Kind.REPORT) is not None, "what is good among it is kept"
+    gossip.merge(Delta((bad, notice(2))), ALICE, NOW, 0.0)
+    assert gossip.state.get(ALICE, Kind.CHECKPOINT) is not None, "what is good among it is kept"
     with pytest.raises(RemoteProtocolError, match="too many"):
         gossip.merge(Delta((bad,) * FAULT_BURST), ALICE, NOW, 0.0)
     with pytest.raises(RemoteProtocolError, match="too many"):
-        gossip.merge(Delta((accusation(3),)), ALICE, NOW, 1.0)
-    gossip.merge(Delta((accusation(3),)), BOB, NOW, 1.0)
-    gossip.merge(Delta((accusation(3),)), ALICE, NOW, 60.0)
+        gossip.merge(Delta((notice(3),)), ALICE, NOW, 1.0)
+    gossip.merge(Delta((notice(3),)), BOB, NOW, 1.0)
+    gossip.merge(Delta((notice(3),)), ALICE, NOW, 60.0)
 
 
 def test_a_flood_of_valid_messages_is_a_fault() -> None:
@@ -121,13 +121,13 @@ def test_a_flood_of_valid_messages_is_a_fault() -> None:
 
 def test_honest_staleness_is_never_a_fault() -> None:
     gossip = gossip_with(member(2), member(3, device="a"), member(3, device="b"))
-    stale = (member(2, 5), member(2, tick_at(Kind.MEMBER) + 500), accusation(3), member(2))
+    stale = (member(2, 5), member(2, tick_at(Kind.MEMBER) + 500), notice(3), member(2))
     for _ in range(100):
         gossip.merge(Delta(stale), ALICE, NOW, 0.0)
 
 
 def test_much_at_once_is_taken_in_slices_and_not_forwarded() -> None:
-    much = Delta(tuple(accusation(number, index) for number in range(1, 50) for index in range(8)))
+    much = Delta(tuple(notice(number, index) for number in range(1, 50) for index in range(8)))
     parts = list(slices_of(much))
     assert [entry for part in parts for entry in part.entries] == list(much.entries)
     assert all(len(part.entries) <= SLICE_ITEMS for part in parts)

@@ -24,7 +24,7 @@ from farandole.protocol.push import (
     decode_batch,
 )
 
-from .authors import accusation, author_of, member
+from .authors import author_of, member, notice
 
 PEERS = [author_of(number) for number in range(1, 10)]
 
@@ -39,10 +39,10 @@ def sent_to(outputs: list[SendBatch]) -> dict[bytes, list[Signed]]:
 
 def test_what_is_new_goes_once_to_a_few_neighbours_in_one_batch() -> None:
     push = Push(random.Random(1))
-    push.queue([member(1), accusation(2)], [], source=None)
+    push.queue([member(1), notice(2)], [], source=None)
     outputs = tick(push)
     assert len(outputs) == NUM_CHOSEN
-    assert all(entries == [member(1), accusation(2)] for entries in sent_to(outputs).values())
+    assert all(entries == [member(1), notice(2)] for entries in sent_to(outputs).values())
     assert all(decode_batch(output.payload).is_choice for output in outputs)
     assert tick(push) == []
 
@@ -51,8 +51,8 @@ def test_nothing_goes_back_to_who_has_it() -> None:
     push = Push(random.Random(1))
     tick(push)
     first, second = sorted(push.neighbours)
-    push.queue([member(1), accusation(2)], [], source=first)
-    push.heard(second, Batch(False, Delta((accusation(2),))), 0.0)
+    push.queue([member(1), notice(2)], [], source=first)
+    push.heard(second, Batch(False, Delta((notice(2),))), 0.0)
     assert sent_to(tick(push)) == {second: [member(1)]}
 
 
@@ -66,7 +66,7 @@ def test_a_link_carries_both_ways_while_it_is_chosen() -> None:
     assert len(outputs) == NUM_CHOSEN + 1
     push.heard(author_of(98), Batch(False, Delta()), now=1.0)
     assert author_of(98) not in push.neighbours, "it answers, it has not chosen"
-    push.queue([accusation(1)], [], source=None)
+    push.queue([notice(1)], [], source=None)
     assert stranger not in sent_to(tick(push, CHOOSER_SECONDS + 1.0))
 
 

@@ -4,14 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.protocol.entries import RULES, Beat, Checker, Delta, Entry, Kind, Member, Report
+from farandole.protocol.entries import RULES, Beat, Checker, Delta, Entry, Kind, Member, Progress
 from farandole.protocol.errors import LocalProtocolError
 from farandole.protocol.state import Outcome, RunState
 from farandole.protocol.writer import MAX_LEAD, MAX_SPANS, Mark, Writer
 
 from .authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, state_of
 
-PAYLOADS = {Kind.MEMBER: Member(), Kind.BEAT: Beat(0, 0, None, 0), Kind.REPORT: Report(bytes(32), "", bytes(32))}
+PAYLOADS = {
+    Kind.MEMBER: Member(),
+    Kind.BEAT: Beat(0, 0, None, 0),
+    Kind.PROGRESS: Progress(0, 0, 0, 0, 0),
+}
 
 
 class Author:
@@ -49,7 +53,7 @@ def entry_of_past_life(now: float) -> Entry:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["write", "restart"]), st.sampled_from([Kind.MEMBER, Kind.BEAT, Kind.REPORT]),
+        st.tuples(st.sampled_from(["write", "restart"]), st.sampled_from([Kind.MEMBER, Kind.BEAT, Kind.PROGRESS]),
                   st.floats(-30, 90) | st.sampled_from([-3600.0, -600.0, -120.0, -75.0, 120.0, 600.0, 3600.0])),
         max_size=40,
     )
@@ -117,11 +121,11 @@ def test_what_is_no_slot_or_payload_of_the_kind_is_our_own_fault() -> None:
 
 def test_a_slot_written_too_fast_has_to_wait() -> None:
     author = Author()
-    assert [author.write(Kind.REPORT, NOW) for _ in range(3)][-1] is False
-    assert author.writer.delay(Kind.REPORT, 0, NOW) > 0
+    assert [author.write(Kind.PROGRESS, NOW) for _ in range(3)][-1] is False
+    assert author.writer.delay(Kind.PROGRESS, 0, NOW) > 0
     with pytest.raises(LocalProtocolError, match="faster"):
-        author.writer.write(Kind.REPORT, 0, PAYLOADS[Kind.REPORT], NOW)
-    assert author.write(Kind.REPORT, NOW + author.writer.delay(Kind.REPORT, 0, NOW) + 1)
+        author.writer.write(Kind.PROGRESS, 0, PAYLOADS[Kind.PROGRESS], NOW)
+    assert author.write(Kind.PROGRESS, NOW + author.writer.delay(Kind.PROGRESS, 0, NOW) + 1)
 
 
 def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:

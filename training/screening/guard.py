@@ -28,9 +28,14 @@ averaged all the same if that costs little and it is not far away, and else coun
 it; the next times it is refused, and met last.
 
 A liar that never stands out, but does some harm each time, is found by what its exchanges have in common: a cumulative
-sum (Page, Biometrika 41, 1954) of how much worse its own weights were than this node's, less what chance explains. From
-a certain sum on its contributions count for nothing here. They are not refused: an honest partner that was left alone
-for long looks just so, and is as good as others again when mine has helped it.
+sum (Page, Biometrika 41, 1954) of how much of a round's progress its own weights lack, less what chance explains. A
+member that never trains lacks a whole round each time, which is little late in a run. Above a limit its contributions
+count for nothing here. They are not refused: an honest partner that was left alone for long looks just so, and is as
+good as others again when mine has helped it.
+
+Two nodes meet rarely, so members tell each other whom they suspect (`farandole.protocol.suspicion`). Where enough of
+the members that this node has averaged with suspect a peer, a third of the sum is enough. Their word alone does
+nothing: liars that suspect an honest member change nothing as long as its own weights are as good as this node's.
 
 The number of tokens behind a contribution is its sender's word, so it moves the shares within narrow bounds.
 Among honest partners nothing is clipped, and both compute the same mean to the bit.
@@ -40,6 +45,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -71,16 +77,20 @@ LEAST: Final = 1e-30
 # Of a partner's last exchanges so many may stand out without a refusal.
 OUTLIER_WINDOW: Final = 8
 MAX_OUTLIERS: Final = 2
-# A peer's sum: of each comparison, by which share of the loss its own weights were worse, less the slack and the median
-# of all peers, at most so much. Above the limit its contributions count for nothing; it is never more than the most, so
-# that few good ones let the peer in again.
-EVIDENCE_SLACK: Final = 0.003
-MAX_EVIDENCE_EACH: Final = 0.01
-EVIDENCE_LIMIT: Final = 0.025
-MAX_EVIDENCE: Final = 0.03
-MAX_EXCESS: Final = 1.0
-# From here on all of a peer's exchanges are compared.
-SUSPICIOUS_EVIDENCE: Final = 0.005
+# A peer's sum, in rounds of this node's gain: how much of it the peer's own weights lack in each comparison, at most so
+# much, less the slack, which is larger for a peer that says that it has learned from fewer tokens. Above the limit the
+# peer's contributions count for nothing; above the lower one, if enough others suspect it. The sum is bounded, so that
+# few good exchanges let the peer in again.
+MAX_LACKED_ROUNDS: Final = 1.0
+EVIDENCE_SLACK: Final = 0.35
+SLOWER_SLACK: Final = 0.6
+EVIDENCE_LIMIT: Final = 1.5
+SUSPECTED_LIMIT: Final = 0.5
+MAX_EVIDENCE: Final = 2.5
+# A gain counts as this share of the loss more, which is what equal members differ by late in a run.
+LEAST_GAIN: Final = 0.003
+# Above this sum all of a peer's exchanges are compared.
+SUSPICIOUS_EVIDENCE: Final = 0.2
 # Comparisons of losses that say what is usual: of those that chance or a first meeting led to, since a liar's exchanges
 # are all compared.
 COMPARED: Final = 32
@@ -94,8 +104,13 @@ MAX_DEVIATIONS: Final = 3.0
 MAX_LAG_QUARTILES: Final = 12.0
 LEAST_LAG: Final = 0.015
 MIN_LAGS: Final = 3
-# The share of a round's gain that a partner may lack whose rounds begin and end between this node's.
+# What the codec's rounding costs one's own weights, the partner's cost so many times as much: the difference between
+# both contributions has the rounding of both in it, and a loss near its minimum grows with the square of a change.
+ROUNDED_TWICE: Final = 2.0
+# The share of a round's gain that a partner may lack whose rounds begin and end between this node's; and that one lacks
+# for each share of this node's tokens that it has not learned from: more than one, as it lacked something before too.
 CROSSING: Final = 0.5
+SLOWER_LAG: Final = 1.5
 # A contribution that stands out is averaged all the same, if its partner has not used up its allowance, where the mean
 # costs no more than what inner steps gain in so many rounds, or `LEAST_LAG`.
 TOLERATED_ROUNDS: Final = 1.25
@@ -112,7 +127,7 @@ class Guard(ScreeningRule):
         """Zero the sum."""
         self._losses: tuple[float, float, float] | None = None
         self._lacked = 0.0
-        self._excess = self._evidence = 0.0
+        self._lacked_rounds = self._evidence = 0.0
         self._is_outlier = False
         self._square = torch.zeros((), dtype=torch.float64)
 
@@ -126,7 +141,13 @@ class Guard(ScreeningRule):
         return math.sqrt(float(self._square))
 
     def judge(self, partner: Partner) -> Verdict:
-        """Clip, and compare losses where that is due. Comparisons are such that NaN is refused."""
+        """Clip, and compare losses where that is due; suspect a peer that is refused, or whose sum is large."""
+        verdict = self._judge(partner)
+        is_suspect = isinstance(verdict, Refuse) or self._evidence > SUSPECTED_LIMIT
+        return replace(verdict, is_suspect=True) if is_suspect else verdict
+
+    def _judge(self, partner: Partner) -> Verdict:
+        """As `judge`. Comparisons are such that NaN is refused."""
         settings, distance, met = self._settings, self._distance, partner.encounter
         if not distance < math.inf:
             return Refuse("the contribution is infinitely far away from mine")
@@ -154,27 +175,30 @@ class Guard(ScreeningRule):
         settings, after, of_partner = self._settings, partner.evaluate(verdict.shares[1]), partner.evaluate(1.0)
         if after is None or of_partner is None:
             return verdict
+        as_sent = partner.loss_as_sent()
+        rounding = 0.0 if as_sent is None else ROUNDED_TWICE * max(as_sent - before, 0.0)
+        of_partner -= rounding
         self._losses = before, after, of_partner
         everybody, scale = partner.everybody, max(before, LEAST_LOSS)
         began = partner.loss_before()
         gain = 0.0 if began is None else max(began - before, 0.0)
-        slower = gain * self._slowness(partner)
-        self._lacked = lacking = CROSSING * gain + slower
+        slower = SLOWER_LAG * gain * self._slowness(partner)
+        self._lacked = lacking = CROSSING * gain + slower + 2.0 * rounding
         most_lag = before + scale * self._usual_lag(everybody)
         most_change = max(scale * self._usual_change(everybody), self._fluctuation(everybody))
         is_behind = not of_partner <= most_lag + lacking
         is_worse = not after <= before + most_change + verdict.shares[1] * lacking
-        is_astray = reach > 1.0 and not after <= before + EVIDENCE_SLACK * scale
+        is_astray = reach > 1.0 and not after <= before + LEAST_GAIN * scale
         self._is_outlier = is_behind or is_worse or is_astray
-        excess = (of_partner - before - slower) / scale
-        self._excess = excess if excess < MAX_EXCESS else MAX_EXCESS  # NaN as well
+        lacked = (of_partner - before - slower) / (gain + 2.0 * rounding + LEAST_GAIN * scale)
+        self._lacked_rounds = lacked if lacked < MAX_LACKED_ROUNDS else MAX_LACKED_ROUNDS  # NaN as well
         self._evidence = self._sum_up(partner)
         if not self._is_outlier:
-            return verdict if self._evidence <= EVIDENCE_LIMIT else Accept(verdict.weight, 0.0)
+            return Accept(verdict.weight, 0.0) if self._is_harmful(partner) else verdict
         if self._may_be_outlier(partner) and after < math.inf:
             tolerated = max(TOLERATED_ROUNDS * gain, LEAST_LAG * scale)
             does_little = after <= before + min(tolerated, settings.max_loss_increase * scale)
-            is_used = does_little and reach <= TOLERATED_RADIUS and self._evidence <= EVIDENCE_LIMIT
+            is_used = does_little and reach <= TOLERATED_RADIUS and not self._is_harmful(partner)
             return verdict if is_used else Accept(verdict.weight, 0.0)
         most = most_lag if is_behind else before + scale * settings.max_loss_increase
         words = f"{of_partner:.3f} of its own" if is_behind else f"{after:.3f} with it"
@@ -182,13 +206,17 @@ class Guard(ScreeningRule):
         return self._partly(partner, verdict, most) or refusal
 
     def _sum_up(self, partner: Partner) -> float:
-        """A peer's sum after another comparison. What is usual is no evidence: a codec that rounds costs as well."""
-        known = partner.everybody["excess"][-COMPARED:]
-        if len(known) < MIN_CHANGES:
-            return 0.0
+        """A peer's sum after another comparison. What nearly all peers lack is no evidence: a lossy codec costs too."""
+        known = sorted(partner.everybody["lacked rounds"][-COMPARED:])
+        usual = max(known[len(known) // 4], 0.0) if len(known) >= MIN_LAGS else 0.0
         before = partner.history["evidence"][-1:] or (0.0,)
-        more = self._excess - max(statistics.median(known), 0.0) - EVIDENCE_SLACK
-        return min(max(before[0] + min(more, MAX_EVIDENCE_EACH), 0.0), MAX_EVIDENCE)
+        more = self._lacked_rounds - usual - EVIDENCE_SLACK - SLOWER_SLACK * self._slowness(partner)
+        return min(max(before[0] + more, 0.0), MAX_EVIDENCE)
+
+    def _is_harmful(self, partner: Partner) -> bool:
+        """Whether a peer that may not stand out has done some harm each time."""
+        limit = SUSPECTED_LIMIT if partner.encounter.is_suspected else EVIDENCE_LIMIT
+        return self._evidence > limit
 
     def _partly(self, partner: Partner, verdict: Accept, most: float) -> Verdict | None:
         """After refusals in a row, as far as the loss allows: else two that drifted apart would never meet again."""
@@ -227,13 +255,9 @@ class Guard(ScreeningRule):
 
     @staticmethod
     def _slowness(partner: Partner) -> float:
-        """From 0 to 1: which share of this node's gain in the round a partner says that it lacks.
-
-        Partners are level after an exchange, so it lacks what this node has gained since: all of it if it says that it
-        has learned from half as many tokens, or from fewer.
-        """
+        """From 0 to 1: which share of this node's tokens of the round the partner says that it has not learned from."""
         met = partner.encounter
-        return min(max(2.0 * (1.0 - met.partner_tokens / max(met.own_tokens, 1)), 0.0), 1.0)
+        return min(max(1.0 - met.partner_tokens / max(met.own_tokens, 1), 0.0), 1.0)
 
     def _usual_lag(self, everybody: History) -> float:
         """By which share of the loss more than that a partner's own weights may be worse without standing out."""
@@ -279,7 +303,7 @@ class Guard(ScreeningRule):
             everybody.append("mean loss", mean if is_used else own)
             history.append("evidence", self._evidence)
             if is_sample:
-                everybody.append("excess", self._excess)
+                everybody.append("lacked rounds", self._lacked_rounds)
         everybody.append("refused", float(isinstance(verdict, Refuse)))
         if isinstance(verdict, Refuse):
             history.append("refused", 1.0)

@@ -28,7 +28,7 @@ MIN_SHARE = 0.05
 _SHARE_STEP = 2.0**-24
 # Held-out batches on which `Partner.evaluate` takes the loss.
 EVALUATION_BATCHES = 4
-# Seconds that one such loss may take, on fewer batches where a machine is slow: a rule asks for two, or at most seven,
+# Seconds that one such loss may take, on fewer batches where a machine is slow: a rule asks for two, or at most eight,
 # while the partner waits and the exchange has its deadline.
 EVALUATION_SECONDS = 1.0
 
@@ -42,6 +42,8 @@ class Accept:
     clip: float = 1.0
     """How far towards the partner's contribution, from 0 to 1. At 1, two partners with shares that sum to 1 get the
     same mean to the bit."""
+    is_suspect: bool = False
+    """Whether this node suspects the peer now, and tells the others so."""
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -56,6 +58,8 @@ class Refuse:
 
     reason: str
     """For people: it ends the sentence "the contribution of PEER was refused: ..."."""
+    is_suspect: bool = False
+    """As `Accept.is_suspect`."""
 
 
 Verdict = Accept | Refuse
@@ -72,7 +76,9 @@ class Encounter:
     partner_tokens: int = 0
     """Tokens that the partner claims for its contribution."""
     chance: float = 1.0
-    """A number from [0, 1) that this node has drawn for the exchange, which nobody else can foresee; 1: none."""
+    """A number from [0, 1) that this node has drawn for the exchange, which no peer can foresee; 1: none."""
+    is_suspected: bool = False
+    """Whether enough members suspect the partner that this node has averaged with (`farandole.protocol.suspicion`)."""
 
 
 UNKNOWN = Encounter()
@@ -104,6 +110,8 @@ class Partner:
     passes."""
     loss_before: Callable[[], float | None]
     """The same of the weights with which the round began; None likewise."""
+    loss_as_sent: Callable[[], float | None]
+    """The same of one's own weights as the partner decodes them; None where they are exact as well."""
 
 
 class ScreeningRule(abc.ABC):

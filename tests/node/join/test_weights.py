@@ -138,9 +138,6 @@ class World:
     def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
         self.told.append((index.stage, index.round, is_copy))
 
-    def accuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
-        raise AssertionError("nobody lies here")
-
     # What weights use of a network
 
     async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:

@@ -131,7 +131,8 @@ class Story:
             Surroundings(
                 self.prepare,
                 self.saved.append,
-                lambda peer, reason, evidence: None,
+                lambda peer: False,
+                lambda peer, is_suspect: None,
                 lambda: self.others_round,
                 lambda: self.others_round,
                 lambda peer: None,

@@ -26,7 +26,7 @@ from farandole.protocol.state import RunState
 from farandole.protocol.wire import encode
 from farandole.protocol.writer import Mark, Writer
 
-from ...protocol.authors import CREATOR, NOW, RUN_ID, accusation, author_of, key_of, member
+from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice
 
 
 class MemoryStream:
@@ -274,11 +274,11 @@ async def test_a_restart_takes_up_what_was_stored(mock_clock: trio.testing.MockC
         node = GossipNode(wires, 1, store)
         wires.nursery.start_soon(node.live)
         await trio.sleep(1.0)
-        node.state.merge(Delta((accusation(2), member(3, device="a"), member(3, device="b"))), NOW)
+        node.state.merge(Delta((notice(2), member(3, device="a"), member(3, device="b"))), NOW)
         await trio.sleep(4.0)
         root = node.state.root
     store.rows[author_of(4)] = b"damaged"
-    store.rows[author_of(5)] = Delta((accusation(6),)).encode()[:-9] + bytes(9)
+    store.rows[author_of(5)] = Delta((notice(6),)).encode()[:-9] + bytes(9)
     async with wired(mock_clock) as wires:
         reborn = GossipNode(wires, 1, store)
         await wires.nursery.start(reborn.service.run)

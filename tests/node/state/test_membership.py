@@ -11,10 +11,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from farandole.node.state.announcer import ADDRESSES_INTERVAL, Announcer
+from farandole.node.state.announcer import ADDRESSES_INTERVAL, MEMBER_INTERVAL, PROGRESS_INTERVAL, Announcer
 from farandole.node.state.membership import Membership
 from farandole.node.status.journal import Journal
-from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, StageLease
+from farandole.protocol.entries import RULES, Beat, CheckpointNotice, Kind, Member, Payload, StageLease, Suspects
 from farandole.protocol.liveness import Liveness
 from farandole.protocol.stage_choice import Provider
 
@@ -309,3 +309,46 @@ async def test_a_node_waits_until_it_has_reached_a_member_that_trains_best_a_par
     assert not node.membership.awaits_contact()
     node.membership.partners.note(ANN)
     assert node.membership.awaits_contact()
+
+
+async def test_suspicions_are_published_when_they_change_and_before_they_expire(autojump_clock: MockClock) -> None:
+    journal, gossip = Journal(say=lambda text: None), Gossip()
+    host: Any = SimpleNamespace(addresses=[])
+    announcer = make_membership(journal, gossip, host=host).announcer
+
+    def told() -> list[Payload]:
+        return [payload for kind, payload in gossip.published if kind is Kind.SUSPECTS]
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(announcer.run)
+        await trio.sleep(1.5 * MEMBER_INTERVAL)
+        assert told() == [], "a node without suspicions publishes nothing"
+        announcer.note_suspicion(BOB, True)
+        announcer.note_suspicion(BOB, True)
+        await trio.sleep(2 * PROGRESS_INTERVAL)
+        assert told() == [Suspects((BOB[:8],))]
+        await trio.sleep(RULES[Kind.SUSPECTS].ttl)
+        assert len(told()) > 3
+        announcer.note_suspicion(BOB, False)
+        await trio.sleep(2 * PROGRESS_INTERVAL)
+        assert told()[-1] == Suspects(())
+        nursery.cancel_scope.cancel()
+
+
+async def test_only_suspicions_of_partners_that_are_believed_count() -> None:
+    node = Staged()
+    accusers = [bytes([number]) * 32 for number in range(10, 13)]
+    for accuser in (BOB, *accusers):
+        node.hear(accuser, 0)
+    for accuser in accusers:
+        node.state.tell(accuser, Suspects((BOB[:8],)))
+    assert not node.membership.is_suspected(BOB), "anybody can say so"
+    for accuser in accusers:
+        node.membership.partners.note(accuser)
+    assert node.membership.is_suspected(BOB)
+    assert not node.membership.is_suspected(CYD)
+    node.membership.credit.lose(accusers[:1], trio.current_time())
+    assert not node.membership.is_suspected(BOB)
+    node.state.tell(BOB, Suspects((BOB[:8],)))
+    node.membership.partners.note(BOB)
+    assert not node.membership.is_suspected(BOB), "its own list does not count"

@@ -194,10 +194,10 @@ async def test_who_gives_wrong_bytes_is_reported_and_others_give_the_right_ones(
         (tmp_path / "lies").write_bytes(CONTENT[: 3 * BLOCK_BYTES] + bytes(len(CONTENT) - 3 * BLOCK_BYTES))
         liar.holding = Holding.open(tmp_path / "lies", *signed_index_of(CONTENT))
         honest, donor.holding = donor.holding, None  # else it may have given all before the liar is asked
-        accused: list[tuple[bytes, bytes]] = []
+        accused: list[bytes] = []
 
-        def accuse(peer: bytes, reason: str, evidence: bytes) -> None:
-            accused.append((peer, evidence))
+        def accuse(peer: bytes, reason: str) -> None:
+            accused.append(peer)
             names.append(donor.host.author)
             donor.holding = honest
 
@@ -207,7 +207,7 @@ async def test_who_gives_wrong_bytes_is_reported_and_others_give_the_right_ones(
             newcomer.conditions, signed, index, lambda: names, is_required, tmp_path / "ours", accuse=accuse
         )
         assert is_what_was_wanted(tmp_path / "ours")
-        assert accused == [(liar.host.author, honest.id)]
+        assert accused == [liar.host.author]
         assert fetched.num_by_donor.get(liar.host.author, 0) <= 3
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from farandole.protocol.pairing import PROPOSE_UNTIL, Pairing
 from farandole.protocol.pairing_backoff import (
     FAIR_BURST,
@@ -37,12 +39,13 @@ def refused_by_bob(*peers: bytes) -> Node:
     return alice
 
 
-def test_after_a_failure_others_are_asked_first() -> None:
+@pytest.mark.parametrize("has_committed", [False, True])
+def test_after_a_failure_or_a_contribution_that_counted_for_nothing_others_are_asked_first(has_committed: bool) -> None:
     for seed in range(30):
         machine = Pairing(ALICE, BOXED, random.Random(seed))
         machine.handle(PeersChanged(frozenset((BOB, CAROL))), 0.0)
         machine.handle(RoundStarted(7), 0.0)
-        machine.handle(ExchangeEnded(MIDDLE, BOB, committed=False), 1.0)
+        machine.handle(ExchangeEnded(MIDDLE, BOB, has_committed, has_counted=False), 1.0)
         machine.handle(RoundStarted(8), 100.0)
         outputs = machine.handle(TimerFired(), 100.0 + 40 * PROPOSE_UNTIL)
         assert [out.peer for out in outputs if isinstance(out, SendMessage)] == [CAROL]

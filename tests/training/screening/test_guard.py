@@ -60,13 +60,24 @@ class Node:
         fragment: int = 0,
         loss: Callable[[float], float | None] = no_loss,
         began: float | None = None,
+        is_suspected: bool = False,
+        as_sent: float | None = None,
     ) -> Verdict:
         self.rule.begin()
         for piece in (slice(0, 300), slice(300, 1_000)):
             self.rule.feed(OWN[piece], contribution[piece])
-        met = Encounter(PEER, *tokens, chance)
+        met = Encounter(PEER, *tokens, chance, is_suspected)
         partner = Partner(
-            met, OWN, contribution, self.of_peer, self.everybody, fragment, lambda: movement, loss, lambda: began
+            met,
+            OWN,
+            contribution,
+            self.of_peer,
+            self.everybody,
+            fragment,
+            lambda: movement,
+            loss,
+            lambda: began,
+            lambda: as_sent,
         )
         verdict = self.rule.judge(partner)
         self.rule.remember(partner, verdict)
@@ -145,7 +156,7 @@ def known(settings: GuardConfig = STRICT) -> Node:
 def test_who_stands_out_counts_for_nothing_and_is_refused_the_next_time() -> None:
     node = known()
     verdicts = [node.meets(away(1.0), loss=sloping(2.0, 1.0), chance=0.0) for _ in range(MAX_OUTLIERS + 2)]
-    assert verdicts == [Accept(0.5, 0.0)] * MAX_OUTLIERS + verdicts[MAX_OUTLIERS:]
+    assert [clip(verdict) for verdict in verdicts[:MAX_OUTLIERS]] == [0.0] * MAX_OUTLIERS
     assert all(isinstance(verdict, Refuse) for verdict in verdicts[MAX_OUTLIERS:])
     assert node.of_peer["refused"] == (1.0, 1.0)
     assert len(node.everybody["distance 0"]) == MIN_LAGS, "what was not averaged moves no yardstick"
@@ -227,8 +238,8 @@ def test_a_peer_that_is_a_little_worse_each_time_counts_for_nothing_in_the_end()
     """By less than what stands out."""
     node, lag = with_friends(), 2.0 * 0.75 * LEAST_LAG
     verdicts = [node.meets(away(1.0), loss=sloping(2.0, lag), chance=0.0) for _ in range(6)]
-    assert all(counts(verdict) for verdict in verdicts[:3])
-    assert verdicts[-1] == Accept(0.5, 0.0), "it may be honest, and is helped"
+    assert all(counts(verdict) for verdict in verdicts[:2])
+    assert verdicts[-1] == Accept(0.5, 0.0, is_suspect=True), "it may be honest, and is helped"
     assert not any(node.of_peer["outlier"])
 
 
@@ -236,7 +247,23 @@ def test_a_liar_whose_exchanges_are_all_compared_does_not_become_the_usual() -> 
     """Others' are compared by chance alone."""
     node, lag = with_friends(), 2.0 * 0.75 * LEAST_LAG
     verdicts = [node.meets(away(1.0), loss=sloping(2.0, lag), chance=0.5) for _ in range(2 * COMPARED)]
-    assert verdicts[COMPARED:] == [Accept(0.5, 0.0)] * COMPARED
+    assert verdicts[COMPARED:] == [Accept(0.5, 0.0, is_suspect=True)] * COMPARED
+
+
+def test_suspicion_of_others_counts_where_this_node_has_some_evidence_of_its_own() -> None:
+    node, lag = with_friends(), 2.0 * 0.75 * LEAST_LAG
+    assert counts(node.meets(away(1.0), loss=sloping(2.0, 0.0), chance=0.0, is_suspected=True)), "liars suspect anyone"
+    verdict = node.meets(away(1.0), loss=sloping(2.0, lag), chance=0.0)
+    assert verdict == Accept(0.5, is_suspect=True), "it tells the others"
+    assert not counts(node.meets(away(1.0), loss=sloping(2.0, lag / 10), chance=0.0, is_suspected=True))
+    assert counts(node.meets(away(1.0), loss=sloping(2.0, -lag), chance=0.0, is_suspected=True))
+
+
+def test_a_member_that_never_trains_is_suspected_however_little_that_makes_its_weights_worse() -> None:
+    node, gain = with_friends(), 0.01
+    verdicts = [node.meets(away(1.0), loss=sloping(2.0, gain), began=2.0 + gain, chance=0.0) for _ in range(8)]
+    assert not counts(verdicts[-1])
+    assert not any(node.of_peer["outlier"])
 
 
 def test_a_loss_that_is_no_number_moves_no_yardstick() -> None:
@@ -277,9 +304,9 @@ def test_a_minority_of_liars_does_not_widen_it() -> None:
         assert counts(node.meets(away(1.0), loss=sloping(2.0, lag), chance=0.0)) == (lag < 0.3)
 
 
-@pytest.mark.parametrize(("tokens", "lag"), [((100, 100), 0.5), ((100, 75), 1.0), ((100, 50), 1.5), ((100, 1), 1.5)])
+@pytest.mark.parametrize(("tokens", "lag"), [((100, 100), 0.5), ((100, 80), 0.8), ((100, 50), 1.25), ((100, 0), 2.0)])
 def test_a_partner_may_lack_what_this_node_has_gained_in_the_round(tokens: tuple[int, int], lag: float) -> None:
-    """Half of it, as their rounds may cross, and all of it besides if it says that it is slower."""
+    """Half of it, as their rounds may cross, and one and a half of what it says that it has not learned from."""
     gain, noise = 0.5, 2.0 * LEAST_LAG
     for slope, is_taken in ((lag * gain, True), (lag * gain + 2 * noise, False)):
         node = known()

@@ -21,7 +21,7 @@ def judged(contribution: Tensor, settings: ScreeningConfig = SIMILARITY) -> Verd
         rule.feed(OWN[piece], contribution[piece])
     encounter = Encounter(b"p" * 32, own_tokens=300, partner_tokens=100)
     return rule.judge(
-        Partner(encounter, OWN, contribution, History(), History(), 0, lambda: 1.0, no_loss, lambda: None)
+        Partner(encounter, OWN, contribution, History(), History(), 0, lambda: 1.0, no_loss, lambda: None, lambda: None)
     )
 
 
