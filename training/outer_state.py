@@ -80,8 +80,8 @@ class OuterState:
         """How far what was sent is from what would have been sent without any inner step: a norm."""
         slow, square = self.slow[made.part], 0.0
         for piece in slices(len(slow)):
-            unmoved = self._rule.contribution(slow[piece], slow[piece])
-            square += float((made.sent[piece] - unmoved).square().sum())
+            moved = made.sent[piece] - self._rule.contribution(slow[piece], slow[piece])
+            square += float(moved @ moved)
         return math.sqrt(square)
 
     def weights_as_sent(self, made: Contribution) -> Tensor | None:

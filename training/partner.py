@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
 from .copying import Copier
-from .errors import CodecError
+from .errors import CodecError, DataError
 from .screening.history import Histories
 from .screening.rule import EVALUATION_BATCHES, EVALUATION_SECONDS, Encounter, Partner, Refuse, ScreeningRule, Verdict
 from .topk import TopK
@@ -54,18 +54,22 @@ class PartnerContribution:
         self._num_evaluated: int | None = None
         self._begin()
 
-    def loss_in_time(self, evaluate: Callable[[int], float]) -> float | None:
-        """The loss on as many held-out batches as `EVALUATION_SECONDS` are enough for; None if it is not for one.
+    def num_evaluated(self, evaluate: Callable[[int], float]) -> int:
+        """As many held-out batches as `EVALUATION_SECONDS` are enough for; 0 where no loss is known.
 
         Measured once, on a second batch: the first finds nothing warm. ``evaluate``: from a number of them to a loss.
         """
         if self._num_evaluated is None:
-            evaluate(1)
-            started_at = time.monotonic()
-            evaluate(1)
-            seconds = max(time.monotonic() - started_at, 1e-9)
-            self._num_evaluated = int(min(EVALUATION_SECONDS / seconds, EVALUATION_BATCHES))
-        return evaluate(self._num_evaluated) if self._num_evaluated else None
+            try:
+                evaluate(1)
+                started_at = time.monotonic()
+                evaluate(1)
+            except DataError:
+                self._num_evaluated = 0
+            else:
+                seconds = max(time.monotonic() - started_at, 1e-9)
+                self._num_evaluated = int(min(EVALUATION_SECONDS / seconds, EVALUATION_BATCHES))
+        return self._num_evaluated
 
     def expect(self, own: Tensor | None) -> None:
         """From now on contributions are a partner's for ``own`` (n,), as it was sent; None: no contribution is due."""

@@ -15,7 +15,6 @@ what `farandole.training.contribution` remembers of what was sent.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from .contribution import Contribution
 from .copying import copier_for
 from .device import Device
 from .engine import Engine, no_progress
-from .errors import CodecError, DataError, DivergedError, ScreeningError
+from .errors import CodecError, DivergedError, ScreeningError
 from .inner import FlatAdamW
 from .outer_state import OuterState
 from .parameters import flatten_, layout_of
@@ -51,7 +50,7 @@ WINDOW: Final = 16
 MIN_KNOWN: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _RoundEnd:
     """This replica at the end of a round's inner steps."""
 
@@ -61,6 +60,8 @@ class _RoundEnd:
     """Inner steps that the replica had taken."""
     tokens: int
     """Tokens of the round."""
+    movement: float | None = None
+    """As `Partner.movement`, once it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +212,15 @@ class Replica(Engine):
     def _answers(self) -> Answers:
         """What a screening rule may ask of this round."""
         fragment = 0 if self._round_end is None else self._round_end.fragment
-        movement = functools.cache(self._movement)
-        return Answers(fragment, movement, self._loss_towards, self._loss_before, self._loss_as_sent)
+        return Answers(fragment, self._movement, self._loss_towards, self._loss_before, self._loss_as_sent)
 
     def _movement(self) -> float:
-        """As `Partner.movement`."""
-        assert self._round_end is not None
-        made = self._round_end.contribution
-        return self._outer.distance_to_slow(made)
+        """As `Partner.movement`; computed once for each contribution."""
+        ended = self._round_end
+        assert ended is not None
+        if ended.movement is None:
+            ended.movement = self._outer.distance_to_slow(ended.contribution)
+        return ended.movement
 
     def _usual_movement(self) -> float:
         """The median of the last rounds that ended with an exchange; of fewer than four, that of this round."""
@@ -227,32 +229,30 @@ class Replica(Engine):
 
     def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
         """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
-        assert self._round_end is not None
-        return self._loss_at(torch.add(self._round_end.contribution.theta, partner - own, alpha=share))
+        return self._loss_at(lambda made: torch.add(made.theta, partner - own, alpha=share))
 
     def _loss_before(self) -> float | None:
         """As `Partner.loss_before`."""
-        assert self._round_end is not None
-        return self._loss_at(self._outer.slow[self._round_end.contribution.part])
+        return self._loss_at(lambda made: self._outer.slow[made.part])
 
     def _loss_as_sent(self) -> float | None:
         """As `Partner.loss_as_sent`."""
-        assert self._round_end is not None
-        sent = self._outer.weights_as_sent(self._round_end.contribution)
-        return None if sent is None else self._loss_at(sent)
+        return self._loss_at(self._outer.weights_as_sent)
 
-    def _loss_at(self, weights: Tensor) -> float | None:
+    def _loss_at(self, weights_of: Callable[[Contribution], Tensor | None]) -> float | None:
         """The held-out loss with these in the place of the contributed fast weights (n,); None where none is known."""
         if self.is_driven:  # it computes no loss by itself
             return None
         assert self._round_end is not None
-        theta = self.theta[self._round_end.contribution.part]
+        made = self._round_end.contribution
+        num_batches = self._partner.num_evaluated(self.evaluate)
+        if not num_batches or (weights := weights_of(made)) is None:
+            return None
+        theta = self.theta[made.part]
         before = theta.clone()
         theta.copy_(weights)
         try:
-            return self._partner.loss_in_time(self.evaluate)
-        except DataError:
-            return None
+            return self.evaluate(num_batches)
         finally:
             theta.copy_(before)
 

@@ -19,7 +19,7 @@ from ..grid import Grid
 from .environments import REQUIREMENTS
 from .loop import LoopLag, measure_loop_lag
 from .one_way import OneWay, measure_one_way
-from .pair import ROUNDS, WAYS, Averaging, measure_pairs
+from .pair import AS_A_ROUND, ROUNDS, UNGUARDED, WAYS, Averaging, measure_pairs
 from .paths import PATHS
 from .process import greatest_of
 from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Repeats, Write, missing, open_bench
@@ -45,13 +45,15 @@ class ExchangeFigures:
     def headlines(self) -> dict[str, float | None]:
         """The few figures that there are targets for."""
         ours = self._averaging("farandole", "fp32, new channel")
-        as_a_round = self._averaging("farandole", "fp32, new channel, as a round")
+        as_a_round = self._averaging("farandole", f"fp32, new channel{AS_A_ROUND}")
+        unguarded = self._averaging("farandole", f"fp32, new channel{UNGUARDED}{AS_A_ROUND}")
         hivemind = self._averaging("hivemind", "fp32")
         lattica = self._averaging("Lattica", "fp32")
         return {
             "bulk_over_raw": self._bulk_over_raw(),
             "pair_100mb_s": ours.exchange_s if ours else None,
             "pair_100mb_in_all_s": as_a_round.total_s if as_a_round else None,
+            "guard_over_none": as_a_round.exchange_s / unguarded.exchange_s if as_a_round and unguarded else None,
             "pair_100mb_s_hivemind": hivemind.exchange_s if hivemind else None,
             "pair_100mb_s_lattica": lattica.exchange_s if lattica else None,
             "peak_mb_over_payload": self._peak_mb(),
@@ -96,6 +98,8 @@ class ExchangeFigures:
             for who in ("hivemind", "Lattica")
             if ours and as_a_round and (theirs := self._averaging(who, "fp32"))
         )
+        if (share := self.headlines()["guard_over_none"]) is not None:
+            sentences.append(f"With the guard an exchange takes {share:.2f} of its time without.")
         if (peak := self._peak_mb()) is not None:
             sentences.append(f"Over its idle self and the payload a mesh process needs at most {peak:.0f} MB.")
         return " ".join(sentences)

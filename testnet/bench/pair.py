@@ -54,9 +54,14 @@ WAYS: Final = (
     ("bf16", "new channel"),
     ("int8", "new channel"),
 )
-# The same, as a daemon's round has it: the trainer encodes, takes in and screens meanwhile, and takes an outer step.
-ROUNDS: Final = (("fp32", "new channel"), ("bf16", "new channel"), ("int8", "new channel"))
+# The same, as a daemon's round has it: the trainer encodes, takes in and screens while bytes move, and takes an outer
+# step; once without the guard.
+ROUNDS: Final = (
+    *(("fp32", "new channel"), ("bf16", "new channel"), ("int8", "new channel")),
+    ("fp32", "new channel, without the guard"),
+)
 AS_A_ROUND: Final = ", as a round"
+UNGUARDED: Final = ", without the guard"
 HIVEMIND_CODECS: Final = ("fp32", "fp16", "8-bit")
 
 
@@ -191,10 +196,10 @@ class FarandolePair:
 
     def take_round(self, codec: str, way: str) -> Averaging:
         """All of it at once, as a daemon does, and the outer step."""
-        ask_all(self._trainers, "learn", codec=codec)
+        ask_all(self._trainers, "learn", codec=codec, is_guarded=not way.endswith(UNGUARDED))
         round_index = next(self._rounds)
         for node in self._nodes:
-            node.put("take_round", round=round_index, codec=codec, way=way)
+            node.put("take_round", round=round_index, codec=codec, way=way.removesuffix(UNGUARDED))
         taken = ask_all(self._trainers, "take_round", [{"is_first": True}, {"is_first": False}])
         exchanged = get_all(self._nodes)
         finish_s = max(answer["ended_at"] - answer["averaging_at"] for answer in taken)

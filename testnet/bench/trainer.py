@@ -21,7 +21,8 @@ from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import LOOK_INTERVAL
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.screening_rules import SimilarityConfig
+from farandole.protocol.screening_rules import GuardConfig, SimilarityConfig
+from farandole.protocol.vectors import SLOW
 from farandole.training.codec import decode, encode, encoded_size
 from farandole.training.device import choose_device
 from farandole.training.replica import Recipe, Replica
@@ -67,15 +68,19 @@ class BenchTrainer:
         error = float((mean - self._mean).square().mean().sqrt())
         return {"started_at": started_at, "ended_at": ended_at, "rms_error": error}
 
-    def learn(self, codec: Codec) -> dict[str, Any]:
-        """Be at the end of a round's inner steps: with weights that have something in common, or they are refused."""
+    def learn(self, codec: Codec, is_guarded: bool) -> dict[str, Any]:
+        """Be at the end of a round's inner steps, which both began with the weights that they have in common.
+
+        No loss is known here, so the guard judges by distance alone.
+        """
         self._replica = None  # there is memory for one
         module = nn.Module()
         module.register_parameter("vector", nn.Parameter(self._vector + self._common))
         outer = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)
         device = choose_device("cpu")
-        recipe = Recipe(outer=outer, screening=SimilarityConfig())  # these vectors are far apart, as no honest ones are
+        recipe = Recipe(outer=outer, screening=GuardConfig() if is_guarded else SimilarityConfig())
         self._replica = Replica(module, recipe, run_id=bytes(32), device=device)
+        self._replica.vectors()[SLOW].copy_(self._common)
         return {}
 
     def take_round(self, is_first: bool) -> dict[str, Any]:

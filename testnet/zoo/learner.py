@@ -63,15 +63,15 @@ class HostileLearner(Learner):
 
     @torch.no_grad()
     def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
-        """Accept, and remember what was sent."""
+        """Accept, remember what was sent, and tell the run that the partner is suspect."""
         assert self._round_end is not None
         values = torch.empty_like(self._round_end.contribution.theta)
         try:
             self._outer.contributor.form.decode(torch.from_numpy(np.frombuffer(partner, np.uint8).copy()), values)
         except CodecError:  # of another hostile member
-            return Accept()
+            return Accept(is_suspect=True)
         self._received.append(values)
-        return Accept()
+        return Accept(is_suspect=True)
 
     def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
         """As `Engine.apply`; alone, if the contribution is one that no learner can use."""

@@ -11,7 +11,7 @@ import pytest
 from farandole.testnet.bench import peer
 from farandole.testnet.bench.environments import REQUIREMENTS, obtain_python
 from farandole.testnet.bench.exchange import ExchangeFigures, measure, run
-from farandole.testnet.bench.pair import Averaging
+from farandole.testnet.bench.pair import ROUNDS, Averaging
 from farandole.testnet.bench.peer import class_of
 from farandole.testnet.bench.process import BenchError, open_payload, open_worker, worker_command
 from farandole.testnet.bench.report import open_bench
@@ -41,7 +41,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             loop_mb=4,
             paths=["raw", "bulk"],
             ways=[("fp32", "new channel"), ("int8", "stream")],
-            rounds=[("fp32", "new channel"), ("bf16", "kept channel")],
+            rounds=[*ROUNDS[::3], ("bf16", "kept channel")],
         )
         bench.publish(figures.report(bench.setting))
     return folder
@@ -57,6 +57,7 @@ def test_the_headlines_are_there_and_those_of_others_unknown(document: dict[str,
     assert set(HEADLINES) <= set(document)
     assert document["pair_100mb_s_hivemind"] is document["pair_100mb_s_lattica"] is None
     assert document["bulk_over_raw"] > 0
+    assert document["guard_over_none"] > 0
     assert document["pair_100mb_s"] > 0
     assert document["pair_100mb_in_all_s"] > 0
     assert document["loop_lag_p99_ms"] >= document["loop"]["p50_ms"]
@@ -74,7 +75,7 @@ def test_each_path_is_measured_with_each_size(document: dict[str, Any]) -> None:
 
 
 def test_both_partners_hold_the_mean(document: dict[str, Any]) -> None:
-    full, small, full_round, half_round = document["pair"]
+    full, small, full_round, _, half_round = document["pair"]
     assert (full["how"], small["how"]) == ("fp32, new channel", "int8, stream")
     for taken, codec, bound in ((full_round, "fp32, new", 1e-6), (half_round, "bf16, kept", 0.01)):
         assert taken["how"] == f"{codec} channel, as a round"
