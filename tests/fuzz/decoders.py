@@ -35,6 +35,7 @@ from farandole.protocol import (
     pipe,
     push,
     reachability,
+    sketches,
 )
 from farandole.protocol.bulk import Proposal, decode_proposal
 from farandole.protocol.errors import ManifestError, RemoteProtocolError
@@ -368,6 +369,8 @@ DECODERS: dict[str, Decoder] = {
     ),
     "safetensors": Decoder(lambda raw: parse_header(raw, len(_HEADER) + 100), [_HEADER]),
     "safetensors-any": Decoder(lambda raw: parse_tensors(raw, 10_000), [encode_header({}, [("w", (3, 8))])]),
+    "sketch-answer": Decoder(sketches.decode_answer, [sketches.encode_answer(bytes(size)) for size in (0, 1_024)]),
+    "sketch-question": of(sketches.decode_question, sketches.Question),
     "yamux-dialled": Decoder(lambda data: hear_yamux(data, is_initiator=True), [_yamux_talk(is_initiator=False)]),
     "yamux-accepted": Decoder(lambda data: hear_yamux(data, is_initiator=False), [_yamux_talk(is_initiator=True)]),
 }
