@@ -10,6 +10,10 @@ signatures, so any node that has the manifest can verify it.
 
 The expiry ends the use of an invite, not a membership. When an admission was signed cannot be proven, so the expiry is
 checked only by the members that a newcomer connects to first. Admissions in the run state do not expire with it.
+
+A member looks into its run from another process (`farandole checkpoint pull`) under a key of that process, since two
+hosts of one key would take each other's connections. The member's key signs a `VisitorPass` for that one, which takes
+no seat.
 """
 
 from __future__ import annotations
@@ -31,7 +35,12 @@ MAX_SEATS: Final = 1_024
 CREATOR_SEATS: Final = 2**31
 """The creator numbers the seats of all its invitations from 0 on."""
 SECRET_BYTES: Final = 32
+# A pass has 112 bytes at most.
+MAX_PASS_BYTES: Final = 128
+MAX_VISITORS: Final = 4
+"""Of one member, the newest: more than a person runs commands at a time."""
 _INVITATION_DOMAIN: Final = b"farandole/invitation/1"
+_PASS_DOMAIN: Final = b"farandole/visitor-pass/1"
 _ADMISSION_DOMAIN: Final = b"farandole/admission/1"
 
 _Key = Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
@@ -106,7 +115,17 @@ class InviteSecret(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         return Admission(member, seat, self.invitation, self.sponsor, signature)
 
 
+class VisitorPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A member's word that another key, which it made, may look into the run."""
+
+    member: _Key
+    expires_at: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+    """Unix seconds, until when the visitor may connect to more members."""
+    signature: _Signature
+
+
 _decode_admission: Final = MessageDecoder[Admission](Admission, "an admission")
+_decode_pass: Final = MessageDecoder[VisitorPass](VisitorPass, "a visitor's pass")
 _decode_secret: Final = MessageDecoder[InviteSecret](InviteSecret, "what an invite to a run of invited members holds")
 
 
@@ -115,6 +134,19 @@ def decode_admission(raw: bytes) -> Admission:
     if len(raw) > MAX_ADMISSION_BYTES:
         raise RemoteProtocolError(f"an admission has at most {MAX_ADMISSION_BYTES} bytes, this has {len(raw)}")
     return _decode_admission(raw)
+
+
+def sign_pass(member: Ed25519PrivateKey, run_id: bytes, visitor: bytes, expires_at: int) -> VisitorPass:
+    """Let a visitor's key look into a run as long as the member may."""
+    signature = sign(member, _PASS_DOMAIN, run_id, visitor, encode(expires_at))
+    return VisitorPass(public_bytes(member), expires_at, signature)
+
+
+def decode_pass(raw: bytes) -> VisitorPass:
+    """A pass as it travels. Nothing in it is checked yet; `RemoteProtocolError` if it is none."""
+    if len(raw) > MAX_PASS_BYTES:
+        raise RemoteProtocolError(f"a visitor's pass has at most {MAX_PASS_BYTES} bytes, this has {len(raw)}")
+    return _decode_pass(raw)
 
 
 def invite_members(
@@ -171,6 +203,12 @@ class Roster:
         self._admissions: dict[bytes, Admission] = {}
         self._seats: dict[tuple[bytes, int], bytes] = {}
         self._revoked: frozenset[bytes] = frozenset()
+        self._visitors: dict[bytes, bytes] = {}
+        """Visitor -> the member that let it in."""
+
+    def admits(self, key: bytes) -> bool:
+        """Whether a key is a member's now, or a visitor's of one."""
+        return self.is_member(key) or self.is_member(self._visitors.get(key, b""))
 
     def is_member(self, key: bytes) -> bool:
         """Whether a key is a member's now."""
@@ -219,6 +257,28 @@ class Roster:
         if self._seats.get(self._place_of(admission), admission.member) != admission.member:
             raise SeatTakenError("the invite has been used: ask for one of your own")
         self.admit(admission)
+
+    def admit_visitor(self, shown: VisitorPass, visitor: bytes, now: float) -> None:
+        """Let a visitor in as long as its member is one. Raises `InvitationError` if its member is none now.
+
+        ``now``: Unix seconds.
+        """
+        signed = self._run_id, visitor, encode(shown.expires_at)
+        if not is_signed_by(shown.member, shown.signature, _PASS_DOMAIN, *signed):
+            raise InvitationError("the visitor's pass is not signed with its member's key")
+        if shown.expires_at < now:
+            raise InvitationError("the visitor's pass has expired: is this machine's clock right?")
+        if not self.is_member(shown.member):
+            who = "invited members" if self._listed is None else "the members that its manifest lists"
+            other = ", or ask for an invite of your own" if self._listed is None else ""
+            raise InvitationError(
+                f"this run is for {who}, and the key of this data directory is no member's: run the command with "
+                f"--home of a member's node{other}"
+            )
+        of_member = [each for each, member in self._visitors.items() if member == shown.member and each != visitor]
+        for oldest in of_member[: max(0, len(of_member) + 1 - MAX_VISITORS)]:
+            del self._visitors[oldest]
+        self._visitors[visitor] = shown.member
 
     def _place_of(self, admission: Admission) -> tuple[bytes, int]:
         return self._creator if admission.sponsor is None else admission.sponsor.member, admission.seat

@@ -1,7 +1,8 @@
 """Looking into a run without being of it: what `farandole checkpoint list` and `pull` do with an invite.
 
 A visitor has a key of its own, for one visit: the home's may be in use by a node, and two hosts of one name would take
-each other's connections. It announces nothing, so nobody counts on it; it hears the run state by anti-entropy.
+each other's connections. The home's key signs a pass for it (`farandole.protocol.invitations.VisitorPass`), by which a
+run for its members lets it in. It announces nothing, so no node counts on it; it hears the run state by anti-entropy.
 
     host -> connectivity -> manifest -> run state
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.invitations import VisitorPass, sign_pass
 from farandole.protocol.invite import decode_invite, peers_at
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.state import RunState
@@ -27,6 +31,7 @@ from farandole.protocol.writer import Writer
 
 from ..base.bandwidth import Shaping
 from ..base.errors import JoinError
+from ..base.identity import load_or_create_key
 from ..base.nurseries import open_service_nursery
 from ..base.settings import NodeSettings
 from ..bulk.negotiation import open_bulk
@@ -47,6 +52,8 @@ DIAL_PAUSE: Final = 2.0
 MANIFEST_TIMEOUT: Final = 40.0
 # For a member to give its run state: two that are slow (`farandole.node.state.gossip.JOIN_TIMEOUT`).
 SYNC_TIMEOUT: Final = 40.0
+# For a pull to connect to members; a large model takes hours, and clocks may be an hour apart.
+VISIT_SECONDS: Final = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
             open_mdns(host, [target.run_id], is_on=settings.mdns),
             open_bulk(host, target.run_id, shaping, connectivity) as channels,
         ):
-            host.gate.show(target.run_id, b"", target.secret)
+            host.gate.show(target.run_id, b"", target.secret, _pass(settings, key, target.run_id))
             await _reach(host, target, journal)
             raw = await _find_run(host, target, journal)
             manifest, signed = decode_manifest(raw)
@@ -113,6 +120,12 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
                         f"members were found, but none gave its run state within {SYNC_TIMEOUT:g} s. Try again later"
                     )
                 yield Visit(Conditions(host, target.run_id, shaping, channels), manifest, raw, gossip)
+
+
+def _pass(settings: NodeSettings, key: Ed25519PrivateKey, run_id: bytes) -> VisitorPass:
+    """A pass for a key, signed with the home's key; with the key itself if the home has none, to be told why not."""
+    member = load_or_create_key(settings.key) if settings.key.exists() else key
+    return sign_pass(member, run_id, public_bytes(key), int(time.time() + VISIT_SECONDS))
 
 
 async def _reach(host: Host, target: Target, journal: Journal) -> None:

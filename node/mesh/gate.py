@@ -23,11 +23,14 @@ from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.identity import short_name
 from farandole.protocol.invitations import (
     MAX_ADMISSION_BYTES,
+    MAX_PASS_BYTES,
     InvitationError,
     InviteSecret,
     Roster,
     SeatTakenError,
+    VisitorPass,
     decode_admission,
+    decode_pass,
 )
 from farandole.protocol.manifest import RUN_ID_BYTES
 from farandole.protocol.reachability import DIALBACK_PROTOCOL
@@ -66,11 +69,13 @@ _Proof = Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the dialling side says."""
+    """What the dialling side says, as `encode_introduction` writes it."""
 
     run_id: Annotated[bytes, msgspec.Meta(min_length=RUN_ID_BYTES, max_length=RUN_ID_BYTES)]
     admission: _Proof
     """Empty: the run's creator, and listed members, need none."""
+    visitor_pass: Annotated[bytes, msgspec.Meta(max_length=MAX_PASS_BYTES)] = b""
+    """A visitor's, encoded. Introductions of others end before this field."""
 
 
 class IntroductionAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -90,6 +95,12 @@ decode_introduction_answer: Final = MessageDecoder[IntroductionAnswer](
 )
 
 
+def encode_introduction(introduction: Introduction) -> bytes:
+    """At most `MAX_INTRODUCTION_BYTES`; without a pass, as older releases know it."""
+    fields = introduction.run_id, introduction.admission, introduction.visitor_pass
+    return encode(fields if introduction.visitor_pass else fields[:2])
+
+
 class Gate:
     """The gate of one host; open until `close`."""
 
@@ -107,12 +118,22 @@ class Gate:
         self.knows_members = False
         """Whether the roster has the run state's members: a peer that is not on it is a newcomer then."""
         self._secret: InviteSecret | None = None
+        self._pass = b""
         host.handlers.set(ADMISSION_PROTOCOL, self._serve, MAX_INTRODUCTION_BYTES)
 
-    def show(self, run_id: bytes, admission: bytes, secret: InviteSecret | None) -> None:
-        """Set what this node introduces itself by: its admission, or a new one if the invite is another."""
+    def show(
+        self, run_id: bytes, admission: bytes, secret: InviteSecret | None, visitor_pass: VisitorPass | None = None
+    ) -> None:
+        """Set what this node introduces itself by: its admission, or a new one if the invite is another.
+
+        A visitor shows the ``visitor_pass`` that a member has signed; where that is refused, it takes a seat of the
+        invite.
+        """
         self._run_id, self.admission, self._secret = run_id, admission, secret
-        if secret is not None and (not admission or decode_admission(admission).invitation != secret.invitation):
+        self._pass = b"" if visitor_pass is None else encode(visitor_pass)
+        if secret is None or visitor_pass is not None:
+            return
+        if not admission or decode_admission(admission).invitation != secret.invitation:
             self._take_seat(0)
 
     def close(self, run_id: bytes, roster: Roster) -> None:
@@ -121,14 +142,15 @@ class Gate:
 
     def admits(self, peer: bytes, protocol: str) -> bool:
         """Whether a peer may open a stream of this protocol."""
-        return self.roster is None or protocol in PUBLIC_PROTOCOLS or self.roster.is_member(peer)
+        return self.roster is None or protocol in PUBLIC_PROTOCOLS or self.roster.admits(peer)
 
     async def introduce(self, conn: Connection, protocol: str) -> None:
         """Exchange admissions with the peer before a stream of this protocol is opened.
 
         Raises `NotAdmittedError` if either does not, and `PeerUnreachableError` if that could not be found out.
         """
-        if protocol in PUBLIC_PROTOCOLS or not (self.roster is not None or self.admission or self._secret):
+        shown = self.roster is not None or self.admission or self._secret or self._pass
+        if protocol in PUBLIC_PROTOCOLS or not shown:
             return
         try:
             async with conn.introducing:
@@ -136,23 +158,26 @@ class Gate:
                     await self._introduce(conn)
                     conn.is_introduced = True
         except PeerUnreachableError:  # not admitted, or the helper knows nothing of admissions
-            if protocol not in HELPERS_PROTOCOLS:
+            # A visitor does not know whether the run has a roster; in one that has none its peers need not be members.
+            is_open_to_all = self._pass and not self.refusal
+            if protocol not in HELPERS_PROTOCOLS and not is_open_to_all:
                 raise
         if not self.admits(conn.peer, protocol) and protocol not in HELPERS_PROTOCOLS:
             raise NotAdmittedError(f"{short_name(conn.peer)} is no member of this run")
 
     async def _introduce(self, conn: Connection) -> None:
-        """Try seat after seat."""
-        num_seats = 1 if self._secret is None else self._secret.invitation.num_seats
-        for seat in range(min(num_seats, MAX_SEATS_TRIED)):
-            answer = await self._ask(conn)
-            if not answer.refusal:
-                self.refusal = ""
-                self._note_admission(conn.peer, answer.admission)
-                return
-            if answer.why != "seat" or self._secret is None:
-                break
-            self._take_seat(seat + 1)
+        """Try the admission or the pass, and then seat after seat of the invite."""
+        answer = await self._ask(conn)
+        if self._secret is not None:
+            num_tried, num_seats = int(bool(self.admission)), min(self._secret.invitation.num_seats, MAX_SEATS_TRIED)
+            while num_tried < num_seats and (answer.why == "seat" or (answer.why == "admission" and not num_tried)):
+                self._take_seat(num_tried)
+                num_tried += 1
+                answer = await self._ask(conn)
+        if not answer.refusal:
+            self.refusal = ""
+            self._note_admission(conn.peer, answer.admission)
+            return
         if answer.why != "run":
             self.refusal = answer.refusal
             self.on_refused(conn.peer, answer.refusal)
@@ -163,7 +188,7 @@ class Gate:
             with trio.fail_after(INTRODUCTION_TIMEOUT):
                 stream = await conn.open_stream(ADMISSION_PROTOCOL)
                 try:
-                    introduction = encode(Introduction(self._run_id, self.admission))
+                    introduction = encode_introduction(Introduction(self._run_id, self.admission, self._pass))
                     await stream.send_all(frame(introduction, MAX_INTRODUCTION_BYTES))
                     return decode_introduction_answer(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
                 finally:
@@ -205,9 +230,9 @@ class Gate:
         why: _Why = ""
         if introduction.run_id != self._run_id:
             refusal, why = "this node is in another run", "run"
-        elif self.roster is not None and not self.roster.is_member(peer):
+        elif self.roster is not None and not self.roster.admits(peer):
             try:
-                self._admit(self.roster, peer, introduction.admission)
+                self._admit(self.roster, peer, introduction)
             except RemoteProtocolError as error:
                 refusal = str(error)[:MAX_REFUSAL_CHARS]
                 why = "seat" if isinstance(error, SeatTakenError) else "admission"
@@ -215,7 +240,16 @@ class Gate:
         return IntroductionAnswer(refusal, why, b"" if refusal else self.admission)
 
     @staticmethod
-    def _admit(roster: Roster, peer: bytes, raw: bytes) -> None:
+    def _admit(roster: Roster, peer: bytes, introduction: Introduction) -> None:
+        raw = introduction.admission
+        if introduction.visitor_pass:
+            try:
+                roster.admit_visitor(decode_pass(introduction.visitor_pass), peer, time.time())
+            except RemoteProtocolError:
+                if not raw:
+                    raise
+            else:
+                return
         if not raw:
             raise InvitationError("this run is for invited members: ask one of them for an invite")
         admission = decode_admission(raw)
@@ -224,13 +258,13 @@ class Gate:
         roster.admit_newcomer(admission, time.time())
 
     async def run(self) -> None:
-        """Disconnect members whose admission is revoked, until cancelled."""
+        """Disconnect members whose admission is revoked, and their visitors, until cancelled."""
         roster = self.roster
         if roster is None:
             return
         while True:
-            known = {peer for peer in self._host.connected if roster.is_member(peer)}
+            known = {peer for peer in self._host.connected if roster.admits(peer)}
             await trio.sleep(LOOK_INTERVAL)
             for peer in known & self._host.connected:
-                if not roster.is_member(peer):
+                if not roster.admits(peer):
                     await self._host.disconnect(peer)

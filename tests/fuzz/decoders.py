@@ -371,6 +371,7 @@ DECODERS: dict[str, Decoder] = {
     "safetensors-any": Decoder(lambda raw: parse_tensors(raw, 10_000), [encode_header({}, [("w", (3, 8))])]),
     "sketch-answer": Decoder(sketches.decode_answer, [sketches.encode_answer(bytes(size)) for size in (0, 1_024)]),
     "sketch-question": of(sketches.decode_question, sketches.Question),
+    "visitor-pass": of(invitations.decode_pass, invitations.VisitorPass),
     "yamux-dialled": Decoder(lambda data: hear_yamux(data, is_initiator=True), [_yamux_talk(is_initiator=False)]),
     "yamux-accepted": Decoder(lambda data: hear_yamux(data, is_initiator=False), [_yamux_talk(is_initiator=True)]),
 }

@@ -26,6 +26,8 @@ from farandole.protocol.entries import (
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.invitations import (
     MAX_ADMISSION_BYTES,
+    MAX_PASS_BYTES,
+    MAX_VISITORS,
     Admission,
     InvitationError,
     InviteSecret,
@@ -33,7 +35,9 @@ from farandole.protocol.invitations import (
     SeatTakenError,
     check_admission,
     decode_admission,
+    decode_pass,
     invite_members,
+    sign_pass,
 )
 from farandole.protocol.state import Outcome, RunState
 from farandole.protocol.wire import encode
@@ -278,3 +282,73 @@ def test_a_run_of_anybody_takes_everybodys_entries() -> None:
     state = RunState(RUN_ID, CREATOR)
     report = state.merge(Delta((member(MALLORY), signed(BEN, Kind.MEMBER, 0, tick_at(Kind.MEMBER), Member()))), NOW)
     assert report.outcomes == [Outcome.NEW] * 2
+
+
+# Visitors
+
+
+def run_of(*members: int) -> Roster:
+    """The creator's roster, with these members."""
+    roster = Roster(RUN_ID, CREATOR)
+    for seat, who in enumerate(members):
+        roster.admit(admit(invitation(seats=range(len(members))), who, seat))
+    return roster
+
+
+def test_a_members_key_lets_a_visitor_in_and_a_strangers_does_not() -> None:
+    visitor = author_of(DORA)
+    listed = Roster(RUN_ID, CREATOR, frozenset({author_of(ANNA)}))
+    for roster in (run_of(ANNA), listed):
+        for who in (ANNA, CREATOR_NUMBER):
+            roster.admit_visitor(sign_pass(key_of(who), RUN_ID, visitor, LATER), visitor, NOW)
+            assert roster.admits(visitor)
+            assert not roster.is_member(visitor), "its entries are not stored"
+        with pytest.raises(InvitationError, match="the key of this data directory is no member's"):
+            roster.admit_visitor(sign_pass(key_of(MALLORY), RUN_ID, author_of(BEN), LATER), author_of(BEN), NOW)
+        assert not roster.admits(author_of(BEN))
+        assert not roster.admits(author_of(MALLORY))
+
+
+def test_a_pass_is_for_one_key_one_run_and_one_day() -> None:
+    roster, visitor = run_of(ANNA, BEN), author_of(DORA)
+    good = sign_pass(key_of(ANNA), RUN_ID, visitor, LATER)
+    lies = [
+        (good, author_of(MALLORY), NOW),
+        (good, visitor, LATER + 1.0),
+        (sign_pass(key_of(ANNA), bytes(32), visitor, LATER), visitor, NOW),
+        (msgspec.structs.replace(good, expires_at=LATER + 1), visitor, NOW),
+        (msgspec.structs.replace(good, member=author_of(BEN)), visitor, NOW),
+        (msgspec.structs.replace(good, signature=bytes(64)), visitor, NOW),
+    ]
+    for shown, who, now in lies:
+        with pytest.raises(InvitationError):
+            roster.admit_visitor(shown, who, now)
+        assert not roster.admits(who)
+    raw = encode(good)
+    assert len(raw) <= MAX_PASS_BYTES
+    assert decode_pass(raw) == good
+    for damaged in (b"", raw[:-1], raw + bytes(MAX_PASS_BYTES)):
+        with pytest.raises(RemoteProtocolError):
+            decode_pass(damaged)
+
+
+def test_visitors_go_with_their_member_and_are_few() -> None:
+    roster = run_of(ANNA, BEN)
+    visitors = [author_of(100 + number) for number in range(MAX_VISITORS + 2)]
+    for visitor in (*visitors, visitors[-1]):
+        roster.admit_visitor(sign_pass(key_of(ANNA), RUN_ID, visitor, LATER), visitor, NOW)
+    of_ben = author_of(99)
+    roster.admit_visitor(sign_pass(key_of(BEN), RUN_ID, of_ben, LATER), of_ben, NOW)
+    assert [roster.admits(visitor) for visitor in visitors] == [False] * 2 + [True] * MAX_VISITORS
+    roster.revoke(frozenset({author_of(ANNA)}))
+    assert not any(map(roster.admits, visitors))
+    assert roster.admits(of_ben)
+    with pytest.raises(InvitationError):
+        roster.admit_visitor(sign_pass(key_of(ANNA), RUN_ID, visitors[0], LATER), visitors[0], NOW)
+
+
+def test_a_visitor_does_not_let_others_in() -> None:
+    roster, visitor, other = run_of(ANNA), author_of(DORA), author_of(CLEO)
+    roster.admit_visitor(sign_pass(key_of(ANNA), RUN_ID, visitor, LATER), visitor, NOW)
+    with pytest.raises(InvitationError):
+        roster.admit_visitor(sign_pass(key_of(DORA), RUN_ID, other, LATER), other, NOW)

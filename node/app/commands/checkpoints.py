@@ -14,7 +14,7 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import own_invite, print_answer, print_json, write_manifest
+from .output import print_answer, print_json, visit_invite, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
@@ -77,7 +77,8 @@ def pull_model(
 ) -> None:
     """Take the whole model out of a run, as a folder: each stage from the members that hold it, without training.
 
-    Without an invite it is the run of the node that runs here. Late in a run the mean of several replicas is better
+    Without an invite it is the run of the node that runs here. A run for its members takes the key of this data
+    directory, if it is a member's, or an invite that is for you. Late in a run the mean of several replicas is better
     than any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one, which goes on with
     them while a member still holds that checkpoint.
 
@@ -89,7 +90,7 @@ def pull_model(
     from ...inspect.pull import pull
     from .progress import open_progress
 
-    settings = replace(settings, invite=settings.invite or own_invite(settings.home))
+    settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
     key = load_or_create_key(settings.key)
     with open_progress() as (say, show):
         task = partial(pull, settings, to, key, merge=merge, with_optimizer=optimizer, say=say, show=show)

@@ -57,18 +57,36 @@ def own_invite(
     invite ``quota`` others. Raises `NoNodeError` if no node runs, `ControlError` if it may not invite, and
     `ManifestError` while it has not found its run.
     """
+    from ...base.control import call
+
+    node = _running_node(home)
+    secret = bytes.fromhex(call(home, "invite", uses=uses, expires_at=time.time() + seconds, quota=quota))
+    return _encode_invite(home, node, addresses, secret)
+
+
+def visit_invite(home: Path) -> str:
+    """An invite for a command of this machine, to the run of the node that runs here: it admits no other.
+
+    The home's key signs for the command (`farandole.protocol.invitations.VisitorPass`). Raises as `own_invite`.
+    """
+    return _encode_invite(home, _running_node(home), None, b"")
+
+
+def _running_node(home: Path) -> NodeStatus:
+    status = node_status(home)
+    if not status.run.run_id:
+        raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
+    return status
+
+
+def _encode_invite(home: Path, node: NodeStatus, addresses: Sequence[str] | None, secret: bytes) -> str:
     from farandole.protocol.invite import Invite, encode_invite
 
     from ...base.control import call
     from ...join.invite_addresses import choose_bootstrap_addresses
 
-    status = node_status(home)
-    if not status.run.run_id:
-        raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
-    run_id = bytes.fromhex(status.run.run_id)
-    secret = bytes.fromhex(call(home, "invite", uses=uses, expires_at=time.time() + seconds, quota=quota))
-    network_key = bytes.fromhex(call(home, "network_key"))
-    return encode_invite(Invite(run_id, tuple(addresses or choose_bootstrap_addresses(status)), secret, network_key))
+    run_id, network_key = bytes.fromhex(node.run.run_id), bytes.fromhex(call(home, "network_key"))
+    return encode_invite(Invite(run_id, tuple(addresses or choose_bootstrap_addresses(node)), secret, network_key))
 
 
 def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:

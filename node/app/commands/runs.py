@@ -17,7 +17,15 @@ from farandole.protocol.errors import ManifestError
 from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import own_invite, print_answer, print_json, read_manifest, split_source, write_manifest
+from .output import (
+    own_invite,
+    print_answer,
+    print_json,
+    read_manifest,
+    split_source,
+    visit_invite,
+    write_manifest,
+)
 
 if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
@@ -243,7 +251,7 @@ def audit(
     from ...base.running import run_to_end
     from ...inspect.audit import audit_run
 
-    settings = replace(settings, invite=settings.invite or own_invite(settings.home))
+    settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
     key = None if author is None else public_key_of(author)
     rows = run_to_end(partial(audit_run, settings, key, round_index, partial(typer.echo, err=True)))
     lines = [f"{row.peer_id}  round {row.round}  {row.verdict}  {row.detail}".rstrip() for row in rows]

@@ -19,7 +19,7 @@ from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import IDENTIFY_PROTOCOL
 from farandole.node.mesh.libp2p_stream import Stream
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.invitations import InviteSecret, Roster, invite_members
+from farandole.protocol.invitations import InviteSecret, Roster, invite_members, sign_pass
 from farandole.protocol.relay import HOP_PROTOCOL
 from farandole.protocol.wire import encode
 
@@ -228,6 +228,76 @@ async def test_who_is_revoked_is_disconnected(run: Run) -> None:
         assert member.gate.roster is not None
         member.gate.roster.revoke(frozenset((visitor.author,)))
         with trio.fail_after(PATIENCE), visitor.connection_events() as events:
+            async for _, is_connected in events:
+                if not is_connected:
+                    break
+        with pytest.raises(PeerUnreachableError):
+            await visitor.open_stream(member.author, ECHO)
+        nursery.cancel_scope.cancel()
+
+
+# Visitors
+
+
+def show_pass(visitor: Host, signer: Ed25519PrivateKey, secret: InviteSecret | None = None) -> None:
+    visitor.gate.show(RUN_ID, b"", secret, sign_pass(signer, RUN_ID, visitor.author, int(time.time()) + 60))
+
+
+async def test_a_visitor_passes_with_its_members_word_and_takes_no_seat(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, served):
+        invited = run.invite()
+        show_pass(visitor, run.creator, invited)
+        assert await is_echoed(visitor, member.author)
+        assert served == [visitor.author]
+        assert member.gate.roster is not None
+        assert not member.gate.roster.is_member(visitor.author)
+        visitor.set_handler(ECHO, echo)
+        assert await is_echoed(member, visitor.author), "as bulk channels need it"
+        async with host_at_loopback() as newcomer:
+            newcomer.gate.show(RUN_ID, b"", invited)
+            newcomer.add_addresses(member.author, member.addresses)
+            assert await is_echoed(newcomer, member.author)
+
+
+async def test_a_visitor_without_a_members_word_takes_a_seat_if_it_has_an_invite(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _):
+        show_pass(visitor, Ed25519PrivateKey.generate(), run.invite())
+        assert await is_echoed(visitor, member.author)
+
+
+async def test_a_strangers_visitor_learns_at_once_what_to_do(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, served):
+        show_pass(visitor, Ed25519PrivateKey.generate())
+        with pytest.raises(NotAdmittedError, match="--home of a member's node, or ask for an invite of your own"):
+            await visitor.open_stream(member.author, ECHO)
+        assert "--home" in visitor.gate.refusal
+        assert served == []
+
+
+async def test_a_visitor_speaks_to_anybody_where_the_run_is_open_or_the_peer_in_none() -> None:
+    async with host_at_loopback() as alice, host_at_loopback() as relay, host_at_loopback() as visitor:
+        alice.gate.show(RUN_ID, b"", None)
+        show_pass(visitor, Ed25519PrivateKey.generate())
+        for host in (alice, relay):
+            host.set_handler(ECHO, echo)
+            visitor.add_addresses(host.author, host.addresses)
+            assert await is_echoed(visitor, host.author)
+            assert await is_echoed(visitor, host.author)
+
+
+async def test_a_visitor_goes_with_its_member(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _), trio.open_nursery() as nursery:
+        key = Ed25519PrivateKey.generate()
+        invited = run.invite()
+        roster = member.gate.roster
+        assert roster is not None
+        roster.admit(invited.admit(RUN_ID, public_bytes(key), invited.invitation.first_seat))
+        show_pass(visitor, key)
+        assert await is_echoed(visitor, member.author)
+        nursery.start_soon(member.gate.run)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        with trio.fail_after(PATIENCE), visitor.connection_events() as events:
+            roster.revoke(frozenset((public_bytes(key),)))
             async for _, is_connected in events:
                 if not is_connected:
                     break
