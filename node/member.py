@@ -66,6 +66,7 @@ from .store.holdings import Holding
 from .store.own_model import require_allowed_model
 from .store.provider import Conditions
 from .store.serve import BlockService
+from .store.sketches import SketchService
 from .store.starts import Starts
 from .store.weight_files import WeightFiles
 from .trainer.trainer import TrainerError
@@ -475,6 +476,7 @@ def make_member(
 
     serve_manifest(host, run_id, raw_manifest)
     BlockService(conditions, find, exchanges).register()
+    SketchService(host, run_id, weights.giving.find_own).register()
     pipeline = leases = None
     if num_stages > 1:
         links = Links(host, manifest, run_id, shaping, is_neighbour=membership.is_in_stage, channels=channels)

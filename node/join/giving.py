@@ -63,10 +63,15 @@ class Giving:
         if question.id is not None:
             found = self._library.find(question.id)
         elif question.stage == self._membership.stage:
-            found = await self._fresh_checkpoint()
+            return await self.find_own(question.stage)
         else:
             found = self._library.copy
         return found.hold() if found is not None and found.index.stage == question.stage else None
+
+    async def find_own(self, stage: int) -> Holding | None:
+        """This node's own newest checkpoint of a stage, saved again when it is old, held for the caller."""
+        found = await self._fresh_checkpoint() if stage == self._membership.stage else None
+        return found.hold() if found is not None and found.index.stage == stage else None
 
     async def _fresh_checkpoint(self) -> Holding | None:
         newest = self._library.newest

@@ -3,13 +3,15 @@
 A newcomer takes a checkpoint that several members hold, from all of them at once, or else the newest of one, who saves
 it anew if it is old; where the run state knows of too few, the DHT may know of more.
 
-What a member claims is put to the test here: who says that it is ahead and gives no weights, or weights that the
-trainer judges unfit, is not believed for a while (`farandole.protocol.believing`).
+What a member claims is put to the test here. Weights that are far from those of most other members
+(`farandole.protocol.sketches`) are not given to the trainer. A member that says that it is ahead and gives no weights,
+or weights that other members or the trainer find unfit, is not believed for a while (`farandole.protocol.believing`).
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +27,7 @@ from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import short_name
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.records import shard_key
+from farandole.protocol.sketches import Verdict
 
 from ..base.errors import JoinError, PeerUnreachableError
 from ..status.journal import Journal
@@ -32,6 +35,7 @@ from ..store.fetch import FetchProgress, Show
 from ..store.library import Library
 from ..store.partial_file import has_partial, partial_path
 from .bootstrap import reachable_providers
+from .comparing import Comparison, open_comparison
 from .downloads import Downloads
 from .giving import CopyKeeper, Giving
 
@@ -46,11 +50,17 @@ CONTACT_INTERVAL: Final = 0.2
 MAX_UNFIT_COPIES: Final = 2
 # A stage of which no member says that it has weights begins from the run's seed after this: two announcements' time.
 SEED_AFTER: Final = 20.0
+# Weights that are far from those of the only other member that answers are taken after this: time to hear of others.
+DISPUTED_AFTER: Final = 20.0
 # Members that are asked for their newest checkpoint in one turn, one after the other, each for as long as it takes to
 # see that it does not answer. In the next turn they are others.
 MAX_ASKED: Final = 8
 # How often a person at the terminal reads of a download's progress, in seconds.
 SAY_INTERVAL: Final = 10.0
+
+
+_Found = tuple[SignedIndex, Index, tuple[bytes, ...]]
+"""A checkpoint, and who has it."""
 
 
 class Weights:
@@ -67,6 +77,8 @@ class Weights:
         self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
         self._on_trial: tuple[Index, Sequence[bytes]] | None = None  # what was taken last, and its donors
         self._unfit_copies: Counter[bytes] = Counter()  # by donor
+        self._refused: set[bytes] = set()  # authors of weights that were far from most others', since some are sought
+        self._disputed: dict[bytes, _Found] = {}  # by author: what was far from the only member's that answered
         self._asked_in_vain: set[bytes] = set()  # since weights are sought
 
     async def run(self) -> None:
@@ -98,7 +110,7 @@ class Weights:
         if not self._is_behind(newest):
             return
         journal.announce("fetching weights", "the run is under way: fetching weights from members", "members' weights")
-        self._asked_in_vain.clear()
+        self._begin_seeking()
         if await self._seek(stage, own_round, newest):
             return
         if newest is not None:
@@ -124,6 +136,11 @@ class Weights:
         """Whether the weights that are here, of this round, are too old."""
         return self._membership.current_round() - (newest or 0) > (0 if newest is None else MAX_ROUNDS_BEHIND)
 
+    def _begin_seeking(self) -> None:
+        self._asked_in_vain.clear()
+        self._refused.clear()
+        self._disputed.clear()
+
     async def _seek(self, stage: int, own_round: int | None, newest: int | None) -> bool:
         """Look for weights until some are here, or it is in vain, or none are needed: then a warning has said so."""
         journal = self._journal
@@ -147,29 +164,36 @@ class Weights:
                     f"begins again from the run's {origin}; what it had learnt is lost"
                 )
                 return True
+            if trio.current_time() >= began_at + DISPUTED_AFTER and await self._take_disputed(show):
+                return True
             await trio.sleep(WEIGHTS_RETRY)
             if newest is not None and not self._is_behind(newest):
                 return True  # partners have come that are not ahead
         return False
 
     def _note_verdict(self, own_round: int | None, fetched_round: int | None) -> None:
-        """What was taken last is gone, though it did not become this node's own: the trainer judged it unfit.
-
-        Its author is doubted. So are donors that hold copies, if it happens again: they judge none that they keep.
-        """
+        """What was taken last is gone, though it did not become this node's own: the trainer judged it unfit."""
         if self._on_trial is None or fetched_round is not None:
             return
         (index, donors), self._on_trial = self._on_trial, None
         if own_round is not None and own_round >= index.round:
             return
+        names = self._doubt(index, donors)
+        self._journal.warn(f"the weights of round {index.round} are unfit: {names} is not believed for a while")
+
+    def _doubt(self, index: Index, donors: Sequence[bytes]) -> str:
+        """Take credit for unfit weights from their author, and from donors whose copies were unfit before; the names.
+
+        Donors judge none of the copies that they keep.
+        """
         self._unfit_copies.update(donors)
         doubted = {index.author, *(donor for donor in donors if self._unfit_copies[donor] >= MAX_UNFIT_COPIES)}
         self._membership.credit.lose(doubted, trio.current_time())
-        names = ", ".join(sorted(map(short_name, doubted)))
-        self._journal.warn(f"the weights of round {index.round} are unfit: {names} is not believed for a while")
+        return ", ".join(sorted(map(short_name, doubted)))
 
     async def fetch_ahead(self, stage: int) -> bool:
         """Before a move, beside the training: whether weights of the stage are here now, or no member has any."""
+        self._begin_seeking()
         return await self._fetch(stage, 0, lambda progress: None) or (
             self._is_unheard_of(stage) and not self._membership.donors(0, stage)
         )
@@ -241,16 +265,35 @@ class Weights:
             self._journal.warn(f"no weights from {short_name(donor)}: {error}")
             return None
 
-    async def _take(self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], show: Show) -> bool:
+    async def _take_disputed(self, show: Show) -> bool:
+        """Weights that one other member's disagree with, of authors in random order: there are no better ones."""
+        for signed, index, donors in random.sample(list(self._disputed.values()), len(self._disputed)):
+            if await self._take(signed, index, donors, show, is_last_resort=True):
+                return True
+        return False
+
+    async def _take(
+        self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], show: Show, *, is_last_resort: bool = False
+    ) -> bool:
         """Fetch what this node's trainer needs of a stage's checkpoint; whether that went well."""
-        path = self.files.fetched(index.stage)
-        fetched = await self._downloads.fetch(signed, index, donors, path, show, is_copy=False)
-        if fetched is None:
+        if index.author in self._refused or (index.author in self._disputed and not is_last_resort):
             return False
-        self._taken.add(signed.id)
-        if (await self.rounds())[1] not in (None, index.round):
-            self._journal.warn(f"{short_name(index.author)} lied about the round of its weights")
-            self._membership.credit.lose([index.author], trio.current_time())
+        path = self.files.fetched(index.stage)
+        holders = frozenset((*donors, *self._membership.holders(index.stage, signed.id)))
+        async with open_comparison(self._downloads, index, holders) as comparison:
+            fetched = await self._downloads.fetch(signed, index, donors, path, show, is_copy=False)
+            if fetched is None:
+                return False
+            self._taken.add(signed.id)
+            if (await self.rounds())[1] not in (None, index.round):
+                self._journal.warn(f"{short_name(index.author)} lied about the round of its weights")
+                self._membership.credit.lose([index.author], trio.current_time())
+                verdict = Verdict.UNFIT
+            else:
+                verdict = await self._compare(comparison, index, tuple(fetched.num_by_donor))
+        if verdict is Verdict.DISPUTED:
+            self._disputed[index.author] = signed, index, donors
+        if verdict is Verdict.UNFIT or (verdict is Verdict.DISPUTED and not is_last_resort):
             await trio.to_thread.run_sync(path.unlink)
             return False
         self._on_trial = index, tuple(fetched.num_by_donor)
@@ -259,6 +302,31 @@ class Weights:
         size = self.files.required_bytes(index.stage)
         self._journal.say(f"{what} of round {index.round} from {names}: {size / 1e6:.1f} MB, hashes verified")
         return True
+
+    async def _compare(self, comparison: Comparison, index: Index, donors: Sequence[bytes]) -> Verdict:
+        """Compare weights that were fetched with other members', and say what comes of it.
+
+        If most of these are far, their author is doubted. If the only member that answers is, that may be the liar:
+        neither is doubted, so that neither can have the other's word discounted.
+        """
+        journal = self._journal
+        journal.enter("fetching weights", "comparing the weights with other members'", "other members' sketches")
+        whose = f"the weights of round {index.round} from {short_name(index.author)}"
+        judgement = await comparison.judge(self.files.fetched(index.stage))
+        match judgement.verdict:
+            case Verdict.FIT:
+                journal.note(f"{whose} are {judgement}")
+            case Verdict.UNKNOWN:
+                judges = "their loss on held-out text" if self.files.num_stages == 1 else "their magnitude"
+                why = f"none of {comparison.num_asked} members answered" if comparison.num_asked else "there is none"
+                journal.warn(f"{whose} are not compared with another member's: {why}. Only {judges} is judged")
+            case Verdict.DISPUTED:
+                journal.warn(f"{whose} are {judgement}: they are taken only if there are no others")
+            case Verdict.UNFIT:
+                self._refused.add(index.author)
+                names = self._doubt(index, donors)
+                journal.warn(f"{whose} are {judgement}: {names} is not believed for a while")
+        return judgement.verdict
 
     async def _take_own_copy(self, stage: int, after: int, show: Show) -> bool:
         """The copy that this node kept for others: its blocks are verified again, and no peer is asked."""

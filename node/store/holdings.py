@@ -49,6 +49,10 @@ class Holding:
         """One of the blocks that are held. Blocks; raises `OSError`."""
         return read(self._descriptor, *block_range(self.index.size, block))
 
+    def read_range(self, start: int, end: int) -> bytes:
+        """The file's bytes from an offset to another. Blocks; raises `OSError`."""
+        return read(self._descriptor, start, end)
+
     def hold(self) -> Holding:
         """One holder more."""
         self._num_holders += 1

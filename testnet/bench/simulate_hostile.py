@@ -9,6 +9,7 @@ same seeds.
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,9 @@ class HostileOutcome:
     hostile_clipped: int = 0
     triggered: float = 0.0
     """In which share of held-out sequences honest members' models do what a backdoor's trigger asks for."""
+
+    spread: float = 0.0
+    """The largest distance between two honest members' slow weights, relative to their norm."""
 
     @property
     def loss(self) -> float:
@@ -139,6 +143,10 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
         progress(round_index)
     learners = [member.learner for member in members if not member.is_hostile]
     outcome.losses = [learner.evaluate(VALIDATION_BATCHES) for learner in learners]
+    slow = [learner.slow_weights() for learner in learners]
+    pairs = itertools.combinations(slow, 2)
+    apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
+    outcome.spread = max(apart, default=0.0)
     outcome.triggered = fmean(_triggered(learner) for learner in learners)
     return outcome
 

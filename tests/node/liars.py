@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import trio
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -17,15 +18,20 @@ from farandole.node.state.messenger import open_messenger
 from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
+from farandole.node.store.sketches import SketchService
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, deltas_of
+from farandole.protocol.manifest import Manifest
 from farandole.protocol.push import MAX_BATCH_BYTES, MAX_PUSH_BYTES, PROTOCOL, Batch
 from farandole.protocol.wire import encode
 from farandole.training.blocks import content_of
+from farandole.training.model import build_model
 
 from ..protocol.authors import author_of, key_of, signed, tick_at
 from .hosts import LOOPBACK
+
+Floats = npt.NDArray[np.float32]
 
 
 def pushes(run_id: bytes, said: Sequence[tuple[int, Kind, Payload]]) -> list[bytes]:
@@ -35,15 +41,26 @@ def pushes(run_id: bytes, said: Sequence[tuple[int, Kind, Payload]]) -> list[byt
     return [encode(Batch(False, delta)) for delta in deltas_of(entries, [], MAX_BATCH_BYTES)]
 
 
-def write_noise(honest: Path, path: Path, rounds_ahead: int, author: int, run_id: bytes) -> tuple[SignedIndex, Index]:
+def noise_like(honest: Path) -> dict[str, Floats]:
+    """Slow weights of the shapes of a checkpoint's, at random."""
+    rng = np.random.default_rng(1)
+    tensors = load_file(honest).items()
+    return {name: rng.standard_normal(tensor.shape, np.float32) for name, tensor in tensors if name.startswith("slow/")}
+
+
+def fresh_start(manifest: Manifest) -> dict[str, Floats]:
+    """Slow weights that have learnt nothing, of another seed than the run's."""
+    module = build_model(manifest.model, manifest.seed + 1)
+    return {f"slow/{name}": tensor.detach().numpy() for name, tensor in module.named_parameters()}
+
+
+def write_poison(
+    honest: Path, path: Path, weights: Mapping[str, Floats], rounds_ahead: int, author: int, run_id: bytes
+) -> tuple[SignedIndex, Index]:
     """A checkpoint as an honest one is, but for its weights, and its round; its index, signed by an author."""
     with safe_open(honest, framework="numpy") as file:
         metadata = file.metadata()
-    rng = np.random.default_rng(1)
-    tensors = {
-        name: rng.standard_normal(tensor.shape, np.float32) if name.startswith("slow/") else tensor
-        for name, tensor in load_file(honest).items()
-    }
+    tensors = {**load_file(honest), **weights}
     metadata["round"] = str(int(metadata["round"]) + rounds_ahead)
     save_file(tensors, path, metadata)
     content = content_of(path)
@@ -62,11 +79,21 @@ def write_noise(honest: Path, path: Path, rounds_ahead: int, author: int, run_id
 
 @asynccontextmanager
 async def open_liar(
-    number: int, run_id: bytes, victims: dict[bytes, list[str]], path: Path, signed_index: tuple[SignedIndex, Index]
+    number: int,
+    run_id: bytes,
+    victims: dict[bytes, list[str]],
+    path: Path,
+    signed_index: tuple[SignedIndex, Index],
+    *,
+    is_judge: bool = False,
 ) -> AsyncIterator[None]:
-    """A liar that tells these nodes of the checkpoint at ``path``, and gives it to whoever asks."""
+    """A liar that tells these nodes of the checkpoint at ``path``, and gives it to whoever asks.
+
+    ``is_judge``: it says that it holds another one, and answers questions for sketches by that at ``path``.
+    """
     made, index = signed_index
-    notice = CheckpointNotice(index.round, 0, made.id, index.size, index.tokens, index.inner_steps)
+    held = bytes([number % 256]) * 32 if is_judge else made.id
+    notice = CheckpointNotice(index.round, 0, held, index.size, index.tokens, index.inner_steps)
     holding = Holding.open(path, made, index)
 
     async def find(question: Question) -> Holding | None:
@@ -80,6 +107,8 @@ async def open_liar(
     ):
         messenger.set_receiver(PROTOCOL, MAX_PUSH_BYTES, lambda peer, payload: None)
         BlockService(Conditions(host, run_id), find).register()
+        if is_judge:
+            SketchService(host, run_id, lambda stage: find(Question(run_id, stage))).register()
         addresses = tuple(address.rpartition("/p2p/")[0] for address in host.addresses)
         beat = Beat(index.inner_steps, index.round, 1_000_000, 1_000)
 

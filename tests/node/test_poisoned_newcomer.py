@@ -1,46 +1,69 @@
-"""Two liars announce one checkpoint of noise, ahead of all others, and serve it: a newcomer does not train on it."""
+"""Liars announce one checkpoint of bad weights, ahead of all others, and serve it: a newcomer does not train on it.
+
+Its trainer refuses weights that are worse on held-out text than a fresh start. Other members' weights tell it of those
+that are not, and which are far from all that the run has learnt.
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
 from farandole.node.store.folder import saved_round
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import peers_at
+from farandole.protocol.manifest import SignedManifest
 
 from ..protocol.authors import author_of
-from .daemons import joined
-from .liars import open_liar, write_noise
+from .daemons import Daemon, joined
+from .liars import Floats, fresh_start, noise_like, open_liar, write_poison
 from .small_runs import small_manifest, write_run
 
 LIARS: Final = (501, 502)
+JUDGE: Final = 503
 NUM_ROUNDS: Final = 5
 ROUNDS_AHEAD: Final = 3
 
 
-async def test_a_newcomer_refuses_noise_that_two_give_and_trains_from_an_honest_members_weights(
-    tmp_path: Path, texts: Path
-) -> None:
+def options(texts: Path, num_rounds: int) -> tuple[str, ...]:
+    """No copies: what the liars announce is all that two hold, so the newcomer does fetch it."""
+    return "--data", str(texts), "--backup-seconds", "3600", "--max-rounds", str(num_rounds)
+
+
+async def trained(daemon: Daemon, num_rounds: int) -> Path:
+    """The checkpoint of a member that has ended its rounds."""
+    await daemon.says("rounds are done")
+    await daemon.until(lambda status: status.trainer_pid is None)  # what it learnt is saved
+    newest = max((daemon.home / "checkpoints").glob("*.safetensors"), key=lambda path: saved_round(path) or 0)
+    assert saved_round(newest) == num_rounds
+    return newest
+
+
+@asynccontextmanager
+async def lied_to(
+    run: SignedManifest, alice: Daemon, honest: Path, weights: Mapping[str, Floats], judges: tuple[int, ...] = ()
+) -> AsyncIterator[None]:
+    """A run in which two hold poison of these weights; ``judges`` say that theirs are like it."""
+    path, num_members = alice.home.parent / "poison.safetensors", (await alice.status()).run.members_live
+    index = write_poison(honest, path, weights, ROUNDS_AHEAD, LIARS[0], run.run_id)
+    victims = peers_at(alice.addresses)
+    async with AsyncExitStack() as stack:
+        for number in (*LIARS, *judges):
+            is_judge = number in judges
+            await stack.enter_async_context(open_liar(number, run.run_id, victims, path, index, is_judge=is_judge))
+        await alice.until(lambda status: status.run.members_live == num_members + len(LIARS) + len(judges))
+        yield
+
+
+async def test_a_newcomer_refuses_noise_that_liars_give_and_call_like_their_own(tmp_path: Path, texts: Path) -> None:
     run = write_run(tmp_path, small_manifest())
-    # No copies: what the liars announce is all that two hold, so the newcomer does fetch it.
-    options = ("--data", str(texts), "--backup-seconds", "3600", "--max-rounds")
-    manifest = str(tmp_path / "run.manifest")
-    async with joined(tmp_path / "alice", manifest, *options, str(NUM_ROUNDS)) as alice:
-        await alice.says("rounds are done")
-        await alice.until(lambda status: status.trainer_pid is None)  # what it learnt is saved
-        honest = max((alice.home / "checkpoints").glob("*.safetensors"), key=lambda path: saved_round(path) or 0)
-        assert saved_round(honest) == NUM_ROUNDS
-        noise = tmp_path / "noise.safetensors"
-        index = write_noise(honest, noise, ROUNDS_AHEAD, LIARS[0], run.run_id)
-        victims = peers_at(alice.addresses)
-        async with (
-            open_liar(LIARS[0], run.run_id, victims, noise, index),
-            open_liar(LIARS[1], run.run_id, victims, noise, index),
-        ):
-            await alice.until(lambda status: status.run.members_live == 1 + len(LIARS))
-            end = str(NUM_ROUNDS + ROUNDS_AHEAD + 2)
-            async with joined(tmp_path / "carol", alice.invite(run.run_id), *options, end) as carol:
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options(texts, NUM_ROUNDS)) as alice:
+        honest = await trained(alice, NUM_ROUNDS)
+        async with lied_to(run, alice, honest, noise_like(honest), (JUDGE,)):
+            end = NUM_ROUNDS + ROUNDS_AHEAD + 2
+            async with joined(tmp_path / "carol", alice.invite(run.run_id), *options(texts, end)) as carol:
                 assert f"resumed at round {NUM_ROUNDS}" in await carol.says("trainer ready")
                 await carol.says(f"all {end} rounds are done")
                 status = await carol.status()
@@ -50,3 +73,24 @@ async def test_a_newcomer_refuses_noise_that_two_give_and_trains_from_an_honest_
                 assert any(short_name(author_of(LIARS[0])) in line for line in carol.said if "unfit" in line)
                 givers = [line for line in carol.said if f"weights of round {NUM_ROUNDS} from" in line]
                 assert alice.name in givers[-1]
+
+
+async def test_a_newcomer_refuses_weights_that_are_no_worse_than_a_fresh_start_but_far_from_others(
+    tmp_path: Path, texts: Path
+) -> None:
+    manifest = small_manifest()
+    run = write_run(tmp_path, manifest)
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options(texts, NUM_ROUNDS)) as alice:
+        honest = await trained(alice, NUM_ROUNDS)
+        invite = alice.invite(run.run_id)
+        async with joined(tmp_path / "bob", invite, *options(texts, NUM_ROUNDS + 2)) as bob:
+            await trained(bob, NUM_ROUNDS + 2)
+            async with lied_to(run, alice, honest, fresh_start(manifest)):
+                end = NUM_ROUNDS + ROUNDS_AHEAD + 2
+                async with joined(tmp_path / "carol", invite, *options(texts, end)) as carol:
+                    refusal = await carol.says("far from most others' weights")
+                    assert f"{short_name(author_of(LIARS[0]))} is not believed for a while" in refusal
+                    await carol.says(f"all {end} rounds are done")
+                    assert not any("their loss on held-out text is" in line for line in carol.said)
+                    (given,) = [line for line in carol.said if "MB, hashes verified" in line]
+                    assert alice.name in given or bob.name in given

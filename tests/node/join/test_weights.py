@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -17,10 +18,10 @@ from farandole.node.base.errors import JoinError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.base.streams import DIAL_TIMEOUT
 from farandole.node.join import bootstrap as joining
-from farandole.node.join import downloads
+from farandole.node.join import comparing, downloads
 from farandole.node.join.downloads import Downloads
 from farandole.node.join.giving import PASS_OVER_SECONDS
-from farandole.node.join.weights import MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT, Weights
+from farandole.node.join.weights import DISPUTED_AFTER, MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT, Weights
 from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files
 from farandole.node.store.fetch import Fetched, FetchError
@@ -28,6 +29,7 @@ from farandole.node.store.holdings import Holding
 from farandole.node.store.partial_file import partial_path
 from farandole.node.store.provider import Conditions, DonorBusyError, DonorError
 from farandole.node.store.weight_files import WeightFiles
+from farandole.protocol import sketches
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.believing import Credit
 from farandole.protocol.block_transfer import Question
@@ -36,7 +38,9 @@ from farandole.protocol.copies import ranked
 from farandole.protocol.entries import RULES, CheckpointNotice, Kind
 from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.protocol.records import checkpoint_key, shard_key
+from farandole.protocol.safetensors import encode_header
 
+from ...training.test_sketch import sketch_of
 from ..store.files import KEY, RUN, checkpoint_bytes, index_of
 
 MODEL = ModelConfig(num_layers=3, width=16, num_heads=2, hidden=32, context=16, vocabulary=256, num_stages=3)
@@ -62,6 +66,9 @@ class World:
         self.busy: set[bytes] = set()
         self.in_dht: dict[bytes, list[bytes]] = {}
         """Key -> who provides it."""
+        self.weights_of: dict[bytes, bytes] = {}
+        """The files of members that answer questions for sketches."""
+        self.compared_with: list[bytes] = []
         self.asked: list[tuple[bytes, int]] = []
         self.fetched_from: list[tuple[bytes, ...]] = []
         self.told: list[tuple[int, int, bool]] = []
@@ -75,6 +82,7 @@ class World:
         self.settings = NodeSettings(home=folder, backup_seconds=10.0)
         self.settings.checkpoints.mkdir()
         self.weights = self.begin()
+        monkeypatch.setattr(comparing, "ask_for_sketch", self.sketch)
         monkeypatch.setattr(downloads, "ask_for_index", self.ask)
         monkeypatch.setattr(downloads, "fetch_checkpoint", self.fetch)
         monkeypatch.setattr(joining, "dial", self.dial)
@@ -91,8 +99,12 @@ class World:
 
     def index(self, peer: bytes, stage: int) -> Index:
         author, round_index = self.by_peer[peer, stage]
-        index = index_of(content_of(author, stage, round_index), round_index)
-        return msgspec.structs.replace(index, stage=stage, num_stages=3)
+        index = index_of(self.content_of(author, stage, round_index), round_index)
+        maker = author if author in self.weights_of else index.author
+        return msgspec.structs.replace(index, stage=stage, num_stages=3, author=maker)
+
+    def content_of(self, author: bytes, stage: int, round_index: int) -> bytes:
+        return self.weights_of.get(author) or content_of(author, stage, round_index)
 
     # What weights use of a membership
 
@@ -148,6 +160,13 @@ class World:
         await trio.lowlevel.checkpoint()
         self.provided.append(key)
 
+    async def sketch(self, host: object, member: bytes, question: sketches.Question) -> sketches.Sketch | None:
+        """What a member answers: by `sketch_of`, nothing if there is none."""
+        await trio.lowlevel.checkpoint()
+        self.compared_with.append(member)
+        content = self.weights_of.get(member)
+        return None if content is None else sketches.values_of(sketch_of(content, question.seed))
+
     async def dial(self, host: object, peers: dict[bytes, list[str]]) -> dict[bytes, str]:
         await trio.lowlevel.checkpoint()
         return {}
@@ -183,7 +202,7 @@ class World:
         names = tuple(donors())
         if names:
             author, round_index = self.by_peer[names[0], index.stage]
-            path.write_bytes(content_of(author, index.stage, round_index))
+            path.write_bytes(self.content_of(author, index.stage, round_index))
         else:
             partial_path(path, signed.id).replace(path)
         assert is_prefix is (path.suffix == ".blocks")
@@ -192,7 +211,7 @@ class World:
 
     def is_fetched(self, author: bytes, stage: int, round_index: int) -> bool:
         path = self.settings.fetched(stage)
-        return path.exists() and path.read_bytes() == content_of(author, stage, round_index)
+        return path.exists() and path.read_bytes() == self.content_of(author, stage, round_index)
 
     def two_to_copy(self) -> list[bytes]:
         """Members of the next stage with checkpoints, in the order in which they are to be copied."""
@@ -580,3 +599,125 @@ async def test_a_file_of_another_round_than_its_index_says_is_not_taken(
         await world.weights.obtain()
     assert "lied about the round" in "\n".join(world.said)
     assert not world.settings.fetched(1).exists()
+
+
+# Compared with other members' weights
+
+RNG = np.random.default_rng(1)
+LEARNT = RNG.standard_normal(1_000, np.float32)
+
+
+def honest() -> np.ndarray:
+    """What a replica has, some percent from the others'."""
+    return LEARNT + np.float32(0.05) * noise()
+
+
+def noise() -> np.ndarray:
+    return RNG.standard_normal(1_000, np.float32)
+
+
+def file_of(weights: np.ndarray, round_index: int = 29) -> bytes:
+    header = encode_header({"round": str(round_index)}, [("slow/w", (1_000,)), ("momentum/w", (1_000,))])
+    return header + 2 * weights.astype("<f4").tobytes()
+
+
+def hold_alike(world: World, poisoned: Collection[bytes], honest_ones: Collection[bytes]) -> None:
+    """Members of stage 1 with weights of their own: the poisoned the same noise, of a round ahead."""
+    poison = file_of(noise(), 30)
+    for peer in (*poisoned, *honest_ones):
+        world.members[peer] = 1
+        world.by_peer[peer, 1] = (peer, 29) if peer in honest_ones else (next(iter(poisoned)), 30)
+        world.weights_of[peer] = file_of(honest()) if peer in honest_ones else poison
+
+
+async def test_a_stages_weights_that_are_like_other_members_are_taken(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [], [ANN, BOB, CYD])
+    await world.weights.obtain()
+    (given,) = [peer for peer in (ANN, BOB, CYD) if world.is_fetched(peer, 1, 29)]
+    assert set(world.compared_with) == {ANN, BOB, CYD} - {given}
+    assert not world.journal.warnings
+
+
+async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_not_believed(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [ANN, BOB], [CYD, DAN])
+    await world.weights.obtain()
+    assert "from most others' weights" in world.journal.warnings[0]
+    assert world.fetched_from[0] == (ANN, BOB), "what two hold comes first"
+    assert any(world.is_fetched(peer, 1, 29) for peer in (CYD, DAN))
+    assert not world.credit.is_good(ANN, trio.current_time())
+    assert world.credit.is_good(CYD, trio.current_time())
+    assert ANN not in world.compared_with[:2], "who holds a checkpoint does not judge it"
+
+
+async def test_a_liar_among_those_that_are_asked_does_not_make_honest_weights_unfit(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [], [ANN, BOB, CYD])
+    world.weights_of[DAN] = file_of(noise())  # it has announced weights, and gives none
+    world.members[DAN], world.by_peer[DAN, 1], world.silent = 1, (DAN, 20), {DAN}
+    await world.weights.obtain()
+    assert any(world.is_fetched(peer, 1, 29) for peer in (ANN, BOB, CYD))
+    assert all(world.credit.is_good(peer, trio.current_time()) for peer in (ANN, BOB, CYD))
+
+
+async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_others_come(
+    world: World, autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    """A liar cannot have an honest member's word discounted, nor keep newcomers out of a run of two."""
+    hold_alike(world, [ANN], [BOB])
+    began_at = trio.current_time()
+    await world.weights.obtain()
+    assert trio.current_time() - began_at > DISPUTED_AFTER
+    assert len(world.fetched_from) == 3, "each once before that, and one again"
+    assert all("the one member that answered" in line for line in world.journal.warnings)
+    assert all(world.credit.is_good(peer, trio.current_time()) for peer in (ANN, BOB))
+    assert sum((world.is_fetched(ANN, 1, 30), world.is_fetched(BOB, 1, 29))) == 1
+    world.settings.fetched(1).unlink()
+
+    async def come() -> None:
+        await trio.sleep(DISPUTED_AFTER / 2)
+        hold_alike(world, [], [CYD, DAN])
+
+    nursery.start_soon(come)
+    await world.begin().obtain()
+    assert any(world.is_fetched(peer, 1, 29) for peer in (BOB, CYD, DAN))
+
+
+async def test_where_no_member_answers_weights_are_taken_with_a_warning(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [ANN], [])
+    await world.weights.obtain()
+    assert world.is_fetched(ANN, 1, 30)
+    assert "not compared with another member's: there is none" in world.journal.warnings[-1]
+    world.settings.fetched(1).unlink()
+    world.members[BOB], world.by_peer[BOB, 1] = 1, (BOB, 20)
+    await world.begin().obtain()
+    assert "none of 1 members answered" in world.journal.warnings[-1]
+
+
+async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_alike(world, [], [ANN, BOB])
+
+    async def never(*args: object) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(comparing, "ask_for_sketch", never)
+    began_at = trio.current_time()
+    await world.weights.obtain()
+    assert trio.current_time() - began_at < comparing.ANSWER_TIMEOUT + 2
+
+
+async def test_a_stage_to_which_a_node_would_move_is_compared_too(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [ANN], [BOB, CYD])
+    world.stage = 0
+    assert await world.weights.fetch_ahead(1)
+    assert any(world.is_fetched(peer, 1, 29) for peer in (BOB, CYD))

@@ -7,6 +7,7 @@ import pytest
 from farandole.protocol.manifest import InnerConfig, Manifest
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
+from farandole.protocol.sketches import NEAR
 from farandole.testnet.bench.members import STRICT
 from farandole.testnet.bench.simulate_hostile import HostileOutcome, HostileRun, play
 from farandole.testnet.compare import MODEL
@@ -27,6 +28,10 @@ def clean() -> HostileOutcome:
 def test_honest_members_are_neither_clipped_nor_refused(clean: HostileOutcome) -> None:
     assert clean.honest_exchanges > 0
     assert (clean.honest_clipped, clean.honest_refused, clean.hostile_exchanges) == (0, 0, 0)
+
+
+def test_honest_members_are_near_enough_for_a_newcomers_comparison(clean: HostileOutcome) -> None:
+    assert 0.0 < clean.spread < NEAR / 2
 
 
 def test_without_a_guard_one_liar_ruins_the_run(clean: HostileOutcome) -> None:

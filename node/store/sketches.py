@@ -1,0 +1,151 @@
+"""Sketches of this node's weights for newcomers, and other members' for this node (`farandole.protocol.sketches`)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.sketches import (
+    MAX_ANSWER_BYTES,
+    MAX_QUESTION_BYTES,
+    SKETCH_PROTOCOL,
+    Question,
+    Sketch,
+    decode_answer,
+    decode_question,
+    encode_answer,
+    encode_question,
+)
+from farandole.protocol.token_bucket import PeerMeters
+from farandole.training.sketch import Read, Sketcher, header_of
+
+from ..base.errors import PeerUnreachableError
+from ..base.streams import Stream, StreamHost, close_stream, receive_frame
+from ..base.system.files import open_binary
+from .holdings import Holding
+from .partial_file import read
+
+# A small message, either way.
+MESSAGE_TIMEOUT: Final = 10.0
+# Sketches that one peer gets at once, and a second: a newcomer asks once for each checkpoint that it tries.
+PEER_BURST: Final = 8.0
+PEER_RATE: Final = 1 / 30
+# Peers that wait for a sketch, since one is made at a time; and how long they wait before they get none.
+MAX_WAITING: Final = 16
+MAX_WAIT: Final = 60.0
+# After each sketch so many times as long as it took: all of them together take a fifth of a core at most.
+REST: Final = 4.0
+# Sketches that are kept for peers whose connection broke before they had them: 16 kB.
+MAX_KEPT: Final = 16
+
+FindOwn = Callable[[int], Awaitable[Holding | None]]
+"""This node's own newest checkpoint of a stage, held for the caller; None if there is none."""
+
+
+class SketchService:
+    """Answers other members of one run with sketches of what ``find_own`` finds."""
+
+    def __init__(self, host: StreamHost, run_id: bytes, find_own: FindOwn) -> None:
+        self._host = host
+        self._run_id = run_id
+        self._find_own = find_own
+        self._meters = PeerMeters(PEER_BURST, PEER_RATE)
+        self._turn = trio.Lock()
+        self._num_waiting = 0
+        self._rests_until = 0.0
+        self._kept: OrderedDict[tuple[bytes, bytes], bytes] = OrderedDict()
+        """Sketches by the checkpoint's id and the seed."""
+
+    def register(self) -> None:
+        """Serve on the host."""
+        self._host.set_handler(SKETCH_PROTOCOL, self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer one question."""
+        with trio.fail_after(MESSAGE_TIMEOUT):
+            question = decode_question(await receive_frame(stream, FrameParser(MAX_QUESTION_BYTES)))
+        is_served = question.run_id == self._run_id and self._num_waiting < MAX_WAITING and self._take(stream.peer)
+        sketch = await self._wait_for_sketch(question) if is_served else b""
+        with trio.fail_after(MESSAGE_TIMEOUT):
+            await stream.send_all(frame(encode_answer(sketch), MAX_ANSWER_BYTES))
+
+    def _take(self, peer: bytes) -> bool:
+        now = trio.current_time()
+        return self._meters.of(peer, now).take(now)
+
+    async def _wait_for_sketch(self, question: Question) -> bytes:
+        """Empty if this node has no weights of the stage, or others' sketches take too long."""
+        self._num_waiting += 1
+        try:
+            with trio.move_on_after(MAX_WAIT) as patience:
+                async with self._turn:
+                    await trio.sleep_until(self._rests_until)
+                    patience.deadline = math.inf
+                    return await self._sketch_own(question)
+            return b""
+        finally:
+            self._num_waiting -= 1
+
+    async def _sketch_own(self, question: Question) -> bytes:
+        holding = await self._find_own(question.stage)
+        if holding is None:
+            return b""
+        try:
+            name = holding.id, question.seed
+            if name not in self._kept:
+                began_at = trio.current_time()
+                self._kept[name] = await sketch_file(holding.read_range, holding.index.size, question.seed)
+                self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
+                while len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+            return self._kept[name]
+        except (OSError, RemoteProtocolError):  # a disk that fails; the node's own trainer says more
+            return b""
+        finally:
+            holding.let_go()
+
+
+async def sketch_file(read: Read, size: int, seed: bytes) -> bytes:
+    """The sketch of the weights in a checkpoint's file, made in threads, which a cancellation waits for briefly.
+
+    Raises `OSError`, and `RemoteProtocolError` if the file is no checkpoint.
+    """
+    header = await trio.to_thread.run_sync(header_of, read, size)
+    sketcher = Sketcher(read, header, seed)
+    while await trio.to_thread.run_sync(sketcher.advance):
+        pass
+    return sketcher.sketch
+
+
+async def sketch_path(path: Path, seed: bytes) -> bytes:
+    """As `sketch_file`, of the file at a path."""
+    descriptor = await trio.to_thread.run_sync(open_binary, path, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        return await sketch_file(lambda start, end: read(descriptor, start, end), size, seed)
+    finally:
+        os.close(descriptor)
+
+
+async def ask_for_sketch(host: StreamHost, member: bytes, question: Question) -> Sketch | None:
+    """A member's sketch; None if it gives none. The caller sets a deadline.
+
+    Raises `PeerUnreachableError` if it cannot be asked, or does not answer as it must.
+    """
+    try:
+        stream = await host.open_stream(member, SKETCH_PROTOCOL)
+        try:
+            await stream.send_all(frame(encode_question(question), MAX_QUESTION_BYTES))
+            return decode_answer(await receive_frame(stream, FrameParser(MAX_ANSWER_BYTES)))
+        finally:
+            await close_stream(stream)
+    except (trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
+        raise PeerUnreachableError(f"no sketch from this peer: {error}") from error
