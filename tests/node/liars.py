@@ -55,7 +55,14 @@ def fresh_start(manifest: Manifest) -> dict[str, Floats]:
 
 
 def write_poison(
-    honest: Path, path: Path, weights: Mapping[str, Floats], rounds_ahead: int, author: int, run_id: bytes
+    honest: Path,
+    path: Path,
+    weights: Mapping[str, Floats],
+    rounds_ahead: int,
+    author: int,
+    run_id: bytes,
+    stage: int = 0,
+    num_stages: int = 1,
 ) -> tuple[SignedIndex, Index]:
     """A checkpoint as an honest one is, but for its weights, and its round; its index, signed by an author."""
     with safe_open(honest, framework="numpy") as file:
@@ -67,6 +74,8 @@ def write_poison(
     index = Index(
         run_id=run_id,
         author=author_of(author),
+        stage=stage,
+        num_stages=num_stages,
         round=int(metadata["round"]),
         inner_steps=int(metadata["steps"]),
         tokens=int(metadata["tokens"]),
@@ -93,7 +102,7 @@ async def open_liar(
     """
     made, index = signed_index
     held = bytes([number % 256]) * 32 if is_judge else made.id
-    notice = CheckpointNotice(index.round, 0, held, index.size, index.tokens, index.inner_steps)
+    notice = CheckpointNotice(index.round, index.stage, held, index.size, index.tokens, index.inner_steps)
     holding = Holding.open(path, made, index)
 
     async def find(question: Question) -> Holding | None:
@@ -114,7 +123,7 @@ async def open_liar(
 
         async def lie() -> None:
             said = [
-                (number, Kind.MEMBER, Member(addresses=addresses)),
+                (number, Kind.MEMBER, Member(stage=index.stage, addresses=addresses)),
                 (number, Kind.BEAT, beat),
                 (number, Kind.CHECKPOINT, notice),
             ]

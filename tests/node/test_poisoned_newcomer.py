@@ -19,7 +19,7 @@ from farandole.protocol.manifest import SignedManifest
 from ..protocol.authors import author_of
 from .daemons import Daemon, joined
 from .liars import Floats, fresh_start, noise_like, open_liar, write_poison
-from .small_runs import small_manifest, write_run
+from .small_runs import TINY, small_manifest, write_run
 
 LIARS: Final = (501, 502)
 JUDGE: Final = 503
@@ -43,11 +43,19 @@ async def trained(daemon: Daemon, num_rounds: int) -> Path:
 
 @asynccontextmanager
 async def lied_to(
-    run: SignedManifest, alice: Daemon, honest: Path, weights: Mapping[str, Floats], judges: tuple[int, ...] = ()
+    run: SignedManifest,
+    alice: Daemon,
+    honest: Path,
+    weights: Mapping[str, Floats],
+    judges: tuple[int, ...] = (),
+    stages: tuple[int, int] = (0, 1),
 ) -> AsyncIterator[None]:
-    """A run in which two hold poison of these weights; ``judges`` say that theirs are like it."""
+    """A run in which two hold poison of these weights; ``judges`` say that theirs are like it.
+
+    ``stages``: the one that they are of, and how many there are.
+    """
     path, num_members = alice.home.parent / "poison.safetensors", (await alice.status()).run.members_live
-    index = write_poison(honest, path, weights, ROUNDS_AHEAD, LIARS[0], run.run_id)
+    index = write_poison(honest, path, weights, ROUNDS_AHEAD, LIARS[0], run.run_id, *stages)
     victims = peers_at(alice.addresses)
     async with AsyncExitStack() as stack:
         for number in (*LIARS, *judges):
@@ -94,3 +102,27 @@ async def test_a_newcomer_refuses_weights_that_are_no_worse_than_a_fresh_start_b
                     assert not any("their loss on held-out text is" in line for line in carol.said)
                     (given,) = [line for line in carol.said if "MB, hashes verified" in line]
                     assert alice.name in given or bob.name in given
+
+
+async def test_a_newcomer_to_a_stage_of_which_no_loss_is_known_refuses_noise(tmp_path: Path, texts: Path) -> None:
+    run = write_run(tmp_path, small_manifest(model=TINY | {"num_layers": 2, "num_stages": 2}))
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, source: str, stage: int) -> Daemon:
+            home = tmp_path / name
+            return await stack.enter_async_context(
+                joined(home, source, *options(texts, NUM_ROUNDS), "--stage", str(stage))
+            )
+
+        alice = await start("alice", str(tmp_path / "run.manifest"), 0)
+        await alice.says("listening on")
+        invite = alice.invite(run.run_id)
+        bob, carol = await start("bob", invite, 1), await start("carol", invite, 1)
+        honest = [await trained(member, NUM_ROUNDS) for member in (bob, carol)]
+        async with lied_to(run, alice, honest[0], noise_like(honest[0]), stages=(1, 2)):
+            dan = await start("dan", invite, 1)
+            refusal = await dan.says("far from most others' weights")
+            assert f"{short_name(author_of(LIARS[0]))} is not believed for a while" in refusal
+            given = await dan.says("weights of stage 1", "hashes verified")
+            assert bob.name in given or carol.name in given
+            assert "resumed at round" in await dan.says("trainer ready")
