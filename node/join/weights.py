@@ -31,7 +31,7 @@ from farandole.protocol.sketches import Verdict
 
 from ..base.errors import JoinError, PeerUnreachableError
 from ..status.journal import Journal
-from ..store.fetch import FetchProgress, Show
+from ..store.fetch import Fetched, FetchProgress, Show
 from ..store.library import Library
 from ..store.partial_file import has_partial, partial_path
 from .bootstrap import reachable_providers
@@ -278,23 +278,19 @@ class Weights:
         """Fetch what this node's trainer needs of a stage's checkpoint; whether that went well."""
         if index.author in self._refused or (index.author in self._disputed and not is_last_resort):
             return False
-        path = self.files.fetched(index.stage)
+        path, is_fit = self.files.fetched(index.stage), False
         holders = frozenset((*donors, *self._membership.holders(index.stage, signed.id)))
         async with open_comparison(self._downloads, index, holders) as comparison:
             fetched = await self._downloads.fetch(signed, index, donors, path, show, is_copy=False)
             if fetched is None:
                 return False
-            self._taken.add(signed.id)
-            if (await self.rounds())[1] not in (None, index.round):
-                self._journal.warn(f"{short_name(index.author)} lied about the round of its weights")
-                self._membership.credit.lose([index.author], trio.current_time())
-                verdict = Verdict.UNFIT
-            else:
-                verdict = await self._compare(comparison, index, tuple(fetched.num_by_donor))
-        if verdict is Verdict.DISPUTED:
-            self._disputed[index.author] = signed, index, donors
-        if verdict is Verdict.UNFIT or (verdict is Verdict.DISPUTED and not is_last_resort):
-            await trio.to_thread.run_sync(path.unlink)
+            try:
+                is_fit = await self._is_fit((signed, index, donors), fetched, comparison, is_last_resort=is_last_resort)
+            finally:
+                if not is_fit:  # or this node ends before that is known: a next life would use the file as it is
+                    with trio.CancelScope(shield=True):
+                        await trio.to_thread.run_sync(path.unlink)
+        if not is_fit:
             return False
         self._on_trial = index, tuple(fetched.num_by_donor)
         what = "weights" if self.files.num_stages == 1 else f"weights of stage {index.stage},"
@@ -303,6 +299,20 @@ class Weights:
         self._journal.say(f"{what} of round {index.round} from {names}: {size / 1e6:.1f} MB, hashes verified")
         return True
 
+    async def _is_fit(self, found: _Found, fetched: Fetched, comparison: Comparison, *, is_last_resort: bool) -> bool:
+        """Whether what was fetched is of the round that its author says, and like other members' weights."""
+        signed, index, _ = found
+        self._taken.add(signed.id)
+        if (await self.rounds())[1] not in (None, index.round):
+            self._journal.warn(f"{short_name(index.author)} lied about the round of its weights")
+            self._membership.credit.lose([index.author], trio.current_time())
+            return False
+        verdict = await self._compare(comparison, index, tuple(fetched.num_by_donor))
+        if verdict is Verdict.DISPUTED:
+            self._disputed[index.author] = found
+            return is_last_resort
+        return verdict is not Verdict.UNFIT
+
     async def _compare(self, comparison: Comparison, index: Index, donors: Sequence[bytes]) -> Verdict:
         """Compare weights that were fetched with other members', and say what comes of it.
 
@@ -310,7 +320,8 @@ class Weights:
         neither is doubted, so that neither can have the other's word discounted.
         """
         journal = self._journal
-        journal.enter("fetching weights", "comparing the weights with other members'", "other members' sketches")
+        if journal.state.phase == "fetching weights":  # not while this node trains, and would move to another stage
+            journal.enter(journal.state.phase, "comparing the weights with other members'", "other members' sketches")
         whose = f"the weights of round {index.round} from {short_name(index.author)}"
         judgement = await comparison.judge(self.files.fetched(index.stage))
         match judgement.verdict:

@@ -25,6 +25,8 @@ LIARS: Final = (501, 502)
 JUDGE: Final = 503
 NUM_ROUNDS: Final = 5
 ROUNDS_AHEAD: Final = 3
+# For all of them to load their trainers while the others train.
+LONG_ENOUGH: Final = 25
 
 
 def options(texts: Path, num_rounds: int) -> tuple[str, ...]:
@@ -109,16 +111,16 @@ async def test_a_newcomer_to_a_stage_of_which_no_loss_is_known_refuses_noise(tmp
     async with AsyncExitStack() as stack:
 
         async def start(name: str, source: str, stage: int) -> Daemon:
-            home = tmp_path / name
-            return await stack.enter_async_context(
-                joined(home, source, *options(texts, NUM_ROUNDS), "--stage", str(stage))
-            )
+            rounds = options(texts, LONG_ENOUGH)
+            return await stack.enter_async_context(joined(tmp_path / name, source, *rounds, "--stage", str(stage)))
 
-        alice = await start("alice", str(tmp_path / "run.manifest"), 0)
+        bob = await start("bob", str(tmp_path / "run.manifest"), 1)
+        await bob.says("listening on")
+        invite = bob.invite(run.run_id)
+        carol, alice = await start("carol", invite, 1), await start("alice", invite, 0)
         await alice.says("listening on")
-        invite = alice.invite(run.run_id)
-        bob, carol = await start("bob", invite, 1), await start("carol", invite, 1)
-        honest = [await trained(member, NUM_ROUNDS) for member in (bob, carol)]
+        honest = [await trained(member, LONG_ENOUGH) for member in (bob, carol)]
+        await alice.until(lambda status: status.run.members_live == 3)
         async with lied_to(run, alice, honest[0], noise_like(honest[0]), stages=(1, 2)):
             dan = await start("dan", invite, 1)
             refusal = await dan.says("far from most others' weights")

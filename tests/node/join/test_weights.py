@@ -721,3 +721,18 @@ async def test_a_stage_to_which_a_node_would_move_is_compared_too(
     world.stage = 0
     assert await world.weights.fetch_ahead(1)
     assert any(world.is_fetched(peer, 1, 29) for peer in (BOB, CYD))
+
+
+async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_next_life(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_alike(world, [ANN], [BOB, CYD])
+
+    async def never(*args: object) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(comparing, "ask_for_sketch", never)
+    with trio.move_on_after(5.0):
+        await world.weights.obtain()
+    assert len(world.fetched_from) == 1
+    assert not world.settings.fetched(1).exists()
