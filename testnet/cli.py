@@ -198,11 +198,12 @@ def compare(
 
 @testnet_app.command("traffic", hidden=True)
 def traffic(write: Write = None) -> None:
-    """Print what exchanges send, by the model's size and codec, as Markdown."""
+    """Print what exchanges send, by the model's size and codec, and what members need, as Markdown."""
     from .section import Section
-    from .traffic import traffic_table
+    from .traffic import needs_table, traffic_table
 
-    table = traffic_table()
+    tables = {"traffic": traffic_table(), "needs": needs_table()}
     if write:
-        Section(write, "traffic").write(table)
-    typer.echo(table, nl=False)
+        for name, table in tables.items():
+            Section(write, name).write(table)
+    typer.echo("\n".join(tables.values()), nl=False)

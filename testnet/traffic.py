@@ -1,11 +1,15 @@
-"""What a run's exchanges send: the figures of ``docs/faq.md``, from the codecs and presets themselves."""
+"""What runs send and need: the figures of ``docs/faq.md``, computed from codecs, presets and the planner."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from farandole.protocol.codec_sizes import encoded_bytes
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.needs import USUAL_RATE, needs_of
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.planning import Machine, plan
 from farandole.protocol.presets import PRESETS, num_parameters, preset
-from farandole.training.codec import encoded_size
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")
 ROUND_SECONDS: Final = 60
@@ -14,22 +18,35 @@ ROUND_SECONDS: Final = 60
 
 def contribution_bytes(model: str, codec: str) -> int:
     """Of one exchange, one way: a preset's whole parameters in a codec."""
-    return encoded_size(codec, num_parameters(preset(model)))
+    return encoded_bytes(codec, num_parameters(preset(model)))
 
 
 def traffic_table() -> str:
-    """A row for each preset: what one exchange sends, and what rounds of a minute make of it in an hour, one way."""
+    """A row for each preset: what one exchange sends, what rounds of a minute make of it, one way, and the line."""
     heads = "".join(f" {codec} |" for codec in CODECS)
-    lines = [f"| model |{heads} in an hour, int8 | Mbit/s, int8 |", "|---" * (len(CODECS) + 3) + "|"]
+    lines = [f"| model |{heads} in an hour, int8 | Mbit/s needed, int8 |", "|---" * (len(CODECS) + 3) + "|"]
     for model in PRESETS:
         sizes = "".join(f" {_size(contribution_bytes(model, codec))} |" for codec in CODECS)
-        int8 = contribution_bytes(model, "int8")
-        hourly, rate = _size(int8 * 3_600 // ROUND_SECONDS), int8 * 8 / ROUND_SECONDS / 1e6
+        hourly = _size(contribution_bytes(model, "int8") * 3_600 // ROUND_SECONDS)
+        rate = 8e-6 * needs_of(Manifest(model, preset(model), outer=NoLoCoConfig(codec="int8"))).rate
         lines.append(f"| `{model}` |{sizes} {hourly} | {rate:.{1 if rate >= 1 else 2}f} |")
+    return "\n".join(lines) + "\n"
+
+
+def needs_table() -> str:
+    """A row for each preset: what members need, with the settings that suit a line of 20 Mbit/s."""
+    lines = [
+        "| model | memory, on the CPU | GPU's memory | memory beside it | disk | a newcomer downloads |",
+        "|---" * 6 + "|",
+    ]
+    for model in PRESETS:
+        needs = plan(Manifest(model, preset(model)), Machine(USUAL_RATE, USUAL_RATE)).needs
+        sizes = (needs.on_cpu.host, needs.on_gpu.device, needs.on_gpu.host, needs.disk_bytes, needs.join_bytes)
+        lines.append(f"| `{model}` |" + "".join(f" {_size(each)} |" for each in sizes))
     return "\n".join(lines) + "\n"
 
 
 def _size(num_bytes: int) -> str:
     """Three digits, as people say them."""
-    power = min(max((len(str(num_bytes)) - 1) // 3, 1), 3)
+    power = next(power for power in (1, 2, 3) if power == 3 or num_bytes < 999.5 * 1_000**power)
     return f"{num_bytes / 1_000**power:#.3g}".rstrip(".") + " " + ("kB", "MB", "GB")[power - 1]

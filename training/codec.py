@@ -31,8 +31,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from farandole.protocol.codec_sizes import DEFAULT_TOPK, SCALE_BYTES, SIZES, CodecSize
+
 from .errors import CodecError
-from .magnitudes import MAX_FP16, MAX_MAGNITUDE, MIN_SCALE, SCALE_BYTES
+from .magnitudes import MAX_FP16, MAX_MAGNITUDE, MIN_SCALE
 from .topk import TopK
 
 # Elements encoded or decoded at a time, a multiple of every block: 2 MiB of fp32 stay in a processor's cache from one
@@ -70,7 +72,7 @@ class _Plain:
     limit: float = MAX_MAGNITUDE
 
     def size(self, num_elements: int) -> int:
-        return self.dtype.itemsize * num_elements
+        return SIZES[self.name].of(num_elements)
 
     def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
         if not _is_within(values, self.limit):
@@ -93,18 +95,22 @@ def _is_within(values: Tensor, limit: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Integers of ``bits`` in -levels..levels, times a scale that each block of ``length`` elements has."""
+    """Integers in -levels..levels, times a scale that each block of elements has."""
 
-    length: int
+    layout: CodecSize
     levels: int
-    bits: int
+
+    @property
+    def length(self) -> int:
+        """Elements of a block."""
+        return self.layout.block
 
     @property
     def _num_bytes(self) -> int:
         return self.size(self.length)
 
     def size(self, num_elements: int) -> int:
-        return SCALE_BYTES * -(-num_elements // self.length) + -(-num_elements * self.bits // 8)
+        return self.layout.of(num_elements)
 
     def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
         whole = len(values) - len(values) % self.length
@@ -124,7 +130,7 @@ class _Blocks:
         scales = (largest / self.levels).clamp_(min=MIN_SCALE)
         rows[:, :SCALE_BYTES].copy_(scales.view(torch.uint8))
         levels = (blocks / scales).round_()  # rounding makes no quotient more than ``levels``
-        if self.bits == 4:  # two to a byte, the first in the low half
+        if self.layout.bits == 4:  # two to a byte, the first in the low half
             pairs = levels.add_(8).to(torch.int8).view(torch.int16)  # (b, length / 2), the first in the low byte
             rows[:, SCALE_BYTES:].copy_(pairs | (pairs >> 4))
         else:
@@ -149,7 +155,7 @@ class _Blocks:
         if not bool(((scales >= MIN_SCALE) & (scales <= MAX_MAGNITUDE / self.levels * 2)).all()):
             raise CodecError("a scale received is not a finite positive number")
         packed = rows[:, SCALE_BYTES:]
-        if self.bits == 4:
+        if self.layout.bits == 4:
             pairs = packed.to(torch.int16)
             blocks.copy_(((pairs | (pairs << 4)) & 0x0F0F).view(torch.int8)).sub_(8)
         else:
@@ -161,11 +167,10 @@ _FORMS: dict[str, Form] = {
     "fp32": _Plain("fp32", torch.float32),
     "bf16": _Plain("bf16", torch.bfloat16),
     "fp16": _Plain("fp16", torch.float16, MAX_FP16),
-    "int8": _Blocks(256, 127, 8),
-    "int4": _Blocks(64, 7, 4),
+    "int8": _Blocks(SIZES["int8"], 127),
+    "int4": _Blocks(SIZES["int4"], 7),
 }
 CODECS = tuple(_FORMS)  # those that send every element; and there is topk
-DEFAULT_TOPK = 64
 
 
 def form_of(codec: str, topk: int = DEFAULT_TOPK) -> Form:

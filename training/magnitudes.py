@@ -6,4 +6,3 @@ from __future__ import annotations
 MAX_MAGNITUDE = 2.0**126
 MAX_FP16 = 65_504.0
 MIN_SCALE = 2.0**-126  # the least normal number: blocks of zeros and denormals need no case of their own
-SCALE_BYTES = 4

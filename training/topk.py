@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import CodecError
-from .magnitudes import MAX_MAGNITUDE, MIN_SCALE, SCALE_BYTES
+from farandole.protocol.codec_sizes import SCALE_BYTES, TOPK_BLOCK, topk_bytes
 
-BLOCK = 256  # places fit a byte
+from .errors import CodecError
+from .magnitudes import MAX_MAGNITUDE, MIN_SCALE
+
 _LEVELS = 127
 
 
@@ -32,26 +33,25 @@ class TopK:
 
     def size(self, num_elements: int) -> int:
         """Bytes that so many elements take."""
-        whole, rest = divmod(num_elements, BLOCK)
-        return whole * self._num_bytes(self.k) + (self._num_bytes(min(self.k, rest)) if rest else 0)
+        return topk_bytes(self.k, num_elements)
 
     def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
         """Write those of ``values`` (n,) fp32 that are furthest from what was ``last`` sent (n,), by default zeros."""
         last = torch.zeros_like(values) if last is None else last
-        whole = len(values) - len(values) % BLOCK
+        whole = len(values) - len(values) % TOPK_BLOCK
         if whole:
             rows = out[: self.size(whole)].view(-1, self._num_bytes(self.k))
-            _encode_blocks(values[:whole].view(-1, BLOCK), last[:whole].view(-1, BLOCK), self.k, rows)
+            _encode_blocks(values[:whole].view(-1, TOPK_BLOCK), last[:whole].view(-1, TOPK_BLOCK), self.k, rows)
         if rest := len(values) - whole:
             row = out[self.size(whole) :].view(1, -1)
             _encode_blocks(values[whole:].view(1, -1), last[whole:].view(1, -1), min(self.k, rest), row)
 
     def decode(self, data: Tensor, values: Tensor) -> None:
         """Replace what ``data`` (size(n),) uint8 has in ``values`` (n,); raises `CodecError` if that is malformed."""
-        whole = len(values) - len(values) % BLOCK
+        whole = len(values) - len(values) % TOPK_BLOCK
         if whole:
             rows = data[: self.size(whole)].view(-1, self._num_bytes(self.k))
-            _decode_blocks(rows, self.k, values[:whole].view(-1, BLOCK))
+            _decode_blocks(rows, self.k, values[:whole].view(-1, TOPK_BLOCK))
         if rest := len(values) - whole:
             _decode_blocks(data[self.size(whole) :].view(1, -1), min(self.k, rest), values[whole:].view(1, -1))
 
@@ -79,11 +79,13 @@ def _furthest(moves: Tensor, k: int) -> Tensor:
     Floats in the order of their bits, the place in the last eight of these: one sort of integers, for which NumPy has
     vector instructions, and no ties. Moves that are equal to 2^-15 of their size go by their places.
     """
-    keys = moves.view(torch.int32) & ~(BLOCK - 1) | torch.arange(moves.shape[1], dtype=torch.int32, device=moves.device)
+    keys = moves.view(torch.int32) & ~(TOPK_BLOCK - 1) | torch.arange(
+        moves.shape[1], dtype=torch.int32, device=moves.device
+    )
     if keys.device.type == "cpu":
-        places = np.sort(np.sort(keys.numpy(), axis=1)[:, -k:] & (BLOCK - 1), axis=1)
+        places = np.sort(np.sort(keys.numpy(), axis=1)[:, -k:] & (TOPK_BLOCK - 1), axis=1)
         return torch.from_numpy(places).long()
-    return (keys.topk(k, dim=1, sorted=False).values & (BLOCK - 1)).sort(dim=1).values.long()
+    return (keys.topk(k, dim=1, sorted=False).values & (TOPK_BLOCK - 1)).sort(dim=1).values.long()
 
 
 def _decode_blocks(rows: Tensor, k: int, blocks: Tensor) -> None:

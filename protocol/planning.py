@@ -1,0 +1,246 @@
+"""Which settings of a run fit the machines and lines of its members: `farandole run plan` and `run create`.
+
+A plan changes six settings: ``codec`` and ``fragments``, ``exchange_seconds``, ``round_seconds`` and ``overlap``, and
+``num_stages`` where a member's memory does not hold the model. It prefers, in this order: the codec that loses nothing
+(int8), exchanges that are short (`GOOD_EXCHANGE`), and few fragments, so that a parameter is averaged often. Rounds are
+long enough that trainers hardly wait: beside an exchange where rounds overlap, else nine times as long as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from .errors import ManifestError
+from .manifest import Manifest, RoundConfig
+from .needs import TRANSFER_SHARE, USUAL_RATE, Needs, busy_share, needs_of
+
+# Share of a line that contributions are planned to have. In namespaces with 20 Mbit/s they got 0.7 to 0.85 of it
+# (BENCHMARKS.md, A slow link); copies of checkpoints take up to a tenth of a member's time.
+LINE_SHARE: Final = 0.8
+# An exchange is planned to be over in this, in seconds, if that can be: a line that changes or a partner that leaves
+# costs all of an exchange.
+GOOD_EXCHANGE: Final = 180.0
+# Values for times that people can remember. The last is the most that a manifest takes.
+STEPS: Final = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 240.0, 300.0, 450.0, 600.0, 900.0, 1_200.0, 1_800.0, 3_600.0)
+FRAGMENTS: Final = (1, 2, 4, 8, 16, 32, 64)
+# int8 lost nothing against fp32 in measurements, int4 and topk did (BENCHMARKS.md, Codecs and late outer steps).
+CODECS: Final = ("int8", "int4", "topk")
+# topk in half the bytes of int4.
+PLANNED_TOPK: Final = 32
+# Without overlap a trainer is busy for at least this share of its time.
+GOOD_BUSY_SHARE: Final = 0.9
+# From this share of a default round on, an exchange is worth an outer step that comes late.
+OVERLAP_FROM: Final = 0.05
+# Of a model that is cut: microbatches at a node at once. Each keeps its input alone (`recompute`).
+PLANNED_IN_FLIGHT: Final = 4
+# Members of each stage at least, so that one may leave.
+MIN_HOLDERS: Final = 2
+# More stages than these do not pay: each adds a hop to every token's way.
+MAX_PLANNED_STAGES: Final = 32
+
+TRAVEL: Final = frozenset(
+    {"outer.codec", "outer.fragments", "rounds.exchange_seconds", "rounds.round_seconds", "rounds.overlap"}
+)
+"""Settings of a run file that say how contributions travel, and when."""
+NUM_STAGES: Final = "model.num_stages"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a member has: bytes a second of its line, and bytes of memory, None if any will do."""
+
+    upload: float
+    download: float
+    memory: int | None = None
+    gpu: int | None = None
+    """Of the GPU; None: it trains on the CPU."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second of an exchange, which goes both ways at once."""
+        return min(self.upload, self.download)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A manifest, and what it asks of a machine."""
+
+    manifest: Manifest
+    needs: Needs
+    seconds: float
+    """An exchange probably takes."""
+    lacks_line: bool
+    lacks_memory: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether a member with this machine can take part in every round."""
+        return not (self.lacks_line or self.lacks_memory)
+
+    @property
+    def period(self) -> float:
+        """Seconds in which every parameter is averaged once; infinity if rounds have no length."""
+        rounds = self.manifest.rounds
+        wait = 0.0 if rounds.overlap else self.seconds
+        length = rounds.round_seconds + wait if rounds.round_seconds else math.inf
+        return self.manifest.outer.fragments * length
+
+    @property
+    def busy(self) -> float | None:
+        """Share of its time that a trainer spends in inner steps."""
+        return busy_share(self.manifest.rounds, self.seconds)
+
+
+def judge(manifest: Manifest, machine: Machine) -> Plan:
+    """How a manifest, as it is, suits a machine."""
+    needs = needs_of(manifest)
+    memory = needs.memory(has_gpu=machine.gpu is not None)
+    lacks_device = machine.gpu is not None and memory.device > machine.gpu
+    lacks_host = machine.memory is not None and memory.host > machine.memory
+    return Plan(
+        manifest=manifest,
+        needs=needs,
+        seconds=needs.seconds(LINE_SHARE * machine.rate),
+        lacks_line=needs.rate > machine.rate,
+        lacks_memory=lacks_device or lacks_host,
+    )
+
+
+def plan(manifest: Manifest, machine: Machine, given: Collection[str] = (), num_members: int | None = None) -> Plan:
+    """The settings that suit the machine best; if none do, the plan says what is lacking.
+
+    ``given``: settings that stay as they are, such as ``outer.codec``. ``num_members``: of the run; there are at least
+    `MIN_HOLDERS` to a stage. A model is cut for memory alone: what a cut saves a line, its activations take many times.
+    """
+    planned = [_plan_line(manifest, machine, given)]
+    for cut in _cuts(manifest, given, num_members):
+        if not planned[-1].lacks_memory:
+            break
+        planned.append(_plan_line(cut, machine, given))
+    return planned[0] if planned[-1].lacks_memory else planned[-1]
+
+
+def alternatives(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Sequence[Plan]:
+    """What other codecs, fragments and stages would make of a planned manifest, for a table."""
+    rows = [
+        _timed(variant, machine, given)
+        for codec in _choices(("fp32", *CODECS), manifest.outer.codec, "outer.codec" in given)
+        for fragments in _choices((1, 4, 16), manifest.outer.fragments, "outer.fragments" in given)
+        if (variant := _travels(manifest, codec, fragments)) is not None
+    ]
+    if NUM_STAGES not in given:
+        cuts = (_cut(manifest, factor * manifest.model.num_stages) for factor in (2, 4))
+        rows += [_timed(cut, machine, given) for cut in cuts if cut is not None]
+    return rows
+
+
+def complete(manifest: Manifest, given: Collection[str]) -> Manifest:
+    """A manifest from a run file: if that says nothing about `TRAVEL`, and homes could not exchange, what suits them.
+
+    ``given``: what the run file says.
+    """
+    if TRAVEL & set(given) or needs_of(manifest).rate <= USUAL_RATE:
+        return manifest
+    return remedy(manifest)
+
+
+def remedy(manifest: Manifest) -> Manifest:
+    """The same run with settings with which a line of `USUAL_RATE` is enough, or comes nearest."""
+    return _plan_line(manifest, Machine(USUAL_RATE, USUAL_RATE)).manifest
+
+
+def changes(before: Manifest, after: Manifest) -> dict[str, Any]:
+    """What is another in the second: values by the names that a run file has for them, such as ``outer.codec``."""
+    names = (("model", ("num_stages",)), ("outer", ("codec", "topk", "fragments")))
+    rounds = ("rounds", ("exchange_seconds", "round_seconds", "overlap"))
+    found = {}
+    for section, fields in (*names, rounds, ("pipeline", ("in_flight", "recompute"))):
+        for field in fields:
+            old, new = (getattr(getattr(each, section), field) for each in (before, after))
+            if old != new:
+                found[f"{section}.{field}"] = new
+    return found
+
+
+def given_by(settings: object) -> frozenset[str]:
+    """What a parsed run file says, as ``section.field``."""
+    if not isinstance(settings, dict):
+        return frozenset()
+    sections = ((name, value) for name, value in settings.items() if isinstance(value, dict))
+    return frozenset(f"{name}.{field}" for name, value in sections for field in value)
+
+
+def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -> Iterator[Manifest]:
+    """The model in two stages, then in more and more; nothing where the run file says how many there are."""
+    if NUM_STAGES in given or manifest.model.num_stages > 1:
+        return
+    most = MAX_PLANNED_STAGES if num_members is None else num_members // MIN_HOLDERS
+    for num_stages in range(2, min(most, MAX_PLANNED_STAGES) + 1):
+        if (cut := _cut(manifest, num_stages)) is not None:
+            yield cut
+
+
+def _cut(manifest: Manifest, num_stages: int) -> Manifest | None:
+    """The same model in so many stages; None if that cannot be."""
+    model = msgspec.structs.replace(manifest.model, num_stages=num_stages, stage_layers=())
+    pipeline = msgspec.structs.replace(manifest.pipeline, in_flight=PLANNED_IN_FLIGHT, recompute=True)
+    try:
+        cut = msgspec.structs.replace(manifest, model=model, pipeline=pipeline)
+        needs_of(cut)
+    except ManifestError:
+        return None
+    return cut
+
+
+def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Plan:
+    """How contributions travel best: the first way that is short, else the first that fits, else the smallest."""
+    found = [
+        _timed(variant, machine, given)
+        for codec in _choices(CODECS, manifest.outer.codec, "outer.codec" in given)
+        for fragments in _choices(FRAGMENTS, manifest.outer.fragments, "outer.fragments" in given)
+        if (variant := _travels(manifest, codec, fragments)) is not None
+    ]
+    fitting = [plan for plan in found if not plan.lacks_line]
+    short = [plan for plan in fitting if plan.manifest.rounds.exchange_seconds <= GOOD_EXCHANGE]
+    choice = next(iter(short or fitting), None)
+    return choice or min(found, key=lambda plan: plan.needs.rate, default=judge(manifest, machine))
+
+
+def _choices(values: Sequence[Any], own: Any, is_given: bool) -> Sequence[Any]:
+    return (own,) if is_given else values
+
+
+def _travels(manifest: Manifest, codec: str, fragments: int) -> Manifest | None:
+    """The same run with contributions in this codec, so many fragments; None where the run excludes that."""
+    topk = PLANNED_TOPK if codec == "topk" and manifest.outer.codec != "topk" else manifest.outer.topk
+    outer = msgspec.structs.replace(manifest.outer, codec=codec, topk=topk, fragments=fragments)
+    try:
+        return msgspec.structs.replace(manifest, outer=outer)
+    except ManifestError:
+        return None
+
+
+def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan:
+    """The same run with times that suit the line."""
+    seconds = needs_of(manifest).seconds(LINE_SHARE * machine.rate)
+    rounds, defaults = manifest.rounds, RoundConfig()
+    if "rounds.exchange_seconds" not in given:
+        exchange = max(defaults.exchange_seconds, _step(seconds / TRANSFER_SHARE))
+        rounds = msgspec.structs.replace(rounds, exchange_seconds=exchange)
+    if "rounds.overlap" not in given:
+        is_late = seconds > OVERLAP_FROM * defaults.round_seconds and not manifest.audits
+        rounds = msgspec.structs.replace(rounds, overlap=is_late)
+    if "rounds.round_seconds" not in given and not rounds.inner_steps:
+        least = rounds.exchange_seconds if rounds.overlap else seconds * GOOD_BUSY_SHARE / (1 - GOOD_BUSY_SHARE)
+        rounds = msgspec.structs.replace(rounds, round_seconds=max(defaults.round_seconds, _step(least)))
+    return judge(msgspec.structs.replace(manifest, rounds=rounds), machine)
+
+
+def _step(seconds: float) -> float:
+    """The next of `STEPS`; the last, if it is beyond."""
+    return next((step for step in STEPS if step >= seconds), STEPS[-1])

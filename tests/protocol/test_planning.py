@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from farandole.protocol.manifest import InnerConfig, Manifest, RoundConfig
+from farandole.protocol.needs import USUAL_RATE, needs_of
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.planning import (
+    GOOD_EXCHANGE,
+    Machine,
+    alternatives,
+    changes,
+    complete,
+    given_by,
+    judge,
+    plan,
+    remedy,
+)
+from farandole.protocol.presets import PRESETS, preset
+
+HOME = Machine(USUAL_RATE, USUAL_RATE)
+GB = 1_000_000_000
+
+
+def manifest(model: str, **settings: object) -> Manifest:
+    return msgspec.structs.replace(Manifest(name="a", model=preset(model)), **settings)
+
+
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("gpu", [None, 24 * GB])
+def test_every_preset_fits_a_home_line(model: str, gpu: int | None) -> None:
+    planned = plan(manifest(model), Machine(USUAL_RATE, USUAL_RATE, gpu=gpu))
+
+    assert planned.fits
+    assert planned.needs.rate <= USUAL_RATE
+    assert planned.manifest.outer.codec == "int8"
+    assert planned.manifest.rounds.exchange_seconds <= GOOD_EXCHANGE
+    assert planned.busy is not None
+    assert planned.busy >= 0.9
+
+
+def test_a_small_model_keeps_the_default_rounds() -> None:
+    planned = plan(manifest("3M"), HOME)
+
+    assert changes(manifest("3M"), planned.manifest) == {"outer.codec": "int8"}
+
+
+def test_rounds_that_overlap_are_as_long_as_an_exchange_may_take() -> None:
+    rounds = plan(manifest("1B"), HOME).manifest.rounds
+
+    assert rounds.overlap
+    assert rounds.round_seconds >= rounds.exchange_seconds
+
+
+def test_a_model_that_does_not_fit_the_memory_is_cut_as_little_as_can_be() -> None:
+    planned = plan(manifest("1B"), Machine(USUAL_RATE, USUAL_RATE, gpu=24 * GB))
+    num_stages = planned.manifest.model.num_stages
+
+    assert planned.fits
+    assert num_stages > 1
+    assert planned.needs.on_gpu.device <= 24 * GB
+    less = msgspec.structs.replace(planned.manifest.model, num_stages=num_stages - 1)
+    assert needs_of(msgspec.structs.replace(planned.manifest, model=less)).on_gpu.device > 24 * GB
+
+
+def test_members_bound_the_stages() -> None:
+    machine = Machine(USUAL_RATE, USUAL_RATE, memory=8 * GB)
+    alone, many = (plan(manifest("1B"), machine, num_members=number) for number in (2, 40))
+
+    assert alone.lacks_memory
+    assert alone.manifest.model.num_stages == 1
+    assert many.fits
+
+
+def test_a_line_that_carries_nothing_is_said_to_lack() -> None:
+    planned = plan(manifest("1B"), Machine(1_000, 1_000))
+
+    assert planned.lacks_line
+    assert not planned.fits
+
+
+def test_a_slower_way_down_counts_as_well() -> None:
+    slow = plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4))
+
+    assert slow.needs.rate <= USUAL_RATE / 4
+
+
+def test_what_is_given_stays() -> None:
+    run = manifest("125M", outer=NoLoCoConfig(codec="fp32"), rounds=RoundConfig(exchange_seconds=60))
+    planned = plan(run, HOME, given={"outer.codec", "rounds.exchange_seconds", "model.num_stages"})
+
+    assert planned.manifest.outer.codec == "fp32"
+    assert planned.manifest.rounds.exchange_seconds == 60
+    assert planned.manifest.outer.fragments > 1
+    assert planned.fits
+
+
+def test_a_run_with_audits_is_planned_without_what_audits_exclude() -> None:
+    run = manifest("125M", inner=InnerConfig(deterministic=True), audits=0.03)
+    planned = plan(run, Machine(USUAL_RATE / 8, USUAL_RATE / 8))
+
+    assert planned.fits
+    assert not planned.manifest.rounds.overlap
+
+
+def test_a_run_file_that_says_nothing_of_travel_is_completed_where_homes_could_not_exchange() -> None:
+    large, small = manifest("1B"), manifest("3M")
+
+    assert complete(large, ["inner.batch_size"]) == remedy(large)
+    assert needs_of(complete(large, ())).rate <= USUAL_RATE
+    assert complete(small, ()) == small
+    assert complete(large, ["outer.codec"]) == large
+
+
+def test_alternatives_show_what_else_there_is() -> None:
+    planned = plan(manifest("350M"), HOME).manifest
+    rows = alternatives(planned, HOME)
+
+    assert {row.manifest.outer.codec for row in rows} == {"fp32", "int8", "int4", "topk"}
+    assert {row.manifest.model.num_stages for row in rows} == {1, 2, 4}
+    assert all(row.needs.rate <= USUAL_RATE or row.lacks_line for row in rows)
+    assert len(alternatives(planned, HOME, ["outer.codec", "outer.fragments", "model.num_stages"])) == 1
+
+
+def test_judging_changes_nothing() -> None:
+    judged = judge(manifest("1B"), Machine(USUAL_RATE, USUAL_RATE, memory=16 * GB))
+
+    assert judged.manifest == manifest("1B")
+    assert judged.lacks_line
+    assert judged.lacks_memory
+
+
+def test_what_a_run_file_says() -> None:
+    assert given_by({"name": "a", "model": "3M", "outer": {"codec": "int8"}}) == {"outer.codec"}
+    assert given_by({"model": {"num_stages": 2}}) == {"model.num_stages"}
+    assert given_by("not a table") == frozenset()
