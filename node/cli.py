@@ -24,6 +24,7 @@ from .app.commands.identity import show_id
 from .app.commands.leave import leave
 from .app.commands.metrics import show_metrics
 from .app.commands.pause import pause, resume
+from .app.commands.plan import plan_run
 from .app.commands.reference import print_reference
 from .app.commands.runs import run_app
 from .app.commands.service import service_app
@@ -42,6 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+run_app.command("plan")(plan_run)
 run_app.command("metrics")(show_metrics)
 app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")

@@ -48,6 +48,8 @@ TRAVEL: Final = frozenset(
 )
 """Settings of a run file that say how contributions travel, and when."""
 NUM_STAGES: Final = "model.num_stages"
+STAGES: Final = frozenset({NUM_STAGES, "pipeline.in_flight", "pipeline.recompute"})
+"""Settings by which a model is cut."""
 
 
 @dataclass(frozen=True, slots=True)

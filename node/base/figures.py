@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Final
 
 BYTES_PER_MBIT: Final = 125_000
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _LARGE: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G)?(?:bit(?:/s)?|bps)?", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(M|G|T)?(i)?B?", re.IGNORECASE)
+_MULTIPLES: Final = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def count(value: float) -> str:
@@ -62,3 +66,26 @@ def _averaged(values: Sequence[float], width: int) -> list[float]:
     width = min(width, len(values))
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def mbit(rate: float) -> str:
+    """A rate in bytes a second as ``20 Mbit/s``, ``0.5 Mbit/s``."""
+    value = rate / BYTES_PER_MBIT
+    return f"{value:.3g} Mbit/s" if value < 1_000 else f"{value:.0f} Mbit/s"
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second of ``20Mbit``, ``1 Gbit/s`` or ``20`` (Mbit/s); `ValueError` if it is none."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{text!r} is no rate: write 20Mbit, 500kbit or 1Gbit")
+    return float(match[1]) * 1e3 ** _MULTIPLES[(match[2] or "M").lower()] / 8
+
+
+def parse_size(text: str) -> float:
+    """Bytes of ``24GB``, ``24GiB``, ``800MB`` or ``24`` (GB); `ValueError` if it is none."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{text!r} is no size: write 24GB, 24GiB or 800MB")
+    base = 1_024.0 if match[3] else 1_000.0
+    return float(match[1]) * base ** _MULTIPLES[(match[2] or "G").lower()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,12 +72,15 @@ def create_run(
     """
     from farandole.protocol.invite import Invite, encode_invite
     from farandole.protocol.manifest import sign_manifest
+    from farandole.protocol.planning import complete, given_by
     from farandole.protocol.private_network import network_key_of
 
     from ...base.identity import load_or_create_key
-    from ...store.run_file import load_run_file
+    from ...base.requirements import unusual_needs
+    from ...store.run_file import load_run_file, read_toml
 
-    manifest = load_run_file(run_file, time.time(), settings.allow_model)
+    written = load_run_file(run_file, time.time(), settings.allow_model)
+    manifest = complete(written, given_by(read_toml(run_file)))
     path = out or run_file.with_suffix(".manifest")
     if path.exists() and not force:
         raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
@@ -88,6 +91,8 @@ def create_run(
         manifest, measured = cut_by_measuring(manifest, settings.allow_model)
     key = load_or_create_key(settings.key)
     signed = sign_manifest(manifest, key)
+    warnings = unusual_needs(manifest)
+    _say_on_the_side(written, manifest, warnings)
     network_key = network_key_of(key, signed.run_id) if manifest.private else b""
     addresses = tuple(invite_address or ())
     invite = encode_invite(Invite(signed.run_id, addresses, network_key=network_key)) if addresses else None
@@ -96,7 +101,8 @@ def create_run(
         import msgspec
 
         figures = {} if measured is None else {"measured": msgspec.to_builtins(measured)}
-        print_json({"run_id": signed.run_id.hex(), "manifest": str(path), "invite": invite, **figures})
+        answer = {"run_id": signed.run_id.hex(), "manifest": str(path), "invite": invite, "warnings": warnings}
+        print_json({**answer, **figures})
         return
     if measured is not None:
         _show_measured(measured)
@@ -105,6 +111,22 @@ def create_run(
     typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{brings}")
     if invite:
         typer.echo(f"others join with: farandole join {invite}{brings}")
+
+
+def _say_on_the_side(written: Manifest, signed: Manifest, warnings: Iterable[str]) -> None:
+    """On standard error: settings that the run file leaves open, and needs that few homes can meet."""
+    from farandole.protocol.planning import changes
+
+    from ...base.requirements import settings_line
+
+    if chosen := changes(written, signed):
+        typer.echo(
+            "note: the run file does not say how contributions travel, and with the defaults homes could not exchange; "
+            f"signed with {settings_line(chosen)}",
+            err=True,
+        )
+    for warning in warnings:
+        typer.secho(f"warning: {warning}", fg=typer.colors.YELLOW, err=True)
 
 
 def _brings(manifest: Manifest) -> str:

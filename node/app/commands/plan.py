@@ -1,0 +1,240 @@
+"""``farandole run plan``: which settings of a run suit the machines and lines of its members."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from farandole.protocol.errors import ManifestError
+
+from ...base.exits import Exit
+from ...base.figures import count, duration, mbit, parse_rate, parse_size, size
+from .options import AsJson
+from .output import print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from farandole.protocol.manifest import Manifest
+    from farandole.protocol.planning import Machine, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is planned: a run with default settings, or the one that a run file describes."""
+
+    manifest: Manifest
+    given: frozenset[str]
+    """Settings that stay, such as ``outer.codec``."""
+    table: dict[str, Any] | None
+    """The section ``[model]`` of a new run file; None: there is a run file."""
+
+
+def plan_run(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN.TOML", help="A preset such as 125M, hf:FOLDER, or a run file.")
+    ],
+    upload: Annotated[
+        float, typer.Option("--upload", parser=parse_rate, metavar="RATE", help="The slowest member's line up.")
+    ] = "20Mbit",  # type: ignore[assignment]  # typer parses it
+    download: Annotated[
+        float | None,
+        typer.Option(
+            "--download", parser=parse_rate, metavar="RATE", help="Its line down.", show_default="as --upload"
+        ),
+    ] = None,
+    gpu: Annotated[
+        float | None,
+        typer.Option("--gpu", parser=parse_size, metavar="SIZE", help="Memory of each GPU.", show_default="no GPU"),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option("--memory", parser=parse_size, metavar="SIZE", help="Of each machine.", show_default="any"),
+    ] = None,
+    members: Annotated[
+        int | None, typer.Option("--members", min=1, metavar="N", help="Bounds the stages: two members to each.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="RUN.TOML", help="Write the run file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a run file that is there, without asking.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find settings with which a model of this size fits members' memory and lines, before a run is signed.
+
+    What a run file says stays as it is, and the rest is planned. Exit code 1 if nothing fits.
+
+    Examples: [cyan]farandole run plan 125M --upload 20Mbit[/cyan];
+    [cyan]farandole run plan 350M --gpu 24GB --upload 20Mbit --out run.toml[/cyan];
+    [cyan]farandole run plan 1B --gpu 24GB --upload 40Mbit --members 8[/cyan];
+    [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
+    """
+    from farandole.protocol.planning import Machine, alternatives, plan
+
+    planned = _read(model)
+    machine = Machine(
+        upload, download or upload, None if memory is None else int(memory), None if gpu is None else int(gpu)
+    )
+    best = plan(planned.manifest, machine, planned.given, members)
+    if as_json:
+        print_json(_as_json(best, planned, machine))
+    else:
+        from rich.console import Console
+
+        for line in _lines(best, planned, machine):
+            typer.echo(line)
+        Console().print(_table(alternatives(best.manifest, machine, planned.given), machine))
+    if out is not None and best.fits:
+        _write(out, planned, best, force=force)
+        if not as_json:
+            typer.echo(f"{out} is written; sign it with: farandole run create {out}")
+    if not best.fits:
+        raise typer.Exit(Exit.NOT_WELL)
+
+
+def _read(model: str) -> _Model:
+    from farandole.protocol.planning import given_by
+
+    from ...store.run_file import manifest_of, read_toml
+
+    if model.endswith(".toml"):
+        path = Path(model)
+        settings = read_toml(path)
+        return _Model(manifest_of(settings, path.parent, time.time()), given_by(settings), None)
+    name = re.sub(r"[^\w .:+-]", "-", Path(model.removeprefix("hf:")).name or model)[:64]
+    is_folder = model.startswith("hf:")
+    table = {"hf": str(Path(model.removeprefix("hf:")).absolute())} if is_folder else {"preset": model}
+    return _Model(manifest_of({"name": name, "model": table}, Path(), time.time()), frozenset(), table)
+
+
+def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
+    """The plan for people."""
+    import msgspec
+
+    from farandole.protocol.needs import TRANSFER_SHARE
+    from farandole.protocol.planning import LINE_SHARE, changes, judge
+    from farandole.protocol.presets import num_parameters
+
+    from ...base.requirements import settings_line
+
+    manifest, needs = best.manifest, best.needs
+    memory, has_gpu = needs.memory(has_gpu=machine.gpu is not None), machine.gpu is not None
+    rounds, stages = manifest.rounds, manifest.model.num_stages
+    has = [f"{mbit(machine.upload)} up, {mbit(machine.download)} down"]
+    has += [f"a GPU with {size(machine.gpu)}"] if machine.gpu is not None else []
+    has += [f"{size(machine.memory)} of memory"] if machine.memory is not None else []
+    settings = settings_line(changes(planned.manifest, manifest)) or "the settings as they are"
+    lacks = [name for name, is_lacking in (("line", best.lacks_line), ("memory", best.lacks_memory)) if is_lacking]
+    verdict = f"does not fit (too little {' and '.join(lacks)}); nearest:" if lacks else "fits, with"
+    lines = [
+        f"{manifest.name}: {count(num_parameters(manifest.model))} parameters; each member has {', '.join(has)}",
+        f"{verdict} {settings}",
+        "",
+        f"exchange  {size(needs.contribution_bytes)} each way: {duration(best.seconds)} with {LINE_SHARE:.0%} of the "
+        f"line, of the {duration(needs.transfer_seconds)} that are certain ({TRANSFER_SHARE:.0%} of exchange_seconds); "
+        f"{mbit(needs.rate)} are needed",
+    ]
+    if best.busy is not None:
+        lines.append(
+            f"rounds    every parameter is averaged once in {duration(best.period)}; trainers are in inner steps "
+            f"up to {best.busy:.0%} of the time"
+        )
+    where = f"{size(memory.device)} on the GPU and {size(memory.host)} beside it" if has_gpu else size(memory.host)
+    lines += [
+        f"memory    {where}, for one sequence at a time",
+        f"disk      {size(needs.disk_bytes)}",
+        f"joining   {size(needs.join_bytes)}: {duration(needs.join_seconds(machine.download))}",
+    ]
+    if stages > 1:
+        share = 1 - min(best.seconds / rounds.round_seconds, 1.0) if rounds.round_seconds else 1.0
+        tokens = LINE_SHARE * share * machine.rate / needs.hop_bytes
+        whole = judge(msgspec.structs.replace(manifest, model=planned.manifest.model), machine).needs
+        uncut = whole.memory(has_gpu=has_gpu)
+        lines.append(
+            f"stages    {stages}, the largest with {count(needs.num_parameters)} parameters; each token takes "
+            f"{size(needs.hop_bytes)} of a member's line up, so at most {count(tokens)} tokens/s pass through one "
+            f"(uncut, the model takes {size(uncut.device if has_gpu else uncut.host)})"
+        )
+    return lines
+
+
+def _table(plans: Sequence[Plan], machine: Machine) -> Table:
+    """Alternatives, each with times that suit the line."""
+    from rich.table import Column, Table
+
+    names = ("codec", "fragments", "stages", "sends", "takes", "exchange_s", "averaged in", "memory", "")
+    columns = (Column(name, justify="right", no_wrap=True) for name in names)
+    table = Table(*columns, box=None, padding=(0, 1, 0, 0), title="alternatives", title_justify="left")
+    for row in plans:
+        outer, needs = row.manifest.outer, row.needs
+        memory = needs.memory(has_gpu=machine.gpu is not None)
+        table.add_row(
+            f"topk {outer.topk}" if outer.codec == "topk" else outer.codec,
+            str(outer.fragments),
+            str(row.manifest.model.num_stages),
+            size(needs.contribution_bytes),
+            f"{row.seconds:.0f} s",
+            f"{row.manifest.rounds.exchange_seconds:g}",
+            duration(row.period) if row.busy is not None else "-",
+            size(memory.device if machine.gpu is not None else memory.host),
+            "fits" if row.fits else "line" if row.lacks_line else "memory",
+        )
+    return table
+
+
+def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
+    """The plan for scripts: rates in bytes a second, times in seconds, sizes in bytes."""
+    from dataclasses import asdict
+
+    from farandole.protocol.planning import changes
+
+    return {
+        "fits": best.fits,
+        "settings": changes(planned.manifest, best.manifest),
+        "needs": {**asdict(best.needs), "rate": best.needs.rate, "least_rate": best.needs.least_rate},
+        "machine": asdict(machine),
+        "exchange_seconds": best.seconds,
+        "period": None if best.busy is None else best.period,
+        "busy": best.busy,
+        "lacks_line": best.lacks_line,
+        "lacks_memory": best.lacks_memory,
+    }
+
+
+def _write(path: Path, planned: _Model, best: Plan, *, force: bool) -> None:
+    """Write a run file that says the plan. Asks before it replaces one."""
+    from farandole.protocol.planning import changes
+
+    if planned.table is None:
+        raise ManifestError("there is a run file already: write the settings above into it, and leave out --out")
+    if (
+        path.exists()
+        and not force
+        and not (sys.stdin.isatty() and typer.confirm(f"{path} is there already. Replace it?"))
+    ):
+        raise ManifestError(f"{path} is there already; --force replaces it, --out writes elsewhere")
+    sections: dict[str, dict[str, Any]] = {"model": planned.table, "outer": {}, "rounds": {}}
+    rounds = best.manifest.rounds
+    settings = {
+        **changes(planned.manifest, best.manifest),
+        "outer.codec": best.manifest.outer.codec,
+        "rounds.round_seconds": rounds.round_seconds,
+        "rounds.exchange_seconds": rounds.exchange_seconds,
+    }
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    lines = [f"name = {json.dumps(planned.manifest.name)}"]
+    for name, values in sections.items():
+        lines += ["", f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in values.items())]
+    head = "# Made by `farandole run plan`. examples/run.toml explains all settings, [data] and [inner] among them."
+    try:
+        path.write_text("\n".join([head, "", *lines, ""]))
+    except OSError as error:
+        raise ManifestError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.node.base.requirements import unusual_needs
+from farandole.node.store.run_file import load_run_file
+from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.needs import USUAL_RATE, needs_of
+
+from .conftest import Run
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run files lie in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def manifest_in(path: Path) -> Manifest:
+    return decode_manifest(path.read_bytes())[0]
+
+
+@pytest.mark.parametrize("model", ["125M", "350M", "1B"])
+def test_a_useful_model_is_planned_written_signed_and_fits_homes(run: Run, tmp_path: Path, model: str) -> None:
+    code, out, _ = run("run", "plan", model, "--gpu", "24GB", "--upload", "20Mbit", "--out", "run.toml")
+    assert code == 0
+    assert "\nfits, with [" in out
+    assert "alternatives" in out
+
+    code, _, err = run("run", "create", "run.toml")
+    assert code == 0
+    assert "up and down" not in err
+    signed = manifest_in(tmp_path / "run.manifest")
+    assert needs_of(signed).rate <= USUAL_RATE
+    assert needs_of(signed).on_gpu.device <= 24e9
+    assert (signed.model.num_stages > 1) == (model == "1B")
+
+
+def test_a_plan_for_scripts(run: Run) -> None:
+    code, out, _ = run("run", "plan", "125M", "--upload", "20Mbit/s", "--json")
+    plan: dict[str, Any] = json.loads(out)
+
+    assert code == 0
+    assert plan["fits"]
+    assert plan["settings"]["outer.codec"] == "int8"
+    assert plan["needs"]["rate"] <= USUAL_RATE
+
+
+def test_what_does_not_fit_is_an_exit_code_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("run", "plan", "1B", "--upload", "1kbit", "--out", "run.toml")
+
+    assert code == 1
+    assert "does not fit (too little line)" in out
+    assert not (tmp_path / "run.toml").exists()
+
+
+def test_a_run_file_that_is_there_is_not_overwritten_unasked(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("mine")
+
+    code, _, err = run("run", "plan", "125M", "--out", "run.toml")
+    assert (code, (tmp_path / "run.toml").read_text()) == (3, "mine")
+    assert "--force replaces it" in err
+
+    assert run("run", "plan", "125M", "--out", "run.toml", "--force")[0] == 0
+    assert load_run_file(tmp_path / "run.toml", 0).outer.fragments > 1
+
+
+def test_what_a_run_file_says_is_kept(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "125M"\n[outer]\ncodec = "fp32"\n')
+    _, out, _ = run("run", "plan", "run.toml", "--json")
+
+    assert "outer.codec" not in json.loads(out)["settings"]
+    assert run("run", "plan", "run.toml", "--out", "other.toml")[0] == 3
+
+
+@pytest.mark.parametrize("wrong", ["20 apples", "0", "-3"])
+def test_a_rate_that_is_none_is_refused(run: Run, wrong: str) -> None:
+    assert run("run", "plan", "3M", f"--upload={wrong}")[0] == 2
+
+
+def test_creating_a_large_run_says_what_each_member_needs_and_the_remedy(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "125M"\n[outer]\ncodec = "int8"\n')
+
+    code, out, err = run("run", "create", "run.toml")
+    assert (code, out.splitlines()[0][:4]) == (0, "run ")
+    assert "each member needs 96.7 Mbit/s up and down" in err
+    assert "at 20 Mbit/s an exchange takes 50.8 s of the 10.5 s that it has" in err
+    assert "Set [outer] fragments = 2; [rounds] exchange_seconds = 120" in err
+    assert manifest_in(tmp_path / "run.manifest").outer.fragments == 1
+
+    warnings = json.loads(run("run", "create", "run.toml", "--force", "--json")[1])["warnings"]
+    assert len(warnings) == 1
+
+
+def test_a_large_model_alone_gets_settings_with_which_homes_can_exchange(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "1B"\n')
+
+    _, _, err = run("run", "create", "run.toml")
+    signed = manifest_in(tmp_path / "run.manifest")
+    assert needs_of(signed).rate <= USUAL_RATE
+    assert 'signed with [outer] codec = "int8", fragments = 16' in err
+    assert "each member needs 54.1 GB of memory" in err
+    assert "[model] num_stages" in err
+
+
+def test_a_small_run_is_signed_as_it_is_and_without_a_word(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3M"\n')
+
+    code, _, err = run("run", "create", "run.toml")
+    assert (code, err) == (0, "")
+    assert manifest_in(tmp_path / "run.manifest").outer.codec == "fp32"
+    assert unusual_needs(manifest_in(tmp_path / "run.manifest")) == []
+
+
+def test_planning_and_signing_load_neither_torch_nor_libp2p() -> None:
+    code = (
+        "import sys; from farandole.node.cli import main\n"
+        "try: main(['run', 'plan', '125M'])\n"
+        "except SystemExit: print(sorted({'torch', 'libp2p'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
