@@ -48,7 +48,7 @@ _OVERLAP_VECTORS: Final = 3
 _LAYER_WIDTHS, _LAYER_HIDDEN, _END_WIDTHS, _END_VOCABULARIES = 12, 4, 3, 2
 # Checkpoints on the disk: two kept and one being written, two of another's; five more where rounds are audited; and
 # the run state and logs (`farandole.node.store.disk_space`).
-_NUM_OWN, _NUM_COPIES, _NUM_AUDITED, _OTHER_BYTES = 3, 2, 5, 128_000_000
+_NUM_OWN, _NUM_LEAST, _NUM_COPIES, _NUM_AUDITED, _OTHER_BYTES = 3, 2, 2, 5, 128_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,9 @@ class Needs:
     """What a newcomer downloads."""
     checkpoint_bytes: int
     disk_bytes: int
+    """Of all checkpoints that a member likes to have, and what it keeps beside them."""
+    least_disk_bytes: int
+    """Of the newest checkpoint, and the one that replaces it."""
     on_cpu: Memory
     on_gpu: Memory
     hop_bytes: int
@@ -132,6 +135,7 @@ def needs_of_stage(manifest: Manifest, stage: int) -> Needs:
         join_bytes=joining,
         checkpoint_bytes=own,
         disk_bytes=num_own * own + _NUM_COPIES * joining + _OTHER_BYTES,
+        least_disk_bytes=_NUM_LEAST * own + _OTHER_BYTES,
         on_cpu=Memory(state + step + beside),
         on_gpu=Memory(beside, state + max(verdict, kept + _AUTOCAST_BYTES * num_parameters)),
         hop_bytes=2 * encoded_bytes(manifest.pipeline.codec, manifest.model.width) if is_cut else 0,

@@ -80,6 +80,13 @@ CAUSES: Final = {
     "disk-fine": _ok("{free} free"),
     "disk-small": _warning("{free} free: little for a model's checkpoints", _MAKE_ROOM),
     "disk-nearly-full": _failed("only {free} free where {home} is", _MAKE_ROOM),
+    "disk-small-for-run": _warning(
+        "{free} free, and this run's checkpoints may take {good} more",
+        _MAKE_ROOM + ". With --disk the node keeps fewer checkpoints",
+    ),
+    "disk-nearly-full-for-run": _failed(
+        "only {free} free where {home} is, and this run's checkpoints take {least} more at least", _MAKE_ROOM
+    ),
     "disk-full": _failed("the disk of {home} is full ({free} free)", _MAKE_ROOM),
     # The machine
     "torch-fine": _ok("PyTorch {version} computes on {device}"),

@@ -17,6 +17,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import FarandoleError
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.needs import needs_of
 
 from ...base.control import call
 from ...base.errors import ListenError
@@ -32,6 +34,8 @@ from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, c
 from .router import check_upnp
 
 CONTROL_TIMEOUT: Final = 3.0
+# Checks whose findings depend on the run's model.
+OF_MODEL: Final = frozenset({"disk"})
 # Peers known from before that are dialled beside the invite's.
 MAX_REMEMBERED: Final = 16
 
@@ -46,6 +50,9 @@ class Examination:
     is_speed_wanted: bool = False
     """Move some megabytes to and from a peer."""
     findings: list[Finding] = field(default_factory=list)
+    manifest: Manifest | None = None
+    """Of the run, once the folder or a peer has said it."""
+    _invitation: Invitation | None = None
 
     async def run(self) -> Diagnosis:
         """Look at everything."""
@@ -65,24 +72,38 @@ class Examination:
     async def look_at_folder(self) -> None:
         """The node's folder, and what it takes to begin; before the network, where this visit itself listens."""
         settings = self.settings
+        await self._read_invitation()
         in_thread = trio.to_thread.run_sync  # what reads the disk
         is_running = await in_thread(is_node_running, settings.lock)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._check, "home", in_thread, check_home, settings.home)
             nursery.start_soon(self._check, "node", in_thread, _look_at_node, settings.home, is_running)
             nursery.start_soon(self._check, "key", in_thread, check_key, settings.key)
-            nursery.start_soon(self._check, "disk", in_thread, check_disk, settings.home)
+            nursery.start_soon(self._check_room)
             nursery.start_soon(self._check, "data", in_thread, check_data, settings.data, settings.stream)
             nursery.start_soon(self._check, "model", in_thread, check_models, settings.allow_model)
             nursery.start_soon(self._check, "port", partial(check_ports, settings.listen, is_running=is_running))
+
+    async def _check_room(self) -> None:
+        """Whether the run's model has room here, or any usual one while no run is known."""
+        needs = None if self.manifest is None else needs_of(self.manifest)
+        await self._check("disk", trio.to_thread.run_sync, check_disk, self.settings.home, needs)
+
+    async def _read_invitation(self) -> Invitation:
+        """Read it once; its manifest, if the folder has it, is the run's."""
+        if self._invitation is None:
+            settings = self.settings
+            self._invitation = await read_invitation(settings.invite, settings.bootstrap, settings.store)
+            self.findings += self._invitation.findings
+            self.manifest = self._invitation.manifest
+        return self._invitation
 
     # The network
 
     async def look_at_network(self) -> None:
         """The invite, the way to peers, and what these say."""
         settings = self.settings
-        invitation = await read_invitation(settings.invite, settings.bootstrap, settings.store)
-        self.findings += invitation.findings
+        invitation = await self._read_invitation()
         key = Ed25519PrivateKey.generate()
         try:
             async with open_host(key, settings.listen, network_key=invitation.network_key) as host:
@@ -123,8 +144,16 @@ class Examination:
             nat, kind = await check_nat(host, peers)
             return [nat, await check_relay(host, peers, kind)]
 
+        async def look_at_run() -> list[Finding]:
+            findings, manifest = await check_run(host, peers, invitation.run_id, self.settings)
+            if self.manifest is None and manifest is not None:  # what was said without it was about any model
+                self.manifest = manifest
+                self.findings = [finding for finding in self.findings if finding.check not in OF_MODEL]
+                await self._check_room()
+            return findings
+
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._check, "run", check_run, host, peers, invitation.run_id, self.settings)
+            nursery.start_soon(self._check, "run", look_at_run)
             nursery.start_soon(self._check, "clock", check_clock, host, peers, self.clock)
             nursery.start_soon(self._check, "udp", check_udp, host, peers)
             nursery.start_soon(self._check, "nat", look_at_reachability)

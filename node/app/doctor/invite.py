@@ -10,7 +10,7 @@ import trio
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
-from farandole.protocol.manifest import decode_manifest
+from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
 
 from ...daemon import MANIFEST_FACT, NETWORK_KEY_FACT
 from ...join.address_book import AddressBook
@@ -31,6 +31,8 @@ class Invitation:
     """Peers from the folder's address book -> multiaddrs."""
     network_key: bytes = b""
     """Of a private run."""
+    manifest: Manifest | None = None
+    """Of that run, where the folder has it."""
 
 
 async def read_invitation(text: str | None, bootstrap: list[str], store: Path) -> Invitation:
@@ -43,12 +45,15 @@ async def read_invitation(text: str | None, bootstrap: list[str], store: Path) -
             invitation.doors.append((split_address(address)[1], address))
         except InviteError as error:
             invitation.findings.append(found("invite-address", why=error))
-    stored = await _read_store(trio.Path(store), invitation)
+    known = await _read_store(trio.Path(store), invitation)
+    stored = None if known is None else known[1].run_id
     if text is None:
         invitation.run_id = stored
         invitation.findings.append(found("invite-none") if stored is None else found("invite-stored"))
     elif stored is not None and invitation.run_id not in (None, stored):
         invitation.findings.append(found("invite-other-run", home=store.parent, run=stored.hex()[:16]))
+    if known is not None and invitation.run_id == stored:
+        invitation.manifest = known[0]
     return invitation
 
 
@@ -68,7 +73,7 @@ def _read_invite(text: str, invitation: Invitation) -> None:
     invitation.findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
 
 
-async def _read_store(path: trio.Path, invitation: Invitation) -> bytes | None:
+async def _read_store(path: trio.Path, invitation: Invitation) -> tuple[Manifest, SignedManifest] | None:
     if not await path.exists():
         return None
     try:
@@ -81,7 +86,7 @@ async def _read_store(path: trio.Path, invitation: Invitation) -> bytes | None:
     except StoreError:  # a full disk, of which another check tells
         return None
     try:
-        return decode_manifest(manifest)[1].run_id if manifest is not None else None
+        return decode_manifest(manifest) if manifest is not None else None
     except FarandoleError as error:
         invitation.findings.append(found("invite-store-damaged", store=path, why=error))
         return None

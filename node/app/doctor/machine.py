@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -15,18 +16,21 @@ from typing import Final
 import msgspec
 import trio
 
+from farandole.protocol.needs import Needs
+
 from ...base.figures import size
 from ...base.identity import KEY_BYTES, IdentityInUseError, locked
 from ...base.system.files import others_may
+from ...store.disk_space import used_bytes
 from .causes import found
 from .finding import Finding
 
 # What is tried to be written: more than a file system keeps aside for its own small needs.
 PROBE_BYTES: Final = 1 << 20
-# A run state, two log files (`farandole.node.base.logs`) and a checkpoint of the smallest model.
+# While no run is known: a run state, two log files (`farandole.node.base.logs`), a checkpoint of the smallest model.
 MIN_FREE_BYTES: Final = 256 << 20
-# Of a model of 125 million parameters, 16 bytes each: two checkpoints, one that is being written, and a peer's.
-GOOD_FREE_BYTES: Final = 8 << 30
+# While no run is known: what a model of 125 million parameters takes, which a volunteer may well meet.
+GOOD_FREE_BYTES: Final = 10 << 30
 # PyTorch is a gigabyte, which a slow disk reads for long.
 TORCH_TIMEOUT: Final = 60.0
 _LISTEN: Final = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})")
@@ -78,17 +82,27 @@ def is_node_running(lock: Path) -> bool:
     return False
 
 
-def check_disk(home: Path) -> Finding:
-    """Whether there is space, by trying: quotas and reserved blocks are not in the figures."""
+def check_disk(home: Path, needs: Needs | None = None) -> Finding:
+    """Whether there is space, by trying: quotas and reserved blocks are not in the figures.
+
+    ``needs``: of the run, where it is known. What the folder has already counts as done.
+    """
     folder = _nearest_folder(home)
     free = shutil.disk_usage(folder).free
-    cause = "disk-nearly-full" if free < MIN_FREE_BYTES else "disk-small" if free < GOOD_FREE_BYTES else "disk-fine"
+    least, good = MIN_FREE_BYTES, GOOD_FREE_BYTES
+    if needs is not None:
+        taken = used_bytes(home)
+        least, good = (max(PROBE_BYTES, needed - taken) for needed in (needs.least_disk_bytes, needs.disk_bytes))
+    cause = "disk-nearly-full" if free < least else "disk-small" if free < good else "disk-fine"
+    if needs is not None and cause != "disk-fine":
+        cause += "-for-run"
     try:
         if folder == home:
             _write_to(home, bytes(PROBE_BYTES))
     except OSError as error:
         cause = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else cause
-    return found("disk-full" if free < PROBE_BYTES else cause, home=home, free=size(free))
+    cause = "disk-full" if free < PROBE_BYTES else cause
+    return found(cause, home=home, free=size(free), least=size(least), good=size(good))
 
 
 def _nearest_folder(path: Path) -> Path:
@@ -96,14 +110,11 @@ def _nearest_folder(path: Path) -> Path:
 
 
 def _write_to(home: Path, data: bytes) -> None:
-    probe = home / f"doctor.{os.getpid()}.probe"
-    try:
-        with probe.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        probe.unlink(missing_ok=True)
+    """Write a file of its own, as several checks do this at once, and remove it. Raises `OSError`."""
+    with tempfile.NamedTemporaryFile(prefix="doctor.", suffix=".probe", dir=home) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 async def check_ports(listen: Sequence[str], *, is_running: bool) -> list[Finding]:

@@ -51,10 +51,12 @@ async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) 
     return list(host.connected)
 
 
-async def check_run(host: Host, peers: Sequence[bytes], run_id: bytes | None, settings: NodeSettings) -> list[Finding]:
-    """Whether one of them knows the run, and what the run asks for that the settings have not."""
+async def check_run(
+    host: Host, peers: Sequence[bytes], run_id: bytes | None, settings: NodeSettings
+) -> tuple[list[Finding], Manifest | None]:
+    """Whether one of them knows the run, and what the run asks for that the settings have not; and its manifest."""
     if run_id is None:
-        return [found("run-none")]
+        return [found("run-none")], None
 
     async def ask(peer: bytes) -> Manifest | UnknownManifestError:
         try:
@@ -68,8 +70,8 @@ async def check_run(host: Host, peers: Sequence[bytes], run_id: bytes | None, se
     manifests = [answer for answer in answers if isinstance(answer, Manifest)]
     run = run_id.hex()[:16]
     if not manifests:
-        return [found("run-newer", why=str(answers[0])) if answers else found("run-unknown", run=run)]
-    return [found("run-fine", run=run, name=manifests[0].name), *check_needs(manifests[0], settings)]
+        return [found("run-newer", why=str(answers[0])) if answers else found("run-unknown", run=run)], None
+    return [found("run-fine", run=run, name=manifests[0].name), *check_needs(manifests[0], settings)], manifests[0]
 
 
 async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], float] = time.time) -> Finding:

@@ -39,6 +39,7 @@ from farandole.protocol.manifest import (
     TokenizerConfig,
     sign_manifest,
 )
+from farandole.protocol.needs import needs_of
 from farandole.protocol.own_model import OwnModel
 
 from ....patience import PATIENCE
@@ -281,6 +282,58 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
     assert (finding.cause, finding.level) == ("disk-full", Level.FAILED)
     assert check_home(small_disk).cause == "home-fine"
     assert sorted(path.name for path in small_disk.iterdir()) == ["filler", "key"]
+
+
+@pytest.mark.parametrize("_", range(5))
+async def test_checks_that_write_at_once_leave_each_other_alone(tmp_path: Path, _: int) -> None:
+    """Both try to write in the folder, in threads of their own."""
+    findings: list[Finding] = []
+
+    async def look(check: Callable[[Path], Finding]) -> None:
+        findings.append(await trio.to_thread.run_sync(check, tmp_path))
+
+    async with trio.open_nursery() as nursery:
+        for _time in range(10):
+            nursery.start_soon(look, check_home)
+            nursery.start_soon(look, check_disk)
+    assert {finding.cause for finding in findings if finding.check == "home"} == {"home-fine"}
+    assert not any(finding.level is Level.FAILED for finding in findings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_disk_that_is_needed_is_the_runs(tmp_path: Path) -> None:
+    fits = needs_of(Manifest("a", MODEL))
+    large = msgspec.structs.replace(MODEL, width=65_536, hidden=262_144, num_heads=8, num_layers=500)  # terabytes
+    does_not = needs_of(Manifest("a", large))
+
+    assert check_disk(tmp_path, fits).cause == "disk-fine"
+    finding = check_disk(tmp_path, does_not)
+    assert (finding.cause, finding.level) == ("disk-nearly-full-for-run", Level.FAILED)
+    assert "checkpoints take" in finding.found
+
+
+async def test_a_run_that_peers_name_says_which_disk_it_needs(tmp_path: Path) -> None:
+    large = msgspec.structs.replace(MODEL, width=65_536, hidden=262_144, num_heads=8, num_layers=500)
+    signed = sign_manifest(Manifest("large", large), Ed25519PrivateKey.generate())
+    async with open_peer(signed) as peer:
+        settings = NodeSettings(
+            home=tmp_path, invite=invite_to(*peer.addresses, run_id=signed.run_id), listen=[LOOPBACK]
+        )
+        examination = Examination(settings)
+        with trio.fail_after(PATIENCE):
+            await examination.look_at_folder()
+            assert "run" not in of(examination.conclude(), "disk").cause
+            await examination.look_at_network()
+    assert of(examination.conclude(), "disk").cause == "disk-nearly-full-for-run"
+
+
+async def test_a_run_that_the_folder_knows_says_which_disk_it_needs(tmp_path: Path) -> None:
+    large = msgspec.structs.replace(MODEL, width=65_536, hidden=262_144, num_heads=8, num_layers=500)
+    async with open_store(NodeSettings(home=tmp_path).store) as store:
+        await store.put_fact(MANIFEST_FACT, sign_manifest(Manifest("a", large), Ed25519PrivateKey.generate()).encode())
+    examination = Examination(NodeSettings(home=tmp_path, listen=[LOOPBACK]))
+    await examination.look_at_folder()
+    assert of(examination.conclude(), "disk").cause == "disk-nearly-full-for-run"
 
 
 def test_folders_that_can_and_cannot_be_used(tmp_path: Path) -> None:
