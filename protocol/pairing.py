@@ -62,6 +62,7 @@ from .pairing_events import (
     Stopped,
     TimerFired,
     TrafficSaved,
+    failure,
 )
 from .trainer_messages import FinishRound, UseFragment
 
@@ -128,6 +129,8 @@ class _Round:
     num_proposals: int = 0
     has_broken: bool = False
     """The first exchange did."""
+    failure: str = ""
+    """Why, for people."""
     ask_at: dict[bytes, float] = field(default_factory=dict)
     """Live peer -> not before; infinity: not in this round."""
     lost: set[bytes] = field(default_factory=set)
@@ -293,7 +296,7 @@ class Pairing:
         self._last_exchange_seconds = now - self._exchange_started_at
         if end.is_broken and not self._current.has_broken and now < self.wait_ends_at:
             # with another partner, or with this one if it is still there and nobody else is
-            self._current.has_broken = True
+            self._current.has_broken, self._current.failure = True, end.reason
             self._num_exchanged[self._current.fragment] -= 1
             self._timers[_Timer.PATIENCE] = self.wait_ends_at
             self._seek_another(now, ask_again_at=self._ask_lost_at(self._bond.peer, now))
@@ -301,14 +304,14 @@ class Pairing:
         self._bond = None
         self._move(State.IDLE)
         if not end.committed:
-            self._outputs.append(GoAlone(self.round, "the exchange failed"))
+            self._outputs.append(GoAlone(self.round, failure(end.reason)))
 
     def _go_alone(self, reason: str) -> None:
         self._timers.clear()
         self._move(State.IDLE)
         self._num_exchanged[self._current.fragment] += 1
         if self._current.has_broken:
-            reason = f"the exchange failed, and {reason}"
+            reason = f"{failure(self._current.failure)}, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
 
     def _stop(self) -> None:

@@ -67,6 +67,8 @@ class ExchangeEnded:
     committed: bool
     is_broken: bool = False
     """Nobody refused anything, it only did not come about: another peer may do."""
+    reason: str = ""
+    """Why it was not committed, for people."""
     has_counted: bool = True
     """Whether anything of the partner's contribution was averaged."""
 
@@ -125,6 +127,11 @@ class StartExchange:
     """Whether this node opens the stream; the other one awaits it."""
     deadline: float
     """Monotonic seconds at which this node goes on, with or without its partner."""
+
+
+def failure(reason: str) -> str:
+    """The words for a round that is taken alone because its exchange failed."""
+    return f"the exchange failed: {reason}" if reason else "the exchange failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class ExchangeOver:
     partner_size: int = 0
     """Bytes of the partner's contribution."""
     partner_tokens: int = 0
+    reason: str = ""
+    """Why it was not committed, for people."""
     has_counted: bool = True
     """Whether anything of the partner's contribution is averaged."""
 

@@ -564,11 +564,13 @@ class TrainingLoop:
             self._show(life, "outer step", f"outer step of round {start.round}")
             self._tell(messages.TakeOuterStep(start.round, start.peer, over.partner_size, over.partner_tokens))
         elif is_overlapped:  # pairing is in the next round, and cannot say it
-            self._go_alone(life, pairing.GoAlone(start.round, "the exchange failed"))
+            self._go_alone(life, pairing.GoAlone(start.round, pairing.failure(over.reason)))
         if over.is_broken and not is_overlapped:
             self._show(life, "pairing", f"the exchange of round {start.round} broke", "another partner")
             self._outputs.append(Say(f"another partner is sought for round {start.round}", "note"))
-        ended = pairing.ExchangeEnded(start.session, start.peer, over.is_committed, over.is_broken, over.has_counted)
+        ended = pairing.ExchangeEnded(
+            start.session, start.peer, over.is_committed, over.is_broken, over.reason, over.has_counted
+        )
         self._tell_pairing(ended, now)
         if self.state is LoopState.LEAVING:
             self._save_and_end(life, now)

@@ -34,7 +34,7 @@ from farandole.protocol.pipe import Pipe
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
-from .exchange_session import ExchangeSession, Judge, Outgoing
+from .exchange_session import ExchangeSession, Judge, Outgoing, too_slow
 from .pipe import BulkPipe
 from .transport import Channels, Transport
 
@@ -145,8 +145,11 @@ class ExchangeService:
             session.close()
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
+        seconds = trio.current_time() - started_at
         if session.is_in_doubt:
             reason = "the initiator's decision could not be learnt in time"
+        elif session.is_too_slow and session.bulk is not None:
+            reason = too_slow(offer.size, seconds, session.bulk.bytes_sent, session.bulk.bytes_received)
         is_committed = session.is_committed
         partner = exchange.partner_offer if is_committed else None
         return ExchangeResult(
@@ -157,7 +160,7 @@ class ExchangeService:
             reason="" if is_committed else reason,
             bytes_sent=session.bulk.bytes_sent if session.bulk else 0,
             bytes_received=session.bulk.bytes_received if session.bulk else 0,
-            seconds=trio.current_time() - started_at,
+            seconds=seconds,
             partner_round=partner.round if partner else 0,
             partner_tokens=partner.tokens if partner else 0,
             partner_size=partner.size if partner else 0,

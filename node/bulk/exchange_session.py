@@ -28,6 +28,7 @@ from farandole.protocol.exchange_steps import Step
 from farandole.protocol.outcomes import Outcomes
 from farandole.protocol.pipe import Pipe
 
+from ..base.figures import duration, mbit, size
 from ..base.streams import Stream
 from .pipe import BulkPipe, Patience
 
@@ -44,6 +45,8 @@ MAX_MESSAGES = 5
 FAREWELL_TIMEOUT = 2.0
 # How a reason begins that is a verdict on a contribution: the partner of whoever says so need not look for another.
 REFUSED = "refused: "
+# The reason if the time was over before both contributions were. What is told here has figures (`too_slow`).
+TOO_LONG = "the contributions took too long"
 
 
 class Outgoing:
@@ -111,6 +114,10 @@ class _RefusedError(_FailedError):
     """One of the two contributions is refused by whom it is for."""
 
 
+class _TooSlowError(_FailedError):
+    """The time was over before both contributions were."""
+
+
 class ExchangeSession:
     """One session while its stream lasts."""
 
@@ -126,6 +133,8 @@ class ExchangeSession:
         self.is_committed = False
         self.is_refused = False
         """By either side; else what does not commit has only broken."""
+        self.is_too_slow = False
+        """Whether it failed because the contributions took too long, by this node's word or by its partner's."""
         self.bulk: BulkPipe | None = None
         """Once there is a stream."""
         self._exchange = exchange
@@ -166,6 +175,7 @@ class ExchangeSession:
                     raise self._failure
             except _FailedError as error:
                 reason, self.is_refused = str(error), isinstance(error, _RefusedError)
+                self.is_too_slow = isinstance(error, _TooSlowError)
                 await self._abort(bulk, reason)
             nursery.cancel_scope.cancel()
         return reason
@@ -193,7 +203,7 @@ class ExchangeSession:
         return offer.tokens
 
     async def _share_contributions(self, bulk: BulkPipe) -> None:
-        with _until(self.data_by, "the contributions took too long") as scope:
+        with _until(self.data_by, TOO_LONG, _TooSlowError) as scope:
             await self._share_offers(bulk)
             scope.deadline = self.data_by
             seconds = self._deadline - self._started_at
@@ -266,6 +276,7 @@ class ExchangeSession:
         message = self._exchange.receive(payload)
         if isinstance(message, Aborted):
             kind = _RefusedError if message.reason.startswith(REFUSED) else _FailedError
+            kind = _TooSlowError if message.reason == TOO_LONG else kind
             self._end(kind(f"the partner aborted: {message.reason}"))
         else:
             self._heard.send_nowait(message)
@@ -283,9 +294,18 @@ class ExchangeSession:
 
 
 @contextlib.contextmanager
-def _until(deadline: float, reason: str) -> Iterator[trio.CancelScope]:
+def _until(deadline: float, reason: str, kind: type[_FailedError] = _FailedError) -> Iterator[trio.CancelScope]:
     try:
         with trio.fail_at(deadline) as scope:
             yield scope
     except trio.TooSlowError:
-        raise _FailedError(reason) from None
+        raise kind(reason) from None
+
+
+def too_slow(num_bytes: int, seconds: float, sent: int, received: int) -> str:
+    """Why contributions of ``num_bytes`` each way took too long, of which so many were ``sent`` and ``received``."""
+    late = [(sent, "up"), (received, "down")]
+    rates = [f"{mbit(moved / seconds)} {way}" for moved, way in late if moved < num_bytes and seconds > 0]
+    if not rates:  # all was there, and the verdict was not
+        return TOO_LONG
+    return f"{size(num_bytes)} did not fit into {duration(seconds)} at {' and '.join(rates)}"

@@ -348,6 +348,7 @@ class Training:
                 result.is_broken,
                 result.partner_size,
                 result.partner_tokens,
+                result.reason,
                 has_counted=session.clip > 0.0,
             )
         )

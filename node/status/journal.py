@@ -52,7 +52,7 @@ class Journal:
         self._say = say
         self._tell_round = tell_round
         self._told_validation: tuple[int, float] | None = None
-        self._failed: tuple[int, str, str] | None = None  # the newest exchange that did: round, partner, verdict
+        self._failed: list[ExchangeStatus] = []  # exchanges of one round that did
 
     # The state
 
@@ -114,9 +114,10 @@ class Journal:
         """Record the end of an exchange, or a round without one (``partner`` None)."""
         name = peer_id_of(partner) if partner else ""
         at = self.clock()
-        self.exchanges.add(ExchangeStatus(round_index, name, verdict, sent, received, seconds, at, path, clip))
+        exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, at, path, clip)
+        self.exchanges.add(exchange)
         if partner and verdict != "committed":
-            self._failed = round_index, name, verdict
+            self._failed = [*(other for other in self._failed if other.round == round_index), exchange]
             self._note_failure(name, round_index, verdict)
 
     def _note_failure(self, name: str, round_index: int, verdict: str) -> None:
@@ -137,7 +138,8 @@ class Journal:
         last = self.exchanges.last
         if last is None or last.round != done.round:
             last = ExchangeStatus(done.round, "", "", 0, 0, 0.0, 0.0)
-        failed = self._failed if self._failed is not None and self._failed[0] == done.round else (0, "", "")
+        failed = [exchange for exchange in self._failed if exchange.round == done.round]
+        lost = [exchange for exchange in failed if exchange is not last]
         measured = self.losses.validation[-1] if self.losses.validation else None
         record = RoundRecord(
             at=self.clock(),
@@ -149,14 +151,15 @@ class Journal:
             validation=measured[1] if measured and measured != self._told_validation else None,
             verdict=last.verdict,
             partner=last.partner,
-            bytes_sent=last.bytes_sent,
-            bytes_received=last.bytes_received,
+            bytes_sent=last.bytes_sent + sum(exchange.bytes_sent for exchange in lost),
+            bytes_received=last.bytes_received + sum(exchange.bytes_received for exchange in lost),
             exchange_seconds=last.seconds,
             path=last.path,
             late_steps=late_steps,
             clip=last.clip,
-            failed_partner=failed[1],
-            failure=failed[2],
+            failed_partner=failed[-1].partner if failed else "",
+            failure=failed[-1].verdict if failed else "",
+            failed_bytes_sent=sum(exchange.bytes_sent for exchange in failed),
         )
         self._told_validation = measured
         if self._tell_round is None:

@@ -34,7 +34,7 @@ class RoundRecord(msgspec.Struct, frozen=True):
     partner: str
     """Peer id; empty when the outer step was taken alone."""
     bytes_sent: int
-    """Of the contribution."""
+    """Of all exchanges of the round, those that failed among them."""
     bytes_received: int
     exchange_seconds: float
     path: str
@@ -47,6 +47,13 @@ class RoundRecord(msgspec.Struct, frozen=True):
     """Peer id of the partner with whom an exchange of this round came to nothing; empty if none did."""
     failure: str = ""
     """That exchange's verdict, ``failed: <reason>``, where `verdict` is that of what came after it."""
+    failed_bytes_sent: int = 0
+    """Of `bytes_sent`, in exchanges that failed."""
+
+    @property
+    def contribution_bytes(self) -> int:
+        """Sent in the exchange that was committed."""
+        return self.bytes_sent - self.failed_bytes_sent
 
     @property
     def line(self) -> str:
@@ -58,7 +65,7 @@ class RoundRecord(msgspec.Struct, frozen=True):
             line += f", outer step {self.late_steps} inner steps late"
         if self.verdict != "committed":
             return f"{line}; {self.verdict}" if self.verdict else line
-        megabytes = self.bytes_sent / 1e6
+        megabytes = self.contribution_bytes / 1e6
         line += f"; averaged with {self.partner[-8:]}"
         if self.clip < 1.0:
             line += f", of whose contribution {self.clip:.0%} counted"

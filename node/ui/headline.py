@@ -37,6 +37,12 @@ _REFUSALS: Final = (
 )
 
 
+_SLOW_LINE: Final = (
+    "the line may be too slow for this run, or lose too much: `farandole doctor --bandwidth` measures it and says what "
+    "the run needs"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Headline:
     """One line for a person."""
@@ -104,11 +110,7 @@ def _failing(status: NodeStatus, now: float) -> Headline | None:
             reason = last[-1].verdict.rpartition("refused:")[2].strip()
             return Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
     reason = last[-1].verdict.removeprefix("failed:").strip()
-    return Headline(
-        "trouble",
-        f"no exchange succeeds, the last {num_failed} in a row failed: {reason}",
-        "the line may be too slow or lose too much: `farandole doctor --bandwidth` measures it",
-    )
+    return Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)
 
 
 def _preparing(status: NodeStatus, now: float) -> Headline | None:

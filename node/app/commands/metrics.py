@@ -71,7 +71,9 @@ def _print_table(records: Iterable[RoundRecord], path: Path) -> None:
     figures = (Column(name, no_wrap=True) for name in ("at", "round", "loss", "held out", "tokens", "seconds"))
     table = Table(*figures, "outer step", box=None)
     for record in records:
-        partner = f"with {record.partner[-8:]}, {record.bytes_sent / 1e6:.2f} MB in {record.exchange_seconds:.2f} s"
+        partner = (
+            f"with {record.partner[-8:]}, {record.contribution_bytes / 1e6:.2f} MB in {record.exchange_seconds:.2f} s"
+        )
         table.add_row(
             f"{datetime.fromtimestamp(record.at):%Y-%m-%d %H:%M:%S}",
             str(record.round),

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import trio
 import trio.testing
 
 from farandole.node.base.bandwidth import Shaper, Shaping
+from farandole.node.base.figures import BYTES_PER_MBIT, size
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
+from farandole.node.bulk.exchange_session import too_slow
 from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL
 from farandole.protocol.pipe import CHUNK_BYTES
 
@@ -33,6 +37,29 @@ async def test_contributions_wait_for_the_caps(
     await meet(alice, bob)
     assert_committed(alice, bob)
     assert trio.current_time() - began >= (SIZE - down.burst) / down.rate
+
+
+async def test_a_contribution_that_does_not_fit_into_its_time_says_so_with_figures(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Both ends do: the one whose line it is, and the one that waits for it."""
+    up = Shaper(SIZE / PATIENCE / 2, trio.current_time)
+    alice.service._shaping = Shaping(up, Shaper())
+    await meet(alice, bob)
+    for party, way in ((alice, "up"), (bob, "down")):
+        assert not party.result.committed
+        assert party.result.is_broken
+        rate = re.fullmatch(rf"{size(SIZE)} did not fit into .* s at (.*) Mbit/s {way}", party.result.reason)
+        assert rate is not None, party.result.reason
+        assert float(rate[1]) == pytest.approx(up.rate / BYTES_PER_MBIT, rel=0.2)
+    assert 0 < alice.result.bytes_sent < SIZE
+
+
+def test_what_is_late_is_said_of_either_direction() -> None:
+    both = too_slow(127_000_000, 30.0, 75_000_000, 37_500_000)
+    assert both == "127 MB did not fit into 30 s at 20 Mbit/s up and 10 Mbit/s down"
+    assert too_slow(127_000_000, 30.0, 130_000_000, 37_500_000) == "127 MB did not fit into 30 s at 10 Mbit/s down"
+    assert too_slow(127_000_000, 30.0, 130_000_000, 130_000_000) == "the contributions took too long"
 
 
 async def test_a_verdict_overtakes_a_contribution_that_waits_for_its_cap(

@@ -19,6 +19,7 @@ import pytest
 import trio
 import trio.testing
 
+from farandole.node.base.figures import size
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
 from farandole.node.bulk.exchange_service import ExchangeResult
@@ -326,7 +327,7 @@ async def real_pair(author: bytes, fault: str) -> AsyncIterator[RealPair]:
         ("freezes", PATIENCE / 2, "stream", ""),  # each is given up after a sixth of that
         ("sends too much", PATIENCE, "bulk", ""),
         ("lies", PATIENCE, "bulk", WRONG_HASH),
-        ("drips", PATIENCE / 3, "bulk", "the contributions took too long"),
+        ("drips", PATIENCE / 3, "bulk", f"{size(LARGE)} did not fit into "),
     ],
 )
 async def test_a_partner_that_fails_on_the_channel(
@@ -335,7 +336,8 @@ async def test_a_partner_that_fails_on_the_channel(
     async with real_pair(author, fault) as pair:
         result = await pair.meet(deadline)
         assert_unharmed(pair.honest, pair.mallory, result, must_fail=bool(reason))
-        assert (result.path, result.reason) == (path, reason)
+        assert result.path == path
+        assert result.reason.startswith(reason) if reason else not result.reason
         pair.assert_left_alone()
         await assert_can_go_on(pair.honest, pair.carol, "bulk")
 

@@ -54,6 +54,26 @@ def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys:
     assert "inner_steps" not in settings.log.read_text()
 
 
+def test_what_failed_exchanges_sent_is_counted_in_their_round() -> None:
+    rounds: list[RoundRecord] = []
+    journal = Journal(say=lambda text: None, tell_round=rounds.append)
+    why = "127 MB did not fit into 30 s at 20 Mbit/s up"
+    for number in (0, 1):
+        journal.record_exchange(number, BOB, f"failed: {why}", sent=75_000_000, received=9, seconds=21.0, path="bulk")
+        if number == 0:
+            journal.record_exchange(number, None, f"alone: the exchange failed: {why}")
+        else:
+            journal.record_exchange(number, BOB, "committed", sent=127_000_000, received=8, seconds=2.0, path="bulk")
+        journal.finish_round(Contributed(number, 8, 640, 5, 5, 640, 4.0, 2.5, 0, 1.0), late_steps=0)
+    alone, second_try = rounds
+
+    assert alone.line.endswith(f"alone: the exchange failed: {why}")
+    assert (alone.bytes_sent, alone.bytes_received, alone.contribution_bytes) == (75_000_000, 9, 0)
+    assert (alone.failed_partner, alone.failure) == (NAME, f"failed: {why}")
+    assert (second_try.bytes_sent, second_try.contribution_bytes) == (202_000_000, 127_000_000)
+    assert "127.00 MB each way in 2.00 s" in second_try.line
+
+
 def test_as_json_a_line_has_the_figures_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = NodeSettings(home=tmp_path, log_format="json")
     with logging_to_file(settings):

@@ -49,6 +49,19 @@ def test_a_failed_exchange_is_followed_by_a_step_alone() -> None:
     assert alice.handle(ExchangeEnded(session, BOB, committed=False), 45.0) == [GoAlone(7, "the exchange failed")]
 
 
+def test_a_step_alone_says_why_the_exchange_failed() -> None:
+    alice, session = exchanging()
+    ended = alice.handle(ExchangeEnded(session, BOB, committed=False, reason="127 MB did not fit into 30 s"), 69.0)
+    assert ended == [GoAlone(7, "the exchange failed: 127 MB did not fit into 30 s")]
+
+    alice, session = exchanging()
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True, reason="the connection broke"), 42.0)
+    _, proposal = only_proposal(alice)
+    alice.hear(CAROL, Busy(proposal.session, 100.0), 42.1)
+    ended = alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
+    assert ended[-1] == GoAlone(7, "the exchange failed: the connection broke, and no partner in time")
+
+
 def exchanging() -> tuple[Node, bytes]:
     """Alice, ready at 40, in an exchange with Bob; Carol is there too."""
     alice = started()
