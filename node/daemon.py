@@ -24,6 +24,7 @@ from farandole.protocol.believing import Partners
 from farandole.protocol.errors import FarandoleError, ManifestError
 from farandole.protocol.manifest import decode_manifest
 from farandole.protocol.relay import Limits
+from farandole.training.host_memory import available_bytes, total_bytes
 
 from .admissions import admission_handlers
 from .base.bandwidth import Shaping
@@ -33,6 +34,7 @@ from .base.identity import IdentityError, IdentityInUseError, load_or_create_key
 from .base.logs import is_for_machines
 from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError, parse_quiet_hours
+from .base.requirements import MemoryTooSmallError, line_shortfall, memory_needed, memory_shortfall
 from .base.settings import NodeSettings
 from .base.system.signals import STOP_SIGNALS
 from .inspect.listing import offers_of
@@ -102,7 +104,7 @@ def _exit_code(error: BaseException) -> Exit:
             return Exit.HOME_IN_USE
         case ManifestError() | IdentityError() | QuietHoursError() | DiskError():
             return Exit.BAD_INPUT
-        case TrainerError():
+        case TrainerError() | MemoryTooSmallError():
             return Exit.TRAINER_FAILED
         case _:
             return Exit.CANNOT_JOIN
@@ -245,6 +247,8 @@ async def be_node(daemon: Daemon) -> None:
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
     if target.network_key != stored_network_key:
         await store.put_fact(NETWORK_KEY_FACT, target.network_key)
+    if target.manifest is not None:
+        _check_fit(daemon, target.manifest)
     member: RunMember | None = None
 
     async def checkpoints(params: dict[str, Any]) -> object:
@@ -280,6 +284,8 @@ async def be_node(daemon: Daemon) -> None:
             raw = await _join(daemon, mesh, target)
             if raw is None:
                 return
+            if target.manifest is None:
+                _check_fit(daemon, raw)
             if raw != stored:
                 await store.put_fact(MANIFEST_FACT, raw)
             async with open_member(daemon, mesh, messenger, raw) as member:
@@ -295,6 +301,21 @@ async def be_node(daemon: Daemon) -> None:
                     nodes_of_stages=member.membership.nodes_of_stages,
                 )
                 await member.take_part(target)
+
+
+def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
+    """Warn if this machine, or what its owner allows, is too little for the run.
+
+    Raises `MemoryTooSmallError` if it never can be enough.
+    """
+    manifest, settings = decode_manifest(raw_manifest)[0], daemon.settings
+    needed = memory_needed(manifest, settings.device, settings.stage)
+    shortfalls = (
+        memory_shortfall(needed, total_bytes(), available_bytes()),
+        line_shortfall(manifest, settings.upload_mbit, settings.download_mbit),
+    )
+    for words in filter(None, shortfalls):
+        daemon.journal.warn(words)
 
 
 async def _stand_at_gate(daemon: Daemon, mesh: Mesh, target: Target) -> None:

@@ -1,4 +1,4 @@
-"""How much memory this process can still get: of the machine, and of the control groups that it is in.
+"""How much memory this process can get, in all and now: of the machine, and of the control groups that it is in.
 
 A container's limit is a control group's: the kernel kills who goes beyond it, though the machine has plenty. Both
 versions of Linux' control groups are read (Documentation/admin-guide/cgroup-v1/memory.rst, cgroup-v2.rst), and of each
@@ -22,18 +22,22 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
     ``root``: where ``proc`` and ``sys`` are.
     """
-    rooms = [*_of_machine(root / "proc/meminfo"), *_of_groups(root)]
-    return min(rooms) if rooms else None
+    return min([*_of_machine(root, "MemAvailable:"), *(room for room, _ in _of_groups(root))], default=None)
 
 
-def _of_machine(meminfo: Path) -> Iterator[int]:
-    for name, *values in map(str.split, _lines(meminfo)):
-        if name == "MemAvailable:":
+def total_bytes(root: Path = Path("/")) -> int | None:
+    """What this process could get at most, if nothing else ran; None where the system does not say."""
+    return min([*_of_machine(root, "MemTotal:"), *(limit for _, limit in _of_groups(root))], default=None)
+
+
+def _of_machine(root: Path, wanted: str) -> Iterator[int]:
+    for name, *values in map(str.split, _lines(root / "proc/meminfo")):
+        if name == wanted:
             yield 1_024 * int(values[0])
 
 
-def _of_groups(root: Path) -> Iterator[int]:
-    """The room in each control group with a limit that this process is in."""
+def _of_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """The room in each control group with a limit that this process is in, and the limit."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -46,12 +50,13 @@ def _of_groups(root: Path) -> Iterator[int]:
                 yield from _room(folder / limit, folder / usage, folder / "memory.stat", cache)
 
 
-def _room(limit: Path, usage: Path, stat: Path, cache: str) -> Iterator[int]:
-    """Nothing where there is no limit (version 2 says "max"), or no such group in this mount."""
+def _room(limit: Path, usage: Path, stat: Path, cache: str) -> Iterator[tuple[int, int]]:
+    """Yield nothing where there is no limit (version 2 says "max"), or no such group in this mount."""
     limits, used = _lines(limit), _lines(usage)
     if limits and used and limits[0].isdigit():
         counts = dict(line.split()[:2] for line in _lines(stat) if line.strip())
-        yield max(0, int(limits[0]) - int(used[0]) + int(counts.get(cache, 0)))
+        most = int(limits[0])
+        yield max(0, most - int(used[0]) + int(counts.get(cache, 0))), most
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,22 +1,36 @@
 """What a run asks of a member compared with what there is, in sentences for people.
 
-`farandole run create` compares with usual homes, `farandole join` and `farandole doctor` with this one.
+`farandole run create` compares with usual homes, `farandole join` and `farandole doctor` with this one. Memory is
+compared before torch is loaded and, where the run is known, before any peer is dialled: a trainer with too little is
+killed by the kernel, again and again, and says nothing.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
+from farandole.protocol.errors import FarandoleError
 from farandole.protocol.manifest import Manifest
-from farandole.protocol.needs import USUAL_MEMORY, USUAL_RATE, Needs, needs_of
+from farandole.protocol.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, needs_of, needs_of_stage
 from farandole.protocol.planning import STAGES, Machine, changes, plan, remedy
 
-from .figures import mbit, size
+from .figures import BYTES_PER_MBIT, mbit, size
 
 # A run that has more parameters to a stage than machines have memory for can be cut so that it fits these.
 _USUAL: Final = Machine(USUAL_RATE, USUAL_RATE, memory=USUAL_MEMORY)
+# Of what a trainer is computed to take, at least so much must be there: it is not known better than this.
+LEAST_SHARE: Final = 0.9
+CAPS: Final = ("--upload-mbit", "--download-mbit")
+# Where this is, an NVIDIA GPU and its driver are.
+_NVIDIA: Final = Path("/dev/nvidiactl")
+
+
+class MemoryTooSmallError(FarandoleError):
+    """This machine can never hold the run's model."""
 
 
 def settings_line(settings: Mapping[str, Any]) -> str:
@@ -68,3 +82,53 @@ def _memory_remedy(manifest: Manifest) -> str:
     if cut.lacks_memory or not settings:
         return "Have members with as much, or train a smaller model"
     return f"Have members with as much, or, for {size(USUAL_MEMORY)} each, set {settings_line(settings)}"
+
+
+def memory_needed(manifest: Manifest, device: str, stage: int | None = None) -> Memory:
+    """What a trainer takes here, as far as that is known without torch; of the smallest stage where it chooses one."""
+    model = manifest.model
+    stages = range(model.num_stages) if stage is None or stage >= model.num_stages else [stage]
+    has_gpu = device.startswith("cuda") or (device == "auto" and _NVIDIA.exists())
+    needs = (needs_of_stage(manifest, each).memory(has_gpu=has_gpu) for each in stages)
+    return min(needs, key=lambda memory: memory.host)
+
+
+def memory_shortfall(needed: Memory, total: int | None, available: int | None) -> str:
+    """What to do about memory that others use now; empty if there is enough, or the system does not say.
+
+    ``total``, ``available``: bytes of `farandole.training.host_memory`. Raises `MemoryTooSmallError` if all of it is
+    too little.
+    """
+    needs = f"this run's model needs {size(needed.host)} of memory here, for one sequence at a time"
+    if total is not None and total < LEAST_SHARE * needed.host:
+        gpu = "" if needed.device else ", or one with a GPU"
+        raise MemoryTooSmallError(
+            f"{needs}, and this machine (or the control group that it gives this node) has {size(total)}: take a "
+            f"machine with more{gpu}, or a run of a smaller model"
+        )
+    if available is not None and available < needed.host:
+        return f"{needs}, and {size(available)} is free: close other programs, or the system may kill the trainer"
+    return ""
+
+
+def line_shortfall(manifest: Manifest, upload_mbit: float, download_mbit: float) -> str:
+    """What to do about caps that a run does not fit into; empty if it does. 0: no cap."""
+    needs = needs_of(manifest)
+    caps = zip(CAPS, (upload_mbit, download_mbit), strict=True)
+    low = {flag: cap for flag, cap in caps if cap and cap * BYTES_PER_MBIT < needs.rate}
+    if not low:
+        return ""
+    rate = min(low.values()) * BYTES_PER_MBIT
+    told = " and ".join(f"{flag} {cap:g}" for flag, cap in low.items())
+    return (
+        f"this run needs {mbit(needs.rate)} up and down, more than {told}: "
+        f"{exchange_line(needs, manifest, rate)}; {chances(needs, rate)}. Raise {' and '.join(low)} to "
+        f"{math.ceil(needs.rate / BYTES_PER_MBIT)} or more, or leave out the cap"
+    )
+
+
+def chances(needs: Needs, rate: float) -> str:
+    """What becomes of exchanges at a rate that is too low."""
+    if rate < needs.least_rate:
+        return "no exchange can be over in time"
+    return "only exchanges whose partner is ready early are over in time"

@@ -216,3 +216,28 @@ async def test_a_run_outlives_its_bootstrap_peer(tmp_path: Path, run: SignedMani
         )
         async with joined(tmp_path / "dave", newer.stdout.decode().strip(), *data) as dave:
             await dave.says("averaged with", bob.name)
+
+
+async def test_a_machine_that_can_never_hold_the_model_is_told_so_before_any_peer_is_dialled(tmp_path: Path) -> None:
+    """On the CPU; by the manifest alone, with neither torch nor a peer."""
+    model = {"num_layers": 500, "width": 65_536, "num_heads": 512, "hidden": 262_144, "context": 16, "vocabulary": 256}
+    write_run(tmp_path, small_manifest(model=model))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--device", "cpu") as alice:
+        told = await alice.says("error: this run's model needs", "of memory here")
+        assert "a run of a smaller model" in told
+        assert not any("listening on" in line for line in alice.said)
+        with trio.fail_after(PATIENCE):
+            assert await alice.process.wait() == Exit.TRAINER_FAILED
+
+
+async def test_a_newcomer_whose_cap_the_run_does_not_fit_into_is_told_what_to_raise(
+    tmp_path: Path, texts: Path
+) -> None:
+    run = write_run(tmp_path, small_manifest(rounds={"inner_steps": 5, "round_seconds": 0, "exchange_seconds": 0.1}))
+    data = ("--data", str(texts))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("listening on")
+        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data, "--upload-mbit", "0.5") as bob:
+            told = await bob.says("warning: this run needs", "--upload-mbit 0.5")
+            assert "Raise --upload-mbit to" in told
+            await bob.says("trainer ready")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.training.host_memory import available_bytes
+from farandole.training.host_memory import available_bytes, total_bytes
 
 MEMINFO = "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 8000 kB\n"
 NO_LIMIT = str(2**63 - 4096)  # what version 1 says
@@ -54,6 +54,12 @@ def test_a_containers_limit_holds_less_what_is_used_and_is_no_mere_cache(
     assert available_bytes(root) == 500_000
 
 
+def test_all_of_it_is_the_least_of_the_machine_and_the_limits(tmp_path: Path) -> None:
+    files = version_2("/user/node", "3000000", 100) | version_2("/user", "1000000", 900_000)
+    assert total_bytes(system(tmp_path / "limited", "0::/user/node\n", files)) == 1_000_000
+    assert total_bytes(system(tmp_path / "free", "0::/a\n", version_2("/a", "max", 500))) == 9_000 * 1_024
+
+
 def test_so_do_the_limits_of_the_groups_above(tmp_path: Path) -> None:
     files = version_2("/user/node", "3000000", 100) | version_2("/user", "1000000", 900_000)
     assert available_bytes(system(tmp_path, "0::/user/node\n", files)) == 100_000
@@ -61,6 +67,7 @@ def test_so_do_the_limits_of_the_groups_above(tmp_path: Path) -> None:
 
 def test_another_system_says_nothing(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) is None
+    assert total_bytes(tmp_path) is None
 
 
 def test_in_a_real_group_with_a_limit(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from .output import print_json
 
 
 @takes_settings(
-    *("invite", "listen", "bootstrap", "device", "data", "tokenizer", "stream", "allow_model"), must_exist=False
+    *("invite", "listen", "bootstrap", "device", "stage", "data", "tokenizer", "stream", "allow_model"),
+    *("upload_mbit", "download_mbit"),
+    must_exist=False,
 )
 def doctor(
     settings: NodeSettings,

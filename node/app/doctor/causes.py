@@ -38,6 +38,7 @@ CHECKS: Final = {
     "node": "the node that runs with it, if one does",
     "key": "its key, which is its identity",
     "disk": "room for checkpoints",
+    "memory": "room for the run's model, where the run is known",
     "torch": "PyTorch and the device",
     "data": "text of your own, and data sets that are streamed",
     "model": "code of your own that may make the run's model",
@@ -88,6 +89,13 @@ CAUSES: Final = {
         "only {free} free where {home} is, and this run's checkpoints take {least} more at least", _MAKE_ROOM
     ),
     "disk-full": _failed("the disk of {home} is full ({free} free)", _MAKE_ROOM),
+    "memory-fine": _ok("this run's model needs {needed}, {free} is free"),
+    "memory-in-use": _ok("this run's model needs {needed}, and the node that runs has it"),
+    "memory-short": _warning("{why}", "see what else runs here"),
+    "memory-too-little": _failed(
+        "{why}", "a GPU, or another machine; the run's creator could cut the model into stages"
+    ),
+    "memory-untold": _skipped("no run is known, so neither is its model"),
     # The machine
     "torch-fine": _ok("PyTorch {version} computes on {device}"),
     "torch-slow": _warning("PyTorch has not started within {seconds:g} s", "try again: the disk reads faster then"),
@@ -196,6 +204,7 @@ CAUSES: Final = {
         "its model is code of its own, {function} of {package}, which is not allowed",
         "get that package from whoever invited you, look at it, install it, and say --allow-model {function}",
     ),
+    "run-needs-line": _warning("{why}", "allow more, if the line has it; --bandwidth measures that"),
     "run-none": _skipped("no run is named"),
     "run-newer": _failed("{why}", "upgrade: docs/volunteer.md#upgrade"),
     "run-unknown": _failed(
@@ -247,6 +256,11 @@ CAUSES: Final = {
         "start a relay on a public machine and give its address with --bootstrap; or open a port in the router",
     ),
     "speed-fine": _ok("{up} Mbit/s up and {down} Mbit/s down, to {name}"),
+    "speed-enough": _ok("{up} Mbit/s up and {down} Mbit/s down, to {name}; this run needs {needed}"),
+    "speed-too-slow": _warning(
+        "{up} Mbit/s up and {down} Mbit/s down, to {name}, and this run needs {needed} both ways: {line}; {chances}",
+        "{remedy}. Else the run's creator must choose other settings for another run: `farandole run plan`",
+    ),
     "speed-slow": _warning(
         "{up} Mbit/s up and {down} Mbit/s down, to {name}: little for exchanges",
         "see who else uses the line; raise --upload-mbit and --download-mbit if you have set them",

@@ -10,9 +10,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final
 
+import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -24,18 +24,19 @@ from ...base.control import call
 from ...base.errors import ListenError
 from ...base.settings import DEFAULT_LISTEN, NodeSettings
 from ...mesh.host import Host, open_host
+from ...status.status import NodeStatus
 from .causes import CHECKS, found
 from .dial_probe import examine_egress, judge_doors, knock_at_all, make_doors, resolve
 from .finding import Diagnosis, Finding, Level, conclude
 from .inputs import check_data, check_models
 from .invite import Invitation, read_invitation
-from .machine import check_disk, check_home, check_key, check_ports, check_torch, is_node_running
+from .machine import check_disk, check_home, check_key, check_memory, check_ports, check_torch, is_node_running
 from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, check_udp, meet
 from .router import check_upnp
 
 CONTROL_TIMEOUT: Final = 3.0
 # Checks whose findings depend on the run's model.
-OF_MODEL: Final = frozenset({"disk"})
+OF_MODEL: Final = frozenset({"disk", "memory"})
 # Peers known from before that are dialled beside the invite's.
 MAX_REMEMBERED: Final = 16
 
@@ -52,6 +53,10 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
     manifest: Manifest | None = None
     """Of the run, once the folder or a peer has said it."""
+    is_running: bool = False
+    """Whether a node runs with this folder."""
+    caps: tuple[float, float] = (0.0, 0.0)
+    """Mbit/s up and down that it keeps to, or would; 0 for none."""
     _invitation: Invitation | None = None
 
     async def run(self) -> Diagnosis:
@@ -74,10 +79,10 @@ class Examination:
         settings = self.settings
         await self._read_invitation()
         in_thread = trio.to_thread.run_sync  # what reads the disk
-        is_running = await in_thread(is_node_running, settings.lock)
+        self.is_running = is_running = await in_thread(is_node_running, settings.lock)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._check, "home", in_thread, check_home, settings.home)
-            nursery.start_soon(self._check, "node", in_thread, _look_at_node, settings.home, is_running)
+            nursery.start_soon(self._check, "node", self._look_at_node)
             nursery.start_soon(self._check, "key", in_thread, check_key, settings.key)
             nursery.start_soon(self._check_room)
             nursery.start_soon(self._check, "data", in_thread, check_data, settings.data, settings.stream)
@@ -88,6 +93,21 @@ class Examination:
         """Whether the run's model has room here, or any usual one while no run is known."""
         needs = None if self.manifest is None else needs_of(self.manifest)
         await self._check("disk", trio.to_thread.run_sync, check_disk, self.settings.home, needs)
+        look = partial(check_memory, self.manifest, self.settings, is_running=self.is_running)
+        await self._check("memory", trio.to_thread.run_sync, look)
+
+    async def _look_at_node(self) -> Finding:
+        """The node that runs here, and its caps, which may be others than those in the settings."""
+        self.caps = (self.settings.upload_mbit, self.settings.download_mbit)
+        if not self.is_running:
+            return found("node-none")
+        ask = partial(call, self.settings.home, "status", timeout=CONTROL_TIMEOUT)
+        try:
+            status = msgspec.convert(await trio.to_thread.run_sync(ask), NodeStatus)
+        except (FarandoleError, msgspec.ValidationError):
+            return found("node-silent")
+        self.caps = (status.upload_mbit, status.download_mbit)
+        return found("node-running", kind=status.reachability)
 
     async def _read_invitation(self) -> Invitation:
         """Read it once; its manifest, if the folder has it, is the run's."""
@@ -158,7 +178,7 @@ class Examination:
             nursery.start_soon(self._check, "udp", check_udp, host, peers)
             nursery.start_soon(self._check, "nat", look_at_reachability)
         if self.is_speed_wanted:
-            await self._check("speed", check_speed, host, peers)
+            await self._check("speed", check_speed, host, peers, self.manifest, self.caps)
 
     async def _check(
         self, name: str, check: Callable[..., Awaitable[Finding | list[Finding]]], *arguments: object
@@ -169,14 +189,3 @@ class Examination:
             self.findings += [findings] if isinstance(findings, Finding) else findings
         except Exception as error:  # it is a finding, and ends no other check
             self.findings.append(Finding(name, f"{name}-broken-check", Level.WARNING, f"cannot be told: {error!r}"))
-
-
-def _look_at_node(home: Path, is_running: bool) -> Finding:
-    if not is_running:
-        return found("node-none")
-    try:
-        status = call(home, "status", timeout=CONTROL_TIMEOUT)
-    except FarandoleError:
-        return found("node-silent")
-    kind = status.get("reachability", "unknown") if isinstance(status, dict) else "unknown"
-    return found("node-running", kind=kind)

@@ -15,6 +15,7 @@ from farandole.protocol.manifest import Manifest
 from farandole.protocol.own_model import FunctionName
 from farandole.training.own_function import package_of
 
+from ...base.requirements import line_shortfall
 from ...base.settings import NodeSettings
 from .causes import found
 from .finding import Finding
@@ -91,3 +92,5 @@ def check_needs(manifest: Manifest, settings: NodeSettings) -> Iterator[Finding]
     own = manifest.model.own
     if own is not None and own.function not in settings.allow_model:
         yield found("run-needs-model", function=own.function, package=own.package or "no package that it names")
+    if words := line_shortfall(manifest, settings.upload_mbit, settings.download_mbit):
+        yield found("run-needs-line", why=words)

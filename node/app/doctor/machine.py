@@ -16,10 +16,14 @@ from typing import Final
 import msgspec
 import trio
 
+from farandole.protocol.manifest import Manifest
 from farandole.protocol.needs import Needs
+from farandole.training.host_memory import available_bytes, total_bytes
 
 from ...base.figures import size
 from ...base.identity import KEY_BYTES, IdentityInUseError, locked
+from ...base.requirements import MemoryTooSmallError, memory_needed, memory_shortfall
+from ...base.settings import NodeSettings
 from ...base.system.files import others_may
 from ...store.disk_space import used_bytes
 from .causes import found
@@ -103,6 +107,23 @@ def check_disk(home: Path, needs: Needs | None = None) -> Finding:
         cause = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else cause
     cause = "disk-full" if free < PROBE_BYTES else cause
     return found(cause, home=home, free=size(free), least=size(least), good=size(good))
+
+
+def check_memory(manifest: Manifest | None, settings: NodeSettings, *, is_running: bool) -> Finding:
+    """Whether the run's model has room in memory; ``is_running``: it has it already."""
+    if manifest is None:
+        return found("memory-untold")
+    needed = memory_needed(manifest, settings.device, settings.stage)
+    if is_running:
+        return found("memory-in-use", needed=size(needed.host))
+    available = available_bytes()
+    try:
+        words = memory_shortfall(needed, total_bytes(), available)
+    except MemoryTooSmallError as error:
+        return found("memory-too-little", why=error)
+    if words:
+        return found("memory-short", why=words)
+    return found("memory-fine", needed=size(needed.host), free="unknown" if available is None else size(available))
 
 
 def _nearest_folder(path: Path) -> Path:

@@ -14,12 +14,14 @@ from farandole.protocol.checkup import Offset, agreed_offset
 from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.needs import needs_of
 from farandole.protocol.reachability import ReachabilityKind, Verdict
 from farandole.protocol.records import run_key
 from farandole.protocol.state import MAX_AHEAD
 
 from ...base.errors import PeerUnreachableError
-from ...base.figures import BYTES_PER_MBIT
+from ...base.figures import BYTES_PER_MBIT, mbit
+from ...base.requirements import CAPS, chances, exchange_line
 from ...base.settings import MIN_CAP_MBIT, NodeSettings
 from ...join.bootstrap import dial
 from ...join.manifests import fetch_manifest
@@ -149,17 +151,40 @@ async def check_relay(host: Host, peers: Iterable[bytes], kind: ReachabilityKind
     return found("relay-none-needed" if kind is ReachabilityKind.RELAY_ONLY else "relay-none")
 
 
-async def check_speed(host: Host, peers: Iterable[bytes]) -> Finding:
-    """How fast the line is to the first peer that lets us measure, one way after the other."""
+async def check_speed(
+    host: Host, peers: Iterable[bytes], manifest: Manifest | None = None, caps: tuple[float, float] = (0.0, 0.0)
+) -> Finding:
+    """How fast the line is to the first peer that lets us measure, one way after the other, and whether the run fits.
+
+    ``caps``: up and down in Mbit/s, of the node that runs or will run; 0 for none.
+    """
     for peer in peers:
         try:
             down = await measure(host, peer, is_up=False) / BYTES_PER_MBIT
             up = await measure(host, peer, is_up=True) / BYTES_PER_MBIT
         except PeerUnreachableError:
             continue
-        cause = "speed-slow" if min(up, down) < MIN_CAP_MBIT else "speed-fine"
-        return found(cause, up=f"{up:.1f}", down=f"{down:.1f}", name=short_name(peer))
+        return judge_speed(up, down, short_name(peer), manifest, caps)
     return found("speed-untold")
+
+
+def judge_speed(
+    up: float, down: float, name: str, manifest: Manifest | None, caps: tuple[float, float] = (0.0, 0.0)
+) -> Finding:
+    """From rates in Mbit/s that were measured with a peer, without caps."""
+    details = {"up": f"{up:.1f}", "down": f"{down:.1f}", "name": name}
+    if manifest is None:
+        return found("speed-slow" if min(up, down) < MIN_CAP_MBIT else "speed-fine", **details)
+    needs = needs_of(manifest)
+    allowed = [min(measured, cap or measured) for measured, cap in zip((up, down), caps, strict=True)]
+    rate, needed = BYTES_PER_MBIT * min(allowed), mbit(needs.rate)
+    if rate >= needs.rate:
+        return found("speed-enough", **details, needed=needed)
+    is_capped = BYTES_PER_MBIT * min(up, down) >= needs.rate
+    low = [flag for flag, cap in zip(CAPS, caps, strict=True) if cap and cap * BYTES_PER_MBIT < needs.rate]
+    remedy = f"raise {' and '.join(low)}: the line has more" if is_capped else "see who else uses the line"
+    line = exchange_line(needs, manifest, rate)
+    return found("speed-too-slow", **details, needed=needed, line=line, chances=chances(needs, rate), remedy=remedy)
 
 
 async def _ask_all(ask: Callable[[bytes], Awaitable[_Answer]], peers: Iterable[bytes]) -> list[_Answer]:

@@ -18,7 +18,16 @@ from farandole.node.app.doctor.causes import CAUSES
 from farandole.node.app.doctor.examination import Examination
 from farandole.node.app.doctor.finding import Diagnosis, Finding, Level, conclude
 from farandole.node.app.doctor.inputs import check_data, check_models, check_needs
-from farandole.node.app.doctor.machine import check_disk, check_home, check_key, check_ports, check_torch, judge_torch
+from farandole.node.app.doctor.machine import (
+    check_disk,
+    check_home,
+    check_key,
+    check_memory,
+    check_ports,
+    check_torch,
+    judge_torch,
+)
+from farandole.node.app.doctor.mesh import judge_speed
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key, locked
@@ -35,12 +44,15 @@ from farandole.protocol.manifest import (
     DataConfig,
     Manifest,
     ModelConfig,
+    RoundConfig,
     SignedManifest,
     TokenizerConfig,
     sign_manifest,
 )
 from farandole.protocol.needs import needs_of
+from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.own_model import OwnModel
+from farandole.protocol.presets import preset
 
 from ....patience import PATIENCE
 from ...relayed import open_home, open_relay, reserve
@@ -226,7 +238,55 @@ async def test_the_line_to_a_peer_is_measured_both_ways_if_asked_for(tmp_path: P
         with trio.fail_after(PATIENCE):
             examination = Examination(settings, is_speed_wanted=True)
             await examination.look_at_network()
-    assert of(examination.conclude(), "speed").cause == "speed-fine"
+    finding = of(examination.conclude(), "speed")
+    assert finding.cause == "speed-enough"
+    assert "this run needs 0.0" in finding.found
+
+
+async def test_the_line_is_compared_with_what_the_run_needs(tmp_path: Path) -> None:
+    large = Manifest("large", preset("125M"), rounds=RoundConfig(exchange_seconds=0.1))
+    signed = sign_manifest(large, Ed25519PrivateKey.generate())
+    async with open_peer(signed) as peer:
+        invite = invite_to(*peer.addresses, run_id=signed.run_id)
+        settings = NodeSettings(home=tmp_path, invite=invite, listen=[LOOPBACK], upload_mbit=5.0)
+        with trio.fail_after(PATIENCE):
+            examination = Examination(settings, is_speed_wanted=True)
+            await examination.look_at_folder()
+            await examination.look_at_network()
+    diagnosis = examination.conclude()
+    assert "run-needs-line" in causes(diagnosis, Level.WARNING)
+    finding = of(diagnosis, "speed")
+    assert finding.cause == "speed-too-slow"
+    assert "at 5 Mbit/s an exchange takes" in finding.found
+
+
+def test_a_slow_line_is_told_from_a_low_cap() -> None:
+    run = Manifest("a", preset("10M"), outer=NoLoCoConfig(codec="int8"))  # 7.7 Mbit/s
+
+    assert judge_speed(20.0, 50.0, "bob", run).cause == "speed-enough"
+    capped = judge_speed(20.0, 50.0, "bob", run, (2.0, 0.0))
+    assert capped.remedy.startswith("raise --upload-mbit: the line has more")
+    slow = judge_speed(5.0, 50.0, "bob", run)
+    assert (slow.cause, slow.level) == ("speed-too-slow", Level.WARNING)
+    assert "this run needs 7.74 Mbit/s both ways: at 5 Mbit/s an exchange takes 16.2 s of the 10.5 s" in slow.found
+    assert "farandole run plan" in slow.remedy
+    assert judge_speed(0.1, 5.0, "bob", None).cause == "speed-slow"
+
+
+def test_memory_that_the_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, run = NodeSettings(home=tmp_path, device="cpu"), Manifest("a", preset("125M"))
+    machine = "farandole.node.app.doctor.machine"
+
+    def cause(total: float, available: float, manifest: Manifest | None = run, *, is_running: bool = False) -> str:
+        monkeypatch.setattr(f"{machine}.total_bytes", lambda: int(total))
+        monkeypatch.setattr(f"{machine}.available_bytes", lambda: int(available))
+        return check_memory(manifest, settings, is_running=is_running).cause
+
+    assert cause(32e9, 24e9) == "memory-fine"
+    assert cause(32e9, 2e9) == "memory-short"
+    assert cause(4e9, 2e9) == "memory-too-little"
+    assert cause(4e9, 2e9, is_running=True) == "memory-in-use"
+    assert cause(4e9, 2e9, None) == "memory-untold"
 
 
 # This machine

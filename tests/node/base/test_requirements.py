@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from farandole.node.base.requirements import (
+    MemoryTooSmallError,
+    line_shortfall,
+    memory_needed,
+    memory_shortfall,
+    settings_line,
+)
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.needs import needs_of
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.presets import preset
+
+LARGE = Manifest("large", preset("125M"), outer=NoLoCoConfig(codec="int8"))
+GB = 1_000_000_000
+
+
+def test_memory_that_can_never_be_enough_is_refused_with_both_figures() -> None:
+    needed = memory_needed(LARGE, "cpu")
+    with pytest.raises(
+        MemoryTooSmallError, match=r"needs 8\.56 GB of memory here.* has 550 MB: take .* with a GPU, or"
+    ):
+        memory_shortfall(needed, 550_000_000, 400_000_000)
+
+
+def test_memory_that_others_use_is_worth_a_word_and_enough_is_not() -> None:
+    needed = memory_needed(LARGE, "cpu")
+
+    assert "4.00 GB is free: close other programs" in memory_shortfall(needed, 16 * GB, 4 * GB)
+    assert memory_shortfall(needed, 16 * GB, 12 * GB) == ""
+    assert memory_shortfall(needed, None, None) == ""
+
+
+def test_a_gpu_relieves_the_machine() -> None:
+    assert memory_needed(LARGE, "cuda:0") == needs_of(LARGE).on_gpu
+    assert memory_needed(LARGE, "cuda:0").host < memory_needed(LARGE, "cpu").host
+
+
+def test_a_node_that_chooses_its_stage_needs_room_for_the_smallest() -> None:
+    cut = msgspec.structs.replace(LARGE, model=msgspec.structs.replace(LARGE.model, num_stages=3))
+    each = [memory_needed(cut, "cpu", stage).host for stage in range(3)]
+
+    assert memory_needed(cut, "cpu").host == min(each)
+    assert max(each) < memory_needed(LARGE, "cpu").host
+
+
+def test_a_cap_that_the_run_does_not_fit_into_is_named_with_its_remedy() -> None:
+    words = line_shortfall(LARGE, 10.0, 0.0)
+
+    assert words.startswith("this run needs 96.7 Mbit/s up and down, more than --upload-mbit 10: at 10 Mbit/s")
+    assert "takes 102 s of the 10.5 s that it has" in words
+    assert "no exchange can be over in time" in words
+    assert words.endswith("Raise --upload-mbit to 97 or more, or leave out the cap")
+    assert "--upload-mbit 10 and --download-mbit 20" in line_shortfall(LARGE, 10.0, 20.0)
+    assert "only exchanges whose partner is ready early" in line_shortfall(LARGE, 60.0, 0.0)
+
+
+@pytest.mark.parametrize("caps", [(0.0, 0.0), (97.0, 0.0), (100.0, 200.0)])
+def test_caps_that_the_run_fits_into_are_not_worth_a_word(caps: tuple[float, float]) -> None:
+    assert line_shortfall(LARGE, *caps) == ""
+
+
+def test_settings_are_said_as_a_run_file_has_them() -> None:
+    settings = {"outer.codec": "int8", "outer.fragments": 4, "rounds.overlap": True, "rounds.round_seconds": 90.0}
+    assert (
+        settings_line(settings) == '[outer] codec = "int8", fragments = 4; [rounds] overlap = true, round_seconds = 90'
+    )
