@@ -61,7 +61,7 @@ from .state.membership import Membership
 from .state.messenger import Messenger
 from .state.store import Store, StoreError
 from .status.journal import Journal
-from .store.disk_space import Room
+from .store.disk_space import Room, save_seconds
 from .store.holdings import Holding
 from .store.own_model import require_allowed_model
 from .store.provider import Conditions
@@ -73,10 +73,9 @@ from .trainer.trainer import TrainerError
 
 # Leaving: the trainer ends its round and saves, the farewell goes round.
 LEAVE_TIMEOUT: Final = 15.0
-# For the save of a large model, by a disk that writes so many bytes a second; in all no longer than service managers
-# wait (`farandole.node.app.service.service.STOP_SECONDS`) before they kill.
-SLOW_DISK: Final = 100e6
-MAX_LEAVE_TIMEOUT: Final = 45.0
+# With the save of a large model, in all no longer than `farandole leave` and service managers wait before they kill
+# (`farandole.node.app.service.service.STOP_SECONDS`): at 100 MB/s enough for the 16 GB of a billion parameters.
+MAX_LEAVE_TIMEOUT: Final = 240.0
 FAREWELL_TIMEOUT: Final = 2.0
 # Short, because a node that is killed soon after it began a run has no invite to come back with.
 REMEMBER_INTERVAL: Final = 10.0
@@ -86,9 +85,12 @@ MICROBATCH_FACT: Final = "microbatch"
 PARTNERS_FACT: Final = "partners"
 
 
-def leave_timeout(saved_bytes: int) -> float:
-    """How long a trainer whose checkpoints have so many bytes may take to end, in seconds."""
-    return min(MAX_LEAVE_TIMEOUT, LEAVE_TIMEOUT + saved_bytes / SLOW_DISK)
+def leave_timeout(saved_bytes: int, rate: float | None = None) -> float:
+    """How long a trainer whose checkpoints have so many bytes may take to end, in seconds.
+
+    ``rate``: bytes a second at which one was written, which may be less than a disk is taken to write.
+    """
+    return min(MAX_LEAVE_TIMEOUT, LEAVE_TIMEOUT + max(save_seconds(saved_bytes), save_seconds(saved_bytes, rate)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +353,8 @@ class RunMember:
         """Have the trainer save and end, in the time that its checkpoint takes."""
         journal = self.daemon.journal
         journal.announce("leaving", "leaving: the trainer saves", "the trainer")
-        seconds = leave_timeout(self.weights.files.max_bytes(self.membership.stage))
+        size = self.weights.files.max_bytes(self.membership.stage)
+        seconds = leave_timeout(size, self.weights.giving.save_rate)
         with trio.move_on_after(seconds) as patience:
             await self.training.leave()
         if patience.cancelled_caught:

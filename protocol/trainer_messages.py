@@ -223,6 +223,8 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
     note: str = ""
     """What a person should know of a save that went well."""
+    seconds: float = 0.0
+    """That writing it took; 0 if that was not measured."""
 
 
 class Preparing(msgspec.Struct, frozen=True, tag=True):

@@ -41,6 +41,8 @@ class Downloads:
     journal: Journal
     rate: float = field(init=False)
     """Bytes a second, of the last download; before the first one, the cap, or a guess."""
+    is_measured: bool = field(init=False, default=False)
+    """Whether a download has measured it."""
 
     def __post_init__(self) -> None:
         self.rate = self.conditions.shaping.down.rate or USUAL_RATE
@@ -94,4 +96,5 @@ class Downloads:
         self.journal.exchanges.bytes_received += fetched.num_bytes
         if fetched.num_bytes:
             self.rate = fetched.num_bytes / max(trio.current_time() - began_at, 1e-3)
+            self.is_measured = True
         return fetched

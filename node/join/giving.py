@@ -22,20 +22,26 @@ from farandole.protocol.records import checkpoint_key
 from farandole.protocol.trainer_messages import Saved
 
 from ..base.errors import PeerUnreachableError
+from ..base.figures import duration
 from ..state.membership import Membership
 from ..status.journal import Journal
+from ..store.disk_space import save_seconds
 from ..store.holdings import Holding
 from ..store.library import Library
-from ..store.provider import DonorBusyError
+from ..store.provider import DonorBusyError, fresh_save_timeout
 from .downloads import Downloads
 
-# A newcomer that asks for weights waits for the answer (`store.provider.ANSWER_TIMEOUT`); a save must be shorter.
+# A newcomer that asks for weights waits for the answer (`store.provider.ANSWER_TIMEOUT`); a save must be shorter. A
+# large checkpoint has longer, at both ends (`store.provider.fresh_save_timeout`).
 FRESH_SAVE_TIMEOUT: Final = 6.0
 # What a node says that it holds lives for a day (`farandole.protocol.entries`), and a copy of a stage that no node
 # holds any more may wait longer than that for one.
 TELL_INTERVAL: Final = 6 * 3_600.0
 # Copies take no more than this share of the time for downloads, however large the stage or slow the line.
 COPY_SHARE: Final = 0.1
+# A copy that is more rounds behind when it is here than newcomers take is not worth the line. A node whose line proves
+# to be so slow looks again after this, in seconds: it may have become faster.
+SLOW_COPY_INTERVAL: Final = 86_400.0
 # How often a node looks whether there is something new to copy, in seconds; a member announces one a minute, or more.
 COPY_INTERVAL: Final = 5.0
 # For so long an author that did not give the checkpoint to copy is passed over: the next copy is another's then.
@@ -50,6 +56,8 @@ class Giving:
     def __init__(self, library: Library, membership: Membership, journal: Journal) -> None:
         self.trainer_stage: int | None = None
         """Of the trainer that was last started."""
+        self.save_rate: float | None = None
+        """Bytes a second at which the last checkpoint was written; None: none was measured."""
         self._library = library
         self._membership = membership
         self._journal = journal
@@ -79,9 +87,19 @@ class Giving:
             if self._has_saved.is_set():  # else another newcomer waits for the same
                 self._has_saved = trio.Event()
             self._save_wanted.set()
-            with trio.move_on_after(FRESH_SAVE_TIMEOUT):
+            with trio.move_on_after(self._patience()):
                 await self._has_saved.wait()
         return self._library.newest
+
+    def _patience(self) -> float:
+        """How long a newcomer's question waits for a save; not at all if it takes too long and there is an older one.
+
+        The next newcomer gets what is saved then.
+        """
+        size = self._library.max_bytes
+        patience = FRESH_SAVE_TIMEOUT + fresh_save_timeout(size)
+        is_in_vain = self.save_rate is not None and save_seconds(size, self.save_rate) > patience
+        return 0.0 if is_in_vain and self._library.newest is not None else patience
 
     async def save_wanted(self) -> None:
         """Wait until a peer wants a newer checkpoint than there is."""
@@ -91,6 +109,8 @@ class Giving:
     def note_saved(self, saved: Saved) -> None:
         """The trainer has written a checkpoint, or goes on from it."""
         stage = self._membership.stage
+        if saved.seconds > 0:
+            self.save_rate = saved.size / saved.seconds
         if self.trainer_stage == stage:  # else it is about to end: this node has moved
             self._unopened = saved, stage
             self._has_unopened.set()
@@ -129,6 +149,7 @@ class CopyKeeper:
         self._passed_over: dict[bytes, float] = {}  # until when
         self._provided: bytes | None = None
         self._provide_after = -math.inf
+        self._slow_since: float | None = None
 
     async def run(self) -> None:
         """Take up an earlier life's copy, and keep it new, until cancelled."""
@@ -158,6 +179,8 @@ class CopyKeeper:
         copy = self._library.copy
         if found is None or (copy is not None and copy.id == found[1].id):
             return
+        if self._is_in_vain(stage):
+            return
         author, notice = found
         try:
             signed, index = await self._downloads.ask(author, stage, notice.id)
@@ -173,6 +196,29 @@ class CopyKeeper:
         await self._library.forget_begun(path)  # on a slow line there may be a newer one ever again before one is whole
         if await self._downloads.fetch(signed, index, (author,), path, lambda progress: None, is_copy=True) is not None:
             await self._library.keep_copy(path, signed, index)
+
+    def _is_in_vain(self, stage: int) -> bool:
+        """Whether a copy would be too old for newcomers when it is here, at the rate of the last download.
+
+        Where the model is cut, an old copy is better than none: it is all that is left of a stage that has died out.
+        """
+        downloads, now = self._downloads, trio.current_time()
+        round_seconds = self._files.manifest.rounds.round_seconds
+        seconds = self._files.required_bytes(stage) / downloads.rate
+        is_slow = downloads.is_measured and 0 < MAX_ROUNDS_OLDER * round_seconds < seconds
+        if not is_slow or self._files.num_stages > 1:
+            self._slow_since = None
+            return False
+        if self._slow_since is None:
+            self._slow_since = now
+            downloads.journal.note(
+                f"a copy of another's checkpoint takes {duration(seconds)} of this line, and would be "
+                f"{seconds / round_seconds:.0f} rounds old: none is made for a day"
+            )
+        if now < self._slow_since + SLOW_COPY_INTERVAL:
+            return True
+        self._slow_since = None
+        return False
 
     def _choose(self, stage: int) -> tuple[bytes, CheckpointNotice] | None:
         """Whose checkpoint of a stage this node is to copy, and which one that is."""

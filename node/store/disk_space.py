@@ -26,8 +26,15 @@ SPARE_BYTES: Final = 64 << 20
 # Beside checkpoints, in a node's folder: logs and rounds of 48 MB at most (`farandole.node.base.logs`), and the run
 # state of thousands of nodes.
 OTHER_BYTES: Final = 128_000_000
+# What a disk is taken to write, bytes a second, until a save has been measured: an old hard disk's.
+SLOW_DISK: Final = 100e6
 # What st_blocks counts in, on every system that has it (stat(2)).
 _SECTOR: Final = 512
+
+
+def save_seconds(num_bytes: int, rate: float | None = None) -> float:
+    """How long a checkpoint takes to be written; ``rate``: bytes a second, as measured, None if no save was."""
+    return num_bytes / (rate or SLOW_DISK)
 
 
 class DiskError(FarandoleError):

@@ -55,6 +55,11 @@ class Library:
         """Of this node's own."""
         return self._own[-1] if self._own else None
 
+    @property
+    def max_bytes(self) -> int:
+        """The most that a checkpoint of this node's stage takes."""
+        return self._files.max_bytes(self._membership.stage)
+
     def find(self, checkpoint_id: bytes) -> Holding | None:
         """The one with this id."""
         return next((h for h in (*self._own, self.copy) if h is not None and h.id == checkpoint_id), None)

@@ -22,16 +22,24 @@ from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame
 from ..bulk.pipe import BulkPipe, Patience
 from ..bulk.transport import Channels, Transport
-from .disk_space import Room
+from .disk_space import Room, save_seconds
 
-# A question and its answer, for which a fresh checkpoint may have to be saved.
+# A question and its answer.
 ANSWER_TIMEOUT: Final = 10.0
+# For the newest checkpoint one may have to be saved anew, for which a donor has this longer at most, however large it
+# is: a newcomer loses so much with each donor that says nothing, and asks eight of them in one turn.
+MAX_FRESH_SAVE: Final = 60.0
 # For a bulk channel, if one opens; a donor whose stream takes nothing for as long as that is lost.
 PATIENCE: Final = Patience(route=6.0, answer=ANSWER_TIMEOUT, write=SILENCE)
 # Blocks of one donor in memory: those on their way, one that is verified and written, and the next one.
 NUM_BUFFERS: Final = MAX_OPEN + 2
 # Messages to a donor that it has not taken yet.
 MAX_UNSAID: Final = 1_024
+
+
+def fresh_save_timeout(max_size: int) -> float:
+    """What a donor may take to save a checkpoint of ``max_size`` bytes anew, beside `ANSWER_TIMEOUT`."""
+    return min(save_seconds(max_size), MAX_FRESH_SAVE)
 
 
 class DonorError(PeerUnreachableError):
@@ -162,14 +170,14 @@ class Taking:
 async def open_taking(
     conditions: Conditions, donor: bytes, question: messages.Question, max_size: int
 ) -> AsyncIterator[Taking]:
-    """Ask a donor for a checkpoint of at most ``max_size`` bytes.
+    """Ask a donor for a checkpoint of at most ``max_size`` bytes; without an id for its newest, maybe saved anew.
 
     Raises `AbsentError`, `DonorBusyError`, `PeerUnreachableError`, `RemoteProtocolError`, `trio.TooSlowError`,
     `trio.BrokenResourceError` or `trio.ClosedResourceError`.
     """
     stream = await conditions.host.open_stream(donor, messages.BLOCKS_PROTOCOL)
     try:
-        with trio.fail_after(ANSWER_TIMEOUT):
+        with trio.fail_after(ANSWER_TIMEOUT + (fresh_save_timeout(max_size) if question.id is None else 0.0)):
             await stream.send_all(frame(messages.encode(question), messages.MAX_MESSAGE_BYTES))
             parser = FrameParser(messages.max_answer_bytes(max_size))
             answer = messages.decode_answered(await receive_frame(stream, parser))

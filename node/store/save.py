@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -94,10 +95,11 @@ class Saver:
             self._report(saved)
 
     def _write(self, source: Engine | Snapshot) -> Saved:
-        counters = source.counters
+        counters, began_at = source.counters, time.monotonic()
         try:
             path = self._make_way(counters)
             saved = self.note(path, source.save(path), counters)
+            saved = self._newest = msgspec.structs.replace(saved, seconds=time.monotonic() - began_at)
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: a device from which nothing can be copied
             return Saved(counters.round, counters.steps, counters.tokens, problem=self._explain(error, source))
         self._folder.keep(self._kept)

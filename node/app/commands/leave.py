@@ -13,7 +13,7 @@ from .options import Home
 
 # `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first
 # (`farandole.node.member.MAX_LEAVE_TIMEOUT`).
-LEAVE_TIMEOUT: Final = 55.0
+LEAVE_TIMEOUT: Final = 250.0
 
 
 def leave(home: Home) -> None:

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 
 from farandole.protocol.errors import FarandoleError
 
-# Leaving in good order takes the round's rest, a save and a farewell: `farandole leave` waits 55 s for them.
-STOP_SECONDS: Final = 60
+# Leaving in good order takes the round's rest, a save and a farewell: `farandole leave` waits 250 s for them at most.
+STOP_SECONDS: Final = 260
 # A crash that comes again at once shall not keep the machine busy.
 RESTART_SECONDS: Final = 5
 # So many ends in so long are no accident: somebody has to look.

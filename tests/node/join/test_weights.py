@@ -20,14 +20,21 @@ from farandole.node.base.streams import DIAL_TIMEOUT
 from farandole.node.join import bootstrap as joining
 from farandole.node.join import comparing, downloads
 from farandole.node.join.downloads import Downloads
-from farandole.node.join.giving import PASS_OVER_SECONDS
+from farandole.node.join.giving import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyKeeper, Giving
 from farandole.node.join.weights import DISPUTED_AFTER, MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT, Weights
 from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.holdings import Holding
 from farandole.node.store.partial_file import partial_path
-from farandole.node.store.provider import Conditions, DonorBusyError, DonorError
+from farandole.node.store.provider import (
+    ANSWER_TIMEOUT,
+    MAX_FRESH_SAVE,
+    Conditions,
+    DonorBusyError,
+    DonorError,
+    fresh_save_timeout,
+)
 from farandole.node.store.weight_files import WeightFiles
 from farandole.protocol import sketches
 from farandole.protocol import trainer_messages as messages
@@ -736,3 +743,81 @@ async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_nex
         await world.weights.obtain()
     assert len(world.fetched_from) == 1
     assert not world.settings.fetched(1).exists()
+
+
+class GivingLarge:
+    """A node whose checkpoints are large, and which holds one that is old."""
+
+    def __init__(self, max_bytes: int, rate: float | None) -> None:
+        held: Any = SimpleNamespace(index=SimpleNamespace(round=1, stage=0))
+        held.hold = lambda: held
+        library: Any = SimpleNamespace(newest=held, copy=None, max_bytes=max_bytes)
+        membership: Any = SimpleNamespace(stage=0)
+        journal = Journal(say=lambda text: None)
+        journal.update(round=30)
+        self.giving = Giving(library, membership, journal)
+        self.giving.save_rate = rate
+
+    async def seconds_until_answered(self) -> float:
+        """The trainer saves nothing in time."""
+        began_at = trio.current_time()
+        assert await self.giving.find(Question(RUN, 0)) is not None
+        with trio.fail_after(1):
+            await self.giving.save_wanted()
+        return trio.current_time() - began_at
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "rate", "seconds"),
+    [
+        (1_000, None, FRESH_SAVE_TIMEOUT),
+        (2_000_000_000, None, FRESH_SAVE_TIMEOUT + 20),
+        (2_000_000_000, 500e6, FRESH_SAVE_TIMEOUT + 20),
+        (2_000_000_000, 50e6, 0),  # a save takes 40 s: the newcomer gets what there is
+        (10**12, None, FRESH_SAVE_TIMEOUT + MAX_FRESH_SAVE),
+        (10**12, 1e9, 0),
+    ],
+)
+async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(
+    max_bytes: int, rate: float | None, seconds: float, autojump_clock: trio.testing.MockClock
+) -> None:
+    assert await GivingLarge(max_bytes, rate).seconds_until_answered() == pytest.approx(seconds, abs=0.01)
+    assert seconds < ANSWER_TIMEOUT + fresh_save_timeout(max_bytes), "a newcomer waits for longer"
+
+
+def test_the_rate_of_saves_is_measured() -> None:
+    giving = GivingLarge(1_000, None).giving
+    giving.note_saved(messages.Saved(7, 70, 700, "path", size=4_000))
+    assert giving.save_rate is None
+    giving.note_saved(messages.Saved(8, 80, 800, "path", size=4_000, seconds=2.0))
+    assert giving.save_rate == 2_000
+
+
+async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Where the model is whole. The line is looked at again after a day."""
+    whole = Manifest("whole", msgspec.structs.replace(MODEL, num_stages=1))
+    files = WeightFiles(world.settings, whole)
+    host: Any = SimpleNamespace(author=ME)
+    membership: Any = world
+    line = Downloads(host, Conditions(host, RUN), files, membership, world.journal)
+    library: Any = SimpleNamespace()
+    keeper = CopyKeeper(line, library)
+    too_slow = files.required_bytes(0) / (6 * whole.rounds.round_seconds)
+
+    assert not keeper._is_in_vain(0)  # nothing is measured
+    line.is_measured, line.rate = True, 2 * too_slow
+    assert not keeper._is_in_vain(0)
+    line.rate = too_slow
+    assert keeper._is_in_vain(0)
+    assert "would be 6 rounds old" in world.journal.events[-1].text
+    await trio.sleep(SLOW_COPY_INTERVAL)
+    assert not keeper._is_in_vain(0)  # once, to measure
+    assert keeper._is_in_vain(0)
+
+
+async def test_a_copy_of_a_stage_is_made_however_old_it_will_be(world: World) -> None:
+    keeper = world.weights._copies
+    world.weights._downloads.is_measured, world.weights._downloads.rate = True, 1e-3
+    assert not keeper._is_in_vain(2)

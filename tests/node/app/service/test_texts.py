@@ -54,7 +54,7 @@ def test_a_unit_restarts_within_limits_leaves_in_good_order_and_bounds_what_was_
         "RestartPreventExitStatus=2 3 7",
         "KillSignal=SIGTERM",
         "KillMode=mixed",
-        "TimeoutStopSec=60",
+        "TimeoutStopSec=260",
         "OOMPolicy=continue",
         "MemoryHigh=2560M",
         "CPUQuota=150%",
@@ -74,7 +74,7 @@ def test_a_property_list_restarts_what_failed_and_keeps_every_argument_whole() -
     assert content["Label"] == "org.farandole.farandole"
     assert content["ProgramArguments"] == [*COMMAND, "--home", "/Users/alice/my <node> & more"]
     assert content["KeepAlive"] == {"SuccessfulExit": False}
-    assert content["ExitTimeOut"] == 60
+    assert content["ExitTimeOut"] == 260
     assert content["StandardErrorPath"] == "/Users/alice/my <node> & more/service.log"
     assert content["StandardOutPath"] == "/dev/null", "nobody bounds that file"
 
