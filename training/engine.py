@@ -9,12 +9,14 @@ A round, as the process plays it (`farandole.node.trainer_process.process`):
     apply(data)             the outer step, with it or alone
     evaluate(), save()      held-out loss; a checkpoint of `state()`
 
-Inner steps of the next round may come between `contribution` and `apply`. Two kinds of engine exist:
+Inner steps of the next round may come between `contribution` and `apply`. Three kinds of engine exist:
 
-    local   `farandole.training.learner.Learner`: the whole model, which takes inner steps by itself
-    stage   `farandole.training.stage_worker.StageWorker`: one stage, which computes what commands ask for
+    local     `farandole.training.learner.Learner`: the whole model, which takes inner steps by itself
+    stage     `farandole.training.stage_worker.StageWorker`: one stage, which computes what commands ask for
+    external  `farandole.training.external.ExternalEngine`: a user's model, whose inner steps the user's own loop takes
 
-Both hold their parameters in flat vectors (`farandole.training.replica.Replica`), which no caller of an engine sees.
+All hold their parameters in flat vectors (`farandole.training.flat_replica.FlatReplica`), which no caller of an engine
+sees.
 
 To add a kind (ranks of a cluster, say), write a subclass of `Engine` in a file of this folder, and choose it in
 `farandole.node.trainer_process.engines.make_engine`, by the manifest or by `Prepare`. It needs what is abstract below.
@@ -75,6 +77,11 @@ class Engine(abc.ABC):
     """What is learned from, where the run counts epochs and this engine draws data."""
     histories: Histories
     """What the screening rule remembers of peers. It is this node's own, so it is not in checkpoints."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no inner step can be taken now: the engine computes on commands, or waits for slices."""
+        return self.is_driven or (self.slices is not None and not self.slices.has_more)
 
     def inner_steps(self, until: Until) -> None:
         """Take inner steps until ``until`` says so. A driven engine takes those that ``until`` has it `obey`."""

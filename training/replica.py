@@ -1,25 +1,12 @@
 """One replica: a module in training, the whole model or a stage of it, and what belongs to it but for its batches.
 
-A round is `inner_step` as often as the round allows, `contribution` for the partner, and `apply` with the
-partner's contribution, or with None to take it alone. If inner steps are taken between the last two, while the
-exchange goes on, their progress is kept: the fast weights get the outer step's correction as a difference
-(Streaming DiLoCo, arXiv 2501.18512); without such steps the fast weights become the slow weights exactly.
-
-With fragments (the same paper) a round exchanges a part of the parameters, and its outer step moves that part alone:
-the others' inner steps go on until their turn, each with another partner. A part that is F times as small can be
-exchanged F times as often over the same link.
-
-All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow weights, the outer rule's vectors, and
-what `farandole.training.contribution` remembers of what was sent.
+Its rounds are those of `farandole.training.flat_replica`; its inner steps are AdamW's, on one flat vector: gradient and
+means are flat fp32 vectors as well.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -27,41 +14,11 @@ from torch import Tensor, nn
 from farandole.protocol.manifest import InnerConfig, Manifest
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
-from farandole.protocol.vectors import FAST, SLOW, required_vectors
 
-from .blocks import Content
-from .checkpoint import load_checkpoint, load_start
-from .codec import Buffer
-from .contribution import Contribution
-from .copying import copier_for
 from .device import Device
-from .engine import Engine, no_progress
-from .errors import CodecError, DivergedError, ScreeningError
+from .flat_replica import FlatReplica
 from .inner import FlatAdamW
-from .outer_state import OuterState
 from .parameters import flatten_, layout_of
-from .partner import Answers, PartnerContribution
-from .screening.history import Histories
-from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
-from .snapshot import Snapshot, SnapshotMemory
-
-# Rounds whose movements say what is usual, and from how many on.
-WINDOW: Final = 16
-MIN_KNOWN: Final = 4
-
-
-@dataclass(slots=True)
-class _RoundEnd:
-    """This replica at the end of a round's inner steps."""
-
-    contribution: Contribution
-    fragment: int
-    steps: int
-    """Inner steps that the replica had taken."""
-    tokens: int
-    """Tokens of the round."""
-    movement: float | None = None
-    """As `Partner.movement`, once it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,49 +35,22 @@ class Recipe:
         return cls(manifest.inner, manifest.outer, manifest.screening)
 
 
-class Replica(Engine):
+class Replica(FlatReplica):
     """A module, its inner optimizer, its outer state, and the partner that it meets: an engine over flat vectors.
 
-    Who computes its gradient is another matter: `farandole.training.learner` where the module is the whole model,
+    What computes its gradient is another matter: `farandole.training.learner` where the module is the whole model,
     `farandole.training.stage_worker` where it is a stage. The same calls give the same bits in processes that have
     called `farandole.training.determinism.make_deterministic`, on machines of one class.
     """
 
     def __init__(self, module: nn.Module, recipe: Recipe, *, run_id: bytes, device: Device) -> None:
-        self.device = device
-        self.round = 0
-        self.steps = 0
-        self.tokens = 0
-        self.tokens_this_round = 0
-        self.slices = None
-        self.run_id = run_id
         self.module = module.to(device.torch_device)
         """The model, or a stage of it; its parameters are views of `theta`."""
-        self.layout = layout_of(self.module, recipe.outer.codec)
-        self.theta, self.gradient = flatten_(self.module, self.layout)
-        """Fast weights, and the sum of gradients of the inner step that is under way: (n,) fp32 each."""
-        self._optimizer = FlatAdamW(recipe.inner, self.theta, self.gradient, list(self.module.parameters()))
-        self._copier = copier_for(device.torch_device)
-        self.encodes_aside = self._copier.is_aside  # on CUDA
-        self._outer = OuterState(recipe.outer, self.theta, self._copier)
-        self.contribution_bytes = self._outer.contributor.largest_bytes
-        received = self.theta.new_empty(self.layout.largest_fragment(recipe.outer.fragments))
-        self._partner = PartnerContribution(
-            self._outer.contributor.form, received, self._copier, rule_of(recipe.screening)
-        )
-        self._round_end: _RoundEnd | None = None
-        self._snapshots: SnapshotMemory | None = None
-        self._starts: SnapshotMemory | None = None
-
-    @property
-    def awaits_outer_step(self) -> bool:
-        """As `Engine.awaits_outer_step`."""
-        return self._round_end is not None
-
-    @property
-    def tokens_contributed(self) -> int:
-        """As `Engine.tokens_contributed`."""
-        return self.tokens_this_round if self._round_end is None else self._round_end.tokens
+        layout = layout_of(self.module, recipe.outer.codec)
+        theta, self.gradient = flatten_(self.module, layout)
+        """`theta` is flat, and so is the sum of gradients of the inner step that is under way: (n,) fp32 each."""
+        super().__init__(theta, layout, recipe.outer, recipe.screening, run_id=run_id, device=device)
+        self._optimizer = FlatAdamW(recipe.inner, theta, self.gradient, list(self.module.parameters()))
 
     @property
     def learning_rate(self) -> float:
@@ -140,14 +70,6 @@ class Replica(Engine):
         """BLAKE3 of AdamW's means, 32 bytes."""
         return self._optimizer.digest()
 
-    def fast_weights(self) -> Tensor:
-        """A copy of theta, (n,) fp32."""
-        return self.theta.clone()
-
-    def slow_weights(self) -> Tensor:
-        """A copy of phi, (n,) fp32."""
-        return self._outer.slow.clone()
-
     def clear_gradient(self) -> None:
         """Before the backward passes of an inner step, which add to the parameters' gradients."""
         self.gradient.zero_()
@@ -156,197 +78,12 @@ class Replica(Engine):
     def inner_step(self, num_tokens: int, divisor: int = 1) -> None:
         """Clip, and take one AdamW step, with the gradients that the backward passes summed, over ``divisor``."""
         self._optimizer.step(self.steps, divisor)
-        self.steps += 1
-        self.tokens += num_tokens
-        self.tokens_this_round += num_tokens
+        self.count_step(num_tokens)
 
-    def contribute(
-        self, out: Buffer, fragment: int = 0, progress: Callable[[int], None] = no_progress
-    ) -> tuple[int, bytes]:
-        """Both `contribution` and `encode`: (bytes written, their BLAKE3)."""
-        return self.contribution(fragment), self.encode(out, progress)
-
-    @torch.no_grad()
-    def contribution(self, fragment: int = 0) -> int:
-        """As `Engine.contribution`."""
-        frozen = self._outer.contributor.freeze(self.layout.fragment(fragment, self._outer.settings.fragments))
-        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round)
-        self._partner.expect(None)
-        return self._outer.contributor.form.size(len(frozen.theta))
-
-    @torch.no_grad()
-    def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
-        """As `Engine.encode`."""
-        assert self._round_end is not None
-        frozen = self._round_end.contribution
-        try:
-            digest = self._outer.contributor.encode(frozen, out, progress)
-        except CodecError as error:
-            self._forget_round_end()
-            raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
-        self._partner.expect(frozen.sent)
-        return digest
-
-    def pin(self, memory: Buffer) -> None:
-        """As `Engine.pin`."""
-        self._copier.pin(memory)
-
-    def take_in(self, data: Buffer, available: int) -> None:
-        """As `Engine.take_in`."""
-        self._partner.take_in(data, available)
-
-    @torch.no_grad()
-    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
-        """As `Engine.screen`."""
-        return self._partner.judge(partner, encounter, self._answers())
-
-    @property
-    def histories(self) -> Histories:
-        """As `Engine.histories`."""
-        return self._partner.histories
-
-    @histories.setter
-    def histories(self, histories: Histories) -> None:
-        self._partner.histories = histories
-
-    def _answers(self) -> Answers:
-        """What a screening rule may ask of this round."""
-        fragment = 0 if self._round_end is None else self._round_end.fragment
-        return Answers(fragment, self._movement, self._loss_towards, self._loss_before, self._loss_as_sent)
-
-    def _movement(self) -> float:
-        """As `Partner.movement`; computed once for each contribution."""
-        ended = self._round_end
-        assert ended is not None
-        if ended.movement is None:
-            ended.movement = self._outer.distance_to_slow(ended.contribution)
-        return ended.movement
-
-    def _usual_movement(self) -> float:
-        """The median of the last rounds that ended with an exchange; of fewer than four, that of this round."""
-        known = self.histories.of(b"")["movement"][-WINDOW:]
-        return statistics.median(known) if len(known) >= MIN_KNOWN else self._movement()
-
-    def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
-        """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
-        return self._loss_at(lambda made: torch.add(made.theta, partner - own, alpha=share))
-
-    def _loss_before(self) -> float | None:
-        """As `Partner.loss_before`."""
-        return self._loss_at(lambda made: self._outer.slow[made.part])
-
-    def _loss_as_sent(self) -> float | None:
-        """As `Partner.loss_as_sent`."""
-        return self._loss_at(self._outer.weights_as_sent)
-
-    def _loss_at(self, weights_of: Callable[[Contribution], Tensor | None]) -> float | None:
-        """The held-out loss with these in the place of the contributed fast weights (n,); None where none is known."""
-        if self.is_driven:  # it computes no loss by itself
-            return None
-        assert self._round_end is not None
-        made = self._round_end.contribution
-        num_batches = self._partner.num_evaluated(self.evaluate)
-        if not num_batches or (weights := weights_of(made)) is None:
-            return None
-        theta = self.theta[made.part]
-        before = theta.clone()
-        theta.copy_(weights)
-        try:
-            return self.evaluate(num_batches)
-        finally:
-            theta.copy_(before)
-
-    @torch.no_grad()
-    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        """As `Engine.apply`; makes the contribution where there is none."""
-        if self._round_end is None:
-            self.contribute(bytearray(self.contribution_bytes))
-        ended = self._round_end
-        assert ended is not None
-        made, late = ended.contribution, self.steps - ended.steps
-        if movement := self._usual_movement():
-            self._outer.limit_momentum(made.part, movement)
-        if partner is None:
-            self._outer.step(made, (), (), is_late=late > 0)
-        else:
-            verdict = self._partner.verdict(partner, encounter, self._answers())
-            if isinstance(verdict, Refuse):
-                raise ScreeningError(verdict.reason)
-            pair, shares = (made.sent, self._partner.values()), verdict.shares
-            if not own_first:
-                pair, shares = pair[::-1], shares[::-1]
-            self._outer.step(made, pair, shares, is_late=late > 0)
-        self.round += 1
-        self.tokens_this_round -= ended.tokens
-        self._forget_round_end()
-        return late
-
-    def _forget_round_end(self) -> None:
-        self._round_end = None
-        self._partner.expect(None)
-
-    def is_in(self, saved_round: int, saved_steps: int) -> bool:
-        """Whether a checkpoint of then gives all that one of now would.
-
-        It has nothing of a round's unfinished inner steps; but with fragments, most of them await their turn in it.
-        """
-        return saved_round == self.round and (self._outer.settings.fragments == 1 or saved_steps == self.steps)
-
-    @torch.no_grad()
-    def snapshot(self) -> Snapshot:
-        """As `Engine.snapshot`."""
-        if self._snapshots is None:
-            self._snapshots = SnapshotMemory(self.vectors(), self._copier)
-        return self._snapshot_in(self._snapshots)
-
-    @torch.no_grad()
-    def start(self) -> Snapshot:
-        """As `snapshot`, in memory of its own: what a round starts from, good until the next one is taken."""
-        if self._starts is None:
-            self._starts = SnapshotMemory(self.vectors(), self._copier)
-        return self._snapshot_in(self._starts)
-
-    def _snapshot_in(self, memory: SnapshotMemory) -> Snapshot:
-        copies, copied = memory.fill(self.vectors())
-        return Snapshot(self.counters, self.layout.tensors(copies), self.layout, self.run_id, copied)
-
-    @torch.no_grad()
-    def load(self, path: Path, hashes: bytes = b"") -> Content:
-        """Continue from a checkpoint, this node's or a peer's: weights, the outer rule's vectors, AdamW, counters.
-
-        A peer's may have the slow weights and the outer rule's vectors alone: then AdamW's means begin at zero, with a
-        ramp. Otherwise as `Engine.load`.
-        """
-        optional = self.vectors().keys() - set(required_vectors(self._outer.settings))
-        counters, content = load_checkpoint(path, self.state(), self.layout, self.run_id, optional, hashes)
-        if self._outer.settings.fragments == 1 or not bool(self.theta.any()):  # what is not in the file is zeros
-            self.theta.copy_(self._outer.slow)
-        self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
+    def _restart(self) -> None:
+        """As `FlatReplica._restart`: without the state of AdamW, its rate is ramped up."""
         self._optimizer.restart(self.steps)
-        self.tokens_this_round = 0
-        self._forget_round_end()
-        return content
 
-    @torch.no_grad()
-    def start_from(self, path: Path, steps: int, tokens: int) -> None:
-        """Begin with another run's weights and momentum instead of the seed's.
-
-        The learning rate's schedule goes on at inner step ``steps``; without the state of AdamW it is ramped up, as in
-        `load`. Otherwise as `Engine.start_from`.
-        """
-        vectors = self._outer.state() | self._optimizer.state()
-        load_start(path, self.layout.tensors(vectors), optional=vectors.keys() - {SLOW})
-        self.theta.copy_(self._outer.slow)
-        self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
-        self._optimizer.restart(steps)
-
-    def state(self) -> dict[str, Tensor]:
-        """As `Engine.state`: views of `vectors`."""
-        return self.layout.tensors(self.vectors())
-
-    def vectors(self) -> dict[str, Tensor]:
-        """What a checkpoint has besides counters: flat vectors (n,), by name."""
-        vectors = self._outer.state() | self._optimizer.state()
-        if self._outer.settings.fragments > 1:
-            vectors[FAST] = self.theta
-        return vectors | self._outer.contributor.saved()
+    def _inner_vectors(self) -> dict[str, Tensor]:
+        """As `FlatReplica._inner_vectors`."""
+        return self._optimizer.state()

@@ -228,19 +228,13 @@ class TrainerProcess:
                     return True
             if self._engine.steps - self._round.steps == self._round.command.max_steps:
                 return True
-        if self._is_idle:
+        if self._engine.is_idle:
             self._report_slices()
-        while self._is_idle:
+        while self._engine.is_idle:
             if self._obey_idle(self._await_command()):
                 return True
         self._pace.begin_step()
         return False
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether the engine can take no inner step by itself now: it computes on commands, or waits for slices."""
-        engine = self._engine
-        return engine.is_driven or (engine.slices is not None and not engine.slices.has_more)
 
     def _obey_idle(self, command: messages.Command) -> bool:
         """As `_obey`, while the engine has nothing to do; with the commands that a driven engine computes by."""

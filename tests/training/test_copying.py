@@ -7,7 +7,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.training import codec, replica
+from farandole.training import codec, flat_replica
 from farandole.training.copying import Copier, DeviceCopier, Wait, copier_for
 from farandole.training.learner import Learner
 from farandole.training.screening.rule import Encounter
@@ -57,7 +57,7 @@ def test_what_is_copied_is_what_a_cpu_makes(
 ) -> None:
     """Two rounds, the partner's bytes arriving in parts: the same bytes and the same weights, bit for bit."""
     plain = pair(make_replica, name)
-    monkeypatch.setattr(replica, "copier_for", lambda device: copier)
+    monkeypatch.setattr(flat_replica, "copier_for", lambda device: copier)
     copied = pair(make_replica, name)
 
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_inner_steps_may_change_the_weights_while_they_are_sent(
 ) -> None:
     plain, _ = pair(make_replica, "int8")
     plain.contribute(expected := bytearray(plain.contribution_bytes))
-    monkeypatch.setattr(replica, "copier_for", lambda device: LateCopier())
+    monkeypatch.setattr(flat_replica, "copier_for", lambda device: LateCopier())
     moving, _ = pair(make_replica, "int8")
 
     def step(num_ready: int) -> None:

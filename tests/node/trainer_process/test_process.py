@@ -45,7 +45,7 @@ from farandole.protocol.trainer_messages import (
     decode_report,
     encode,
 )
-from farandole.training import replica
+from farandole.training import flat_replica
 from farandole.training.copying import DeviceCopier, Wait
 from farandole.training.learner import Learner, build_learner
 from farandole.training.screening.rule import Accept, Partner, Refuse, ScreeningRule, Verdict
@@ -111,7 +111,7 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
             may_copy.set()
 
     monkeypatch.setattr(Learner, "inner_step", inner_step)
-    monkeypatch.setattr(replica, "copier_for", lambda device: LateCopier(may_copy))
+    monkeypatch.setattr(flat_replica, "copier_for", lambda device: LateCopier(may_copy))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
         trainer, learner = trainer_of(trainers, prepare)
@@ -180,7 +180,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
             return noted
 
     monkeypatch.setattr(Learner, "inner_step", inner_step)
-    monkeypatch.setattr(replica, "copier_for", lambda device: Late(may_copy))
+    monkeypatch.setattr(flat_replica, "copier_for", lambda device: Late(may_copy))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
         trainer, _ = trainer_of(trainers, prepare)
