@@ -16,8 +16,9 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from .errors import ManifestError, RemoteProtocolError, UnknownManifestError
+from .external_model import ExternalModel
 from .families import HFConfig
-from .families.base import Context, NumLayers, Vocabulary
+from .families.base import NumLayers
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, public_key_of, sign
 from .invitations import Roster
 from .outer_rules import NoLoCoConfig, OuterRules, with_kind
@@ -38,6 +39,9 @@ _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 # Zero of one's own module alone, which has them in its own way.
 _Width = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
 _NumHeads = Annotated[int, msgspec.Meta(ge=0, le=1_024)]
+# Zero of an external model alone.
+_Context = Annotated[int, msgspec.Meta(ge=0, le=1_048_576)]
+_Vocabulary = Annotated[int, msgspec.Meta(ge=0, le=2_000_000)]
 _Hidden = Annotated[int, msgspec.Meta(ge=0, le=262_144)]
 _PeerId = Annotated[str, msgspec.Meta(max_length=64)]
 # 1,000 peer ids of 52 letters, which leave room for the rest of a manifest.
@@ -54,9 +58,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_heads: _NumHeads
     hidden: _Hidden
     """Width of the SwiGLU layer; at least 8."""
-    context: Context
-    """Tokens a sequence."""
-    vocabulary: Vocabulary
+    context: _Context
+    """Tokens a sequence; at least 8."""
+    vocabulary: _Vocabulary
+    """Tokens that there are; at least 2."""
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
     """Contiguous groups of layers, each held by other nodes; 1: every node holds the whole model."""
     stage_layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=512)], ...], msgspec.Meta(max_length=512)] = ()
@@ -66,6 +71,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     own: OwnModel | None = None
     """One's own module, made by a function that each volunteer has installed and allowed; null: none. Of the sizes
     above it has no ``num_heads`` and ``hidden``, and without sections no ``width``: these are 0."""
+    external: ExternalModel | None = None
+    """A model that each member trains in a loop of its own; null: nodes train it. Of the sizes above it has none:
+    ``num_layers`` is 1, the others are 0."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -253,6 +261,13 @@ def _problems(manifest: Manifest) -> list[str]:
     if not isinstance(manifest.admission, str):
         problems += [f"admission names {peer_id!r}, which is no peer id" for peer_id in _wrong_ids(manifest.admission)]
     model, rounds = manifest.model, manifest.rounds
+    if model.external is not None:
+        return [*problems, *_problems_of_external(manifest, model.external), *_problems_of_rounds(rounds)]
+    problems += [
+        f"model.{name} is {getattr(model, name)}: it must be at least {least}"
+        for name, least in (("context", 8), ("vocabulary", 2))
+        if getattr(model, name) < least
+    ]
     if model.own is not None:
         problems += _problems_of_own(model, model.own)
     elif model.hf is not None:
@@ -302,9 +317,25 @@ def _problems(manifest: Manifest) -> list[str]:
         )
     if manifest.audits:
         problems += [f"audits = {manifest.audits:g} {problem}" for problem in _problems_of_audits(manifest)]
+    return [*problems, *_problems_of_rounds(rounds)]
+
+
+def _problems_of_rounds(rounds: RoundConfig) -> Iterator[str]:
     if not rounds.inner_steps and not rounds.round_seconds:
-        problems.append("rounds.inner_steps and rounds.round_seconds are both 0: a round would never end")
-    return problems
+        yield "rounds.inner_steps and rounds.round_seconds are both 0: a round would never end"
+
+
+def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterator[str]:
+    """What is the members' own affair says nothing in the manifest, so that nothing there can mislead them."""
+    if manifest.model != ModelConfig(1, 0, 0, 0, 0, 0, external=external):
+        yield "model.external has no sizes and no stages: num_layers is 1, the others are 0, and there is nothing else"
+    own_affairs = {"tokenizer": TokenizerConfig(), "data": DataConfig(), "inner": InnerConfig(), "audits": 0.0}
+    own_affairs |= {"pipeline": PipelineConfig()}
+    for name, default in own_affairs.items():
+        if getattr(manifest, name) != default:
+            yield f"{name} is set, but with model.external it is each member's own affair"
+    if external.num_parameters > MAX_PARAMETERS:
+        yield f"model.external has more than {MAX_PARAMETERS} parameters"
 
 
 def _problems_of_audits(manifest: Manifest) -> Iterator[str]:

@@ -21,6 +21,8 @@ class Parts:
 
 def parts_of(model: ModelConfig) -> Parts:
     """What the model is made of."""
+    if model.external is not None:
+        return Parts(0, model.external.num_parameters, 0)
     if model.own is not None:
         return Parts(_count(model.own.layer), _count(model.own.ends), 0)
     if model.hf is not None:

@@ -20,6 +20,8 @@ _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 
 def shapes_of(model: ModelConfig) -> dict[str, Shape]:
     """Each parameter's shape by its name, of all stages together."""
+    if model.external is not None:
+        return dict(model.external.parameters)
     if model.own is not None:
         return _own(model.own, model.num_layers)
     if model.hf is not None:

@@ -37,10 +37,11 @@ class Part:
 
 def config_of(model: ModelConfig) -> HFConfig:
     """The settings of the family in which transformers computes the same; `ConsolidatedError` if there is none."""
-    if model.own is not None:
+    if model.own is not None or model.external is not None:
+        maker = "its members' loops" if model.own is None else model.own.function
         raise ConsolidatedError(
-            f"the model is one's own, made by {model.own.function}: transformers knows none like it. Its weights are "
-            "in checkpoint.safetensors, by the names slow/..."
+            f"the model is one's own, made by {maker}: transformers knows none like it. Its weights are in "
+            "checkpoint.safetensors, by the names slow/..."
         )
     if model.hf is not None:
         return model.hf

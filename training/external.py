@@ -1,0 +1,303 @@
+"""The external engine: a user's model, trained by a loop that the user has written, with any optimizer and any data.
+
+Two threads take turns. In its turn the user's loop computes a gradient and takes an optimizer's step; it waits for
+nothing but its next turn. In between the engine owns the parameters: it reads them for a contribution, and writes them
+at an outer step. `Turns` is the hand-off, strict as a coroutine's, so neither thread sees the parameters half written.
+
+The engine's weights are flat fp32 vectors of their own (`farandole.training.flat_replica`), whatever type and device
+the user's parameters have. They are copied from the user's parameters before a contribution, and to them after an outer
+step. What rounding to the user's type drops is kept and added again: without it every round would pull the slow weights
+towards numbers of that type.
+
+Buffers (such as the running statistics of batch normalisation) and the optimizer's state are not averaged: they stay
+the user's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.safetensors import Shape
+
+from .codec import Buffer
+from .device import Device
+from .engine import Until
+from .errors import DataError, TrainingError
+from .flat_replica import FlatReplica
+from .parameters import Layout
+from .screening.rule import UNKNOWN, Encounter
+
+# Where a waiting thread cannot be interrupted (Windows), Ctrl-C is seen after at most so long.
+INTERRUPT_SECONDS: Final = 1.0
+# What `torch.compile` puts in front of the names of the module that it wraps.
+_COMPILED: Final = "_orig_mod."
+# Names in an error message.
+_MAX_NAMED: Final = 3
+
+Measure = Callable[[], float]
+"""Returns the held-out loss of the model as it is, in nats."""
+
+
+class LoopEnded(Exception):
+    """The user's loop is over: it takes no more steps."""
+
+
+class Turns:
+    """Whose turn it is: the engine's at first. One thread is the user's, one is the engine's."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_engines = True
+        self._question: Measure | None = None
+        self._answer: float | Exception | None = None
+        self._has_left = False
+        self._is_over = False
+        self._failure: BaseException | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the user's loop is over."""
+        return self._has_left
+
+    # The user's thread
+
+    def step_taken(self) -> None:
+        """End the loop's turn, and wait for the next one; raises what ended the engine, if anything did."""
+        with self._changed:
+            self._is_engines = not self._is_over
+            self._changed.notify_all()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the loop's turn, and answer the engine's questions until then."""
+        while (question := self._next_question()) is not None:
+            answer: float | Exception
+            try:
+                answer = float(question())
+            except Exception as error:  # whatever the user's function raises is the engine's to judge
+                answer = error
+            with self._changed:
+                self._question, self._answer = None, answer
+                self._changed.notify_all()
+
+    def _next_question(self) -> Measure | None:
+        """The engine's question; None when it is the loop's turn."""
+        with self._changed:
+            while self._is_engines and self._question is None and not self._is_over:
+                self._changed.wait(INTERRUPT_SECONDS)
+            if self._failure is not None:
+                raise self._failure
+            return self._question if self._is_engines and not self._is_over else None
+
+    def leave(self) -> None:
+        """The loop is over: the engine has all turns from now on."""
+        with self._changed:
+            self._has_left = self._is_engines = True
+            self._changed.notify_all()
+
+    # The engine's thread
+
+    def let_step(self) -> bool:
+        """Give the loop its turn, and wait until it has taken a step; returns False if it is over instead."""
+        with self._changed:
+            self._is_engines = self._has_left
+            self._changed.notify_all()
+            while not self._is_engines:
+                self._changed.wait()
+            return not self._has_left
+
+    def ask(self, question: Measure) -> float:
+        """Have the user's thread, which waits for its turn, compute something; raises `DataError` if it cannot."""
+        with self._changed:
+            if self._has_left:
+                raise DataError("the loop is over")
+            self._question, self._answer = question, None
+            self._changed.notify_all()
+            while self._answer is None and not self._has_left:
+                self._changed.wait()
+            answer, self._question, self._answer = self._answer, None, None
+        if isinstance(answer, Exception):
+            raise DataError(f"evaluate raised {type(answer).__name__}: {answer}") from answer
+        if answer is None:
+            raise DataError("the loop is over")
+        return answer
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """The engine is over: the loop goes on by itself, or fails with ``failure``."""
+        with self._changed:
+            if not self._is_over:
+                self._is_over, self._failure = True, failure
+            self._changed.notify_all()
+
+
+def parameters_of(module: nn.Module, *, with_frozen: bool = False) -> dict[str, nn.Parameter]:
+    """The parameters that members share, by name: shared ones once, frozen ones if asked for, none without elements.
+
+    A module that `torch.compile` has wrapped has the names of the one inside.
+    """
+    found = {name.replace(_COMPILED, ""): parameter for name, parameter in module.named_parameters()}
+    return {
+        name: parameter
+        for name, parameter in found.items()
+        if parameter.numel() and (with_frozen or parameter.requires_grad)
+    }
+
+
+def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, nn.Parameter]:
+    """The parameters that a run names, in its order; raises `TrainingError`, which names what differs.
+
+    Frozen parameters that the run does not name are the module's own.
+    """
+    every = parameters_of(module, with_frozen=True)
+    missing = [name for name in shapes if name not in every]
+    extra = [name for name in parameters_of(module) if name not in shapes]
+    wrong = [
+        f"{name} is {tuple(every[name].shape)} here and {shape} in the run"
+        for name, shape in shapes.items()
+        if name in every and tuple(every[name].shape) != tuple(shape)
+    ]
+    for what, names in (("lacks", missing), ("also trains", extra)):
+        if names:
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            wrong.insert(0, f"this one {what} {', '.join(names[:_MAX_NAMED])}{more}")
+    if wrong:
+        raise TrainingError(f"this run is of another model: {'; '.join(wrong[:_MAX_NAMED])}")
+    for name in shapes:
+        if not every[name].is_floating_point():
+            raise TrainingError(f"parameter {name} is {every[name].dtype}: only floating-point numbers are averaged")
+    return {name: every[name] for name in shapes}
+
+
+class UserParameters:
+    """A user's parameters as one flat vector (n,) fp32, in the order of the layout; they stay where they are."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
+        self._parameters = list(parameters.values())
+        self._layout = layout
+        devices = {parameter.device for parameter in self._parameters}
+        self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        """Where the flat vectors lie: at the parameters, or on the host where these are on several devices."""
+        self._cuda = {parameter.device for parameter in self._parameters if parameter.is_cuda}
+        is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
+        self._dropped = None if is_exact else torch.zeros(layout.num_elements, device=self.device)
+
+    @torch.no_grad()
+    def read(self, flat: Tensor) -> None:
+        """Copy the parameters to ``flat``, with what rounding has dropped of them."""
+        self._copy_to(flat)
+        if self._dropped is not None:
+            flat.add_(self._dropped)
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        """Copy ``flat`` to the parameters, in place, and keep what rounding drops."""
+        self._synchronize()
+        for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
+            parameter.copy_(view)
+        self._synchronize()
+        if self._dropped is not None:
+            self._copy_to(self._dropped)
+            torch.sub(flat, self._dropped, out=self._dropped)
+
+    def _copy_to(self, flat: Tensor) -> None:
+        self._synchronize()
+        for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
+            view.copy_(parameter)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """The user's thread may queue its work on any stream."""
+        for device in self._cuda:
+            torch.cuda.synchronize(device)
+
+
+class ExternalEngine(FlatReplica):
+    """A replica whose inner steps a user's loop takes.
+
+    ``evaluate`` returns the held-out loss of the model as it is; None: it is not known, and partners are judged by
+    distance alone. ``tokens_per_step`` is what an optimizer's step counts for: the share of a mean goes by it.
+    """
+
+    is_driven: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        manifest: Manifest,
+        turns: Turns,
+        *,
+        run_id: bytes,
+        evaluate: Measure | None = None,
+        tokens_per_step: int = 1,
+    ) -> None:
+        external = manifest.model.external
+        if external is None:
+            raise TrainingError("this run's model is trained by nodes themselves, and not by a loop of one's own")
+        parameters = matching_parameters(module, external.parameters)
+        layout = Layout(tuple(parameters), tuple(map(tuple, external.parameters.values())), manifest.outer.codec)
+        self._users = UserParameters(parameters, layout)
+        self._turns = turns
+        self._evaluate = evaluate
+        self._tokens_per_step = tokens_per_step
+        theta = torch.empty(layout.num_elements, device=self._users.device)
+        self._users.read(theta)
+        device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
+        super().__init__(theta, layout, manifest.outer, manifest.screening, run_id=run_id, device=device)
+        self.encodes_aside = True  # the user's loop does not change theta
+
+    @property
+    def is_idle(self) -> bool:
+        """As `Engine.is_idle`: the loop is over, and the last round awaits its outer step."""
+        return self._turns.has_left and self.awaits_outer_step
+
+    def inner_steps(self, until: Until) -> None:
+        """As `Engine.inner_steps`; raises `LoopEnded` when the loop is over, and no outer step is due."""
+        while not until():
+            if self._turns.let_step():
+                self.count_step(self._tokens_per_step)
+            elif not self.awaits_outer_step:
+                raise LoopEnded
+
+    def contribution(self, fragment: int = 0) -> int:
+        """As `Engine.contribution`, of the user's parameters as they are now."""
+        self._users.read(self.theta)
+        return super().contribution(fragment)
+
+    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
+        """As `Engine.apply`; the user's parameters move by as much as the fast weights."""
+        self._users.read(self.theta)
+        late = super().apply(partner, encounter, own_first=own_first)
+        self._users.write(self.theta)
+        return late
+
+    def evaluate(self, num_batches: int) -> float:
+        """As `Engine.evaluate`; what is held out is the user's affair."""
+        if self._evaluate is None:
+            raise DataError("this loop measures no held-out loss (evaluate=)")
+        loss = self._turns.ask(self._evaluate)
+        if not math.isfinite(loss):
+            raise DataError(f"evaluate returned {loss}")
+        return loss
+
+    def _loss_with(self, part: slice, weights: Tensor, num_batches: int) -> float | None:
+        self._users.read(self.theta)
+        before = self.theta.clone()
+        self.theta[part] = weights
+        self._users.write(self.theta)
+        try:
+            return self.evaluate(num_batches)
+        except DataError:
+            return None
+        finally:
+            self.theta.copy_(before)
+            self._users.write(self.theta)
+
+    def _restart(self) -> None:
+        self._users.write(self.theta)
