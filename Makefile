@@ -33,7 +33,7 @@ test: $(STAMP) lint ## Lint, type-check, test (at most 12 minutes on 2 cores)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
+	PYTHONPATH=.typing $(BIN)/lint-imports
 
 types: $(STAMP)
 	$(BIN)/mypy

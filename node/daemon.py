@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
@@ -54,6 +54,7 @@ from .state.messenger import open_messenger
 from .state.store import open_store
 from .status.journal import Journal
 from .store.disk_space import DiskError
+from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
 from .ui.chronicle import keep_chronicle
 from .ui.console import Console
@@ -269,7 +270,10 @@ async def be_node(daemon: Daemon) -> None:
         open_mesh(daemon, [target.run_id], target.peers, limits, target.network_key) as mesh,
         open_messenger(mesh.host) as messenger,
         open_service_nursery() as nursery,
+        AsyncExitStack() as stack,
     ):
+        if settings.trainer == "external":
+            daemon = replace(daemon, door=await stack.enter_async_context(open_script_door(settings.door)))
         await rest_keeper.begin()
         await _stand_at_gate(daemon, mesh, target)
         async with open_desk(daemon, mesh, target.run_id, questions, deeds) as desk:

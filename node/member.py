@@ -6,6 +6,7 @@ bulk channels -> gossip (run state) -> membership -> weights -> training (traine
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -63,12 +64,13 @@ from .state.store import Store, StoreError
 from .status.journal import Journal
 from .store.disk_space import Room, save_seconds
 from .store.holdings import Holding
-from .store.own_model import require_allowed_model
+from .store.own_model import require_trainable_model
 from .store.provider import Conditions
 from .store.serve import BlockService
 from .store.sketches import SketchService
 from .store.starts import Starts
 from .store.weight_files import WeightFiles
+from .trainer.script import ScriptDoor
 from .trainer.trainer import TrainerError
 
 # Leaving: the trainer ends its round and saves, the farewell goes round.
@@ -106,6 +108,8 @@ class Daemon:
     is_leaving: trio.Event
     """Set when it is told to leave."""
     rest: Rest
+    door: ScriptDoor | None = None
+    """Where a loop of the owner's attaches, if that is to train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +345,8 @@ class RunMember:
             except TrainerError as error:
                 failure = error
                 self.daemon.is_leaving.set()
+            if self.daemon.door is not None:
+                await self.daemon.door.dismiss(self.daemon.journal.state.phase_detail)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run_training)
@@ -421,7 +427,7 @@ def make_member(
     """Put a member together. What it gives to peers is registered with the host; nothing runs yet."""
     settings = daemon.settings
     manifest, signed = decode_manifest(raw_manifest)
-    require_allowed_model(manifest, settings.allow_model)
+    require_trainable_model(manifest, settings.allow_model, by_loop=daemon.door is not None)
     if settings.start is not None and manifest.start is None:
         raise JoinError(f"--start {settings.start}: this run starts from its seed, not from a checkpoint")
     key, store, journal, host = daemon.key, daemon.store, daemon.journal, mesh.host
@@ -496,7 +502,7 @@ def make_member(
         max_rounds=settings.max_rounds,
         checkpoint_seconds=settings.checkpoint_seconds,
         validate_every=settings.validate_every,
-        hung_seconds=settings.hung_seconds,
+        hung_seconds=settings.hung_seconds if daemon.door is None else math.inf,  # a person may look at each step
     )
     notices = NoticeBoard(signed.creator, author, gossip, daemon.rest, journal, is_ignored=settings.ignore_notices)
     surroundings = Surroundings(
@@ -508,6 +514,7 @@ def make_member(
         partners_round=membership.partners_round,
         on_committed=membership.partners.note,
         audits=audits,
+        door=daemon.door,
         stopped=notices.stopped,
         may_spend=shaping.may_spend,
     )

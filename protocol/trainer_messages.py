@@ -188,7 +188,15 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the process."""
+    """End the process; of a loop that has attached, stop following its steps."""
+
+
+class Dismiss(msgspec.Struct, frozen=True, tag=True):
+    """The first and last command to a loop that the node does not train with."""
+
+    reason: str
+    is_over: bool = False
+    """Whether this node trains no more; else the loop cannot attach now."""
 
 
 Command = (
@@ -206,6 +214,7 @@ Command = (
     | Validate
     | Ping
     | Stop
+    | Dismiss
 )
 
 
@@ -255,6 +264,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     """The checkpoint that it goes on from, checked; None: from the run's seed."""
     problem: str = ""
     """What is wrong with newer checkpoints, which were passed over."""
+    has_loss: bool = True
+    """Whether it can measure a held-out loss."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -382,9 +393,10 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     """The sign of life."""
 
 
-Cause = Literal["setup", "weights", "memory", "fault"]
+Cause = Literal["setup", "weights", "memory", "fault", "detached"]
 """Why a trainer ended: what it was to train with will not do (no text, no such device, no room for the model), a
-peer's weights are unfit, its memory was used up while it trained, or something else."""
+peer's weights are unfit, its memory was used up while it trained, something else; or it was a loop of the node's owner,
+which ended by itself."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

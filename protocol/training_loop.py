@@ -255,7 +255,13 @@ class TrainingLoop:
             self._recover(ended, None if life is None else now - life.ready_at, now)
 
     def _recover(self, ended: TrainerEnded, lived: float | None, now: float) -> None:
-        """Start another trainer when it is due; end where none can be had."""
+        """Start another trainer when it is due; end where none can be had. A loop that attaches comes by itself."""
+        if ended.cause == "detached":
+            self._say(f"{ended.error}: waiting for the next one")
+            self._change(tokens_per_second=0.0)
+            self._move(LoopState.WAITING)
+            self._seek_trainer()
+            return
         verdict = self._supervisor.judge(ended.error, ended.cause, lived)
         if isinstance(verdict, End):
             self._end(verdict.words)
@@ -610,6 +616,8 @@ class TrainingLoop:
 
     def _validate(self, life: _Life) -> None:
         """Measure the validation loss; where the model is cut, the nodes that draw data do, through all stages."""
+        if not life.ready.prepared.has_loss:
+            return
         if not self._is_cut:
             self._tell(messages.Validate(VALIDATION_BATCHES))
         elif life.ready.stage == 0:

@@ -26,7 +26,7 @@ def test_every_package_on_disk_is_listed() -> None:
         "farandole." + ".".join(init.parent.relative_to(ROOT).parts)
         for folder in ("node", "protocol", "training", "testnet")
         for init in (ROOT / folder).rglob("__init__.py")
-    }
+    } | {"farandole"}
     assert on_disk - FROM_SOURCE_ALONE == set(settings["packages"])
     assert set(settings["package-dir"]) == set(settings["packages"])
 
@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "node", "protocol", "training", "testnet"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "library", "node", "protocol", "training", "testnet"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
@@ -74,6 +74,25 @@ def test_type_checkers_see_each_folder_once() -> None:
         link = ROOT / ".typing" / "farandole" / folder
         assert link.is_symlink()
         assert link.resolve() == ROOT / folder
+
+
+def test_type_checkers_see_the_interface() -> None:
+    for path in (ROOT / "library").glob("*.py*"):
+        if path.is_file():
+            assert (ROOT / ".typing" / "farandole" / path.name).resolve() == path
+
+
+def test_the_interface_is_what_it_names(wheel: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.meta_path = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
+        f"sys.path.insert(0, {str(wheel)!r})\n"
+        "import farandole\n"
+        "print('torch' in sys.modules, len([name for name in sys.modules if name.startswith('farandole')]))\n"
+        "print(*(getattr(farandole, name).__name__ for name in farandole.__all__))\n"
+    )
+    shown = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=wheel).splitlines()
+    assert shown == ["False 1", "FarandoleError NoLoCo NodeError create_run"]
 
 
 def test_the_mesh_process_never_imports_torch_or_transformers() -> None:

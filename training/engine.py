@@ -59,6 +59,8 @@ class Engine(abc.ABC):
     """Whether inner steps are commands (`obey`). Else the engine takes them by itself, in `inner_steps`."""
     activation_bytes: int = 0
     """Of one microbatch's activations, as they travel; 0 where the model is not cut."""
+    measures_loss: bool = True
+    """Whether `evaluate` can know a held-out loss."""
     encodes_aside: bool = False
     """Whether `encode` may run in a thread of its own while inner steps are taken."""
     contribution_bytes: int

@@ -250,6 +250,7 @@ class ExternalEngine(FlatReplica):
         self._users.read(theta)
         device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
         super().__init__(theta, layout, manifest.outer, manifest.screening, run_id=run_id, device=device)
+        self.measures_loss = evaluate is not None
         self.encodes_aside = True  # the user's loop does not change theta
 
     @property

@@ -66,6 +66,11 @@ class NodeSettings:
         placeholder="MULTIADDR",
         example=["/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."],
     )
+    trainer: Literal["own", "external"] = setting(
+        "own",
+        "own: this node trains by itself; external: a loop of yours trains, which attaches with farandole.NoLoCo, in "
+        "runs that such loops train.",
+    )
     device: str = setting("auto", "What trains: auto, cpu, cuda, cuda:1, mps.", placeholder="DEVICE")
     data: list[Path] = setting(
         [],
@@ -258,6 +263,7 @@ class NodeSettings:
     lock = InHome("lock")  # held while a daemon uses the key
     store = InHome("store.sqlite")  # run state, manifest, known peers
     control = InHome("control.sock")  # the control API's socket
+    door = InHome("trainer.sock")  # where a loop of the owner's attaches
     # Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.store.folder`).
     checkpoints = InHome("checkpoints")
     tokens = InHome("tokens")  # the text that this node brings, tokenised (`farandole.training.token_cache`)

@@ -5,7 +5,8 @@ Trainer processes, exchanges, pairing messages, the timer and the display are he
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,6 +24,7 @@ from ..base.driver import Driver
 from ..bulk.exchange_service import ExchangeService
 from ..state.messenger import Messenger
 from ..status.journal import Journal
+from ..trainer.script import ScriptDoor
 from ..trainer.trainer import Trainer, TrainerError, open_trainer
 from .audit_service import AuditKeeper
 from .lease_service import LeaseKeeper
@@ -61,6 +63,8 @@ class Surroundings:
     """Where the run has audits."""
     stopped: trio.Event = field(default_factory=trio.Event)
     """Set when the run's creator stops the run."""
+    door: ScriptDoor | None = None
+    """Where a loop of the owner's attaches, in runs that such loops train."""
 
 
 class Training:
@@ -215,16 +219,31 @@ class Training:
         ended = machine.TrainerEnded()
         with life:
             try:
-                prepare = await self._surroundings.prepare()
-                words = "starting the trainer: loading torch, the text and the model"
-                self._journal.announce("preparing", words, "the trainer")
-                async with open_trainer(prepare, None, self._show_preparing, self._note_pid) as trainer:
+                async with self._open_trainer() as (trainer, prepare):
                     await self._use(trainer, prepare)
             except TrainerError as error:
                 ended = machine.TrainerEnded(str(error), error.cause)
             finally:
                 self._journal.update(trainer_pid=None)
         self.handle(ended)
+
+    @contextlib.asynccontextmanager
+    async def _open_trainer(self) -> AsyncIterator[tuple[Trainer, messages.Prepare]]:
+        """Start a trainer process, or wait for a loop to attach, whose weights are looked for once it is there."""
+        door, journal = self._surroundings.door, self._journal
+        if door is None:
+            prepare = await self._surroundings.prepare()
+            words = "starting the trainer: loading torch, the text and the model"
+            journal.announce("preparing", words, "the trainer")
+            async with open_trainer(prepare, None, self._show_preparing, self._note_pid) as child:
+                yield child, prepare
+        else:
+            words = "waiting for a loop to attach: farandole.NoLoCo in a script of yours"
+            journal.announce("preparing", words, "a loop of yours")
+            await door.wait()
+            prepare = await self._surroundings.prepare()
+            async with door.open_trainer(prepare) as attached:
+                yield attached, prepare
 
     def _note_pid(self, pid: int) -> None:
         """From now on what this process takes of the machine is this node's doing."""

@@ -44,10 +44,19 @@ class _Table(msgspec.Struct, frozen=True):
     config: Settings = {}
 
 
-def require_allowed_model(manifest: Manifest, allowed: Collection[str]) -> None:
-    """Raises `JoinError`, which says what to install and what to pass, unless the run's model is none of its own or the
-    owner allows it. Nothing is imported here: the trainer does, and nobody else.
+def require_trainable_model(manifest: Manifest, allowed: Collection[str], *, by_loop: bool) -> None:
+    """Raise `JoinError`, which says what to install and what to pass, unless this node can train the run's model.
+
+    A model that a function makes needs the owner's leave; nothing is imported here, since the trainer alone does that.
+    A model that members train in loops of their own needs one (``by_loop``).
     """
+    if by_loop != (manifest.model.external is not None):
+        raise JoinError(
+            "this run's nodes train by themselves: leave out --trainer external"
+            if by_loop
+            else "this run's members train in loops of their own: use farandole.NoLoCo in a script of yours, and "
+            "farandole join with --trainer external where the node is not to end with the script"
+        )
     if manifest.model.own is None:
         return
     try:

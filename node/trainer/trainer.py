@@ -1,7 +1,12 @@
-"""The mesh process's handle on its trainer process: start it, talk to it, end it, and never outlive it by a zombie."""
+"""The mesh process's handle on what trains: start it or wait for it, talk to it, end it.
+
+`open_trainer` starts a process of this node's own, and never outlives it by a zombie. A loop of its owner's, which
+attaches by itself, is `farandole.node.trainer.script`.
+"""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import math
@@ -86,25 +91,32 @@ class Memory(NamedTuple):
     outgoing: SharedFile
     incoming: SharedFile
     activations: SharedFile
-    tracebacks: SharedFile
 
 
-class Trainer:
-    """One trainer process that has reported `Prepared`."""
+class Trainer(abc.ABC):
+    """What trains, once it has reported `Prepared`."""
 
-    def __init__(self, process: trio.Process, stream: TrainerStream, memory: Memory) -> None:
-        self.pid = process.pid
+    def __init__(self, stream: TrainerStream, memory: Memory) -> None:
         self.outgoing: mmap.mmap
         """The contribution that this node sends, and a counter of what of it is encoded."""
         self.incoming: mmap.mmap
         """The partner's contribution, and a counter of what of it has arrived."""
         self.prepared: messages.Prepared
-        self._process = process
         self._stream = stream
         self._memory = memory
         self._mapped: list[mmap.mmap] = []
-        self._condemned_for = ""
-        self._oom_kills_before = count_oom_kills()
+
+    @abc.abstractmethod
+    async def _epitaph(self) -> TrainerError:
+        """How it ended."""
+
+    @abc.abstractmethod
+    async def condemn(self, reason: str) -> None:
+        """End a trainer that hangs: `receive` raises `TrainerError` for this reason."""
+
+    @abc.abstractmethod
+    async def stop(self) -> None:
+        """Ask it to stop, and do not wait for long."""
 
     async def prepare(self, command: messages.Prepare, on_preparing: Callable[[messages.Preparing], None]) -> None:
         """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
@@ -156,12 +168,30 @@ class Trainer:
             raise TrainerError(report.message, report.cause)
         return report
 
+    def close(self) -> None:
+        """Give up the shared memory, but for what somebody still looks at."""
+        for memory in self._mapped:
+            with contextlib.suppress(BufferError):
+                memory.close()
+
+
+class ChildTrainer(Trainer):
+    """A trainer process that this node has started. What hangs writes to ``tracebacks`` where."""
+
+    def __init__(self, process: trio.Process, stream: TrainerStream, memory: Memory, tracebacks: SharedFile) -> None:
+        super().__init__(stream, memory)
+        self.pid = process.pid
+        self._process = process
+        self._tracebacks = tracebacks
+        self._condemned_for = ""
+        self._oom_kills_before = count_oom_kills()
+
     async def _epitaph(self) -> TrainerError:
         """How the process ended."""
         code = None
         with trio.move_on_after(STOP_TIMEOUT):
             code = await self._process.wait()
-        if traceback := read_at(self._memory.tracebacks.descriptor, MAX_TRACEBACK_BYTES, 0):
+        if traceback := read_at(self._tracebacks.descriptor, MAX_TRACEBACK_BYTES, 0):
             logger.error("the trainer's last words:\n%s", traceback.decode(errors="replace"))
         if self._condemned_for:
             return TrainerError(self._condemned_for)
@@ -176,17 +206,11 @@ class Trainer:
         return TrainerError(f"the trainer exited with {code}")
 
     async def condemn(self, reason: str) -> None:
-        """Kill a trainer that hangs: `receive` raises `TrainerError` for this reason, and where it hung is logged."""
+        """Kill a trainer that hangs, and log where it hung."""
         self._condemned_for = reason
         await ask_where(self._process)
         await trio.sleep(TRACEBACK_SECONDS)
         self._process.kill()
-
-    def close(self) -> None:
-        """Give up the shared memory, but for what somebody still looks at."""
-        for memory in self._mapped:
-            with contextlib.suppress(BufferError):
-                memory.close()
 
     async def stop(self) -> None:
         """Ask it to stop, and kill it when it does not, or at once where this is cancelled."""
@@ -209,7 +233,7 @@ async def open_trainer(
     log: Path | None,
     on_preparing: Callable[[messages.Preparing], None] = lambda preparing: None,
     on_started: Callable[[int], None] = lambda pid: None,
-) -> AsyncIterator[Trainer]:
+) -> AsyncIterator[ChildTrainer]:
     """Start a trainer process, make it ready, and end it on the way out.
 
     ``log`` is where its output goes (the terminal if None); ``on_preparing`` is told how far it is with its text,
@@ -220,17 +244,18 @@ async def open_trainer(
     with contextlib.ExitStack() as held:
         try:
             memory = Memory(*(held.enter_context(open_shared_memory(name, folder)) for name in Memory._fields))
+            tracebacks = held.enter_context(open_shared_memory("tracebacks", folder))
             output = held.enter_context(log.open("ab")) if log else None
             child = await start_child(
                 "farandole.node.trainer_process.main",
-                [str(memory.tracebacks.place)],
-                [shared.descriptor for shared in memory],
+                [str(tracebacks.place)],
+                [shared.descriptor for shared in (*memory, tracebacks)],
                 output,
                 {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(command.threads))},
             )
         except OSError as error:  # no memory, or no process more, just now
             raise TrainerError(f"no trainer process can be started: {error}") from error
-        trainer = Trainer(child.process, TrainerStream(child.stream), memory)
+        trainer = ChildTrainer(child.process, TrainerStream(child.stream), memory, tracebacks)
         try:
             on_started(trainer.pid)
             await trainer.prepare(command, on_preparing)

@@ -119,6 +119,7 @@ class TrainerProcess:
                 corpus=b"" if engine.slices is None else engine.slices.corpus,
                 resumed=resumed,
                 problem=problem,
+                has_loss=engine.measures_loss,
             )
         )
 
@@ -133,6 +134,10 @@ class TrainerProcess:
             command = self._channel.poll(LOOK_INTERVAL if self._engine.awaits_outer_step else None)
             if command is not None:
                 return command
+
+    def end(self) -> None:
+        """Save what the last outer step gave; nothing is handled after this."""
+        self._checkpoints.save(is_last=True)
 
     def handle(self, command: messages.Command) -> None:
         """Do what one command says and report it."""
@@ -156,7 +161,7 @@ class TrainerProcess:
                     self._engine.slices.assign(epoch, ranges)
             case messages.FinishRound() | messages.UseFragment() | messages.Work() | messages.TakeInnerStep():
                 pass  # it crossed our contribution: the round was over by its steps already
-            case messages.Prepare() | messages.Stop():
+            case messages.Prepare() | messages.Stop() | messages.Dismiss():
                 raise EOFError("asked to stop")
 
     def _train(self, command: messages.Train) -> None:

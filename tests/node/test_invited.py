@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.app.commands.output import own_invite
 from farandole.node.base.control import ControlError, call
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
+from farandole.node.join.own_invite import own_invite
 from farandole.protocol.identity import public_key_of
 from farandole.protocol.manifest import sign_manifest
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import trio
 
-from farandole.node.app.commands.output import own_invite
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
+from farandole.node.join.own_invite import own_invite
 from farandole.protocol.invite import Invite, decode_invite, encode_invite
 from farandole.protocol.manifest import sign_manifest
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.app.commands.output import own_invite
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
+from farandole.node.join.own_invite import own_invite
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest, sign_manifest

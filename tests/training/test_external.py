@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from farandole.protocol.external_model import ExternalModel
 from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig
 from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
+from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningRules
 from farandole.training.data import Sampler, Text
 from farandole.training.errors import DataError, DivergedError, TrainingError
 from farandole.training.external import (
@@ -39,7 +39,7 @@ PLAIN = InnerConfig(
 )
 
 
-def manifest_for(module: nn.Module, screening: ScreeningConfig = PLAIN_SCREENING, **outer: Any) -> Manifest:
+def manifest_for(module: nn.Module, screening: ScreeningRules = PLAIN_SCREENING, **outer: Any) -> Manifest:
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
     model = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel(shapes))
     return Manifest(name="a run", model=model, outer=NoLoCoConfig(**outer), screening=screening)
@@ -224,7 +224,7 @@ def linear_script(scripts: list[Script], **settings: Any) -> Script:
     def step(number: int) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter += 1.0
+                parameter.add_(1.0)
 
     scripts.append(Script(module, step, **settings))
     return scripts[-1]

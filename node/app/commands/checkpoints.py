@@ -14,7 +14,7 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, print_json, visit_invite, write_manifest
+from .output import print_answer, print_json, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
@@ -88,6 +88,7 @@ def pull_model(
     from ...base.identity import load_or_create_key
     from ...base.running import run_to_end
     from ...inspect.pull import pull
+    from ...join.own_invite import visit_invite
     from .progress import open_progress
 
     settings = replace(settings, invite=settings.invite or visit_invite(settings.home))

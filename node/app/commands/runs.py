@@ -17,15 +17,7 @@ from farandole.protocol.errors import ManifestError
 from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import (
-    own_invite,
-    print_answer,
-    print_json,
-    read_manifest,
-    split_source,
-    visit_invite,
-    write_manifest,
-)
+from .output import print_answer, print_json, read_manifest, split_source, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
@@ -132,6 +124,8 @@ def _say_on_the_side(written: Manifest, signed: Manifest, warnings: Iterable[str
 def _brings(manifest: Manifest) -> str:
     """What each node's command line has beside the run, as this run is."""
     model = f" --allow-model {manifest.model.own.function}" if manifest.model.own else ""
+    if manifest.model.external:
+        return " --trainer external"
     data = " --data PATH" if manifest.data.source == "text" else ""
     return model + data + (" --tokenizer FILE" if manifest.tokenizer.sha256 else "")
 
@@ -192,6 +186,8 @@ def make_invite(
     [cyan]farandole run invite --uses 5 --expires 2d[/cyan] (in a run of invited members)
     """
     from farandole.protocol.invite import Invite, encode_invite
+
+    from ...join.own_invite import own_invite
 
     if manifest is None:
         typer.echo(own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota))
@@ -272,6 +268,7 @@ def audit(
 
     from ...base.running import run_to_end
     from ...inspect.audit import audit_run
+    from ...join.own_invite import visit_invite
 
     settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
     key = None if author is None else public_key_of(author)

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from .features import HAS_MEMFD, INHERITS_DESCRIPTORS
+from .features import HAS_MEMFD, HAS_PROC, INHERITS_DESCRIPTORS
 from .files import open_binary
 
 COUNTER_BYTES: Final = 8
 _COUNT_BITS: Final = 48  # a contribution has less than 2**44 bytes
 MAX_EPOCHS: Final = 1 << (64 - _COUNT_BITS)
 _SUFFIX: Final = ".shared"
+_MEMFD_NAME: Final = "farandole-"
 # On Windows: keep it in memory as long as there is room.
 _SHORT_LIVED: Final = getattr(os, "O_SHORT_LIVED", 0)
 
@@ -40,14 +41,21 @@ class SharedFile:
 
 
 @contextlib.contextmanager
-def open_shared_memory(name: str, folder: Path) -> Iterator[SharedFile]:
-    """``folder``: where it lies if it must have a name, made if need be; of nobody else. Raises `OSError`."""
-    if not INHERITS_DESCRIPTORS:
+def open_shared_memory(name: str, folder: Path, *, is_inherited: bool = True) -> Iterator[SharedFile]:
+    """A shared file for a child process or, where not ``is_inherited``, for another process of the same user.
+
+    ``folder``: where it lies if it must have a name, made if need be; of nobody else. Raises `OSError`.
+    """
+    if not is_inherited and sys.platform == "linux" and HAS_MEMFD and HAS_PROC:
+        with open_shared_memory(name, folder) as shared:
+            yield SharedFile(shared.descriptor, f"/proc/{os.getpid()}/fd/{shared.descriptor}")
+        return
+    if not is_inherited or not INHERITS_DESCRIPTORS:
         with _named(folder / f"{name}-{secrets.token_hex(8)}{_SUFFIX}") as shared:
             yield shared
         return
     if sys.platform == "linux" and HAS_MEMFD:
-        descriptor = os.memfd_create(f"farandole-{name}")
+        descriptor = os.memfd_create(f"{_MEMFD_NAME}{name}")
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
@@ -78,6 +86,8 @@ def remove_leftovers(folder: Path) -> None:
 
 def open_shared(place: str) -> int:
     """A descriptor of what `SharedFile.place` names, as a process reads it from its command line. Raises `OSError`."""
+    if place.startswith("/proc/") and not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
+        raise FileNotFoundError(f"{place} is no shared memory: this process and the node see different processes")
     return int(place) if place.isdigit() else open_binary(Path(place), os.O_RDWR)
 
 

@@ -13,7 +13,7 @@ import trio
 
 from farandole.node.base.errors import JoinError
 from farandole.node.base.exits import Exit
-from farandole.node.store.own_model import require_allowed_model
+from farandole.node.store.own_model import require_trainable_model
 from farandole.node.store.run_file import load_run_file, manifest_of
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, decode_manifest, manifest_from_dict
@@ -173,8 +173,8 @@ def test_a_hostile_manifest_is_refused(change: dict[str, Any], message: str) -> 
 
 def test_the_owner_has_the_last_word() -> None:
     manifest = own_run(BUILD)
-    require_allowed_model(manifest, [WHOLE, BUILD])
-    require_allowed_model(manifest_of({"name": "a", "model": "tiny"}, Path(), 0), [])
+    require_trainable_model(manifest, [WHOLE, BUILD], by_loop=False)
+    require_trainable_model(manifest_of({"name": "a", "model": "tiny"}, Path(), 0), [], by_loop=False)
     for allowed in ([], [WHOLE], ["own_model"], [BUILD.upper()]):
         with pytest.raises(JoinError, match=f"--allow-model {BUILD}"):
-            require_allowed_model(manifest, allowed)
+            require_trainable_model(manifest, allowed, by_loop=False)

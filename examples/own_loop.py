@@ -1,0 +1,58 @@
+"""A small GPT in a plain loop of one's own, trained together with the other members of a run.
+
+python own_loop.py --create my-run      # makes a run from this model's first weights, and trains
+python own_loop.py farandole1...        # trains with those who are there
+"""
+
+import argparse
+import os
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import farandole
+
+CONTEXT, WIDTH, BATCH = 64, 64, 8
+TEXT = torch.frombuffer(bytearray(open(os.__file__, "rb").read()), dtype=torch.uint8).long()
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.layers(self.tokens(x) + self.places.weight[: x.shape[1]], mask=mask, is_causal=True))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    starts = torch.randint(len(TEXT) - CONTEXT, (BATCH,))
+    windows = torch.stack([TEXT[start : start + CONTEXT + 1] for start in starts])
+    return windows[:, :-1], windows[:, 1:]
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("run", help="an invite, or the folder of a run that was made here")
+parser.add_argument("--create", action="store_true", help="make the run, in that folder")
+parser.add_argument("--steps", type=int, default=1_000)
+arguments = parser.parse_args()
+
+model = GPT()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+if arguments.create:
+    farandole.create_run(model, arguments.run, rounds={"round_seconds": 10})
+
+with farandole.NoLoCo(model, optimizer, run=arguments.run, tokens_per_step=BATCH * CONTEXT) as run:
+    for step in range(arguments.steps):
+        inputs, targets = batch()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            print(f"step {step}, round {run.round}: loss {loss.item():.2f}, {len(run.members)} members", flush=True)

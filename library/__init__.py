@@ -1,0 +1,41 @@
+"""farandole: train one model together over the internet, from a loop of your own.
+
+    with farandole.NoLoCo(model, optimizer, run="farandole1...") as run:
+        for batch in loader:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+What `__all__` names is the interface; everything else in this package is private. Importing it costs next to nothing:
+PyTorch is imported with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farandole.node.own_loop.attachment import NodeError
+    from farandole.node.own_loop.create import create_run
+    from farandole.node.own_loop.noloco import NoLoCo
+    from farandole.protocol.errors import FarandoleError
+
+__all__ = ["FarandoleError", "NoLoCo", "NodeError", "create_run"]
+
+_PLACES = {
+    "FarandoleError": "farandole.protocol.errors",
+    "NoLoCo": "farandole.node.own_loop.noloco",
+    "NodeError": "farandole.node.own_loop.attachment",
+    "create_run": "farandole.node.own_loop.create",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
+    raise AttributeError(f"module 'farandole' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

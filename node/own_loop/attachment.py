@@ -1,0 +1,199 @@
+"""The thread in which the engine follows a user's loop: it attaches to the node, and obeys it like a trainer process.
+
+The node ends a trainer now and then, to have it begin again with newer weights, or while its owner rests; then this
+thread attaches again, and the loop waits in its optimizer's step. When the node is gone the loop fails there. When the
+node trains no more, the loop goes on by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+from farandole.protocol.errors import FarandoleError
+from farandole.protocol.external_model import recipe_hash
+from farandole.protocol.manifest import Manifest, decode_body
+from farandole.protocol.trainer_messages import Dismiss, Failed, Prepare
+from farandole.training.errors import TrainingError, UnfitWeightsError
+from farandole.training.external import INTERRUPT_SECONDS, ExternalEngine, LoopEnded, Measure, Turns
+
+from ..base.system.endpoint import connect
+from ..trainer.channel import TrainerSocket
+from ..trainer_process.process import TrainerProcess
+
+# A node that starts, or starts again, listens within this time; one that this process has started, as long as it lives.
+ATTACH_SECONDS: Final = 60.0
+RETRY_SECONDS: Final = 0.2
+CONNECT_SECONDS: Final = 10.0
+# At the end of a loop: the last exchange has its deadline, and the checkpoint must reach the disk.
+END_SECONDS: Final = 90.0
+
+_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Workers that load data are forked: with the connection open in them, the node would not see this process die."""
+    for connection in _connections:
+        with contextlib.suppress(OSError):
+            connection.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+class NodeError(FarandoleError):
+    """The node is gone, or refuses this loop; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a user's loop brings."""
+
+    model: nn.Module
+    recipe: str = ""
+    evaluate: Measure | None = None
+    tokens_per_step: int = 1
+
+
+class Attachment:
+    """Follows one loop until it is over. ``door`` is the node's socket; ``run_id`` is empty for whatever run it is in.
+
+    ``why_gone`` is asked while the node does not listen: why it never will, or nothing, and whether it will.
+    """
+
+    def __init__(self, door: Path, run_id: bytes, loop: Loop, why_gone: Callable[[], tuple[str, bool]]) -> None:
+        self.turns = Turns()
+        self.engine: ExternalEngine | None = None
+        self.over = ""
+        """Why the node trains no more; empty while it does."""
+        self._door = door
+        self._run_id = run_id
+        self._loop = loop
+        self._why_gone = why_gone
+        self._ended = threading.Event()
+        self._is_following = False
+        self._connection: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name="farandole", daemon=True)
+
+    def begin(self) -> None:
+        """Attach, and wait for the loop's first turn. Raises what keeps the engine from it."""
+        self._thread.start()
+        self.turns.wait()
+
+    def end(self) -> None:
+        """The loop is over: wait until its last outer step is taken and saved."""
+        self._ended.set()
+        self.turns.leave()
+        if not self._is_following:
+            self._hang_up()
+        try:
+            deadline = time.monotonic() + END_SECONDS
+            while self._thread.is_alive() and time.monotonic() < deadline:
+                self._thread.join(INTERRUPT_SECONDS)
+        finally:  # interrupted, too
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not (self._ended.is_set() or self.over):
+                with contextlib.suppress(EOFError, ConnectionError):  # `_connect` finds out why
+                    self._attach()
+        except BaseException as error:
+            self.turns.end(error)
+        else:
+            self.turns.end()
+
+    def _attach(self) -> None:
+        """Follow the loop until the node, or the loop, ends it."""
+        with self._connect() as connection:
+            _connections.add(connection)
+            self._connection = connection
+            channel = TrainerSocket(connection)
+            match channel.receive():
+                case Dismiss(reason, is_over):
+                    if not is_over:
+                        raise NodeError(reason)
+                    self.over = reason
+                    warnings.warn(f"this node trains no more ({reason}): the loop goes on by itself", stacklevel=1)
+                case Prepare() as prepare:
+                    self._follow(channel, prepare, decode_body(prepare.manifest))
+                case command:
+                    raise EOFError(f"the first command must be Prepare, not {type(command).__name__}")
+
+    def _connect(self) -> socket.socket:
+        deadline = time.monotonic() + ATTACH_SECONDS
+        while True:
+            try:
+                connection = connect(self._door, CONNECT_SECONDS)
+            except (FileNotFoundError, ConnectionError) as error:
+                reason, is_starting = self._why_gone()
+                if reason or (time.monotonic() > deadline and not is_starting):
+                    raise NodeError(
+                        reason or f"no node waits for a loop at {self._door}: farandole join --trainer external"
+                    ) from error
+                if self._ended.wait(RETRY_SECONDS):
+                    raise EOFError("the loop is over") from error
+            else:
+                connection.settimeout(None)
+                return connection
+
+    def _follow(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> None:
+        try:
+            trainer = self._trainer(channel, prepare, manifest)
+        except UnfitWeightsError as error:
+            channel.send(Failed(str(error), "weights"))
+            return
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            channel.send(Failed(f"the loop cannot train here: {error}", "detached"))
+            raise
+        self._is_following = True
+        try:
+            while True:
+                trainer.handle(trainer.next_command())
+        except LoopEnded:
+            trainer.end()
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            channel.send(Failed(f"the loop failed: {type(error).__name__}: {error}", "detached"))
+            raise
+        finally:
+            self._is_following = False
+
+    def _trainer(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> TrainerProcess:
+        """Compare the run with what the loop brings, and go on from the node's weights. Raises `TrainingError`."""
+        loop, external = self._loop, manifest.model.external
+        if self._run_id and prepare.run_id != self._run_id:
+            raise TrainingError(
+                f"the node is in run {prepare.run_id.hex()[:16]}, and this loop is for {self._run_id.hex()[:16]}"
+            )
+        if external is not None and loop.recipe and external.recipe != recipe_hash(loop.recipe):
+            raise TrainingError("the recipe differs from the one that the run was made with: ask its creator")
+        self.engine = ExternalEngine(
+            loop.model,
+            manifest,
+            self.turns,
+            run_id=prepare.run_id,
+            evaluate=loop.evaluate,
+            tokens_per_step=loop.tokens_per_step,
+        )
+        return TrainerProcess(channel, prepare, manifest, self.engine)

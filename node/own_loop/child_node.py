@@ -1,0 +1,109 @@
+"""A node that a user's loop starts: `farandole join` in a process of its own, which leaves when the loop is over.
+
+It outlives a loop that is killed, so that the next one goes on with it; the next one ends it, as a file beside its key
+says. A node that a person has started is never ended by a loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from farandole.protocol.errors import FarandoleError
+
+from ..base.control import NoNodeError, call
+from ..base.identity import keep_private, make_home
+
+# Leaving: the farewell goes round (`farandole.node.member.MAX_LEAVE_TIMEOUT` is for a trainer that saves, too).
+LEAVE_SECONDS: Final = 60.0
+KILL_SECONDS: Final = 5.0
+# Between two looks at whether a node is gone that an earlier loop has started.
+LOOK_SECONDS: Final = 0.2
+# What the node prints, for people; its log is beside it.
+OUTPUT_NAME: Final = "output"
+_MARK_NAME: Final = "started-by-loop"
+_MAX_QUOTED_BYTES: Final = 2_000
+
+
+def run_of_node(home: Path) -> str:
+    """The run id of the node that runs in this folder, in hexadecimal; empty if none runs there."""
+    try:
+        return str(call(home, "status", max_members=0)["run"]["run_id"])
+    except FarandoleError:
+        return ""
+
+
+class ChildNode:
+    """The node in ``home``, started here or found there."""
+
+    def __init__(self, home: Path, join: Sequence[str]) -> None:
+        """``join``: what ``farandole join`` is given besides the folder."""
+        self._home = home
+        self._join = join
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def _mark(self) -> Path:
+        return self._home / _MARK_NAME
+
+    @property
+    def _output(self) -> Path:
+        return self._home / OUTPUT_NAME
+
+    def begin(self) -> None:
+        """Start the node, unless one runs there."""
+        with contextlib.suppress(NoNodeError):
+            call(self._home, "status", max_members=0)
+            return
+        make_home(self._home)
+        keep_private(self._home)
+        # Ctrl-C at the terminal is for the loop, which ends the node.
+        apart: dict[str, Any] = {"start_new_session": True}
+        if sys.platform == "win32":
+            apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "farandole.node", "join", *self._join, "--home", str(self._home)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                **apart,
+            )
+        self._mark.touch()
+
+    def why_gone(self) -> tuple[str, bool]:
+        """Why the node never listens, if that is known, and whether it is on its way to it."""
+        if self._process is None:
+            return "", False
+        if self._process.poll() is None:
+            return "", True
+        printed = self._output.read_bytes()[-_MAX_QUOTED_BYTES:].decode(errors="replace").strip()
+        return f"the node ended with exit code {self._process.returncode}: {printed.splitlines()[-1:]}", False
+
+    def end(self) -> None:
+        """Have a node that a loop has started leave the run, and wait until it is gone."""
+        if not self._mark.exists():
+            return
+        with contextlib.suppress(FarandoleError):
+            call(self._home, "leave")
+        if self._process is None:
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while run_of_node(self._home) and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS)
+        else:
+            try:
+                self._process.wait(LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.terminate()  # a second request to leave means now
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(KILL_SECONDS)
+            finally:
+                if self._process.poll() is None:
+                    self._process.kill()
+                    self._process.wait()
+        self._mark.unlink(missing_ok=True)

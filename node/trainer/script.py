@@ -1,0 +1,168 @@
+"""Where a loop of this node's owner attaches, instead of a trainer process that the node starts.
+
+The node listens on a socket for its owner alone (`farandole.node.base.system.endpoint`). A loop that connects waits
+there until the node wants a trainer. Then the node sends `Prepare`, and all goes on as with a process of its own.
+One loop trains at a time; another one is dismissed with the reason. When a loop goes away, however it ends, the node
+waits for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from farandole.protocol import trainer_messages as messages
+from farandole.protocol.errors import RemoteProtocolError
+
+from ..base.nurseries import open_service_nursery
+from ..base.streams import read_exactly
+from ..base.system.endpoint import Endpoint, bound_endpoint
+from ..base.system.memory import open_shared_memory, remove_leftovers
+from .trainer import STOP_TIMEOUT, Memory, Trainer, TrainerError, TrainerStream
+
+logger = logging.getLogger(__name__)
+
+# Loops that have connected and have not yet been looked at: a person starts one, and perhaps another by mistake.
+MAX_WAITING: Final = 8
+# A token is sent as soon as a connection is there.
+GREETING_SECONDS: Final = 5.0
+# A dismissal fits into the socket's buffer.
+DISMISS_SECONDS: Final = 1.0
+ANOTHER: Final = "another loop is attached to this node: one trains at a time"
+
+
+class ScriptTrainer(Trainer):
+    """A loop that has attached."""
+
+    async def _epitaph(self) -> TrainerError:
+        """The node did not start it, and does not learn more."""
+        return TrainerError("the loop is gone", "detached")
+
+    async def condemn(self, reason: str) -> None:
+        """Close the connection: the process is its owner's."""
+        logger.warning("%s", reason)
+        await self._stream.aclose()
+
+    async def receive(self) -> messages.Report:
+        """As `Trainer.receive`; a loop that has failed is gone, and its owner sees why."""
+        try:
+            return await super().receive()
+        except trio.ClosedResourceError as error:
+            raise await self._epitaph() from error
+        except TrainerError as error:
+            raise error if error.cause == "weights" else TrainerError(str(error), "detached") from error
+
+    async def stop(self) -> None:
+        """Ask it to stop; it sees that after its present step, and no later than when the connection is closed."""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + STOP_TIMEOUT):
+            with contextlib.suppress(TrainerError):
+                await self.send(messages.Stop())
+            await self._stream.aclose()
+
+
+class ScriptDoor:
+    """The loop that is attached, or waits to be; made by `open_script_door`."""
+
+    def __init__(self) -> None:
+        self._waiting: TrainerStream | None = None
+        self._came = trio.Event()
+        self._is_attached = False
+        self._dismissal = ""
+
+    async def wait(self) -> None:
+        """Wait until a loop is there."""
+        await self._came.wait()
+
+    async def dismiss(self, reason: str) -> None:
+        """Want no loop any more: the one that waits is dismissed, and those that come."""
+        self._dismissal = reason
+        if (waiting := self._take()) is not None:
+            await _dismiss(waiting, messages.Dismiss(reason, is_over=True))
+
+    @contextlib.asynccontextmanager
+    async def open_trainer(self, command: messages.Prepare) -> AsyncIterator[Trainer]:
+        """Make the loop that waits ready, and stop it on the way out. Raises `TrainerError`."""
+        stream = self._take()
+        assert stream is not None, "a loop is waited for before"
+        folder = Path(command.checkpoints) / "shared"
+        remove_leftovers(folder)
+        with contextlib.ExitStack() as held:
+            try:
+                places = [open_shared_memory(name, folder, is_inherited=False) for name in Memory._fields]
+                memory = Memory(*map(held.enter_context, places))
+            except OSError as error:
+                await _dismiss(stream, messages.Dismiss(f"the node has no memory to share: {error}"))
+                raise TrainerError(f"there is no memory to share: {error}", "detached") from error
+            trainer = ScriptTrainer(stream, memory)
+            self._is_attached = True
+            try:
+                await trainer.prepare(command, lambda preparing: None)
+                yield trainer
+            finally:
+                self._is_attached = False
+                await trainer.stop()
+                trainer.close()
+
+    async def let_in(self, connection: trio.SocketStream, token: bytes) -> None:
+        """Take in a loop that has connected, or dismiss it."""
+        stream = TrainerStream(connection)
+        if token and not await _is_owners(connection, token):
+            await stream.aclose()
+        elif self._dismissal:
+            await _dismiss(stream, messages.Dismiss(self._dismissal, is_over=True))
+        elif self._is_attached or self._waiting is not None:
+            await _dismiss(stream, messages.Dismiss(ANOTHER))
+        else:
+            self._waiting = stream
+            self._came.set()
+
+    def _take(self) -> TrainerStream | None:
+        stream, self._waiting, self._came = self._waiting, None, trio.Event()
+        return stream
+
+
+async def _is_owners(connection: trio.SocketStream, token: bytes) -> bool:
+    with trio.move_on_after(GREETING_SECONDS), contextlib.suppress(trio.BrokenResourceError, RemoteProtocolError):
+        return hmac.compare_digest(await read_exactly(connection.receive_some, len(token) + 1), token + b"\n")
+    return False
+
+
+async def _dismiss(stream: TrainerStream, reason: messages.Dismiss) -> None:
+    with trio.move_on_after(DISMISS_SECONDS), contextlib.suppress(trio.BrokenResourceError):
+        await stream.send(reason)
+    await stream.aclose()
+
+
+@contextlib.asynccontextmanager
+async def open_script_door(path: Path) -> AsyncIterator[ScriptDoor]:
+    """Listen at ``path`` for loops of this node's owner; the caller holds the home's lock."""
+    door = ScriptDoor()
+    with bound_endpoint(path) as endpoint:
+        endpoint.listener.listen(MAX_WAITING)
+        async with open_service_nursery() as nursery:
+            nursery.start_soon(_listen, door, endpoint)
+            yield door
+
+
+async def _listen(door: ScriptDoor, endpoint: Endpoint) -> None:
+    slots = trio.CapacityLimiter(MAX_WAITING)
+
+    async def greet(connection: trio.SocketStream) -> None:
+        async with slots:
+            await door.let_in(connection, endpoint.token)
+
+    async with trio.open_nursery() as nursery:
+        while True:
+            try:
+                connection, _ = await endpoint.listener.accept()
+            except OSError as error:  # out of descriptors, or the loop is gone again
+                logger.warning("cannot accept a loop's connection: %s", error)
+                await trio.sleep(DISMISS_SECONDS)
+                continue
+            nursery.start_soon(greet, trio.SocketStream(connection))
