@@ -6,6 +6,7 @@ python own_loop.py farandole1...        # trains with those who are there
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,10 +15,12 @@ from torch.nn import functional as F
 import farandole
 
 CONTEXT, WIDTH, BATCH = 64, 64, 8
-TEXT = torch.frombuffer(bytearray(open(os.__file__, "rb").read()), dtype=torch.uint8).long()
+TEXT = torch.tensor(list(Path(os.__file__).read_bytes()))
 
 
 class GPT(nn.Module):
+    """Two layers over bytes."""
+
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
@@ -26,11 +29,13 @@ class GPT(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits (B, T, 256) for bytes (B, T)."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         return self.head(self.layers(self.tokens(x) + self.places.weight[: x.shape[1]], mask=mask, is_causal=True))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows of the text (B, T), and what follows each of their bytes (B, T)."""
     starts = torch.randint(len(TEXT) - CONTEXT, (BATCH,))
     windows = torch.stack([TEXT[start : start + CONTEXT + 1] for start in starts])
     return windows[:, :-1], windows[:, 1:]
@@ -39,13 +44,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 parser = argparse.ArgumentParser()
 parser.add_argument("run", help="an invite, or the folder of a run that was made here")
 parser.add_argument("--create", action="store_true", help="make the run, in that folder")
-parser.add_argument("--steps", type=int, default=1_000)
+parser.add_argument("--round-seconds", type=float, default=60.0, help="of the run that is made")
+parser.add_argument("--steps", type=int, default=10_000)
 arguments = parser.parse_args()
 
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 if arguments.create:
-    farandole.create_run(model, arguments.run, rounds={"round_seconds": 10})
+    farandole.create_run(model, arguments.run, rounds={"round_seconds": arguments.round_seconds})
 
 with farandole.NoLoCo(model, optimizer, run=arguments.run, tokens_per_step=BATCH * CONTEXT) as run:
     for step in range(arguments.steps):

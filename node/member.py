@@ -359,6 +359,8 @@ class RunMember:
         """Have the trainer save and end, in the time that its checkpoint takes."""
         journal = self.daemon.journal
         journal.announce("leaving", "leaving: the trainer saves", "the trainer")
+        if self.daemon.door is not None:
+            self.daemon.door.dismissal = "the node leaves the run"
         size = self.weights.files.max_bytes(self.membership.stage)
         seconds = leave_timeout(size, self.weights.giving.save_rate)
         with trio.move_on_after(seconds) as patience:

@@ -192,7 +192,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag=True):
-    """The first and last command to a loop that the node does not train with."""
+    """The last command to a loop that has attached, or would attach."""
 
     reason: str
     is_over: bool = False

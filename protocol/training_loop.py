@@ -600,7 +600,7 @@ class TrainingLoop:
         self._move(LoopState.ENDING)
 
     def _note_saved(self, life: _Life, report: messages.Saved, now: float) -> None:
-        life.num_saving -= 1
+        life.num_saving = max(0, life.num_saving - 1)  # a loop that is over saves unasked
         if report.problem or report.note:
             self._outputs.append(Say(report.problem or report.note, "warn"))
         if self.state is not LoopState.ENDING:

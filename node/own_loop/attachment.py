@@ -30,7 +30,7 @@ from farandole.training.external import INTERRUPT_SECONDS, ExternalEngine, LoopE
 
 from ..base.system.endpoint import connect
 from ..trainer.channel import TrainerSocket
-from ..trainer_process.process import TrainerProcess
+from ..trainer_process.process import Stopped, TrainerProcess
 
 # A node that starts, or starts again, listens within this time; one that this process has started, as long as it lives.
 ATTACH_SECONDS: Final = 60.0
@@ -129,15 +129,18 @@ class Attachment:
             self._connection = connection
             channel = TrainerSocket(connection)
             match channel.receive():
-                case Dismiss(reason, is_over):
-                    if not is_over:
-                        raise NodeError(reason)
-                    self.over = reason
-                    warnings.warn(f"this node trains no more ({reason}): the loop goes on by itself", stacklevel=1)
                 case Prepare() as prepare:
                     self._follow(channel, prepare, decode_body(prepare.manifest))
+                case Dismiss() as dismissal:
+                    self._take_dismissal(dismissal)
                 case command:
                     raise EOFError(f"the first command must be Prepare, not {type(command).__name__}")
+
+    def _take_dismissal(self, dismissal: Dismiss) -> None:
+        if not dismissal.is_over:
+            raise NodeError(dismissal.reason)
+        self.over = dismissal.reason
+        warnings.warn(f"this node trains no more ({self.over}): the loop goes on by itself", stacklevel=1)
 
     def _connect(self) -> socket.socket:
         deadline = time.monotonic() + ATTACH_SECONDS
@@ -171,6 +174,9 @@ class Attachment:
                 trainer.handle(trainer.next_command())
         except LoopEnded:
             trainer.end()
+        except Stopped as stopped:
+            if isinstance(stopped.command, Dismiss):
+                self._take_dismissal(stopped.command)
         except (EOFError, ConnectionError):
             raise
         except Exception as error:

@@ -102,12 +102,14 @@ class NoLoCo:
 
     @property
     def partner(self) -> str:
-        """Peer id of the last round's partner; empty: its outer step was taken alone."""
-        return str(self.status()["partner"])
+        """Peer id of the last round's partner; empty: its outer step was taken alone, or the node trains no more."""
+        return "" if self.is_over else str(self.status()["partner"])
 
     @property
     def members(self) -> list[str]:
-        """Peer ids of the members that are there, this node's among them."""
+        """Peer ids of the members that are there, this node's among them; none once the node trains no more."""
+        if self.is_over:
+            return []
         return [member["peer_id"] for member in self.status()["members"] if not member["has_left"]]
 
     @property

@@ -34,6 +34,7 @@ MAX_WAITING: Final = 8
 GREETING_SECONDS: Final = 5.0
 # A dismissal fits into the socket's buffer.
 DISMISS_SECONDS: Final = 1.0
+_STOP: Final = messages.Stop()
 ANOTHER: Final = "another loop is attached to this node: one trains at a time"
 
 
@@ -58,11 +59,11 @@ class ScriptTrainer(Trainer):
         except TrainerError as error:
             raise error if error.cause == "weights" else TrainerError(str(error), "detached") from error
 
-    async def stop(self) -> None:
+    async def stop(self, command: messages.Stop | messages.Dismiss = _STOP) -> None:
         """Ask it to stop; it sees that after its present step, and no later than when the connection is closed."""
         with trio.CancelScope(shield=True, deadline=trio.current_time() + STOP_TIMEOUT):
             with contextlib.suppress(TrainerError):
-                await self.send(messages.Stop())
+                await self.send(command)
             await self._stream.aclose()
 
 
@@ -73,7 +74,13 @@ class ScriptDoor:
         self._waiting: TrainerStream | None = None
         self._came = trio.Event()
         self._is_attached = False
-        self._dismissal = ""
+        self.dismissal = ""
+        """Why this node trains no more; empty while it does."""
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether a loop waits, or is attached."""
+        return self._is_attached or self._waiting is not None
 
     async def wait(self) -> None:
         """Wait until a loop is there."""
@@ -81,9 +88,9 @@ class ScriptDoor:
 
     async def dismiss(self, reason: str) -> None:
         """Want no loop any more: the one that waits is dismissed, and those that come."""
-        self._dismissal = reason
+        self.dismissal = self.dismissal or reason
         if (waiting := self._take()) is not None:
-            await _dismiss(waiting, messages.Dismiss(reason, is_over=True))
+            await _dismiss(waiting, messages.Dismiss(self.dismissal, is_over=True))
 
     @contextlib.asynccontextmanager
     async def open_trainer(self, command: messages.Prepare) -> AsyncIterator[Trainer]:
@@ -106,7 +113,7 @@ class ScriptDoor:
                 yield trainer
             finally:
                 self._is_attached = False
-                await trainer.stop()
+                await trainer.stop(messages.Dismiss(self.dismissal, is_over=True) if self.dismissal else _STOP)
                 trainer.close()
 
     async def let_in(self, connection: trio.SocketStream, token: bytes) -> None:
@@ -114,13 +121,18 @@ class ScriptDoor:
         stream = TrainerStream(connection)
         if token and not await _is_owners(connection, token):
             await stream.aclose()
-        elif self._dismissal:
-            await _dismiss(stream, messages.Dismiss(self._dismissal, is_over=True))
-        elif self._is_attached or self._waiting is not None:
+        elif self.dismissal:
+            await _dismiss(stream, messages.Dismiss(self.dismissal, is_over=True))
+        elif self.has_loop:
             await _dismiss(stream, messages.Dismiss(ANOTHER))
         else:
             self._waiting = stream
             self._came.set()
+
+    async def close(self) -> None:
+        """Hang up on the loop that waits."""
+        if (waiting := self._take()) is not None:
+            await waiting.aclose()
 
     def _take(self) -> TrainerStream | None:
         stream, self._waiting, self._came = self._waiting, None, trio.Event()
@@ -147,7 +159,11 @@ async def open_script_door(path: Path) -> AsyncIterator[ScriptDoor]:
         endpoint.listener.listen(MAX_WAITING)
         async with open_service_nursery() as nursery:
             nursery.start_soon(_listen, door, endpoint)
-            yield door
+            try:
+                yield door
+            finally:
+                with trio.CancelScope(shield=True):  # it closes a socket, and waits for nothing
+                    await door.close()
 
 
 async def _listen(door: ScriptDoor, endpoint: Endpoint) -> None:

@@ -48,6 +48,14 @@ class _Round:
     reported_at: float
 
 
+class Stopped(EOFError):
+    """The mesh process has asked this trainer to stop."""
+
+    def __init__(self, command: messages.Command) -> None:
+        super().__init__("asked to stop")
+        self.command = command
+
+
 class Pace:
     """Pauses after inner steps, and the time that goes into both.
 
@@ -162,7 +170,7 @@ class TrainerProcess:
             case messages.FinishRound() | messages.UseFragment() | messages.Work() | messages.TakeInnerStep():
                 pass  # it crossed our contribution: the round was over by its steps already
             case messages.Prepare() | messages.Stop() | messages.Dismiss():
-                raise EOFError("asked to stop")
+                raise Stopped(command)
 
     def _train(self, command: messages.Train) -> None:
         engine, pace = self._engine, self._pace
@@ -215,8 +223,8 @@ class TrainerProcess:
             match command:
                 case messages.Ping() | messages.Save():
                     self.handle(command)
-                case messages.Stop():
-                    raise EOFError("asked to stop")
+                case messages.Stop() | messages.Dismiss():
+                    raise Stopped(command)
                 case _:
                     self._channel.put_off(command)
         self._pace.begin_step()
@@ -270,8 +278,8 @@ class TrainerProcess:
                 self.handle(command)
             case messages.Screen() | messages.TakeOuterStep() if self._engine.awaits_outer_step:  # of the round before
                 self.handle(command)
-            case messages.Stop():
-                raise EOFError("asked to stop")
+            case messages.Stop() | messages.Dismiss():
+                raise Stopped(command)
             case _:
                 self._channel.put_off(command)
         return False

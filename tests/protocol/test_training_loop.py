@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from dataclasses import dataclass, field
@@ -308,7 +309,7 @@ class Walk(RuleBasedStateMachine):
         self.handle(TrainerReady(prepared))
 
     @precondition(lambda self: self.trainer is not None)
-    @rule(cause=st.sampled_from(["weights", "memory", "fault"]))
+    @rule(cause=st.sampled_from(["weights", "memory", "fault", "detached"]))
     def die(self, cause: messages.Cause) -> None:
         self.trainer = self.exchange = None
         self.handle(TrainerEnded("killed", cause))
@@ -489,3 +490,27 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
+
+
+def test_a_loop_that_has_gone_is_waited_for_at_once_and_however_often() -> None:
+    loop = make_loop(RoundConfig(5, 0.0, 20.0))
+    loop.handle(LoopBegan(TrainingState()), 0.0)
+    for _ in range(100):
+        loop.handle(TrainerReady(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=False)), 1.0)
+        outputs = loop.handle(TrainerEnded("the loop is gone", "detached"), 2.0)
+        assert StartTrainer() in outputs
+        assert not loop.training.is_trainer_dead
+
+
+def test_no_loss_is_asked_of_a_trainer_that_knows_none() -> None:
+    loop = make_loop(RoundConfig(5, 0.0, 20.0))
+    loop.config = dataclasses.replace(loop.config, validate_every=1)
+    loop.handle(LoopBegan(TrainingState()), 0.0)
+    asked = {}
+    for has_loss in (True, False):
+        loop.handle(TrainerReady(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=has_loss)), 1.0)
+        loop.handle(messages.Contributed(0, 64, 1, 1, 1, 1, None, 1.0, 0, 1.0), 2.0)
+        outputs = loop.handle(messages.OuterStepTaken(0), 3.0)
+        asked[has_loss] = any(TellTrainer(messages.Validate(8)) == output for output in outputs)
+        loop.handle(TrainerEnded("the loop is gone", "detached"), 4.0)
+    assert asked == {True: True, False: False}
