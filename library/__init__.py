@@ -6,8 +6,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-What `__all__` names is the interface; everything else in this package is private. Importing it costs next to nothing:
-PyTorch is imported with the first name that needs it.
+What `__all__` names is the interface, and so is what `farandole.hf` names; everything else in this package is private.
+Importing it costs next to nothing: PyTorch is imported with the first name that needs it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(importlib.import_module(_PLACES[name]), name)
+    if name == "hf":  # it needs transformers
+        return importlib.import_module("farandole.hf")
     raise AttributeError(f"module 'farandole' has no attribute {name!r}")
 
 

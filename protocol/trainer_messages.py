@@ -266,6 +266,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     """What is wrong with newer checkpoints, which were passed over."""
     has_loss: bool = True
     """Whether it can measure a held-out loss."""
+    pid: int = 0
+    """Of the process that trains."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -294,6 +294,8 @@ class Training:
     def _begin(self, session: TrainerSession, prepare: messages.Prepare) -> None:
         prepared = session.trainer.prepared
         self._exchange_bytes = 2 * prepared.contribution_bytes
+        if self._surroundings.door is not None:
+            self._note_pid(prepared.pid)
         if prepared.resumed is not None:
             self._surroundings.on_saved(prepared.resumed)
         if self._pipeline is not None:

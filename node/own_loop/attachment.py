@@ -8,11 +8,11 @@ node trains no more, the loop goes on by itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ from farandole.training.external import INTERRUPT_SECONDS, ExternalEngine, LoopE
 from ..base.system.endpoint import connect
 from ..trainer.channel import TrainerSocket
 from ..trainer_process.process import Stopped, TrainerProcess
+
+logger = logging.getLogger("farandole")
 
 # A node that starts, or starts again, listens within this time; one that this process has started, as long as it lives.
 ATTACH_SECONDS: Final = 60.0
@@ -140,7 +142,7 @@ class Attachment:
         if not dismissal.is_over:
             raise NodeError(dismissal.reason)
         self.over = dismissal.reason
-        warnings.warn(f"this node trains no more ({self.over}): the loop goes on by itself", stacklevel=1)
+        logger.warning("this node trains no more (%s): the loop goes on by itself", self.over)
 
     def _connect(self) -> socket.socket:
         deadline = time.monotonic() + ATTACH_SECONDS

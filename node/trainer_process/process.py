@@ -12,6 +12,7 @@ it, so an outer step is at most one round late.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class TrainerProcess:
                 resumed=resumed,
                 problem=problem,
                 has_loss=engine.measures_loss,
+                pid=os.getpid(),
             )
         )
 

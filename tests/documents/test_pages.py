@@ -67,6 +67,7 @@ AS_THEY_ARE = (
     "docs/researcher.md",
     "docs/testnet.md",
     "docs/your-model.md",
+    "docs/your-own-loop.md",
     "examples/own_model/README.md",
 )
 QUICK, *SLOW = CHANGING_THE_CODE = (

@@ -119,6 +119,19 @@ async def test_a_node_that_a_killed_loop_has_started_is_taken_over_and_ended(tmp
         assert not await trio.to_thread.run_sync(run_of_node, run)
 
 
+async def test_a_loop_waits_while_its_node_rests(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    async with loop(tmp_path / "alice", "--create", str(run), "--round-seconds", "1", "--steps", "1000000") as alice:
+        await alice.says("step 0")
+        async with node_of_a_loop(run) as node:
+            resting = await node.until(lambda status: status.round > 0)
+            assert resting.trainer_pid == alice.process.pid
+            await node.ask("pause")
+            resting = await node.until(lambda status: status.phase == "paused")
+            await node.ask("resume")
+            await node.until(lambda status: status.phase == "training" and status.inner_steps > resting.inner_steps)
+
+
 async def test_a_node_that_trains_by_itself_says_what_is_missing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     async with loop(tmp_path / "alice", "--create", str(run), "--steps", "1") as alice:

@@ -1,0 +1,77 @@
+"""Training with the other members of a run from `transformers.Trainer`.
+
+    callback = farandole.hf.Callback("farandole1...")
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+
+It needs transformers and accelerate: pip install 'farandole[hf]' accelerate
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from farandole.node.own_loop.noloco import NoLoCo
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["Callback"]
+
+
+class Callback(TrainerCallback):
+    """Joins a run when training begins, and leaves it when training ends; takes what `farandole.NoLoCo` takes.
+
+    The Trainer's optimizer is followed, so gradient accumulation, clipping and schedules are the Trainer's. A Trainer
+    that fails calls no callback: then the node leaves when the process ends.
+    """
+
+    def __init__(self, run: Any = None, **settings: Any) -> None:
+        self._run = run
+        self._settings = settings
+        self.noloco: NoLoCo | None = None
+        """While training goes on."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **others: Any,
+    ) -> None:
+        """Join, and take over the run's weights."""
+        assert model is not None, "a Trainer passes its model on"
+        assert optimizer is not None, "a Trainer passes its optimizer on"
+        self._end()
+        self.noloco = NoLoCo(model, optimizer, self._run, **self._settings).__enter__()
+        atexit.register(self._end)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Leave."""
+        self._end()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Add the round to what is logged."""
+        if logs is not None and self.noloco is not None:
+            logs["farandole_round"] = self.noloco.round
+
+    def _end(self) -> None:
+        noloco, self.noloco = self.noloco, None
+        if noloco is not None:
+            atexit.unregister(self._end)
+            noloco.__exit__(None, None, None)

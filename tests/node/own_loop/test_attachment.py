@@ -1,0 +1,268 @@
+"""A loop attaches to a node's door: what is compared before it trains, and what follows when either side ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+import torch
+import trio
+from torch import nn
+
+from farandole.node.own_loop.attachment import Attachment, Loop, NodeError
+from farandole.node.trainer.script import ScriptDoor, open_script_door
+from farandole.node.trainer.trainer import Trainer, TrainerError
+from farandole.protocol import trainer_messages as messages
+from farandole.protocol.external_model import ExternalModel, recipe_hash
+from farandole.protocol.manifest import Manifest, ModelConfig
+from farandole.training.errors import TrainingError
+
+from ...patience import PATIENCE
+from ..trainer_commands import prepare_for
+
+ReportType = TypeVar("ReportType")
+T = TypeVar("T")
+
+
+def a_model() -> nn.Linear:
+    return nn.Linear(3, 2)
+
+
+def manifest(recipe: str = "", shapes: dict[str, tuple[int, ...]] | None = None) -> Manifest:
+    parameters = shapes or {"weight": (2, 3), "bias": (2,)}
+    external = ExternalModel(parameters, recipe_hash(recipe) if recipe else "")
+    return Manifest(name="a run", model=ModelConfig(1, 0, 0, 0, 0, 0, external=external))
+
+
+def attached(folder: Path, loop: Loop, run_id: bytes = b"") -> Attachment:
+    return Attachment(folder / "trainer.sock", run_id, loop, lambda: ("", False))
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    return await trio.to_thread.run_sync(function)
+
+
+@asynccontextmanager
+async def trainer_at(door: ScriptDoor, folder: Path, run: Manifest | None = None) -> AsyncIterator[Trainer]:
+    with trio.fail_after(PATIENCE):
+        await door.wait()
+        async with door.open_trainer(prepare_for(run or manifest(), folder)) as trainer:
+            yield trainer
+
+
+async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
+    while not isinstance(report := await trainer.receive(), kind):
+        pass
+    return report
+
+
+async def test_a_loop_takes_the_steps_of_a_round_and_keeps_its_last_outer_step(tmp_path: Path) -> None:
+    model = a_model()
+    attachment = attached(tmp_path, Loop(model, tokens_per_step=7))
+
+    def loop() -> None:
+        attachment.begin()
+        for _ in range(3):
+            with torch.no_grad():
+                model.weight.add_(1.0)
+            attachment.turns.step_taken()
+        attachment.end()
+
+    before = model.weight.detach().clone()
+    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, loop)
+        with pytest.raises(TrainerError, match="gone"):
+            async with trainer_at(door, tmp_path) as trainer:
+                assert trainer.prepared.num_parameters == 8
+                assert not trainer.prepared.has_loss
+                assert trainer.prepared.pid == os.getpid()
+                await trainer.send(messages.Train(4, 3))
+                contributed = await report_of(trainer, messages.Contributed)
+                assert (contributed.inner_steps_this_round, contributed.tokens_this_round) == (3, 21)
+                await report_of(trainer, messages.Encoded)
+                await trainer.send(messages.TakeOuterStep(4))
+                await report_of(trainer, messages.OuterStepTaken)
+                await trainer.send(messages.Train(5, 3))  # the loop is over by now: it saves
+                saved = await report_of(trainer, messages.Saved)
+                assert (saved.round, saved.inner_steps, saved.tokens) == (5, 3, 21)
+                await trainer.receive()
+    assert not torch.equal(model.weight, before)
+
+
+async def test_a_loop_goes_on_from_the_nodes_checkpoint_when_its_trainer_is_ended(tmp_path: Path) -> None:
+    """As the node does it to take newer weights: the loop waits in its step, and begins again with what was saved."""
+    model = a_model()
+    attachment = attached(tmp_path, Loop(model))
+    seen: list[torch.Tensor] = []
+
+    def loop() -> None:
+        attachment.begin()
+        for _ in range(4):
+            seen.append(model.weight.detach().clone())
+            with torch.no_grad():
+                model.weight.add_(1.0)
+            attachment.turns.step_taken()
+        attachment.end()
+
+    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, loop)
+        async with trainer_at(door, tmp_path) as trainer:
+            await trainer.send(messages.Save())
+            await report_of(trainer, messages.Saved)
+            await trainer.send(messages.Train(0, 2))
+            await report_of(trainer, messages.Contributed)
+        with pytest.raises(TrainerError, match="gone"):
+            async with trainer_at(door, tmp_path) as trainer:
+                assert trainer.prepared.resumed is not None
+                await trainer.send(messages.Train(0, 3))
+                await report_of(trainer, messages.Saved)
+                await trainer.receive()
+    assert torch.equal(seen[2], seen[0]), "the two steps after the checkpoint are lost"
+    assert torch.equal(seen[3], seen[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("run", "loop", "run_id", "words"),
+    [
+        (manifest(shapes={"weight": (2, 3)}), Loop(a_model()), b"", "also trains bias"),
+        (manifest("batches of 8"), Loop(a_model(), recipe="batches of 9"), b"", "recipe differs"),
+        (manifest(), Loop(a_model(), recipe="batches of 9"), b"", "recipe differs"),
+        (manifest(), Loop(a_model()), b"o" * 32, "the node is in run"),
+    ],
+)
+async def test_a_loop_for_another_run_is_refused_at_both_ends(
+    tmp_path: Path, run: Manifest, loop: Loop, run_id: bytes, words: str
+) -> None:
+    attachment = attached(tmp_path, loop, run_id)
+    before = loop.model.get_parameter("weight").detach().clone()
+
+    def begin() -> None:
+        with pytest.raises(TrainingError, match=words):
+            attachment.begin()
+        attachment.end()
+
+    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, begin)
+        with pytest.raises(TrainerError, match=words) as raised:
+            async with trainer_at(door, tmp_path, run):
+                pass
+        assert raised.value.cause == "detached"
+    assert torch.equal(loop.model.get_parameter("weight"), before)
+
+
+async def test_a_second_loop_fails_and_one_that_comes_too_late_goes_on_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, late = (attached(tmp_path, Loop(a_model())) for _ in range(3))
+
+    def refused() -> None:
+        with pytest.raises(NodeError, match="another loop is attached"):
+            second.begin()
+        second.end()
+
+    def alone() -> None:
+        late.begin()
+        for _ in range(3):
+            late.turns.step_taken()
+        late.end()
+
+    def begin_and_end() -> None:
+        first.begin()
+        first.end()
+
+    async with open_script_door(tmp_path / "trainer.sock") as door:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(in_thread, begin_and_end)
+            await door.wait()
+            await in_thread(refused)
+            await door.dismiss("all rounds are done")
+        await in_thread(alone)
+    assert late.over == "all rounds are done"
+    assert "all rounds are done" in caplog.text
+
+
+async def test_a_loop_without_a_node_says_so_at_once_if_there_will_be_none(tmp_path: Path) -> None:
+    attachment = Attachment(tmp_path / "trainer.sock", b"", Loop(a_model()), lambda: ("it has ended", False))
+
+    def begin() -> None:
+        with pytest.raises(NodeError, match="it has ended"):
+            attachment.begin()
+        attachment.end()
+
+    await in_thread(begin)
+
+
+async def test_a_loop_ends_while_its_node_has_no_use_for_it(tmp_path: Path) -> None:
+    """As when its user interrupts it while the node fetches weights."""
+    attachment = attached(tmp_path, Loop(a_model()))
+
+    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+
+        async def begin() -> None:
+            await in_thread(attachment.begin)
+
+        nursery.start_soon(begin)
+        await door.wait()
+        await in_thread(attachment.end)
+
+
+async def test_processes_that_the_loop_forks_do_not_hold_the_connection(tmp_path: Path) -> None:
+    """A loader's workers outlive a loop that is killed, and the node must see that it is gone."""
+    attachment = attached(tmp_path, Loop(a_model()))
+    reader, writer = os.pipe()
+    children: list[int] = []
+
+    def loop() -> None:
+        attachment.begin()
+        if (child := os.fork()) == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until the test is over
+            os._exit(0)
+        children.append(child)
+        attachment.turns.step_taken()
+        attachment.end()
+
+    try:
+        async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+            nursery.start_soon(in_thread, loop)
+            with pytest.raises(TrainerError, match="gone"):
+                async with trainer_at(door, tmp_path) as trainer:
+                    await trainer.send(messages.Train(0, 2))
+                    while True:
+                        await trainer.receive()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        for child in children:
+            os.waitpid(child, 0)  # noqa: ASYNC222 - it ends at once
+
+
+async def test_a_loss_is_measured_where_the_loop_can(tmp_path: Path) -> None:
+    attachment = attached(tmp_path, Loop(a_model(), evaluate=lambda: 2.5))
+
+    def loop() -> None:
+        attachment.begin()
+        attachment.end()
+
+    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, loop)
+        with pytest.raises(TrainerError, match="gone"):
+            async with trainer_at(door, tmp_path) as trainer:
+                assert trainer.prepared.has_loss
+                await trainer.send(messages.Validate(8))
+                assert await report_of(trainer, messages.Validated) == messages.Validated(0, 2.5)
+                await trainer.send(messages.Train(0, 2))
+                while True:
+                    await trainer.receive()
+
+
+def test_a_manifest_travels_with_its_parameters_in_order() -> None:
+    run = manifest(shapes={"b": (1,), "a": (2,)})
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(run), type=Manifest)
+    assert decoded.model.external is not None
+    assert list(decoded.model.external.parameters) == ["b", "a"]
