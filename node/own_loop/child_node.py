@@ -7,6 +7,7 @@ says. A node that a person has started is never ended by a loop.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -72,6 +73,7 @@ class ChildNode:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env={"FARANDOLE_LOG_FORMAT": "human", **os.environ},
                 **apart,
             )
         self._mark.touch()
@@ -83,7 +85,8 @@ class ChildNode:
         if self._process.poll() is None:
             return "", True
         printed = self._output.read_bytes()[-_MAX_QUOTED_BYTES:].decode(errors="replace").strip()
-        return f"the node ended with exit code {self._process.returncode}: {printed.splitlines()[-1:]}", False
+        last = "".join(printed.splitlines()[-1:])
+        return f"the node ended with exit code {self._process.returncode}: {last}", False
 
     def end(self) -> None:
         """Have a node that a loop has started leave the run, and wait until it is gone."""

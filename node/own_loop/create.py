@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import nn
 
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.external_model import recipe_hash
-from farandole.protocol.manifest import MAX_MANIFEST_BYTES, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_dict, sign_manifest
 from farandole.protocol.vectors import SLOW
 from farandole.training.external import parameters_of
 
@@ -55,7 +56,12 @@ def create_run(
         "rounds": {**_ROUNDS, **(rounds or {})},
         **sections,
     }
-    manifest_from_dict(settings)  # before anything is written
+    size = len(msgspec.msgpack.encode(_starting_from(settings, NO_RUN)))  # before anything is written
+    if size > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"the names and shapes of {len(shapes)} parameters make a manifest of {size} bytes, and "
+            f"{MAX_MANIFEST_BYTES} is the most"
+        )
     start = home.home / START_NAME
     if start.exists():
         raise ManifestError(f"{start} is there already: a run is made in a directory of its own")
@@ -67,17 +73,14 @@ def create_run(
         return copied
 
     def signed(checkpoint: bytes) -> bytes:
-        run = manifest_from_dict({**settings, "start": {"id": checkpoint.hex(), "run_id": NO_RUN.hex()}})
-        made = sign_manifest(run, key)
-        if len(made.body) > MAX_MANIFEST_BYTES:
-            raise ManifestError(
-                f"the names and shapes of {len(shapes)} parameters make a manifest of {len(made.body)} bytes, and "
-                f"{MAX_MANIFEST_BYTES} is the most"
-            )
-        return made.encode()
+        return sign_manifest(_starting_from(settings, checkpoint), key).encode()
 
     write_folder(start, key, NO_RUN, shapes, (SLOW,), WeightCounters(0, 0, 0), weights, signed)
     return home.home
+
+
+def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:
+    return manifest_from_dict({**settings, "start": {"id": checkpoint.hex(), "run_id": NO_RUN.hex()}})
 
 
 def start_of(folder: Path) -> Path | None:

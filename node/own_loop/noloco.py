@@ -15,7 +15,7 @@ from farandole.protocol.invite import decode_invite, is_invite
 from farandole.protocol.manifest import decode_manifest
 
 from ..base.control import call
-from ..base.settings import default_home
+from ..base.settings import NodeSettings, default_home
 from ..store.consolidated.folder import MANIFEST_NAME
 from .attachment import Attachment, Loop
 from .child_node import ChildNode, run_of_node
@@ -51,14 +51,16 @@ class NoLoCo:
         recipe: str = "",
         options: Sequence[str] = (),
     ) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed
+        if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
             raise ValueError("ranks of torch.distributed cannot be one member yet: train with one process")
         run_id, source, folder = _find_run(run)
         self.home = Path(home) if home is not None else folder or _home_of(run_id)
         self._optimizer = _unwrapped(optimizer)
         self._node = ChildNode(self.home, [*source, "--trainer", "external", *options])
         loop = Loop(model, recipe, evaluate, tokens_per_step)
-        self._attachment = Attachment(self.home / "trainer.sock", run_id, loop, self._node.why_gone)
+        door = NodeSettings(home=self.home).door
+        self._attachment = Attachment(door, run_id, loop, self._node.why_gone)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def __enter__(self) -> Self:
@@ -133,7 +135,7 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
     """The run's id (empty: any), what ``farandole join`` is given, and the data directory if the run has named one."""
     if run is None:
         return b"", [], None
-    if isinstance(run, str) and is_invite(run):
+    if isinstance(run, str) and is_invite(run) and not Path(run).exists():
         return decode_invite(run).run_id, [run], None
     folder = Path(run)
     if (start := start_of(folder)) is None:

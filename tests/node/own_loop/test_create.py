@@ -1,0 +1,84 @@
+"""A run that is made from a model, in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import farandole
+from farandole.node.own_loop.create import start_of
+from farandole.node.store.consolidated.folder import read_folder
+from farandole.node.store.consolidated.verify import verify_hashes
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.external_model import recipe_hash
+from farandole.training.external import ExternalEngine, Turns
+
+
+def a_model() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).bfloat16()
+    model[2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("with_frozen", [False, True])
+def test_a_run_starts_from_the_models_weights(tmp_path: Path, with_frozen: bool) -> None:
+    model = a_model()
+    folder = farandole.create_run(
+        model, tmp_path / "run", recipe="batches of 8", with_frozen=with_frozen, outer={"codec": "int8"}
+    )
+    made = read_folder(folder / "start")
+    verify_hashes(made)
+    manifest = made.manifest
+    assert start_of(folder) == folder / "start"
+    assert manifest.rounds.overlap
+    assert manifest.outer.codec == "int8"
+    assert manifest.start is not None
+    assert manifest.start.checkpoint == made.id
+    assert manifest.model.external is not None
+    assert manifest.model.external.recipe == recipe_hash("batches of 8")
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"] + ["2.weight", "2.bias"] * with_frozen
+    assert list(manifest.model.external.parameters) == names
+
+    other = a_model()
+    engine = ExternalEngine(other, manifest, Turns(), run_id=made.signed.run_id)
+    engine.start_from(made.checkpoint, 0, 0)
+    shared = model.state_dict() if with_frozen else {name: dict(model.named_parameters())[name] for name in names}
+    for name in names:
+        assert torch.equal(other.get_parameter(name), shared[name])
+    assert torch.equal(other.get_parameter("2.weight"), model.get_parameter("2.weight")) == with_frozen
+
+
+def test_a_run_is_made_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    farandole.create_run(a_model(), tmp_path / "run")
+    with pytest.raises(ManifestError, match="is there already"):
+        farandole.create_run(a_model(), tmp_path / "run")
+
+
+def test_settings_are_checked_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="colour"):
+        farandole.create_run(a_model(), tmp_path / "run", colour="red")
+    with pytest.raises(ManifestError, match="each member's own affair"):
+        farandole.create_run(a_model(), tmp_path / "run", inner={"batch_size": 2})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_too_many_parameters_is_refused_by_name_and_number(tmp_path: Path) -> None:
+    many = nn.ModuleList(nn.Linear(1, 1) for _ in range(2_500))
+    with pytest.raises(ManifestError, match="shapes of 5000 parameters"):
+        farandole.create_run(many, tmp_path / "run")
+    assert start_of(tmp_path / "run") is None
+
+
+def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = a_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ManifestError, match="no invite"):
+        farandole.NoLoCo(model, optimizer, "nowhere")
+    with pytest.raises(ManifestError, match="invite"):
+        farandole.NoLoCo(model, optimizer, "farandole1abc")
+    farandole.create_run(model, "farandole1abc")
+    assert farandole.NoLoCo(model, optimizer, "farandole1abc").home == Path("farandole1abc")
