@@ -60,5 +60,6 @@ with farandole.NoLoCo(model, optimizer, run=arguments.run, tokens_per_step=BATCH
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        run.report(loss.item())
         if step % 100 == 0:
             print(f"step {step}, round {run.round}: loss {loss.item():.2f}, {len(run.members)} members", flush=True)

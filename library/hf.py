@@ -66,8 +66,10 @@ class Callback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        """Add the round to what is logged."""
+        """Add the round to what is logged, and report the loss."""
         if logs is not None and self.noloco is not None:
+            if "loss" in logs:
+                self.noloco.report(logs["loss"])
             logs["farandole_round"] = self.noloco.round
 
     def _end(self) -> None:

@@ -246,6 +246,7 @@ class ExternalEngine(FlatReplica):
         self._turns = turns
         self._evaluate = evaluate
         self._tokens_per_step = tokens_per_step
+        self._losses, self._num_losses = 0.0, 0
         theta = torch.empty(layout.num_elements, device=self._users.device)
         self._users.read(theta)
         device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
@@ -260,11 +261,21 @@ class ExternalEngine(FlatReplica):
 
     def inner_steps(self, until: Until) -> None:
         """As `Engine.inner_steps`; raises `LoopEnded` when the loop is over, and no outer step is due."""
+        self._losses, self._num_losses = 0.0, 0
         while not until():
             if self._turns.let_step():
                 self.count_step(self._tokens_per_step)
             elif not self.awaits_outer_step:
                 raise LoopEnded
+
+    def note_loss(self, loss: float) -> None:
+        """Take in the loss of a step, for people; in the loop's turn."""
+        self._losses += loss
+        self._num_losses += 1
+
+    def mean_loss(self) -> float | None:
+        """As `Engine.mean_loss`, of the losses that the loop has reported."""
+        return self._losses / self._num_losses if self._num_losses else None
 
     def contribution(self, fragment: int = 0) -> int:
         """As `Engine.contribution`, of the user's parameters as they are now."""

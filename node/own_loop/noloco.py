@@ -90,6 +90,11 @@ class NoLoCo:
         finally:
             self._node.end()
 
+    def report(self, loss: float) -> None:
+        """Show the loss of a step in this node's status, and to the other members; every step's or some steps'."""
+        if self._attachment.engine is not None:
+            self._attachment.engine.note_loss(float(loss))
+
     @property
     def round(self) -> int:
         """Outer steps taken."""

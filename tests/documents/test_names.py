@@ -24,7 +24,7 @@ SOURCES = [
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 NO_GUIDES = ("bulk-channel.md", "decisions.md", "errors.md", "faq.md", "reference.md", "threat-model.md")
 # Folders of the repository; what stands before them is no path of it.
-_PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|node|protocol|testnet|tests|training)/[\w./-]*")
+_PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|library|node|protocol|testnet|tests|training)/[\w./-]*")
 _JOIN = re.compile(r"^(farandole )?join ((farandole1|\S+\.manifest)\S* )?")
 # In comments of files that people read: "#   farandole join ...".
 _IN_A_COMMENT = re.compile(r"^#\s+((?:docker|farandole) .*)$", re.MULTILINE)

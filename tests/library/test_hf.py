@@ -78,6 +78,7 @@ def test_a_trainer_takes_outer_steps_between_its_own(tmp_path: Path) -> None:
     assert len(seen.rounds) == 12
     assert seen.rounds[-1] >= 1
     assert seen.status["run"]["run_id"]
+    assert seen.status["loss"] is not None
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[0] < 4.0, "ln 32 is 3.5: these are the run's weights, not this model's"
     assert losses[-1] < losses[0]

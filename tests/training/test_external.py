@@ -316,6 +316,17 @@ def test_an_evaluate_that_fails_costs_the_loss_alone(scripts: list[Script], retu
     script.take_steps(1)
 
 
+def test_the_losses_that_a_loop_reports_are_shown_by_round(scripts: list[Script]) -> None:
+    script = linear_script(scripts)
+    script.take_steps(1)
+    assert script.engine.mean_loss() is None
+    script.engine.note_loss(2.0)
+    script.engine.note_loss(3.0)
+    assert script.engine.mean_loss() == 2.5
+    script.take_steps(1)
+    assert script.engine.mean_loss() is None
+
+
 def test_without_evaluate_no_loss_is_known(scripts: list[Script]) -> None:
     with pytest.raises(DataError, match="no held-out loss"):
         linear_script(scripts).engine.evaluate(1)

@@ -349,6 +349,9 @@ def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) ->
     from farandole.protocol.identity import peer_id_of
 
     settings: dict[str, Any] = msgspec.to_builtins(manifest)
+    if manifest.model.external:
+        for each_members_own in ("tokenizer", "data", "inner", "pipeline", "audits"):
+            del settings[each_members_own]
     run_id, creator = signed.run_id.hex(), peer_id_of(signed.creator)
     lines = [f"run {run_id}", f"by  {creator}", *_setting_lines(settings)]
     print_answer(as_json, {"run_id": run_id, "creator": creator, "manifest": settings}, "\n".join(lines))
