@@ -47,6 +47,8 @@ FAREWELL_TIMEOUT = 2.0
 REFUSED = "refused: "
 # The reason if the time was over before both contributions were. What is told here has figures (`too_slow`).
 TOO_LONG = "the contributions took too long"
+# A partner that says so before this share of the time cannot mean it: then its word is passed on as its word.
+SLOW_FROM = DATA_UNTIL / 2
 
 
 class Outgoing:
@@ -276,7 +278,8 @@ class ExchangeSession:
         message = self._exchange.receive(payload)
         if isinstance(message, Aborted):
             kind = _RefusedError if message.reason.startswith(REFUSED) else _FailedError
-            kind = _TooSlowError if message.reason == TOO_LONG else kind
+            if message.reason == TOO_LONG and trio.current_time() >= self._at(SLOW_FROM):
+                kind = _TooSlowError
             self._end(kind(f"the partner aborted: {message.reason}"))
         else:
             self._heard.send_nowait(message)

@@ -14,7 +14,7 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, print_json, write_manifest
+from .output import print_answer, print_json, say_warnings, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
@@ -224,7 +224,12 @@ def _new_file(out: Path | None, run_file: Path) -> Path:
 
 
 def _write_manifest(path: Path, signed: SignedManifest, folder: Path, as_json: bool) -> None:
+    from farandole.protocol.manifest import decode_body
+
+    from ...base.requirements import unusual_needs
+
     write_manifest(path, signed)
+    say_warnings(unusual_needs(decode_body(signed.body)))
     run_id, start = signed.run_id.hex(), f"start its first node with: farandole join {path} --start {folder}"
     made = {"run_id": run_id, "manifest": str(path), "start": str(folder)}
     print_answer(as_json, made, f"run {run_id}\nmanifest in {path}; {start}")

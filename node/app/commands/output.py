@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 def print_json(value: object) -> None:
     """Readable JSON on standard output; what JSON has no type for, such as a path, as a string."""
     typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def say_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings on standard error, where they spoil no script's input."""
+    for warning in warnings:
+        typer.secho(f"warning: {warning}", fg=typer.colors.YELLOW, err=True)
 
 
 def print_answer(as_json: bool, value: object, text: str) -> None:

@@ -17,7 +17,7 @@ from farandole.protocol.errors import ManifestError
 from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, print_json, read_manifest, split_source, write_manifest
+from .output import print_answer, print_json, read_manifest, say_warnings, split_source, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
@@ -117,8 +117,7 @@ def _say_on_the_side(written: Manifest, signed: Manifest, warnings: Iterable[str
             f"signed with {settings_line(chosen)}",
             err=True,
         )
-    for warning in warnings:
-        typer.secho(f"warning: {warning}", fg=typer.colors.YELLOW, err=True)
+    say_warnings(warnings)
 
 
 def _brings(manifest: Manifest) -> str:

@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
-from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, Outgoing
+from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, TOO_LONG, Outgoing
 from farandole.protocol.exchange import Exchange
 from farandole.protocol.exchange_messages import Aborted, Accepted, Commit, Offer
 from farandole.protocol.pipe import CHUNK_BYTES, Chunk, Route, TransferReceived
@@ -100,6 +100,20 @@ async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, autojump_clock
     await meet_liar(bob, script, msgspec.structs.replace(offer_of(bytes(SIZE)), seconds_left=30.0), bytes(SIZE))
     assert bob.result.reason == "the partner aborted: out of memory"
     assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+async def test_who_says_at_once_that_it_took_too_long_is_not_believed(
+    bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Else this node's owner would read that the line is slow."""
+
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        await liar.send(Aborted(TOO_LONG))
+
+    await meet_liar(bob, script, msgspec.structs.replace(offer_of(bytes(SIZE)), seconds_left=30.0), bytes(SIZE))
+    assert bob.result.reason == f"the partner aborted: {TOO_LONG}"
 
 
 @pytest.mark.parametrize("liar", [ALICE, BOB])
