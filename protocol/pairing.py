@@ -4,10 +4,10 @@ NoLoCo (arXiv 2506.10911) averages with one random partner, and leaves open how 
 or equal speeds come to be pairs. Here each of them proposes to a uniformly random live peer, long before it is ready:
 
 - *No livelock.* A node with a proposal of its own outstanding accepts another's, and withdraws its own, only if that
-  comes first in an order of peers that the node draws for itself in each round. So every second proposal succeeds,
-  whatever its sender puts into it, and however often it asks. (Where the least session of all comes first, as in
-  Luby's maximal matchings of 1986, who names his sessions 0, 1, 2, ... is everybody's partner.) Of two proposals that
-  cross between the same two nodes the smaller session holds, as both can see.
+  comes first by a coin that the node tosses for each peer and each proposal of its own. So every second proposal
+  succeeds, whatever its sender puts into it, and however often it asks. (Where the least session of all comes first, as
+  in Luby's maximal matchings of 1986, a peer that names its sessions 0, 1, 2, ... is everybody's partner.) Of two
+  proposals that cross between the same two nodes the smaller session holds, as both can see.
 - *Uniform partners.* Partners end an exchange together, so if everybody proposed at the start of its round they would
   meet the same partner for ever. Each node waits for a random share of its round before it proposes
   (`PROPOSE_FROM`, `PROPOSE_UNTIL`), and accepts meanwhile: by then everybody has come back. The window also lets
@@ -20,7 +20,10 @@ or equal speeds come to be pairs. Here each of them proposes to a uniformly rand
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds`` for its
   partner; an odd node out, or one that nobody is there for, goes on at once.
 - *Meetings are remembered.* A peer whose exchange came to nothing is asked last, and answered last, for longer each
-  time; so is one that was met more often than by chance (`farandole.protocol.pairing_backoff`).
+  time; a peer that is met more often than by chance waits for its turn (`farandole.protocol.pairing_backoff`).
+- *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
+  node whose peers in turn all have partners asks each of them once more. The asked peer then gives its partner up, at
+  most `MAX_GIVEN_UP` times a round and while neither is ready; that partner most often finds another peer in turn.
 - *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), it seeks another partner,
   once a round: so the deadline stands, and there is always the other half of ``exchange_seconds`` to move what the
   first one did not. Whoever refused the contribution, or had its own refused, is content with that. Where rounds
@@ -35,7 +38,6 @@ from __future__ import annotations
 import enum
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -87,6 +89,10 @@ RETRY_SHARE, MIN_RETRY, MAX_RETRY = 1 / 16, 0.05, 5.0
 # Proposals of one node in one round: in 1,000 nodes the last free ones find each other rarely, and each proposal may
 # cost a dial. After these the node only accepts.
 MAX_PROPOSALS = 64
+# Partners that a node gives up in a round for peers that find no other; more leave over no fewer nodes.
+MAX_GIVEN_UP = 1
+# In this last share of a round no partner is given up: it would not find another before the round ends.
+SWAP_SHARE = 0.25
 # Messages taken from one peer in METER_SECONDS. An honest one sends its proposals and answers, a few a round, and asks
 # a busy peer at most every MIN_RETRY.
 MAX_MESSAGES, METER_SECONDS = 64, 1.0
@@ -120,7 +126,7 @@ class _Round:
 
     fragment: int = 0
     order: bytes = b""
-    """Drawn at random: what orders peers."""
+    """Key of the coins that decide whose proposal comes first; drawn at random."""
     started_at: float = 0.0
     ends_at: float | None = None
     """End of the box; without boxes as it is expected, if it is known."""
@@ -135,6 +141,16 @@ class _Round:
     """Live peer -> not before; infinity: not in this round."""
     lost: set[bytes] = field(default_factory=set)
     """Peers whose connection broke: it may be made again once."""
+    matched: set[bytes] = field(default_factory=set)
+    """Peers in turn that declined a proposal because they have a partner: they may be asked once more."""
+    asked_again: set[bytes] = field(default_factory=set)
+    """Those that were."""
+    declined: set[bytes] = field(default_factory=set)
+    """Peers in turn whose proposal this node declined because it has a partner."""
+    tiers: dict[bytes, float] = field(default_factory=dict)
+    """Live peer -> its tier, where it was asked for."""
+    num_given_up: int = 0
+    """Partners given up for peers that asked a second time."""
 
     @property
     def is_ready(self) -> bool:
@@ -290,7 +306,7 @@ class Pairing:
         if end.committed and end.has_counted:
             self._backoff.note_success(end.peer)
         else:
-            self._backoff.note_failure(end.peer, self.round)
+            self._put_off(end.peer)
         if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
             return  # the round has been given up, or another one runs already
         self._last_exchange_seconds = now - self._exchange_started_at
@@ -324,7 +340,7 @@ class Pairing:
 
     def _seek(self, now: float) -> None:
         """Plan the next proposal; if there is nobody left to ask and the node is ready, go on alone."""
-        ask_at = self._next_ask_at()
+        ask_at = self._next_ask_at(now)
         if ask_at < self.wait_ends_at:
             self._timers[_Timer.PROPOSE] = max(ask_at, now)
             return
@@ -337,17 +353,27 @@ class Pairing:
             return "this node saves its traffic"
         return "no peer is free" if self._peers else "no peer is live"
 
-    def _next_ask_at(self) -> float:
+    def _next_ask_at(self, now: float) -> float:
         if self._is_saving or not self._peers or self._current.num_proposals >= MAX_PROPOSALS:
             return math.inf
         current = self._current
-        has_unasked = len(current.ask_at) < len(self._peers)
+        has_unasked = len(current.ask_at) < len(self._peers) or bool(self._to_ask_again(now))
         return current.propose_at if has_unasked else max(current.propose_at, min(current.ask_at.values()))
 
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
         others = sorted(self._peers - not_yet)  # so that one seed chooses the same in every process
-        peer = self._rng.choice(self._preferred(others) or others)
+        tiers = [self._tier(peer) for peer in others]
+        best = min(tiers, default=math.inf)
+        if best > 0 and (again := self._to_ask_again(now)):
+            peer = self._rng.choice(sorted(again))
+            self._current.matched.discard(peer)
+            self._current.asked_again.add(peer)
+        elif others:
+            peer = self._rng.choice([peer for peer, tier in zip(others, tiers, strict=True) if tier == best])
+        else:
+            self._seek(now)
+            return
         self._bond = _Bond(peer, self._draw_session(), is_proposer=True)
         self._current.num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
@@ -407,6 +433,17 @@ class Pairing:
             return abs(own - seconds_left)
         return abs(own - seconds_left) / 2 if min(own, seconds_left) == 0 else 0.0  # both boxes move, unless one ended
 
+    def _wait_for_next_round(self, seconds_left: float | None, exchange_left: float) -> float:
+        """Seconds for which a peer that is ready would wait at the end of this node's next round; 0 if it is not."""
+        if seconds_left != 0.0 or self._inner_seconds is None:
+            return 0.0
+        wait = max(exchange_left, 0.0) + self._inner_seconds
+        return wait / 2 if self._config.round_seconds else wait
+
+    def _patience(self) -> float:
+        """Seconds for which one partner may wait for the other at the end of a round."""
+        return (MEETING_SHARE if self._config.round_seconds else WAIT_SHARE) * self._config.exchange_seconds
+
     def _retry_after(self) -> float:
         return min(max(RETRY_SHARE * (self._inner_seconds or 0.0), MIN_RETRY), MAX_RETRY)
 
@@ -438,6 +475,7 @@ class Pairing:
 
     def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
         self._peers = peers - {self._own}
+        self._current.tiers.clear()
         self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
@@ -477,11 +515,17 @@ class Pairing:
                 self._agree(bond, seconds_left, now)
             case messages.Agree(session=session) if bond is None:
                 self._send(peer, messages.Withdraw(session))
-            case messages.Decline() if is_answer:
+            case messages.Decline(reason=reason) if is_answer:
+                if reason == "matched" and self._tier(peer) == 0 and peer not in self._current.asked_again:
+                    self._current.matched.add(peer)
                 self._seek_another(now)
             case messages.Busy(retry_after=retry_after) if is_answer:
                 self._seek_another(now, ask_again_at=now + max(retry_after, MIN_RETRY))
-            case messages.Withdraw() if is_answer or (bond is not None and self.state is State.MATCHED):
+            case messages.Withdraw() if is_answer:
+                self._seek_another(now)
+            case messages.Withdraw() if bond is not None and self.state is State.MATCHED:
+                if not self._is_early(now):
+                    self._put_off(peer)
                 self._seek_another(now)
             case messages.Ready(session=session) if bond is None or is_answer:
                 self._send(peer, messages.Withdraw(session))
@@ -503,6 +547,9 @@ class Pairing:
         answer = self._answer_to(peer, proposal, now)
         if isinstance(answer, messages.Agree) and not is_of_ours:
             self._withdraw()
+            if self.state is State.MATCHED:
+                self._current.num_given_up += 1
+                self._part(math.inf)
         self._send(peer, answer)
         if isinstance(answer, messages.Agree):
             self._agree(_Bond(peer, proposal.session, is_proposer=False), proposal.seconds_left, now)
@@ -512,46 +559,69 @@ class Pairing:
         match self.state:
             case State.AWAY:
                 return messages.Decline(session, "away")
-            case State.MATCHED:
+            case State.MATCHED if not self._gives_partner_up_for(peer, now):
+                if self._tier(peer) == 0:
+                    self._current.declined.add(peer)
                 return messages.Decline(session, "matched")
-            case State.EXCHANGING:
-                left = self._exchange_started_at + self._last_exchange_seconds - now
+            case State.EXCHANGING | State.IDLE:
+                is_exchanging = self.state is State.EXCHANGING
+                left = self._exchange_started_at + self._last_exchange_seconds - now if is_exchanging else 0.0
+                if self._wait_for_next_round(proposal.seconds_left, left) > self._patience():
+                    return messages.Decline(session, "matched")
                 return messages.Busy(session, max(left, self._retry_after()))
             case State.PROPOSED if self._bond and self._bond.peer != peer and not self._comes_first(peer):
                 return messages.Busy(session, self._retry_after())
-            case State.SEEKING | State.PROPOSED if self._is_of_another_fragment(session):
+            case _ if self._is_of_another_fragment(session):
                 return messages.Decline(session, "fragment")
-            case State.SEEKING | State.PROPOSED if self._is_saving:
+            case _ if self._is_saving:
                 return messages.Decline(session, "away")
-            case State.SEEKING | State.PROPOSED if self._may_meet_another(peer):
-                return messages.Busy(session, self._retry_after())
-            case State.SEEKING | State.PROPOSED if peer in self._peers:
-                wait = self._wait_between(proposal.seconds_left, now)
-                share = MEETING_SHARE if self._config.round_seconds else WAIT_SHARE
-                patience = min(self.wait_ends_at - now, share * self._config.exchange_seconds)
-                if wait > patience:
-                    return messages.Busy(session, max(wait - patience, self._retry_after()))
-                return messages.Agree(session, self._seconds_left(now))
-            case _:  # between two rounds; or we have not heard of this peer yet, and cannot tell its stage
-                return messages.Busy(session, self._retry_after())
+        wait = self._wait_between(proposal.seconds_left, now)
+        patience = min(self.wait_ends_at - now, self._patience())
+        if wait > patience:
+            return messages.Busy(session, max(wait - patience, self._retry_after()))
+        # a peer that this node has not heard of yet may be of another stage
+        if peer not in self._peers or self._may_meet_another(peer, now):
+            return messages.Busy(session, self._retry_after())
+        return messages.Agree(session, self._seconds_left(now))
 
     def _comes_first(self, peer: bytes) -> bool:
-        """Whether a peer's proposals come before our own one, in this round's order: trying again changes nothing."""
+        """Whether a peer's proposals come before our outstanding one: half do, and asking again changes nothing."""
         assert self._bond is not None
-        theirs, ours = (blake3(each, key=self._current.order).digest() for each in (peer, self._bond.session))
-        return theirs < ours
+        return blake3(peer + self._bond.session, key=self._current.order).digest()[0] % 2 == 0
 
-    def _preferred(self, peers: Iterable[bytes]) -> list[bytes]:
-        """Those of the peers that are not put off, in their order."""
-        rarely_met = self._meetings.may_be_met(peers, self.round, len(self._peers))
-        return [peer for peer in rarely_met if not self._backoff.puts_off(peer, self.round)]
+    def _gives_partner_up_for(self, peer: bytes, now: float) -> bool:
+        """Whether a peer in turn asks a second time, so that it has no other left, while there is time for a swap."""
+        assert self._bond is not None
+        may_swap = self._is_early(now) and not self._bond.is_partner_ready
+        return may_swap and self._current.num_given_up < MAX_GIVEN_UP and peer in self._current.declined
 
-    def _may_meet_another(self, peer: bytes) -> bool:
-        """Whether a peer is put off, and there is a better one that may still be free in this round."""
-        if self._preferred([peer]):
+    def _is_early(self, now: float) -> bool:
+        """Whether a partner that is given up now has time to find another."""
+        seconds_left = self._seconds_left(now)
+        return seconds_left is not None and seconds_left > SWAP_SHARE * (self._inner_seconds or 0.0)
+
+    def _tier(self, peer: bytes) -> float:
+        """Order of a peer: lower tiers are met first, and peers with which exchanges failed last."""
+        tiers = self._current.tiers
+        if peer not in tiers:
+            is_put_off = self._backoff.puts_off(peer, self.round)
+            tiers[peer] = math.inf if is_put_off else self._meetings.tier(peer, self.round, len(self._peers))
+        return tiers[peer]
+
+    def _put_off(self, peer: bytes) -> None:
+        self._backoff.note_failure(peer, self.round)
+        self._current.tiers.pop(peer, None)
+
+    def _may_meet_another(self, peer: bytes, now: float) -> bool:
+        """Whether a peer of a lower tier may still be free in this round."""
+        if not (tier := self._tier(peer)):
             return False
         taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
-        return bool(self._preferred(self._peers - taken))
+        return bool(self._to_ask_again(now)) or any(self._tier(other) < tier for other in self._peers - taken)
+
+    def _to_ask_again(self, now: float) -> frozenset[bytes]:
+        """Peers in turn that have a partner, and may give it up while there is time for that."""
+        return self._peers & self._current.matched if self._is_early(now) else frozenset()
 
     def _note_readiness(self, bond: _Bond, now: float) -> None:
         """The partner is ready, and is met soon."""
@@ -587,7 +657,8 @@ class Pairing:
         reason = "no partner in time"
         if self.state is State.MATCHED and self._bond is not None:
             reason = "the partner was not ready in time"
-            self._backoff.note_failure(self._bond.peer, self.round)
+            self._put_off(self._bond.peer)
+            self._meetings.note_meeting(self._bond.peer, self.round, len(self._peers))
         if self.state is not State.SEEKING:
             self._withdraw()
             self._part(math.inf)

@@ -11,6 +11,7 @@ lost; then, as with a connection that breaks, both ends are told a little later.
 from __future__ import annotations
 
 import cmath
+import heapq
 import math
 import random
 import statistics
@@ -28,6 +29,7 @@ from farandole.protocol.node_state import TrainingState
 from farandole.protocol.outcomes import Outcomes
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.pairing import Pairing
+from farandole.protocol.pairing_backoff import MeetingLimit
 from farandole.protocol.supervisor import Supervisor
 from farandole.protocol.training_loop import LoopConfig, TrainingLoop
 
@@ -41,6 +43,10 @@ BREAK_SECONDS, DEATH_SECONDS = 0.5, 6.0
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 PREPARED = messages.Prepared("none", 0, 0, bytes(32), 0, 0, 0, resumed=messages.Saved(0, 0, 0))
 RESOLVE_INTERVAL = 0.5
+# Between a greedy member's proposals to a node.
+PROPOSE_INTERVAL = 0.5
+# The same, to a node that has a partner.
+PARTNER_INTERVAL = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class PairingScenario:
     """Nodes, on top of the others, that join at random times."""
     num_fragments: int = 1
     num_capturing: int = 0
-    """Hostile members, on top of the others: see `_Capturer`."""
+    """Hostile members, on top of the others: see `_Coalition`."""
     do_capturing_exchange: bool = False
 
 
@@ -90,9 +96,17 @@ class PairingReport:
     repeats: float = 0.0
     """Share of exchanges with the same partner as in the exchange before."""
     messages_per_round: float = 0.0
-    captured: int = 0
-    """Exchanges with capturing members."""
+    """Sent by honest nodes, for each round of theirs."""
+    captured: Counter[int] = field(default_factory=Counter)
+    """Rounds whose partner was a capturing member, by index."""
+    rounds_at: Counter[int] = field(default_factory=Counter)
+    """Rounds finished, by index."""
     trace: str = ""
+
+    def captured_share(self, num_rounds: int) -> float:
+        """Share of all nodes' first rounds that went to capturing members."""
+        first = [index for index in self.rounds_at if index < num_rounds]
+        return sum(self.captured[index] for index in first) / sum(self.rounds_at[index] for index in first)
 
 
 def simulate(scenario: PairingScenario, seed: int) -> PairingReport:
@@ -117,8 +131,9 @@ class _World:
         scenario, simulation = self.scenario, self.simulation
         for index in range(scenario.num_nodes):
             simulation.call_at(self.rng.uniform(0, scenario.start_spread), self.join(index).start)
-        for index in range(scenario.num_capturing):
-            _Capturer(self, b"capturer" * 3 + index.to_bytes(8, "big")).start()
+        if scenario.num_capturing:
+            names = [b"capturer" * 3 + index.to_bytes(8, "big") for index in range(scenario.num_capturing)]
+            _Coalition(self, names).start()
         self.tell_peers()
         for index in range(scenario.num_nodes, scenario.num_nodes + scenario.num_late):
             simulation.call_at(self.rng.uniform(0, scenario.seconds / 2), partial(self.join_late, index))
@@ -178,7 +193,7 @@ class _World:
         report.disagreements += sum(len(fragments) > 1 for fragments in self.fragments.values())
         repeats, chances = sum(node.repeats for node in nodes), sum(max(node.meetings - 1, 0) for node in nodes)
         report.repeats = repeats / max(chances, 1)
-        sent = sum(traffic.messages for traffic in self.network.traffic.values())
+        sent = sum(self.network.traffic[name].messages for name in self.nodes)
         report.messages_per_round = sent / max(report.rounds, 1)
         report.trace = self.simulation.trace
         return report
@@ -197,52 +212,84 @@ class _World:
 _PAIRING, _EXCHANGE = b"p", b"x"
 
 
-class _Capturer:
-    """Proposes to everybody all the time, and agrees to every proposal; whether it exchanges is the scenario's."""
+class _Coalition:
+    """Greedy members that act as one: they propose to every node all the time, and agree to every proposal.
 
-    def __init__(self, world: _World, name: bytes) -> None:
+    Of all of them, the one whose turn at a node comes first proposes to it, and in every second proposal any of them:
+    a node that refuses both refuses the others too, so the others save their messages. A node that has a partner is
+    left alone for a while.
+    """
+
+    def __init__(self, world: _World, names: list[bytes]) -> None:
         self._world = world
-        self._name = name
+        self._names = names
         self._num_proposed = 0
-        world.capturers.add(name)
-        world.network.attach(name, self._receive)
+        self._turns: dict[bytes, list[tuple[float, bytes]]] = {}  # by node, a heap of when each member's turn comes
+        self._ask_at: dict[bytes, float] = {}  # by node
+        world.capturers.update(names)
+        for name in names:
+            world.network.attach(name, partial(self._receive, name))
 
     def start(self) -> None:
-        """Propose twice a second."""
-        self._world.simulation.call_every(0.5, self._propose)
+        """Propose twice a second to each node."""
+        self._world.simulation.call_every(PROPOSE_INTERVAL, self._propose)
 
     def _propose(self) -> bool:
+        now = self._world.simulation.now
         for peer in self._world.nodes:
             self._num_proposed += 1
-            self._say(peer, pairing_messages.Propose(self._num_proposed.to_bytes(8, "big") + self._name[-8:], None))
+            if self._ask_at.get(peer, 0.0) > now:
+                continue
+            turns = self._turns_at(peer)
+            is_any = self._num_proposed // len(self._world.nodes) % 2
+            name = self._world.rng.choice(self._names) if is_any else turns[0][1]
+            session = self._num_proposed.to_bytes(8, "big") + name[-8:]
+            self._say(name, peer, pairing_messages.Propose(session, None))
         return True
 
-    def _receive(self, sender: bytes, payload: bytes) -> None:
+    def _turns_at(self, peer: bytes) -> list[tuple[float, bytes]]:
+        if peer not in self._turns:
+            self._turns[peer] = [(MeetingLimit(peer).phase(name), name) for name in self._names]
+            heapq.heapify(self._turns[peer])
+        return self._turns[peer]
+
+    def _use_turn(self, name: bytes, peer: bytes) -> None:
+        turns = self._turns_at(peer)
+        index = next(index for index, (_, other) in enumerate(turns) if other == name)
+        turns[index] = (turns[index][0] + 1.0, name)
+        heapq.heapify(turns)
+
+    def _receive(self, name: bytes, sender: bytes, payload: bytes) -> None:
         if payload[:1] == _EXCHANGE:
-            self._exchange(sender, _Verb(payload[1]), payload[2:])
+            self._exchange(name, sender, _Verb(payload[1]), payload[2:])
             return
         does_exchange = self._world.scenario.do_capturing_exchange
         match pairing_messages.decode_message(payload[1:]):
             case pairing_messages.Propose(session=session):
-                self._say(sender, pairing_messages.Agree(session, None))
+                self._say(name, sender, pairing_messages.Agree(session, None))
                 if does_exchange:
-                    self._say(sender, pairing_messages.Ready(session))
-            case pairing_messages.Ready(session=session) if does_exchange and session[8:] == self._name[-8:]:
-                self._say(sender, pairing_messages.Begin(session))
-                self._tell(sender, _Verb.HELLO, session)
+                    self._say(name, sender, pairing_messages.Ready(session))
+            case pairing_messages.Agree() | pairing_messages.Begin():
+                self._use_turn(name, sender)
+                self._ask_at[sender] = self._world.simulation.now + PARTNER_INTERVAL
+            case pairing_messages.Decline():
+                self._ask_at[sender] = self._world.simulation.now + PARTNER_INTERVAL
+            case pairing_messages.Ready(session=session) if does_exchange and session[8:] == name[-8:]:
+                self._say(name, sender, pairing_messages.Begin(session))
+                self._tell(name, sender, _Verb.HELLO, session)
 
-    def _exchange(self, sender: bytes, verb: _Verb, session: bytes) -> None:
+    def _exchange(self, name: bytes, sender: bytes, verb: _Verb, session: bytes) -> None:
         match verb:
             case _Verb.HELLO:
-                self._tell(sender, _Verb.ACCEPTED, session)
+                self._tell(name, sender, _Verb.ACCEPTED, session)
             case _Verb.ACCEPTED | _Verb.RESOLVE:
-                self._tell(sender, _Verb.COMMITTED, session)
+                self._tell(name, sender, _Verb.COMMITTED, session)
 
-    def _say(self, peer: bytes, message: pairing_messages.Message) -> None:
-        self._world.network.send(self._name, peer, _PAIRING + pairing_messages.encode_message(message))
+    def _say(self, name: bytes, peer: bytes, message: pairing_messages.Message) -> None:
+        self._world.network.send(name, peer, _PAIRING + pairing_messages.encode_message(message))
 
-    def _tell(self, peer: bytes, verb: _Verb, session: bytes) -> None:
-        self._world.network.send(self._name, peer, _EXCHANGE + bytes((verb,)) + session)
+    def _tell(self, name: bytes, peer: bytes, verb: _Verb, session: bytes) -> None:
+        self._world.network.send(name, peer, _EXCHANGE + bytes((verb,)) + session)
 
 
 class _Trainer:
@@ -407,10 +454,11 @@ class _Node:
         self._finished = step.round
         world.waits.append(self.now - self._ready_at)
         world.report.rounds += 1
+        world.report.rounds_at[step.round] += 1
         if step.partner:
             if self.name < step.partner:
                 world.report.pairs[frozenset((self.name, step.partner))] += 1
-            world.report.captured += step.partner in world.capturers
+            world.report.captured[step.round] += step.partner in world.capturers
             self.meetings += 1
             self.repeats += step.partner == self._last_partner
             self._last_partner = step.partner

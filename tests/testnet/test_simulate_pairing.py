@@ -77,13 +77,28 @@ def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConf
     assert chi_square(attacked.pairs, 16) < MAX_DEVIATION
 
 
-@pytest.mark.parametrize("rounds", [BOXED, STEPS])
-def test_who_proposes_to_all_at_once_gets_little_more_than_its_share(rounds: RoundConfig) -> None:
-    scenario = PairingScenario(16, rounds, 1_800.0, start_spread=5.0, num_capturing=4, do_capturing_exchange=True)
+@pytest.mark.parametrize(
+    ("rounds", "num_honest", "num_greedy"),
+    [
+        (BOXED, 16, 2),
+        (BOXED, 16, 7),
+        (STEPS, 16, 4),
+        (BOXED, 60, 6),
+        pytest.param(BOXED, 60, 20, marks=pytest.mark.soak),
+    ],
+)
+def test_who_proposes_to_all_at_once_gets_at_most_half_more_than_its_share(
+    rounds: RoundConfig, num_honest: int, num_greedy: int
+) -> None:
+    seconds = 1_000.0  # 28 rounds
+    scenario = PairingScenario(
+        num_honest, rounds, seconds, start_spread=5.0, num_capturing=num_greedy, do_capturing_exchange=True
+    )
     attacked = simulate(scenario, seed=1)
-    share = attacked.rounds / 16  # one exchange in a round, as everybody has
-    assert share < attacked.captured / 4 < 1.5 * share
-    assert attacked.alone == 0
+    share = num_greedy / (num_honest + num_greedy - 1)
+    assert attacked.captured_share(10) < 2 * share
+    assert share < attacked.captured_share(28) < 1.5 * share
+    assert attacked.alone <= 0.01 * attacked.rounds
 
 
 def test_an_odd_node_out_loses_no_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from farandole.protocol.pairing_backoff import (
     FAIR_BURST,
     FAIR_SHARE,
     FIRST_ROUNDS,
+    FIRST_ROUNDS_AHEAD,
     MAX_PEERS,
     MAX_ROUNDS,
     MeetingLimit,
@@ -105,11 +107,11 @@ def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_the_others
     meetings, num_rounds, num_peers = MeetingLimit(ALICE), 1_000, 20
     met = 0
     for round_ in range(num_rounds):
-        if meetings.may_be_met([BOB], round_, num_peers):
+        if meetings.tier(BOB, round_, num_peers) == 0:
             meetings.note_meeting(BOB, round_, num_peers)
             met += 1
     fair = num_rounds / num_peers
-    assert FAIR_SHARE * fair - 1 <= met <= FAIR_SHARE * fair + FAIR_BURST
+    assert fair - 1 <= met <= FAIR_SHARE * fair + FAIR_BURST
 
 
 def test_many_greedy_peers_of_a_large_run_get_little_more_than_their_share_of_the_first_rounds() -> None:
@@ -118,19 +120,32 @@ def test_many_greedy_peers_of_a_large_run_get_little_more_than_their_share_of_th
     met = 0
     for round_ in range(7, 7 + num_rounds):
         meetings.begin(round_)
-        if allowed := meetings.may_be_met(greedy, round_, num_peers):
-            meetings.note_meeting(allowed[0], round_, num_peers)
+        in_turn = [peer for peer in greedy if meetings.tier(peer, round_, num_peers) == 0]
+        if in_turn:
+            meetings.note_meeting(in_turn[0], round_, num_peers)
             met += 1
     fair = num_rounds * len(greedy) / num_peers
     assert 0.9 * fair < met < 1.5 * fair
 
 
+def test_a_greedy_peer_that_is_met_early_has_used_its_turn() -> None:
+    meetings, num_peers = MeetingLimit(ALICE), 1_000
+    greedy = [number.to_bytes(32, "big") for number in range(300)]
+    met = []
+    for round_ in range(100):
+        meetings.begin(round_)
+        met.append(min(greedy, key=lambda peer: meetings.tier(peer, round_, num_peers)))
+        meetings.note_meeting(met[-1], round_, num_peers)
+    assert len(set(met)) == 100
+    assert meetings.tier(met[0], 100, num_peers) > 5
+
+
 def test_two_peers_agree_on_when_they_may_first_meet() -> None:
     of_alice, of_bob = MeetingLimit(ALICE), MeetingLimit(BOB)
     for num_peers in range(100, 10_000, 100):
-        assert bool(of_alice.may_be_met([BOB], 50, num_peers)) == bool(of_bob.may_be_met([ALICE], 50, num_peers))
-    assert not of_alice.may_be_met([BOB], 50, 10_000)
-    assert of_alice.may_be_met([BOB], 50, 20)
+        assert of_alice.tier(BOB, 50, num_peers) == of_bob.tier(ALICE, 50, num_peers)
+    assert of_alice.tier(BOB, 50, 10_000) > 0
+    assert of_alice.tier(BOB, 50, 20) == 0
 
 
 def test_meetings_that_are_remembered_are_bounded() -> None:
@@ -138,13 +153,13 @@ def test_meetings_that_are_remembered_are_bounded() -> None:
     for number in range(MAX_PEERS + 10):
         for _ in range(FAIR_BURST):
             meetings.note_meeting(number.to_bytes(32, "big"), 0, 100)
-    round_ = 70  # by then all that were never met may be met
-    assert meetings.may_be_met([bytes(32)], round_, 100), "those that were met first are forgotten"
-    assert not meetings.may_be_met([(MAX_PEERS + 9).to_bytes(32, "big")], round_, 100)
+    round_ = math.ceil(100 / FAIR_SHARE) - FIRST_ROUNDS_AHEAD  # by then the turns of all that were never met have come
+    assert meetings.tier(bytes(32), round_, 100) == 0, "those that were met first are forgotten"
+    assert meetings.tier((MAX_PEERS + 9).to_bytes(32, "big"), round_, 100) > 0
 
 
 def test_two_nodes_alone_meet_in_every_round() -> None:
     meetings = MeetingLimit(ALICE)
     for round_ in range(100):
-        assert meetings.may_be_met([BOB], round_, 1)
+        assert meetings.tier(BOB, round_, 1) == 0
         meetings.note_meeting(BOB, round_, 1)

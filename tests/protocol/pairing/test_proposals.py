@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from farandole.protocol.pairing import MAX_PROPOSALS, PROPOSE_FROM, PROPOSE_UNTIL, Pairing
+from farandole.protocol.pairing import MAX_PROPOSALS, PROPOSE_FROM, PROPOSE_UNTIL, SWAP_SHARE, Pairing
+from farandole.protocol.pairing_backoff import MeetingLimit
 from farandole.protocol.pairing_events import (
     ContributionReady,
     GoAlone,
@@ -19,9 +20,19 @@ from farandole.protocol.pairing_events import (
     Stopped,
     TimerFired,
 )
-from farandole.protocol.pairing_messages import Agree, Busy, Decline, Message, Propose, Withdraw, encode_message
+from farandole.protocol.pairing_messages import (
+    Agree,
+    Begin,
+    Busy,
+    Decline,
+    Message,
+    Propose,
+    Ready,
+    Withdraw,
+    encode_message,
+)
 
-from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, matched, only_proposal, started
+from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, Node, matched, only_proposal, started
 
 
 def test_a_node_proposes_within_its_window_and_never_to_itself() -> None:
@@ -36,7 +47,7 @@ def test_a_node_proposes_within_its_window_and_never_to_itself() -> None:
 
 
 def test_partners_are_drawn_uniformly() -> None:
-    peers = frozenset(bytes([index]) * 32 for index in range(8))
+    peers = frozenset(bytes([index]) * 32 for index in range(5))  # so few that all are in turn in the first round
     rng = random.Random(5)
     counts = dict.fromkeys(peers, 0)
     for _ in range(4_000):
@@ -45,7 +56,7 @@ def test_partners_are_drawn_uniformly() -> None:
         machine.handle(RoundStarted(0), 0.0)
         (proposal,) = [out for out in machine.handle(TimerFired(), 30.0) if isinstance(out, SendMessage)]
         counts[proposal.peer] += 1
-    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 24.3  # chi-square, 7 degrees, p = 0.001
+    assert sum((count - 800) ** 2 / 800 for count in counts.values()) < 18.5  # chi-square, 4 degrees, p = 0.001
 
 
 def test_a_proposal_to_a_seeking_node_is_accepted() -> None:
@@ -81,6 +92,84 @@ def test_an_outstanding_proposal_gives_way_to_every_second_one_whatever_its_sess
             ((_, answer),) = alice.sent
             assert isinstance(answer, Busy), "asking again changes nothing"
     assert 0.35 * num_tries < num_accepted < 0.65 * num_tries
+
+
+def given_up_for_carol(*, now: float) -> Node:
+    """Alice, partner of Bob, after Carol has proposed to her twice."""
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 39.0), 1.0)
+    alice.hear(CAROL, Propose(LOW, 40.0 - now), now)
+    assert alice.sent == [(CAROL, Decline(LOW, "matched"))]
+    alice.hear(CAROL, Propose(HIGH, 40.0 - now), now)
+    return alice
+
+
+def test_a_partner_is_given_up_once_for_a_peer_that_finds_no_other() -> None:
+    alice = given_up_for_carol(now=10.0)
+    assert [(peer, type(message)) for peer, message in alice.sent] == [(BOB, Withdraw), (CAROL, Agree)]
+    assert alice.machine.partner == CAROL
+    for session in (LOW, MIDDLE):
+        alice.hear(BOB, Propose(session, 30.0), 11.0)
+        assert alice.sent == [(BOB, Decline(session, "matched"))]
+
+
+def test_no_partner_is_given_up_late_or_once_it_is_ready() -> None:
+    late = given_up_for_carol(now=40.0 * (1 - SWAP_SHARE) + 0.1)
+    assert late.machine.partner == BOB
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 39.0), 1.0)
+    alice.hear(BOB, Ready(MIDDLE), 2.0)
+    for session in (LOW, HIGH):
+        alice.hear(CAROL, Propose(session, 30.0), 3.0)
+        assert alice.sent == [(CAROL, Decline(session, "matched"))]
+
+
+def test_no_partner_is_given_up_for_a_peer_whose_turn_has_not_come() -> None:
+    others = tuple(number.to_bytes(32, "big") for number in range(100))
+    alice = started(ALICE, BOXED, *others)
+    meetings = MeetingLimit(ALICE)
+    meetings.begin(7)
+    waiting = [peer for peer in others if meetings.tier(peer, 7, len(others)) > 0]
+    in_turn = next(peer for peer in others if peer not in waiting)
+    alice.hear(in_turn, Propose(MIDDLE, 39.0), 1.0)
+    for peer in waiting:
+        for session in (LOW, HIGH):
+            alice.hear(peer, Propose(session, 30.0), 10.0)
+    assert alice.machine.partner == in_turn
+
+
+def test_a_node_whose_peers_all_have_partners_asks_each_once_more_and_then_no_more() -> None:
+    alice = started()
+    asked = []
+    peer, proposal = alice.propose(29.8)
+    for _ in range(4):
+        asked.append(peer)
+        alice.hear(peer, Decline(proposal.session, "matched"), 29.9)
+        if alice.sent:
+            peer, proposal = only_proposal(alice)
+    assert {*asked[:2]} == {*asked[2:]} == {BOB, CAROL}
+    assert not alice.sent
+
+
+def test_a_partner_that_withdraws_late_is_put_off() -> None:
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 39.0), 1.0)
+    alice.hear(BOB, Withdraw(MIDDLE), 39.0)
+    alice.handle(RoundStarted(8), 100.0)
+    assert alice.propose(130.0)[0] == CAROL
+
+
+def test_a_node_that_exchanges_declines_a_peer_that_would_wait_for_its_next_round() -> None:
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 39.0), 1.0)
+    alice.handle(ContributionReady(7), 40.0)
+    alice.hear(BOB, Ready(MIDDLE), 40.1)
+    alice.hear(BOB, Begin(MIDDLE), 40.2)
+    alice.hear(CAROL, Propose(LOW, 0.0), 40.3)
+    assert alice.sent == [(CAROL, Decline(LOW, "matched"))]
+    alice.hear(CAROL, Propose(HIGH, 20.0), 40.4)
+    ((_, answer),) = alice.sent
+    assert isinstance(answer, Busy)
 
 
 @pytest.mark.parametrize("first", [ALICE, BOB])
