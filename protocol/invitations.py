@@ -229,13 +229,17 @@ class Roster:
             return None
         return self._creator if admission.sponsor is None else admission.sponsor.member
 
+    def check(self, admission: Admission) -> None:
+        """Raise `InvitationError` unless an admission is good for this run, at some time."""
+        check_admission(admission, self._run_id, self._creator)
+
     def admit(self, admission: Admission) -> None:
         """Add an admission. Raises `InvitationError` if it is not valid, revoked, or its seat is another member's."""
         if self._listed is not None:
             raise InvitationError("this run's members are listed in its manifest")
         if self._admissions.get(admission.member) == admission:
             return
-        check_admission(admission, self._run_id, self._creator)
+        self.check(admission)
         if admission.keys & self._revoked:
             raise RevokedError("it was revoked")
         place = self._place_of(admission)

@@ -2,8 +2,8 @@
 
 Each node is what a daemon is, as far as run state goes: a `RunState`, a `Writer`, a `Gossip`, timers. Messages are
 really encoded and decoded. One thing is shared: `SharedChecker` remembers which bytes are valid, for all nodes
-together. That keeps the promise of the real one, since validity is a function of the item's bytes alone, and it saves
-999 of 1,000 verifications.
+together, and `SharedRoster` which admissions are. That keeps the promise of the real ones, since validity is a function
+of the item's bytes alone, and it saves 999 of 1,000 verifications.
 """
 
 from __future__ import annotations
@@ -17,9 +17,21 @@ from functools import cache, lru_cache
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.antientropy import Session
-from farandole.protocol.entries import Beat, Checker, Delta, Entry, Kind, Member, Payload, Progress, Signed
+from farandole.protocol.entries import (
+    AdmissionProof,
+    Beat,
+    Checker,
+    Delta,
+    Entry,
+    Kind,
+    Member,
+    Payload,
+    Progress,
+    Signed,
+)
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
+from farandole.protocol.invitations import Admission, Roster
 from farandole.protocol.liveness import BASE_PERIOD
 from farandole.protocol.push import TICK_SECONDS
 from farandole.protocol.state import MAX_AUTHORS, RunState
@@ -53,7 +65,21 @@ class SharedChecker(Checker):
         return self._is_genuine(entry)
 
 
-@lru_cache(maxsize=4_096)
+class SharedRoster(Roster):
+    """A `Roster` that remembers, for all nodes together, which admissions are valid."""
+
+    def __init__(self, run_id: bytes, creator: bytes, valid: set[Admission]) -> None:
+        super().__init__(run_id, creator)
+        self._valid = valid
+
+    def check(self, admission: Admission) -> None:
+        """As `Roster.check`."""
+        if admission not in self._valid:
+            super().check(admission)
+            self._valid.add(admission)
+
+
+@lru_cache(maxsize=8_192)
 def key_of(number: int) -> Ed25519PrivateKey:
     """The private key of the node with this number."""
     return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
@@ -81,7 +107,10 @@ class SimulatedNode:
 
     def _new_life(self) -> None:
         world = self.world
-        self.state = RunState(RUN_ID, world.creator, checker=world.checker, max_authors=world.max_authors)
+        roster = SharedRoster(RUN_ID, world.creator, world.valid) if world.admission_of else None
+        self.state = RunState(
+            RUN_ID, world.creator, checker=world.checker, roster=roster, max_authors=world.max_authors
+        )
         self.writer = Writer(self.key, RUN_ID)
         self.writer.resume(self.mark)
         self.gossip = Gossip(self.state, self.writer.author, self._rng, world.base_period, world.network_of)
@@ -149,6 +178,8 @@ class SimulatedNode:
         if self.writer.delay(Kind.MEMBER, 0, self.clock.unix()) > 0:
             self._later(5.0, self._announce)
             return
+        if admission := self.world.admission_of and self.world.admission_of(self.author):
+            self.publish(Kind.ADMISSION, 0, AdmissionProof(admission))
         self.publish(Kind.MEMBER, 0, Member(device="simulated", addresses=("/ip4/127.0.0.1/tcp/4001",)))
         self._beat()
 
@@ -268,15 +299,19 @@ class World:
     base_period: float = BASE_PERIOD
     max_authors: int = MAX_AUTHORS
     network_of: Callable[[bytes], str] = lambda peer: ""
+    creator: bytes = b"\x01" * 32
+    admission_of: Callable[[bytes], bytes] | None = None
+    """Author -> its admission, encoded; empty if it has none. None: any author is a member."""
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Node number -> (offset in seconds, drift) of its clock, where it is wrong."""
 
     def __post_init__(self) -> None:
         self.simulation = Simulation(self.seed)
         self.network = Network(self.simulation, loss=self.loss)
-        self.creator = b"\x01" * 32
         self.checker = SharedChecker(RUN_ID, self.creator)
         self.watched: set[bytes] = set()
+        self.valid: set[Admission] = set()
+        """Admissions that were found to be valid."""
         self.nodes = [self._make(number) for number in range(1, self.num_nodes + 1)]
 
     def _make(self, number: int) -> SimulatedNode:
@@ -307,6 +342,7 @@ class World:
             entry
             for node in self.nodes
             for entry in (
+                *self._write_admission(node, now),
                 node.writer.write(Kind.MEMBER, 0, Member(device="simulated"), now),
                 node.writer.write(Kind.BEAT, 0, Beat(0, 0, None, 0), now),
             )
@@ -315,6 +351,10 @@ class World:
         for node in self.nodes:
             node.gossip.merge(everything, node.author, now, node.clock.monotonic(), forward=False, is_asked=True)
             node.start_settled([other.author for other in self.nodes if other is not node][:NUM_JOIN_SESSIONS])
+
+    def _write_admission(self, node: SimulatedNode, now: float) -> list[Entry]:
+        admission = self.admission_of(node.author) if self.admission_of else b""
+        return [node.writer.write(Kind.ADMISSION, 0, AdmissionProof(admission), now)] if admission else []
 
     def publish_progress(self, node: SimulatedNode) -> Entry:
         """Have a node write something, and note when it comes to each node."""
