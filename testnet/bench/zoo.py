@@ -24,7 +24,8 @@ WORDS: Final = (
     "Six honest nodes, 40 rounds of 10 inner steps, 41 k parameters; two hostile members on top, or one process of "
     "ghosts or flood. *Loss*: of the honest members' own weights on held-out text, in nats a token, the mean over "
     "members. *Hostile used*: share of the exchanges with hostile members that were committed; *clipped* ones counted "
-    "in part or for nothing. *Noticed*: honest members that refused a hostile one, and at which of their meetings. "
+    "in part or for nothing. *Noticed*: honest members that refused a hostile one or averaged nothing of it, and at "
+    "which of their meetings. "
     "*CPU*: of an honest member's daemon, in cores, without its trainer."
 )
 

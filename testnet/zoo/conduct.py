@@ -45,7 +45,7 @@ class Conduct(msgspec.Struct, frozen=True):
     """Committed."""
     hostile_clipped: int
     detected_after: list[int | None]
-    """Of each member: its meetings with hostile ones until it refused the first; None: it refused none."""
+    """Of each member: its meetings with hostile ones until it refused one, or averaged nothing of it; None: never."""
     warnings: list[str]
     """The first warning of each member that names a hostile one."""
     processor_share: float | None
@@ -108,7 +108,7 @@ def _meetings(rounds: Iterable[RoundRecord]) -> Iterator[_Meeting]:
 
 
 def _detected_after(meetings: Sequence[_Meeting]) -> int | None:
-    return next((index + 1 for index, met in enumerate(meetings) if met.is_refused), None)
+    return next((index + 1 for index, met in enumerate(meetings) if met.is_refused or met.clip == 0.0), None)
 
 
 def _intruders(folder: Path, num_honest: int) -> list[str]:
