@@ -22,8 +22,10 @@ from dataclasses import dataclass, field
 NUM_REMEMBERED = 16
 MAX_OUTLIERS = 3
 MAX_LOST = 12
-# The first time, and the most. What was long ago is forgiven: after so many times as long.
-FIRST_SECONDS, MAX_SECONDS = 60.0, 86_400.0
+# The first time, and the most. Short at first, because the direction of honest gradients turns in the first inner steps
+# of a small model, and two nodes of two stages have nobody else. What was long ago is forgiven: after so many times as
+# long.
+FIRST_SECONDS, MAX_SECONDS = 10.0, 86_400.0
 FORGIVEN_AFTER = 10
 # Peers that are remembered: twice as many as a node has links (`pipeline.MAX_LINKS`).
 MAX_PEERS = 2_048

@@ -73,7 +73,7 @@ MAX_DEVIATION: Final = 4.0
 LEAST_SIGNAL: Final = 0.5
 MAX_SUMS: Final = (32.0, 32.0, 16.0)
 # After so many outliers, and nothing else, this node begins anew: there is no other sender to compare with. A sender
-# that is avoided after three of them, for longer each time, has been so for a quarter of an hour.
+# that is avoided after three of them, for longer each time, has been so for two and a half minutes.
 MAX_REFUSED: Final = 12
 _TINY: Final = 1e-30
 
