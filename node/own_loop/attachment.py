@@ -119,7 +119,7 @@ class Attachment:
             while not (self._ended.is_set() or self.over):
                 with contextlib.suppress(EOFError, ConnectionError):  # `_connect` finds out why
                     self._attach()
-        except BaseException as error:
+        except BaseException as error:  # raised again in the loop's thread, which waits for its turn
             self.turns.end(error)
         else:
             self.turns.end()
@@ -181,7 +181,7 @@ class Attachment:
                 self._take_dismissal(stopped.command)
         except (EOFError, ConnectionError):
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, the node is told before the loop gets it
             channel.send(Failed(f"the loop failed: {type(error).__name__}: {error}", "detached"))
             raise
         finally:

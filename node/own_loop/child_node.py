@@ -97,7 +97,7 @@ class ChildNode:
         if self._process is None:
             deadline = time.monotonic() + LEAVE_SECONDS
             while run_of_node(self._home) and time.monotonic() < deadline:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(LOOK_SECONDS)  # it is no child of this process, so there is nothing to wait on
         else:
             try:
                 self._process.wait(LEAVE_SECONDS)

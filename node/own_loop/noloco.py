@@ -67,7 +67,7 @@ class NoLoCo:
         try:
             self._node.begin()
             self._attachment.begin()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: `__exit__` is not called when `__enter__` fails
             self._end()
             raise
         self._hook = self._optimizer.register_step_post_hook(self._on_step)

@@ -53,7 +53,7 @@ class PlainAdam(torch.optim.Optimizer):
         self._steps = 0
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override] # no test gives it a closure
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -308,7 +308,7 @@ def test_an_evaluate_that_fails_costs_the_loss_alone(scripts: list[Script], retu
     def evaluate() -> float:
         if isinstance(returned, Exception):
             raise returned
-        return returned  # type: ignore[return-value]
+        return returned  # type: ignore[return-value] # what a user might get wrong
 
     script = linear_script(scripts, evaluate=evaluate)
     with pytest.raises(DataError, match="evaluate"):

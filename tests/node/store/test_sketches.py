@@ -102,7 +102,7 @@ class Donor:
         self.made: list[tuple[bytes, float]] = []
         """Seeds, and when each sketch began."""
         self.at_once = self.most_at_once = 0
-        self.service = SketchService(MemoryHost(nursery, self.serve), RUN, finding(holding))  # type: ignore[arg-type]
+        self.service = SketchService(MemoryHost(nursery, self.serve), RUN, finding(holding))  # type: ignore[arg-type] # a host in memory
         monkeypatch.setattr(sketching, "sketch_file", self.sketch)
         self._nursery = nursery
 
