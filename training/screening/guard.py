@@ -107,6 +107,8 @@ MIN_LAGS: Final = 3
 # What the codec's rounding costs one's own weights, the partner's cost so many times as much: the difference between
 # both contributions has the rounding of both in it, and a loss near its minimum grows with the square of a change.
 ROUNDED_TWICE: Final = 2.0
+# That cost differs between batches and between nodes: a lag of this many times as much may be chance.
+ROUNDING_NOISE: Final = 2.0
 # The share of a round's gain that a partner may lack whose rounds begin and end between this node's; and that one lacks
 # for each share of this node's tokens that it has not learned from: more than one, as it lacked something before too.
 CROSSING: Final = 0.5
@@ -183,14 +185,14 @@ class Guard(ScreeningRule):
         began = partner.loss_before()
         gain = 0.0 if began is None else max(began - before, 0.0)
         slower = SLOWER_LAG * gain * self._slowness(partner)
-        self._lacked = lacking = CROSSING * gain + slower + 2.0 * rounding
+        self._lacked = lacking = CROSSING * gain + slower + ROUNDING_NOISE * rounding
         most_lag = before + scale * self._usual_lag(everybody)
         most_change = max(scale * self._usual_change(everybody), self._fluctuation(everybody))
         is_behind = not of_partner <= most_lag + lacking
         is_worse = not after <= before + most_change + verdict.shares[1] * lacking
         is_astray = reach > 1.0 and not after <= before + LEAST_GAIN * scale
         self._is_outlier = is_behind or is_worse or is_astray
-        lacked = (of_partner - before - slower) / (gain + 2.0 * rounding + LEAST_GAIN * scale)
+        lacked = (of_partner - before - slower) / (gain + ROUNDING_NOISE * rounding + LEAST_GAIN * scale)
         self._lacked_rounds = lacked if lacked < MAX_LACKED_ROUNDS else MAX_LACKED_ROUNDS  # NaN as well
         self._evidence = self._sum_up(partner)
         if not self._is_outlier:
