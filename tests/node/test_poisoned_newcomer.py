@@ -11,22 +11,28 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
+import trio
+
+from farandole.node.inspect.listing import CheckpointOffer
 from farandole.node.store.folder import saved_round
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import peers_at
 from farandole.protocol.manifest import SignedManifest
 
+from ..patience import PATIENCE
 from ..protocol.authors import author_of
-from .daemons import Daemon, joined
+from .daemons import POLL_INTERVAL, Daemon, joined
 from .liars import Floats, fresh_start, noise_like, open_liar, write_poison
 from .small_runs import TINY, small_manifest, write_run
 
 LIARS: Final = (501, 502)
 JUDGE: Final = 503
 NUM_ROUNDS: Final = 5
-ROUNDS_AHEAD: Final = 3
-# For all of them to load their trainers while the others train.
-LONG_ENOUGH: Final = 25
+# A run state takes one announcement a minute, so honest members' may still be of round 1: a checkpoint that is ahead of
+# it by more than `copies.MAX_ROUNDS_OLDER` is tried last, and no newcomer would meet it.
+ROUNDS_AHEAD: Final = 1
+ENDLESS: Final = 10_000
 
 
 def options(texts: Path, num_rounds: int) -> tuple[str, ...]:
@@ -51,10 +57,11 @@ async def lied_to(
     weights: Mapping[str, Floats],
     judges: tuple[int, ...] = (),
     stages: tuple[int, int] = (0, 1),
+    others: tuple[Daemon, ...] = (),
 ) -> AsyncIterator[None]:
-    """A run in which two hold poison of these weights; ``judges`` say that theirs are like it.
+    """A run in which two hold poison of these weights, as ``alice`` and ``others`` know.
 
-    ``stages``: the one that they are of, and how many there are.
+    ``judges`` say that theirs are like it. ``stages``: the one that they are of, and how many there are.
     """
     path, num_members = alice.home.parent / "poison.safetensors", (await alice.status()).run.members_live
     index = write_poison(honest, path, weights, ROUNDS_AHEAD, LIARS[0], run.run_id, *stages)
@@ -64,7 +71,19 @@ async def lied_to(
             is_judge = number in judges
             await stack.enter_async_context(open_liar(number, run.run_id, victims, path, index, is_judge=is_judge))
         await alice.until(lambda status: status.run.members_live == num_members + len(LIARS) + len(judges))
+        for member in (alice, *others):  # whichever of them the newcomer syncs with
+            await offers(member, index[0].id, len(LIARS))
         yield
+
+
+async def offers(daemon: Daemon, checkpoint_id: bytes, num_holders: int) -> None:
+    """Wait until a member has heard that so many hold this checkpoint."""
+    with trio.fail_after(PATIENCE):
+        while True:
+            known = msgspec.convert(await daemon.ask("checkpoints"), list[CheckpointOffer])
+            if any(each.id == checkpoint_id.hex() and len(each.holders) >= num_holders for each in known):
+                return
+            await trio.sleep(POLL_INTERVAL)
 
 
 async def test_a_newcomer_refuses_noise_that_liars_give_and_call_like_their_own(tmp_path: Path, texts: Path) -> None:
@@ -95,7 +114,7 @@ async def test_a_newcomer_refuses_weights_that_are_no_worse_than_a_fresh_start_b
         invite = alice.invite(run.run_id)
         async with joined(tmp_path / "bob", invite, *options(texts, NUM_ROUNDS + 2)) as bob:
             await trained(bob, NUM_ROUNDS + 2)
-            async with lied_to(run, alice, honest, fresh_start(manifest)):
+            async with lied_to(run, alice, honest, fresh_start(manifest), others=(bob,)):
                 end = NUM_ROUNDS + ROUNDS_AHEAD + 2
                 async with joined(tmp_path / "carol", invite, *options(texts, end)) as carol:
                     refusal = await carol.says("far from most others' weights")
@@ -110,18 +129,21 @@ async def test_a_newcomer_to_a_stage_of_which_no_loss_is_known_refuses_noise(tmp
     run = write_run(tmp_path, small_manifest(model=TINY | {"num_layers": 2, "num_stages": 2}))
     async with AsyncExitStack() as stack:
 
-        async def start(name: str, source: str, stage: int) -> Daemon:
-            rounds = options(texts, LONG_ENOUGH)
+        async def start(name: str, source: str, stage: int, num_rounds: int = NUM_ROUNDS) -> Daemon:
+            rounds = options(texts, num_rounds)
             return await stack.enter_async_context(joined(tmp_path / name, source, *rounds, "--stage", str(stage)))
 
         bob = await start("bob", str(tmp_path / "run.manifest"), 1)
         await bob.says("listening on")
         invite = bob.invite(run.run_id)
-        carol, alice = await start("carol", invite, 1), await start("alice", invite, 0)
+        carol = await start("carol", invite, 1)
+        for member in (bob, carol):  # neither trains before the other: alice would end with the first
+            await member.says("trainer ready")
+        alice = await start("alice", invite, 0, ENDLESS)
         await alice.says("listening on")
-        honest = [await trained(member, LONG_ENOUGH) for member in (bob, carol)]
+        honest = [await trained(member, NUM_ROUNDS) for member in (bob, carol)]
         await alice.until(lambda status: status.run.members_live == 3)
-        async with lied_to(run, alice, honest[0], noise_like(honest[0]), stages=(1, 2)):
+        async with lied_to(run, alice, honest[0], noise_like(honest[0]), stages=(1, 2), others=(bob, carol)):
             dan = await start("dan", invite, 1)
             refusal = await dan.says("far from most others' weights")
             assert f"{short_name(author_of(LIARS[0]))} is not believed for a while" in refusal
