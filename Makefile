@@ -94,7 +94,10 @@ bench-hostile: $(STAMP) ## What strangers and hostile members cost: connections,
 	$(BIN)/farandole testnet bench hostile --out out/bench --write BENCHMARKS.md
 	$(BIN)/farandole testnet bench zoo --attacks noise-1,zeros,alie-1.5,dissensus-1,labels --out out/bench --write BENCHMARKS.md
 	$(BIN)/farandole testnet bench members --claims many --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench members --claims many --honest 12 --hostile 4 --out out/bench/4-of-16
+	$(BIN)/farandole testnet bench members --claims many --honest 5 --hostile 3 --out out/bench/3-of-8
 	$(BIN)/farandole testnet bench honest --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench greedy --out out/bench --write BENCHMARKS.md
 
 bench-dashboard: $(STAMP) ## What a page about a run of 1,000 members costs; needs Chromium (5 minutes)
 	@.ci/packages

@@ -21,6 +21,7 @@ BENCHES: Final = {
     "hostile": ("hostile", "What strangers can do to a node on loopback, and how honest newcomers fare meanwhile."),
     "members": ("members", "What hostile members cost a run's loss, attack by attack, in simulation."),
     "honest": ("honest", "How often the guard refuses or clips honest members, in simulation."),
+    "greedy": ("greedy", "What share of the rounds members get that propose to everybody all the time, in simulation."),
     "zoo": ("zoo", "What hostile members cost a run of real daemons, scenario by scenario (20 minutes)."),
     "faults": ("faults", "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime)."),
     "dashboard": ("dashboard", "What a page about a large run costs its browser and the daemon (Chromium)."),
