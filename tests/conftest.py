@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 from hypothesis import settings
 
@@ -17,6 +18,12 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_CBWR="AUTO")
 # Tests assert behaviour, not time: a busy machine may let any one example wait for a second.
 settings.register_profile("farandole", deadline=None)
 settings.load_profile("farandole")
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach the programs under test: a shell has background jobs ignore it, and children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
