@@ -22,7 +22,7 @@ from .report import OUT, BenchReport, Out, Write, open_bench
 
 ROUND_SECONDS: Final = 30.0
 ROUNDS: Final = RoundConfig(inner_steps=0, round_seconds=ROUND_SECONDS, exchange_seconds=30.0)
-# The shares are of so many first rounds: all of those that are played, and those in which the members are strangers.
+# Shares are also given for these first rounds, in which greedy members spend the turns that they saved before.
 SHORT: Final = 10
 START_SPREAD: Final = 5.0
 
@@ -43,14 +43,15 @@ class Crowd:
 
 @dataclass(frozen=True)
 class Captured:
-    """What came of one play."""
+    """Shares of the honest members' rounds in one play."""
 
     at_first: float
-    """Share of the first `SHORT` rounds that went to greedy members."""
+    """Of the first `SHORT` rounds, with greedy members."""
     in_all: float
+    """Of all rounds that were asked for, with greedy members."""
     alone: float
     honest_pairs: float
-    """Share of rounds whose partner was an honest member."""
+    """With honest members."""
 
 
 def play(crowd: Crowd, rounds: int, seed: int) -> Captured:
@@ -77,7 +78,9 @@ def run(
     out: Out = OUT,
     write: Write = None,
 ) -> None:
-    """Measure what share of the rounds greedy members get, in simulation (40 minutes on two cores).
+    """Measure what share of the rounds greedy members get, in simulation.
+
+    Up to 250 nodes and two seeds take a minute on two cores; 1,000 nodes take much longer.
 
     Examples: [cyan]farandole testnet bench greedy[/cyan];
     [cyan]farandole testnet bench greedy --members 16,64 --greedy 25 --seeds 1[/cyan]
