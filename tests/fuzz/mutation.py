@@ -17,6 +17,8 @@ _EDGES: list[Any] = [
     *(None, True, False, "", "x", "\x00", "\u20ac" * 40, b"", b"\0", b"\xff" * 32, b"\0" * 64, [], [[]], {}, {"": []}),
 ]
 _MAX_NESTING = 1_500
+# Lists this long are not made longer by as much again: three times in one message, a kilobyte would become a gigabyte.
+_MANY = 100
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -99,7 +101,7 @@ def _near(value: Any, rng: random.Random) -> Any:
         case str():
             return rng.choice((value[:-1], value + "x", value * 2, value[::-1]))
         case list():
-            return rng.choice((value * 2, value[::-1], value * 100))
+            return rng.choice((value * 2, value[::-1], value * _MANY if len(value) < _MANY else value))
         case _:
             return rng.choice(_EDGES)
 
