@@ -131,6 +131,7 @@ class Guard(ScreeningRule):
         self._lacked = 0.0
         self._lacked_rounds = self._evidence = 0.0
         self._is_outlier = False
+        self._has_yardstick = True
         self._square = torch.zeros((), dtype=torch.float64)
 
     def feed(self, own: Tensor, contribution: Tensor) -> None:
@@ -161,8 +162,11 @@ class Guard(ScreeningRule):
         before = partner.evaluate(0.0)
         # At first a faster partner is far away too, and so is one that found no partner for some rounds: only the loss
         # tells it from a liar.
-        checked = CHECKED_RADIUS * usual if is_known else settings.max_radius * partner.movement()
+        checked = CHECKED_RADIUS * usual if is_known else settings.max_radius * self._movement(partner)
         limit = usual if before is None else checked
+        if is_far and limit == 0.0:  # this node has taken no inner step yet: that says nothing about the partner
+            self._has_yardstick = False
+            return Accept(share, 0.0)
         clip = min(1.0, limit / distance) if is_far else 1.0
         if clip < settings.min_clip:
             return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {usual:.3g}")
@@ -286,15 +290,23 @@ class Guard(ScreeningRule):
 
     def _usual(self, partner: Partner) -> tuple[float, bool]:
         """The distance up to which nothing is clipped, and whether it follows from what was accepted."""
-        settings, movement = self._settings, partner.movement()
+        settings, movement = self._settings, self._movement(partner)
         known = partner.everybody[self._series(partner)][-WINDOW:]
         if len(known) < MIN_KNOWN:
             return settings.first_radius * movement, False
         usual = max(settings.radius * statistics.median(known), settings.first_radius * movement)
         return min(usual, settings.max_radius * statistics.median(partner.everybody["movement"])), True
 
+    @staticmethod
+    def _movement(partner: Partner) -> float:
+        """This node's own movement in the round; after a round without inner steps, the median of those before."""
+        known = partner.everybody["movement"][-WINDOW:]
+        return partner.movement() or (statistics.median(known) if known else 0.0)
+
     def remember(self, partner: Partner, verdict: Verdict) -> None:
         """The distance as far as it was accepted, the losses if they were compared, and which peer was refused."""
+        if not self._has_yardstick:
+            return
         everybody, history = partner.everybody, partner.history
         is_used = isinstance(verdict, Accept) and verdict.clip > 0.0
         is_sample = partner.encounter.chance < self._settings.checked_share or self._is_new(history)
@@ -317,7 +329,7 @@ class Guard(ScreeningRule):
         history.append("outlier", float(self._is_outlier))
         if is_used:
             everybody.append(self._series(partner), self._distance * verdict.clip)
-            everybody.append("movement", partner.movement())
+            everybody.append("movement", self._movement(partner))
         if self._is_new(history):
             history.append("accepted", 1.0)
 

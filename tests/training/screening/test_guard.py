@@ -124,6 +124,24 @@ def test_a_round_in_which_this_node_hardly_moved_clips_nobody() -> None:
     assert clip(node.meets(away(1.5), movement=1e-6)) == 1.0
 
 
+def test_a_node_that_has_not_moved_yet_refuses_nobody_averages_nothing_and_learns_nothing_from_it() -> None:
+    node = Node()
+    for _ in range(MIN_KNOWN + 1):
+        assert clip(node.meets(away(1.5), movement=0.0)) == 0.0
+    assert not node.everybody["refused"]
+    assert not node.of_peer["accepted"]
+    assert clip(node.meets(away(1.9))) == 1.0
+    assert clip(node.meets(away(4.0))) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_in_a_round_without_inner_steps_what_this_node_moved_before_is_the_yardstick() -> None:
+    node = Node()
+    assert clip(node.meets(away(1.5))) == 1.0
+    assert clip(node.meets(away(1.9), movement=0.0)) == 1.0
+    assert clip(node.meets(away(4.0), movement=0.0)) == pytest.approx(0.5, rel=1e-3)
+    assert isinstance(node.meets(away(1_000.0), movement=0.0), Refuse)
+
+
 def test_each_fragment_has_distances_of_its_own() -> None:
     node = Node()
     for _ in range(MIN_KNOWN):
