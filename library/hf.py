@@ -34,7 +34,7 @@ class Callback(TrainerCallback):
         self._run = run
         self._settings = settings
         self.noloco: NoLoCo | None = None
-        """While training goes on."""
+        """The node's handle during training; otherwise None."""
 
     def on_train_begin(
         self,
@@ -45,7 +45,7 @@ class Callback(TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **others: Any,
     ) -> None:
-        """Join, and take over the run's weights."""
+        """Join the run and take over its weights."""
         assert model is not None, "a Trainer passes its model on"
         assert optimizer is not None, "a Trainer passes its optimizer on"
         self._end()
@@ -55,7 +55,7 @@ class Callback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Leave."""
+        """Leave the run."""
         self._end()
 
     def on_log(

@@ -1,4 +1,4 @@
-"""What the ``farandole run`` commands about members ask of a node, over its control socket: invite, revoke, notice."""
+"""Control methods for the ``farandole run`` commands about members: invite, revoke, notice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FindMember = Callable[[], RunMember | None]
 
 
 class InviteWanted(msgspec.Struct, forbid_unknown_fields=True):
-    """What ``farandole run invite`` asks a node of an invited run for."""
+    """The request of ``farandole run invite`` to a node of an invited run."""
 
     uses: int
     expires_at: float
@@ -29,7 +29,7 @@ class InviteWanted(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AdmissionWanted(msgspec.Struct, forbid_unknown_fields=True):
-    """What ``farandole run revoke`` and ``run admit`` ask for."""
+    """The request of ``farandole run revoke`` and ``run admit``."""
 
     keys: list[str]
     """Public keys in hex."""
@@ -37,14 +37,14 @@ class AdmissionWanted(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NoticeWanted(msgspec.Struct, forbid_unknown_fields=True):
-    """What ``farandole run notice`` asks the creator's node for."""
+    """The request of ``farandole run notice`` to the creator's node."""
 
     action: str
     text: str
 
 
 def roster_of(member: RunMember) -> list[dict[str, Any]]:
-    """The members as ``farandole run members`` shows them."""
+    """Return the members as ``farandole run members`` shows them."""
     state, credentials = member.gossip.state, member.credentials
     live = member.membership.everyone | {member.mesh.host.author}
     rows = []
@@ -56,10 +56,10 @@ def roster_of(member: RunMember) -> list[dict[str, Any]]:
 
 
 def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
-    """By the names of their methods."""
+    """Return the control handlers by the names of their methods."""
 
     async def invite(params: dict[str, Any]) -> object:
-        """The secret of an invite, in hex; empty where the run is for anybody."""
+        """Return the secret of an invite in hex; empty if the run is open to all."""
         member = find_member()
         if member is None or member.credentials is None:
             return ""
@@ -71,12 +71,12 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         return secret.encode().hex()
 
     async def network_key(params: dict[str, Any]) -> object:
-        """Of a private run, in hex; empty where strangers may connect."""
+        """Return the network key of a private run in hex; empty where strangers may connect."""
         member = find_member()
         return "" if member is None else member.mesh.host.upgrader.network_key.hex()
 
     async def admit(params: dict[str, Any]) -> object:
-        """Revoke keys, or revoke them no longer."""
+        """Revoke keys, or admit them again."""
         member = find_member()
         if member is None or member.credentials is None:
             raise ControlError("open_run", "this run is for anybody, so no member can be removed")
@@ -89,12 +89,12 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         return "done"
 
     async def roster(params: dict[str, Any]) -> object:
-        """The members, and who invited them."""
+        """Return the members, and who invited them."""
         member = find_member()
         return [] if member is None else roster_of(member)
 
     async def notice(params: dict[str, Any]) -> object:
-        """Publish a notice of the creator's."""
+        """Publish a notice of the creator."""
         member = find_member()
         if member is None:
             raise ControlError("no_run", "this node is not in its run yet")

@@ -1,8 +1,8 @@
 """A node without a trainer: what `farandole relay` runs.
 
-It serves the DHT for one run or several, introduces newcomers to members, and passes on to each other peers behind NAT
-as soon as peers have found that they can dial it. It is a member of none: it needs neither manifest nor run state, so
-it costs a small machine little and cannot mislead anybody about a run. torch is never imported.
+It serves the DHT for one run or several, introduces newcomers to members, and relays between peers behind NAT as soon
+as peers have found that they can dial it. It is a member of no run: it needs neither manifest nor run state, so it
+costs a small machine little and cannot mislead a peer about a run. torch is never imported.
 
     store -> host -> connectivity (reachability, relay) -> desk (control socket, page) -> finding members
 """
@@ -36,19 +36,19 @@ from .status.journal import Journal
 # Each costs two announcements in the DHT an hour, and a lookup a minute.
 MAX_RUNS: Final = 16
 RUNS_FACT: Final = "relayed runs"
-# Between two looks at who is there, in the long run.
+# Longest interval of checks for connected members.
 MAX_LOOK_INTERVAL: Final = 30.0
-# Of each run; whoever comes to us for another reason is connected beside these.
+# Members of each run to connect to; peers that connect for another reason are not counted.
 NUM_MEMBERS: Final = 4
 
 
 async def run_relay(settings: NodeSettings, invites: Sequence[str]) -> int:
-    """Relay for the invites' runs, and those of earlier lives, until told to leave; the exit code (`Exit`)."""
+    """Relay for the invites' runs and the stored ones until asked to leave; return the exit code (`Exit`)."""
     return await run_daemon(settings, partial(be_relay, invites))
 
 
 async def be_relay(invites: Sequence[str], daemon: Daemon) -> None:
-    """Relay until told to leave. Raises `ManifestError` if no run is known, or too many."""
+    """Relay until asked to leave. Raises `ManifestError` if no run is known, or too many."""
     decoded = [decode_invite(invite) for invite in invites]
     runs = await _load_runs(daemon.store, [invite.run_id for invite in decoded])
     named = peers_at([*(address for invite in decoded for address in invite.addresses), *daemon.settings.bootstrap])
@@ -100,7 +100,7 @@ class MemberSeeker:
         self._members: dict[bytes, list[bytes]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look for members until cancelled."""
         journal, host, traffic = self._daemon.journal, self._mesh.host, self._mesh.traffic
         waits = pauses(FIRST_REDIAL_PAUSE, MAX_LOOK_INTERVAL, random.Random())
         journal.announce("relaying", f"for {'1 run' if len(self._runs) == 1 else f'{len(self._runs)} runs'}")
@@ -121,7 +121,7 @@ class MemberSeeker:
             await trio.sleep(next(waits))
 
     async def _look_for(self, run: bytes) -> None:
-        """Members that say so in the DHT, if too few of those found before are still there."""
+        """Look up members in the DHT, if too few of the known ones are still connected."""
         host = self._mesh.host
         there = [peer for peer in self._members.get(run, ()) if host.is_connected(peer)]
         if len(there) < NUM_MEMBERS:
@@ -132,7 +132,7 @@ class MemberSeeker:
         self._mesh.connectivity.members = frozenset().union(*self._members.values())
 
     async def remember(self, *, is_last: bool = False) -> None:
-        """Write down where the members are."""
+        """Store the addresses of the connected members."""
         for peer in self._mesh.connectivity.members & self._mesh.host.connected:
             self._daemon.book.note_reached(peer, self._mesh.host.addresses_to_keep(peer))
         try:
@@ -142,7 +142,7 @@ class MemberSeeker:
 
 
 async def _tell_reachability(mesh: Mesh, journal: Journal, runs: Sequence[bytes]) -> None:
-    """Say what peers found out, and be found as a relay of every run while they can dial this node."""
+    """Print this node's reachability, and provide it as a relay of every run while peers can dial it."""
     host, reachability = mesh.host, mesh.connectivity.reachability
     told = ReachabilityKind.UNKNOWN
     while True:

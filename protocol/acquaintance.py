@@ -1,12 +1,12 @@
-"""Whose word counts for more than a key's: members that have been met in exchanges.
+"""Proven members: the ones whose claims count, because exchanges with them were committed.
 
 Keys are free, and so are heartbeats. An exchange that both sides commit takes a round of an honest node, which meets
-one peer a round, and each of them about equally often. So a member is *proven* to a node that has committed an exchange
-with it, or to which `NUM_VOUCHERS` members of that kind have said in their heartbeats that they have: in a run of a
-thousand a node knows most after some 75 rounds, and not after a thousand.
+one peer a round, and each peer about equally often. So a node takes a member as *proven* if it has committed an
+exchange with it, or if `NUM_VOUCHERS` members with which it has done so report in their heartbeats an exchange with
+that member. In a run of a thousand members a node then knows most of them after about 75 rounds instead of a thousand.
 
-Who gains by lying: as many met members as there are vouchers can make any key proven. Each of them has been met by each
-node that believes them. Sans-IO.
+The gain from lying is bounded: `NUM_VOUCHERS` met members can make any key proven, but each of them must have been met
+by each node that believes them. Sans-IO.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Mapping, Set
 
 from .entries import PARTNER_BYTES
 
-# One liar, and two, make nobody proven.
+# With three, neither one liar nor two can make a key proven.
 NUM_VOUCHERS = 3
 
 
 class Acquaintance:
-    """Whom one node knows to have exchanged with it, or with those that have."""
+    """The members that one node knows to be proven, and which members vouch for the others."""
 
     def __init__(self) -> None:
         self._vouchers: dict[bytes, set[bytes]] = {}  # of live members that are not met
 
     def proven(self, met: Set[bytes], partners: Mapping[bytes, bytes]) -> frozenset[bytes]:
-        """Authors whose word counts.
+        """Return the authors that are proven.
 
-        ``met``: those with whom this node has committed exchanges. ``partners``: of each live member, the beginning of
-        the key of the peer that it has averaged with in its last round; empty: none, or it does not say.
+        ``met``: the members with which this node has committed exchanges. ``partners``: for each live member, the first
+        bytes of the key of the peer that it averaged with in its last round; empty: none, or not reported.
         """
         unmet = {author[:PARTNER_BYTES]: author for author in partners.keys() - met}
         self._vouchers = {author: self._vouchers.get(author, set()) for author in unmet.values()}

@@ -1,18 +1,19 @@
-"""Activations: one stream between two nodes of neighbouring stages, microbatches there and their gradients back.
+"""Activations: a stream between nodes of neighbouring stages, for microbatches and, in return, their gradients.
 
     upstream     Hello           Forward data  Forward data ...                 Settled
     downstream          Welcome                                 Gradient data            Credits
 
-The upstream node opens the stream, which is a pipe (`farandole.protocol.pipe`). It may have as many microbatches under
-way as the downstream node has given it credits, which are slots of memory: so nothing queues that has no place. The
-n-th `Forward` is microbatch n of the link, and announces a transfer: its data. So does a `Gradient`. All data have one
-size, which both know from the run's settings: what a peer says is never allocated.
+The upstream node opens the stream, which is a pipe (`farandole.protocol.pipe`). It may have as many microbatches in
+flight as the downstream node has given it credits, which are slots of memory: so every queued microbatch has a slot.
+The n-th `Forward` is microbatch n of the link, and announces a transfer: its data. So does a `Gradient`. All data have
+one size, which both nodes know from the run's settings: no size that a peer sends is ever allocated.
 
 A microbatch ends by the downstream node's `Dropped`, or by the upstream node's `Settled`, which says whether its
-gradient counts at all stages or at none. The two may cross, and so may `Settled` and a gradient: who has ended a
-microbatch ignores what else comes of it.
+gradient counts at all stages or at none. The two may cross, and so may `Settled` and a gradient: a node that has ended
+a microbatch ignores anything that still arrives for it.
 
-Microbatches return to where they were drawn over a link of the same kind: there ``stage`` 0 is downstream of the last.
+Microbatches return to the node that drew them over a link of the same kind: there ``stage`` 0 is downstream of the last
+stage.
 """
 
 from __future__ import annotations
@@ -39,42 +40,42 @@ MAX_CONTROL_BYTES = 640
 DATA_BYTES = CHUNK_BYTES
 # A link's credits are a share of its downstream node's slots, of which a run has 256 at most.
 MAX_CREDITS = 256
-# Who forwards has a slot for each microbatch until it has ended it, and may yet have to say so: twice the slots. Who
-# never says so may not forward for ever.
+# Twice the slots: a node that forwards holds a slot for each microbatch until it has ended it, and its `Settled` may
+# follow later. A node that never sends `Settled` has to stop forwarding at this number.
 MAX_OPEN = 512
-# A run gives a microbatch an hour at most; nodes after its origin add seconds of grace.
+# A run allows at most an hour for a microbatch; nodes after its origin add seconds of grace.
 MAX_SECONDS_LEFT = 3_660
 
 Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
-"""Names a microbatch, drawn at random by its origin: only nodes on its route can know it."""
+"""A microbatch's name, drawn at random by its origin: only nodes on its route can know it."""
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Round = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MAX_REASON_CHARS = 128
 _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[\x20-\x7e]*\Z")]
-"""People's terminals show it: no control characters."""
+"""Shown on terminals: no control characters."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """The upstream node's first word. The downstream node has the same, or closes the stream."""
+    """The upstream node's first message. The downstream node closes the stream if its own values differ."""
 
     run_id: _Digest
     stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
-    """The downstream node's; 0 where microbatches return to who drew them."""
+    """The downstream node's; 0 on the link by which microbatches return to the node that drew them."""
     shape: _Digest
-    """`shape_hash`."""
+    """Result of `shape_hash`."""
     version: Annotated[int, msgspec.Meta(ge=1, le=255)] = ACTIVATIONS_VERSION
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """The downstream node's first word."""
+    """The downstream node's first message."""
 
     credits: Annotated[int, msgspec.Meta(ge=0, le=MAX_CREDITS)]
-    """Microbatches that may be forwarded in all, until `Credits` says more."""
+    """Total number of microbatches that may be forwarded, until `Credits` raises it."""
 
 
 class Credits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """Microbatches that may be forwarded in all; never less than before."""
+    """The total number of microbatches that may be forwarded; never less than before."""
 
     total: _Index
 
@@ -84,49 +85,49 @@ class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     ticket: Ticket
     origin: Key
-    """Who drew it."""
+    """The node that drew it."""
     round: _Round
-    """Of the sender."""
+    """The sender's round."""
     seconds_left: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS_LEFT)]
-    """Until its origin gives it up."""
+    """Time until its origin gives it up."""
     is_held_out: bool = False
-    """It goes forward alone: its origin measures its loss, and drops it."""
+    """Whether it only goes forward: its origin measures its loss, and drops it."""
 
 
 class Gradient(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
-    """Of the activations of this microbatch; it follows."""
+    """The gradient of this microbatch's activations follows."""
 
     index: _Index
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
-    """There will be no gradient of this microbatch, or no more of it, and the sender counts it no more."""
+    """No gradient of this microbatch, or no more of it, will be sent; the sender no longer counts it."""
 
     index: _Index
     reason: _Reason
     is_untouched: bool
-    """Whether it got no further than the sender: another node of its stage may do better."""
+    """Whether it got no further than the sender: another node of the sender's stage may do better."""
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
-    """The microbatch is at its end."""
+    """The microbatch has ended."""
 
     index: _Index
     is_kept: bool
-    """Whether its gradient counts: it has arrived at all stages."""
+    """Whether its gradient counts, as it has arrived at all stages."""
 
 
 Control = Hello | Welcome | Credits | Forward | Gradient | Dropped | Settled
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """How did this microbatch of yours end? Asked, beside the links, by one who has lost its way back."""
+    """A question to a microbatch's origin, outside the links: how it ended, asked by a node that lost its way back."""
 
     ticket: Ticket
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """By its origin."""
+    """Reply from the microbatch's origin."""
 
     ticket: Ticket
     is_kept: bool | None
@@ -138,7 +139,7 @@ MAX_QUESTION_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class DataReceived:
-    """All data of the last `Forward`, or of the last `Gradient`, are in the memory that was given for them."""
+    """The event that all data of the last `Forward` or `Gradient` are in the memory that was given for them."""
 
     index: int
 
@@ -147,14 +148,14 @@ Event = Control | DataReceived
 
 
 def shape_hash(manifest: Manifest) -> bytes:
-    """32 bytes: what activations look like, (B, T, C) and their codec."""
+    """Return a hash, 32 bytes, of the activations' shape (B, T, C) and their codec."""
     model, pipeline = manifest.model, manifest.pipeline
     shape = f"{pipeline.microbatch_size}x{model.context}x{model.width} {pipeline.codec}"
     return hashlib.sha256(f"farandole/activations/1\n{shape}".encode()).digest()
 
 
 class Step(enum.Enum):
-    """How far a microbatch of a link is."""
+    """The progress of a microbatch of a link."""
 
     FORWARD = "going forward"  # its data move downstream
     THERE = "there"
@@ -162,7 +163,7 @@ class Step(enum.Enum):
     RETURNED = "returned"
 
 
-# Who sends what, in which step of a microbatch, and where that takes it; None: it is at its end.
+# (Sender, message) -> step of a microbatch -> its next step; None: it has ended.
 UPSTREAM, DOWNSTREAM = True, False
 TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Step, Step | None]] = {
     (DOWNSTREAM, Gradient): {Step.THERE: Step.BACK},
@@ -172,39 +173,39 @@ TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Step, Step | None]] = {
 
 _decode_control = MessageDecoder[Control](Control, "a message of a link")
 encode_question = encode
-"""The bytes of a question or an answer; at most `MAX_QUESTION_BYTES`."""
+"""Encode a question or an answer in at most `MAX_QUESTION_BYTES`."""
 decode_question = MessageDecoder[Question | Answer](Question | Answer, "a question about a microbatch")
 
 
 class Link:
-    """One node's side of one stream. Sans-IO: it decides about microbatches, and its ``pipe`` knows of the stream.
+    """One node's side of one stream. Sans-IO: it decides about microbatches, and its ``pipe`` frames the stream.
 
-    After a `Forward` or a `Gradient` event, `place` says where its data go. `RemoteProtocolError`: close the stream.
-    `LocalProtocolError`: what was to be sent may not be sent now.
+    After a `Forward` or a `Gradient` event, `place` sets where its data go. `RemoteProtocolError`: close the stream.
+    `LocalProtocolError`: the message may not be sent now.
     """
 
     def __init__(self, is_upstream: bool, hello: Hello, size: int) -> None:
         """``size``: bytes of one microbatch's activations, and of their gradient."""
         self.is_upstream = is_upstream
         self.is_open = False
-        """Whether both have greeted."""
+        """Whether both sides have greeted."""
         self.num_forwarded = 0
         self.credits = 0
-        """Microbatches that may be forwarded in all."""
+        """Total number of microbatches that may be forwarded."""
         self.size = size
         self.pipe = Pipe(is_upstream, max_message_bytes=MAX_CONTROL_BYTES, is_large=size >= BULK_FROM)
         self._hello = hello
         self._has_hello = False
         self._steps: dict[int, Step] = {}
-        self._sending: int | None = None  # whose data are being sent
+        self._sending: int | None = None  # the microbatch whose data are being sent
         self._landing = bytearray()
-        """Data come here, and go to their place when they are whole: until then that may become another's."""
+        """Data arrive here, and are copied to their place once complete: before, the place may go to others' data."""
         self._unplaced: int | None = None  # announced last, and not placed yet
-        self._places: dict[int, memoryview] = {}  # of those that are wanted; at most `farandole.protocol.pipe.MAX_OPEN`
+        self._places: dict[int, memoryview] = {}  # of wanted microbatches; at most `farandole.protocol.pipe.MAX_OPEN`
 
     @property
     def open(self) -> dict[int, Step]:
-        """Microbatches that are under way; at most `MAX_OPEN`, and no more than there were credits."""
+        """Return the microbatches in flight; at most `MAX_OPEN`, and no more than there were credits."""
         if self._sending is not None and not self.is_sending:
             sent, self._sending = self._sending, None
             self._arrive(sent)
@@ -212,34 +213,34 @@ class Link:
 
     @property
     def is_sending(self) -> bool:
-        """Whether data of this side's last `Forward` or `Gradient` are still to be sent."""
+        """Return whether data of this side's last `Forward` or `Gradient` are still to be sent."""
         return self.pipe.num_sent < self.pipe.outgoing.end
 
     @property
     def awaits_place(self) -> bool:
-        """Whether `place` is due."""
+        """Return whether `place` is due."""
         return self._unplaced is not None
 
     @property
     def awaited(self) -> int | None:
-        """The oldest microbatch whose data were announced and are not all here."""
+        """Return the oldest microbatch whose data were announced and are not complete."""
         return self.pipe.incoming.open[0].name if self.pipe.incoming.is_open else None
 
     def may_drop(self, index: int) -> bool:
-        """Whether the downstream node may send `Dropped`: it has not ended, and its gradient is not all sent.
+        """Return whether the downstream node may send `Dropped`: it has not ended, and its gradient is not all sent.
 
-        A thread that sends over a channel is not called back: its gradient counts as sent.
+        A thread that sends over a channel cannot be stopped: its gradient counts as sent.
         """
         is_leaving = self.pipe.channel is not None and self.is_sending and self._sending == index
         return self.open.get(index) in TRANSITIONS[DOWNSTREAM, Dropped] and not is_leaving
 
     def send(self, message: Control) -> bytes:
-        """The bytes to write to the stream, in the order of the calls."""
+        """Apply an own message; return the bytes to write to the stream, in the order of the calls."""
         self._apply(message, by_us=True)
         return self.pipe.send_message(encode(message))
 
     def place(self, memory: memoryview | None) -> None:
-        """Where the data of the last `Forward` or `Gradient` received go; None: nowhere.
+        """Set where the data of the last `Forward` or `Gradient` received go; None: nowhere.
 
         ``memory``: writable, contiguous, at least ``size`` bytes; kept until the data are there or the microbatch ends.
         """
@@ -256,7 +257,7 @@ class Link:
         self.pipe.receive_data(data)
 
     def next_event(self) -> Event | None:
-        """The next thing that the peer has sent, or None until more comes."""
+        """Return the peer's next event, or None until more data comes."""
         while True:
             if self.awaits_place:
                 raise LocalProtocolError("where the data go must be known before they are read")
@@ -273,12 +274,12 @@ class Link:
                 return event
 
     def hear(self, payload: bytes) -> Control | None:
-        """What a message of the pipe says; None if that comes too late to mean anything."""
+        """Apply a message of the pipe and return it; None if it comes too late to mean anything."""
         message = _decode(payload)
         return message if self._apply(message, by_us=False) else None
 
     def receive(self, index: int) -> DataReceived | None:
-        """All data of a microbatch have come, as the pipe says; None if they go nowhere."""
+        """Take a microbatch's data, now that the pipe has them all; return None if they go nowhere."""
         place = self._places.pop(index, None)
         self._arrive(index)
         if place is None:
@@ -287,7 +288,7 @@ class Link:
         return DataReceived(index)
 
     def _apply(self, message: Control, by_us: bool) -> bool:
-        """What a message changes; whether it means anything to its receiver, or came too late."""
+        """Apply a message; return False if it came too late to mean anything to its receiver."""
         from_upstream = self.is_upstream is by_us
         if not (isinstance(message, Hello | Welcome) or self.is_open):
             raise _error(by_us)("not greeted yet")
@@ -335,7 +336,7 @@ class Link:
         self.num_forwarded += 1
 
     def _move(self, index: int, message: Gradient | Dropped | Settled, by_us: bool) -> bool:
-        """A microbatch goes on, or ends; False if the receiver has ended it."""
+        """Move a microbatch to its next step, or end it; return False if the receiver has ended it."""
         if index >= self.num_forwarded:
             raise _error(by_us)(f"{type(message).__name__} of microbatch {index}: {self.num_forwarded} were forwarded")
         transitions = TRANSITIONS.get((self.is_upstream is by_us, type(message)))
@@ -363,7 +364,7 @@ class Link:
         return True
 
     def _forget(self, index: int) -> None:
-        """What still comes of an ended microbatch goes nowhere."""
+        """Discard any data of an ended microbatch that still arrive."""
         self._places.pop(index, None)
         if self._unplaced == index:
             self._unplaced = None
@@ -378,7 +379,7 @@ class Link:
             self._unplaced = index
 
     def _arrive(self, index: int) -> None:
-        """The microbatch whose data these were goes on."""
+        """Move a microbatch to its next step, now that its data are complete."""
         following = {Step.FORWARD: Step.THERE, Step.BACK: Step.RETURNED}
         if index in self._steps:
             self._steps[index] = following[self._steps[index]]

@@ -1,8 +1,8 @@
-"""Anti-entropy: two nodes find out over one stream what either lacks, and send each other just that.
+"""Anti-entropy: two nodes find out over one stream which entries either lacks, and send each other only these.
 
     initiator                                   responder
       Hello(root)          ------------------>
-                           <------------------    Hello(root)            equal roots: that was all
+                           <------------------    Hello(root)            equal roots: the session ends
                            <------------------    Buckets(256 digests)
       Refs of the buckets  ------------------>
       that differ (last)   <------------------    Delta ...              what the initiator lacks
@@ -10,14 +10,14 @@
       Delta ...            ------------------>
       Done                 ------------------>
 
-Push makes run state fast, this makes it sure: whatever was lost, each session leaves two states equal (up to what one
-side must defer, and up to the session's bound; the next sessions go on). Full tables may differ for good, so a node
-whose table is full compares a few buckets in a session that it begins, and wants no new authors in the others.
-Heartbeats are no part of the root; a node that joins, or hears from a peer after a silence, asks for them too
-(`SyncHello.with_beats`).
+Push spreads run state fast, and anti-entropy makes this reliable: whichever pushes were lost, each session leaves two
+states equal (except for entries that one side must defer, and up to the session's bound; the next sessions go on). Full
+tables may differ permanently, so a node whose table is full compares a few buckets in a session that it begins, and
+wants no new authors in the sessions of others. Heartbeats are not part of the root; a node that joins, or that has not
+heard from a peer for a while, asks for them too (`SyncHello.with_beats`).
 
-The session is a value without I/O: `receive_data` takes bytes of the stream in any pieces and says what was received
-and what to send. Messages are msgpack, in the frames of `farandole.protocol.framing`.
+A session does no I/O: `receive_data` takes bytes of the stream in pieces of any size, and returns the received entries
+and the bytes to send. Messages are msgpack, in the frames of `farandole.protocol.framing`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ VERSION = 1
 PROTOCOL = "/farandole/state/1"
 MAX_FRAME_BYTES = MAX_DELTA_BYTES + 16
 MAX_SENT_BYTES = 2 * 1024 * 1024
-"""What one side sends in a session; both together 4 MB: two seconds of a 16 Mbit/s line, so none is held up long."""
+"""Most bytes that one side sends in a session. Both sides' are 4 MB, two seconds of a 16 Mbit/s line, so no session
+takes long."""
 MAX_REFS_BYTES = 1024 * 1024
-"""Of which references; what does not fit is left to later sessions, buckets being taken in random order."""
+"""Share of references in them. The rest is left to later sessions, as buckets are taken in random order."""
 MAX_BUCKETS_OF_FULL = 16
-"""Buckets that a node with a full table compares in a session, drawn at random: 256 authors, 32 KB of references. What
-two full tables do not have in common costs so much a session and no more, and all of it is looked at in three minutes.
+"""Buckets that a node with a full table compares in a session, drawn at random: 256 authors, 32 KB of references. This
+bounds what the differences of two full tables cost per session, and all buckets are compared within three minutes.
 """
 _REF_BYTES = 2 + 3 + 6 + 2 + ID_BYTES
 _AUTHOR_BYTES = 2 + 32 + 2 + 3
@@ -64,12 +65,12 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class SyncHello(_Frame, frozen=True, tag=1):
-    """Who I am to be compared with."""
+    """The first frame of each side: its run, clock and root."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=255)]
     run_id: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     now: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-    """Unix seconds by the sender's clock: shown to people whose clock is wrong, never used."""
+    """Unix seconds by the sender's clock: only to warn users whose clock is wrong."""
     root: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     with_beats: bool = False
     """Send heartbeats too."""
@@ -84,7 +85,7 @@ class Buckets(_Frame, frozen=True, tag=2):
 
 
 class WireRefs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the initiator has of one author."""
+    """The entries that the initiator has of one author."""
 
     author: Key
     is_forked: bool
@@ -92,67 +93,67 @@ class WireRefs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Refs(_Frame, frozen=True, tag=3):
-    """What the initiator has in some buckets: in them, what is not here it lacks."""
+    """The entries that the initiator has in some buckets; it lacks all others in them."""
 
     buckets: Annotated[bytes, msgspec.Meta(max_length=NUM_BUCKETS)]
-    """Indices of the buckets that end with this frame, a byte each."""
+    """Indices of the buckets that this frame completes, a byte each."""
     authors: Annotated[tuple[WireRefs, ...], msgspec.Meta(max_length=_MAX_AUTHORS_A_FRAME)]
     is_last: bool
 
 
 class DeltaFrame(_Frame, frozen=True, tag=4):
-    """Entries and proofs that the other lacks."""
+    """Entries and proofs that the other side lacks."""
 
     delta: Delta
 
 
 class WantedSlots(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the responder lacks of one author."""
+    """The entries that the responder lacks of one author."""
 
     author: Key
     slots: Annotated[tuple[_Slot, ...], msgspec.Meta(max_length=MAX_SLOTS)]
-    """Empty: the proof that it has forked."""
+    """Empty: the responder lacks the proof that the author has forked."""
 
 
 class Wants(_Frame, frozen=True, tag=5):
-    """What the responder lacks."""
+    """The entries that the responder lacks."""
 
     authors: Annotated[tuple[WantedSlots, ...], msgspec.Meta(max_length=_MAX_AUTHORS_A_FRAME)]
     is_last: bool
 
 
 class Done(_Frame, frozen=True, tag=6):
-    """The initiator has sent all."""
+    """The initiator has sent everything."""
 
 
 Frame = SyncHello | Buckets | Refs | DeltaFrame | Wants | Done
 decode_frame = MessageDecoder[Frame](Frame, "a frame of anti-entropy")
-"""Of a frame without its length."""
+"""Decode a frame without its length."""
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """The frame behind its length."""
+    """Return a frame with its length before it."""
     return in_frame(encode(frame), MAX_FRAME_BYTES)
 
 
 @dataclass(slots=True)
 class SyncReceived:
-    """What `receive_data` brought: deltas to merge, and bytes to send back."""
+    """The result of `receive_data`: deltas to merge, and bytes to send back."""
 
     deltas: list[Delta] = field(default_factory=list)
     to_send: bytes = b""
 
 
 class Session:
-    """One session of anti-entropy, either side of it. It reads the state; merging is its driver's.
+    """One side of a session of anti-entropy. It reads the state; the caller merges the received deltas.
 
-    Any method raises `RemoteProtocolError` when the peer breaks the protocol; the session is over then.
+    Any method raises `RemoteProtocolError` if the peer breaks the protocol; the session is over then.
     """
 
     def __init__(
         self, state: RunState, rng: random.Random, now: float, *, is_initiator: bool, with_beats: bool = False
     ) -> None:
-        """``now``: Unix seconds. ``with_beats`` is the initiator's to choose."""
+        """``now``: Unix seconds. ``with_beats``: only the initiator sets it."""
         state.expire(now)
         self.is_initiator = is_initiator
         self.is_done = False
@@ -173,7 +174,7 @@ class Session:
         self._beats_seen: dict[bytes, int] = {}
 
     def start(self) -> bytes:
-        """The initiator's first bytes."""
+        """Return the initiator's first bytes."""
         if not self.is_initiator or self._num_sent:
             raise LocalProtocolError("only the initiator starts, and once")
         self._send(self._hello)
@@ -194,7 +195,7 @@ class Session:
         return received
 
     def receive_eof(self) -> None:
-        """The peer's side of the stream has ended; `RemoteProtocolError` if that is too early."""
+        """Note the end of the peer's side of the stream; raise `RemoteProtocolError` if it is too early."""
         if not self.is_done:
             raise RemoteProtocolError("the stream ended in the middle of a session")
 
@@ -261,7 +262,7 @@ class Session:
         self._expected = (DeltaFrame, Wants)
 
     def _send_refs(self, buckets: list[int]) -> None:
-        """A frame is closed before it is too long; a bucket counts as covered by the frame in which it ends."""
+        """Send references in frames of bounded size; a bucket belongs to the frame in which it ends."""
         ended, authors, size, total = bytearray(), list[WireRefs](), 0, 0
         for bucket in buckets:
             if total > MAX_REFS_BYTES:
@@ -287,11 +288,11 @@ class Session:
             self._answer()
 
     def _answer(self) -> None:
-        """The responder's side: what the initiator lacks, then what it should send."""
+        """Send, as the responder, what the initiator lacks, then what the initiator should send."""
         entries: list[Signed] = []
         proofs: list[Proof] = []
         wanted: list[WantedSlots] = []
-        if self._with_beats:  # first, the oldest authors before others: if there is no room for all, then for these
+        if self._with_beats:  # first, with the oldest authors before others: they fit even if there is no room for all
             entries += [entry.signed for entry in self._state.entries(Kind.BEAT)]
         mine = {ref.author: ref for ref in self._state.refs(sorted(self._covered))}
         for author in {**mine, **self._refs}:
@@ -320,7 +321,7 @@ class Session:
         self._expected = (DeltaFrame, Done)
 
     def _send_deltas(self, deltas: list[Delta], reserve: int) -> None:
-        """As many as the session's bound allows; later sessions bring the rest."""
+        """Send as many as the session's bound allows; later sessions bring the rest."""
         for delta in deltas:
             frame = DeltaFrame(delta)
             if self._num_sent + len(encode_frame(frame)) + reserve > MAX_SENT_BYTES:
@@ -330,9 +331,9 @@ class Session:
     def _on_delta(self, frame: DeltaFrame, received: SyncReceived) -> None:
         received.deltas.append(frame.delta)
         if self.is_initiator and self._with_beats:
-            # they may have been merged, or not yet: what came from the peer is not sent back to it
+            # merged or not, heartbeats that came from the peer are not sent back to it
             for signed in frame.delta.entries:
-                with contextlib.suppress(RemoteProtocolError):  # merging it says so too
+                with contextlib.suppress(RemoteProtocolError):  # merging raises it too
                     entry = self._state.checker.parse(signed)
                     if entry.kind is Kind.BEAT:
                         self._beats_seen[entry.author] = entry.tick
@@ -356,11 +357,11 @@ class Session:
 
 
 def _is_news(ref: tuple[int, bytes], known: tuple[int, bytes] | None) -> bool:
-    """Whether a reference is worth sending: newer, or of the same tick and another id (a fork, which both must see)."""
+    """Return whether a reference is newer, or has the same tick and another id (a fork, which both must see)."""
     return known is None or ref[0] > known[0] or (ref[0] == known[0] and ref[1] != known[1])
 
 
 def _wants(wanted: list[WantedSlots]) -> list[Wants]:
-    """At least one message, the last one marked."""
+    """Return at least one message, the last one marked."""
     packs = [*packed(wanted, lambda item: _AUTHOR_BYTES + 3 * len(item.slots), MAX_DELTA_BYTES - NUM_BUCKETS)] or [()]
     return [Wants(pack, pack is packs[-1]) for pack in packs]

@@ -1,24 +1,25 @@
-"""Audits: rounds are committed to, some are replayed by others, and who committed to what was not done is avoided.
+"""Audits: members commit to their rounds, others replay some of them, and avoid authors of false commitments.
 
-After the inner steps of a round its author signs a `Commitment`: the hashes of where it began and of what came out.
+After the inner steps of a round its author signs a `Commitment`: the hashes of the round's start and of its result.
 Every member whose processor is of the same class draws, for each new commitment of each other member, whether to
 replay that round. The draw is a hash of the commitment and of the auditor's own next one, which did not exist when the
-author signed. So no author knows which rounds are replayed, or by whom, and what a few liars draw changes nothing for
-the others. (One auditor for each round, by rendezvous hashing, was rejected: an author tries starts until the hash
-names a friend.) The chances add up to the run's rate, for each author and round.
+author signed. So no author knows which rounds are replayed, or by which members, and the draws of a few liars change
+nothing for the others. (One auditor for each round, by rendezvous hashing, was rejected: an author tries starts until
+the hash names a friend.) The chances add up to the run's rate, for each author and round.
 
-The partner of an exchange compares what it got with what the author has committed to for that round. An author that
-sends something else, or has no commitment for the round, is avoided for a while when that has happened in several
-rounds: the partner knows, but cannot prove it, and one that dies and comes back may do it once.
+The partner of an exchange compares the contribution that it got with the author's commitment for that round. An author
+that sends something else, or has no commitment for the round, is avoided for a while if that has happened in several
+rounds. One round is not enough: the partner cannot prove it, and an author that dies and comes back may do it once.
 
-An auditor fetches the start from the author, which the commitment proves, and replays. What comes out twice alike, and
-is not what was signed, is proof: anybody who replays it sees the same. The auditor avoids the author from then on, and
-publishes the signed commitment. Others believe nothing: they replay it too, and hear each accuser once, so that false
-ones cost little. An author that does not give its starts is avoided for a while, after several rounds.
+An auditor fetches the round's start from the author, checks it against the commitment, and replays the round. If two
+replays give the same result, and it is not the signed one, that is proof: every member that replays the round sees the
+same. The auditor avoids the author from then on, and publishes the signed commitment. Other members do not believe an
+accusation: they replay the round too, and act on each accuser once, so that false accusations cost little. An author
+that does not give its starts is avoided for a while, after several rounds.
 
-A member replays its own rounds in the same way: the first one of each trainer, before it judges any other's, and some
-later. If its own replay differs, its machine computes wrongly, and it stops. No author is judged by a machine whose
-replays differ from each other.
+A member replays its own rounds in the same way: the first one of each trainer, before it judges any other member's, and
+some later ones. If its own replay differs, its machine computes wrongly, and it stops. A machine whose replays differ
+from each other judges no author.
 """
 
 from __future__ import annotations
@@ -36,26 +37,25 @@ from .entries import RULES, Commitment, Kind, Signed
 from .identity import framed, short_name
 from .trainer_messages import Replay, Replayed
 
-# Of a member's replays, those of its own rounds. A replay takes as long as the round's inner steps, so that all of them
-# together take the run's rate of a member's time.
+# Share of a member's replays that are of its own rounds. A replay takes as long as the round's inner steps, so all of
+# a member's replays together take the run's rate of its time.
 OWN_SHARE: Final = 0.1
 # Rounds that wait to be replayed; authors keep starts for no more rounds than this.
 MAX_WAITING: Final = 4
-# A round with more inner steps than this many of one's own is left to faster members.
+# A round with more inner steps than this many times the node's own is left to faster members.
 MAX_TIMES_OWN_STEPS: Final = 4
-# Rounds in which an author does not give its start, or not what it has committed to, before it is avoided; and for how
-# long, in seconds.
+# An author is avoided for `AVOID_SECONDS` if in `MAX_FAILED` of the last `FAILED_WITHIN` rounds it did not give its
+# start, or gave something else than it committed to.
 MAX_FAILED: Final = 3
-# Of so many rounds.
 FAILED_WITHIN: Final = 100
 AVOID_SECONDS: Final = 3_600.0
-# An entry reaches all nodes within seconds; one of a machine that hangs for a while comes later.
+# An entry reaches all nodes within seconds; an entry of a machine that hangs for a while comes later.
 COMMIT_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundClaim:
-    """A member's commitment, and the signature on it; None for one's own, which proves nothing to oneself."""
+    """A member's commitment and the signature on it; None for this node's own, where it would prove nothing."""
 
     author: bytes
     commitment: Commitment
@@ -63,18 +63,18 @@ class RoundClaim:
 
     @property
     def id(self) -> bytes:
-        """32 bytes."""
+        """Return the claim's id, 32 bytes."""
         encoded = msgspec.msgpack.encode(self.commitment)
         return hashlib.sha256(framed(b"farandole/commitment/1", self.author, encoded)).digest()
 
     @property
     def kind(self) -> tuple[str, str, bytes]:
-        """Build, processor and text: what two must share to compute the same."""
+        """Return build, processor and text, which two members must share to compute the same bits."""
         return self.commitment.build, self.commitment.device, self.commitment.corpus
 
     @property
     def is_comparable(self) -> bool:
-        """Whether replays give equal bits: of GPUs it was not measured, and a stream of text cannot be read again."""
+        """Return whether replays give equal bits: not measured on GPUs, and a text stream cannot be read twice."""
         return not self.commitment.device.startswith("cuda") and any(self.commitment.corpus)
 
 
@@ -83,17 +83,17 @@ class RoundClaim:
 
 @dataclass(frozen=True, slots=True)
 class OwnRound:
-    """A round of this node is committed to; ``others`` are what the run state has of the other live members."""
+    """A commitment of this node to a round. ``others``: commitments of the other live members in the run state."""
 
     claim: RoundClaim
     path: str
-    """Of its start."""
+    """File with the round's start."""
     others: Sequence[RoundClaim]
 
 
 @dataclass(frozen=True, slots=True)
 class ContributionReceived:
-    """An exchange was committed: of that round of the peer's, by its word, with this BLAKE3 of what it gave."""
+    """An exchange was committed: the peer's round, as the peer says, and the BLAKE3 of its contribution."""
 
     peer: bytes
     round: int
@@ -102,7 +102,7 @@ class ContributionReceived:
 
 @dataclass(frozen=True, slots=True)
 class CommitmentsHeard:
-    """There may be new commitments: these are what the run state has of the other live members, who are ``live``."""
+    """New commitments may exist. These are the ones in the run state of the other live members, ``live``."""
 
     claims: Sequence[RoundClaim]
     live: frozenset[bytes]
@@ -110,7 +110,7 @@ class CommitmentsHeard:
 
 @dataclass(frozen=True, slots=True)
 class Accused:
-    """A live member says that a replay of this commitment, which is genuine, gives something else."""
+    """A live member says that a replay of this commitment, whose signature is good, gives something else."""
 
     accuser: bytes
     claim: RoundClaim
@@ -118,16 +118,16 @@ class Accused:
 
 @dataclass(frozen=True, slots=True)
 class StartFetched:
-    """The start that `FetchStart` asked for is here; ``path`` is empty if the author did not give it."""
+    """The fetch that `FetchStart` asked for has ended; ``path`` is empty if the author did not give the start."""
 
     path: str = ""
     is_excused: bool = False
-    """It gives to others now, or has replaced the commitment since."""
+    """The author is busy giving to others, or has replaced the commitment since."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerGone:
-    """There is no trainer; what it replayed is not known."""
+    """The trainer is gone; the result of its replay is not known."""
 
 
 Event = OwnRound | ContributionReceived | CommitmentsHeard | Accused | StartFetched | Replayed | TrainerGone
@@ -138,7 +138,7 @@ Event = OwnRound | ContributionReceived | CommitmentsHeard | Accused | StartFetc
 
 @dataclass(frozen=True, slots=True)
 class FetchStart:
-    """Fetch the start of this round from these, the likeliest first."""
+    """Fetch the start of this round from ``donors``, the likeliest first."""
 
     claim: RoundClaim
     donors: tuple[bytes, ...]
@@ -146,7 +146,7 @@ class FetchStart:
 
 @dataclass(frozen=True, slots=True)
 class Avoid:
-    """Do not meet this member, until then (infinity: as long as this node lives)."""
+    """Do not exchange with this member before ``until`` (infinity: while this node runs)."""
 
     author: bytes
     until: float
@@ -155,7 +155,7 @@ class Avoid:
 
 @dataclass(frozen=True, slots=True)
 class Denounce:
-    """Publish this claim as false, and keep its start for those who replay it."""
+    """Publish this claim as false, and keep its start for members that replay it."""
 
     claim: RoundClaim
     path: str
@@ -163,14 +163,14 @@ class Denounce:
 
 @dataclass(frozen=True, slots=True)
 class Distrust:
-    """This machine computes wrongly: contribute nothing."""
+    """Contribute nothing: this machine computes wrongly."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A round was as its author committed to."""
+    """The replay of a round gave what its author committed to."""
 
     claim: RoundClaim
     path: str
@@ -181,35 +181,35 @@ Output = FetchStart | Replay | Avoid | Denounce | Distrust | Audited
 
 @dataclass(slots=True)
 class _Case:
-    """A round to be replayed."""
+    """A round that must be replayed."""
 
     claim: RoundClaim
     path: str = ""
     accuser: bytes = b""
     first: Replayed | None = None
-    """What the first replay gave, if it was not what was signed."""
+    """Result of the first replay, if it was not the signed one."""
 
 
 @dataclass(slots=True)
 class _Memory:
-    """What a node remembers of the other members."""
+    """A node's memory of the other members."""
 
     considered: dict[bytes, int] = field(default_factory=dict)
-    """Author -> newest round that it has drawn for."""
+    """Author -> newest of its rounds for which this node has drawn."""
     failed: dict[bytes, set[int]] = field(default_factory=dict)
     """Author -> rounds whose start it did not give, or in which it gave something else than it committed to."""
     received: dict[bytes, tuple[ContributionReceived, float]] = field(default_factory=dict)
-    """Author -> what it gave in the last exchange, and when; until it is compared."""
+    """Author -> its contribution in the last exchange, and when; until it is compared."""
     proved: set[bytes] = field(default_factory=set)
-    """Authors of false commitments."""
+    """Authors of commitments proved false."""
     liars: set[bytes] = field(default_factory=set)
-    """Accusers of whom an accusation was wrong, or could not be checked."""
+    """Accusers with an accusation that was wrong, or that could not be checked."""
     heard: set[bytes] = field(default_factory=set)
     """Accusers whose accusation was replayed."""
 
 
 class Audits:
-    """Decides which rounds a node replays, and what follows. ``rate`` is the run's.
+    """Decides which rounds a node replays, and what follows. ``rate``: the run's audit rate.
 
     `handle` takes monotonic times in seconds.
     """
@@ -225,7 +225,7 @@ class Audits:
         self._memory = _Memory()
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """Take an event in; returns what to do about it."""
+        """Apply an event and return what to do about it."""
         if self._is_distrusted:
             return []
         outputs: list[Output] = []
@@ -272,9 +272,9 @@ class Audits:
                 self._waiting.append(_Case(claim))
 
     def _compare_received(self, event: CommitmentsHeard, now: float) -> list[Output]:
-        """Whether partners gave what they have committed to.
+        """Compare partners' contributions with their commitments.
 
-        Nothing follows where that may have been replaced by what they have committed to since.
+        Nothing follows where newer commitments may have replaced the one for that round.
         """
         committed: dict[bytes, dict[int, bytes]] = {}
         for claim in event.claims:
@@ -303,7 +303,7 @@ class Audits:
         )
 
     def _hear(self, event: Accused) -> None:
-        """Replay what a member is accused of, for each accuser once: most of them accuse no second member."""
+        """Queue the replay of a round that a member is accused of; one for each accuser, as most accuse only one."""
         memory = self._memory
         if event.accuser in (self._author, event.claim.author) or event.accuser in memory.liars | memory.heard:
             return
@@ -333,7 +333,7 @@ class Audits:
         self._case = None
         if event.is_excused:
             return []
-        if case.accuser:  # the round may be long ago: no fault of the accused
+        if case.accuser:  # the round may be long past: the accused is not at fault
             self._memory.liars.add(case.accuser)
             return []
         return self._note_failed(case.claim.author, case.claim.commitment.round, now)
@@ -352,7 +352,7 @@ class Audits:
         if case is None:
             return []
         commitment, is_own = case.claim.commitment, case.claim.author == self._author
-        if replayed.problem and (is_own or not replayed.is_unfit):  # of this machine's memory or disk
+        if replayed.problem and (is_own or not replayed.is_unfit):  # a problem of this machine's memory or disk
             self._case = None
             return []
         if (replayed.end, replayed.contribution) == (commitment.end, commitment.contribution):
@@ -384,13 +384,13 @@ class Audits:
 
 
 def is_drawn(audited: bytes, following: bytes, chance: float) -> bool:
-    """Whether the auditor replays a commitment with this id, by that of the auditor's own next one."""
+    """Return whether the auditor replays the commitment ``audited``, given the id of its own next commitment."""
     digest = hashlib.sha256(framed(b"farandole/audit/1", audited, following)).digest()
     return int.from_bytes(digest[:8]) < chance * 2**64
 
 
 def replay_of(claim: RoundClaim, path: str) -> Replay:
-    """The command to replay a round whose start lies at ``path``."""
+    """Return the command to replay a round whose start is in the file ``path``."""
     commitment = claim.commitment
     return Replay(
         path=path,
@@ -404,5 +404,5 @@ def replay_of(claim: RoundClaim, path: str) -> Replay:
 
 
 def name_of(claim: RoundClaim) -> str:
-    """A claim's author and round, for people."""
+    """Return a claim's author and round as text for users."""
     return f"round {claim.commitment.round} of {short_name(claim.author)}"

@@ -1,12 +1,12 @@
-"""Which authors a node keeps in its run state once its table is full.
+"""The authors that a node keeps in its run state once its table is full.
 
-Keys are free, so no order of keys can decide: whatever it is, keys can be ground for it, or bought. What an attacker
-cannot have is to have been there before, and what costs it something is connections, from many networks.
+Keys are free, so no order of keys can decide: an attacker can grind keys for any order, or buy them. It cannot have
+been there earlier than it was, and connections from many networks cost it something.
 
-- Half of the places are for those that came first: they are *settled*, and never give way.
-- The others are shared among *introducers*, the connected peers that this node first heard of the authors from. When
-  the table is full, the network with most of them gives way, in it the peer with most, and of that peer's authors the
-  newest. A newcomer whose own introducer would have to give way for it is not let in.
+- Half of the places are for the authors that came first: they are *settled*, and never give way.
+- The other places are shared among *introducers*: the connected peers from which this node first heard of the authors.
+  When the table is full, the network with most of these authors gives way, in it the peer with most, and of that peer's
+  authors the newest. A newcomer is not let in if its own introducer would have to give way for it.
 - When a settled author goes, another takes its place: the oldest of the introducer with fewest.
 
 Authors that the node needs (`AuthorPlaces.protect`) always get in, and stay.
@@ -20,19 +20,19 @@ from typing import NamedTuple
 
 
 class Introducer(NamedTuple):
-    """A connected peer that speaks of authors."""
+    """A connected peer that passes on authors' entries."""
 
     peer: bytes
     network: str = ""
-    """Where it is, an IPv4 /24 or an IPv6 /48; empty if that is not known, since a relay leads there."""
+    """The peer's network, an IPv4 /24 or an IPv6 /48; empty if not known, since the connection goes over a relay."""
 
 
 _DISK = Introducer(b"", "disk")
-"""Introduces what this node has stored."""
+"""The introducer of the authors that this node has stored."""
 
 
 class AuthorPlaces:
-    """A fixed number of places, and who introduced the author of each."""
+    """A fixed number of places, and the introducer of each place's author."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -50,19 +50,19 @@ class AuthorPlaces:
 
     @property
     def is_full(self) -> bool:
-        """Whether a newcomer costs another author its place."""
+        """Return whether a newcomer costs another author its place."""
         return len(self) >= self.capacity
 
     def protect(self, is_needed: Callable[[bytes], bool]) -> None:
-        """Let no author for which this is true give way. Each call adds authors."""
+        """Let no author give way for which ``is_needed`` is true. Each call adds authors."""
         self._needs.append(is_needed)
 
     def is_needed(self, author: bytes) -> bool:
-        """Whether an author is protected."""
+        """Return whether an author is protected."""
         return any(is_needed(author) for is_needed in self._needs)
 
     def rival(self, author: bytes, introducer: Introducer | None) -> bytes | None:
-        """Whose place a newcomer would take in a full table; None: nobody gives way to it."""
+        """Return the author whose place a newcomer would take in a full table; None if no author gives way to it."""
         is_needed = introducer is None or self.is_needed(author)
         for crowded in sorted(self._groups, key=self._load, reverse=True):
             if not is_needed and introducer is not None and not self._is_lighter(introducer, crowded):
@@ -107,7 +107,7 @@ class AuthorPlaces:
         return self._networks[introducer.network], len(self._groups[introducer])
 
     def _is_lighter(self, introducer: Introducer, other: Introducer) -> bool:
-        """Whether an introducer with one author more would still have fewer than another one."""
+        """Return whether an introducer with one author more would still have fewer than another one."""
         if introducer.network != other.network:
             return self._networks[introducer.network] + 1 < self._networks[other.network]
         return len(self._groups.get(introducer, ())) + 1 < len(self._groups[other])

@@ -1,13 +1,13 @@
-"""What a node that needs blocks of a checkpoint and one that has them say to each other, on a stream of their own.
+"""Messages by which a node that needs blocks of a checkpoint gets them from one that has them, on a separate stream.
 
     needs    Question                     which checkpoint: by its id, or the newest of a stage
-    has      Here | Busy | Absent         the signed index, unless it is known already, and how much of the file
-    needs    Want*, Forget*               whenever it likes, up to `MAX_WANTED` blocks that were not given yet
+    has      Here | Busy | Absent         the signed index, unless it is known already, and the blocks held
+    needs    Want*, Forget*               at any time, up to `MAX_WANTED` blocks that were not given yet
     has      (Give, the block's bytes)*   in the order in which they were wanted
 
 After `Here` the stream is a pipe (`farandole.protocol.pipe`), whose opener is the one that needs blocks. `Give`
 announces a transfer: the block's bytes. `Busy` may also come instead of a `Give`: then others are waiting, and the
-session ends. Nothing of what comes is believed: a block is right if its hash is.
+session ends. The receiver trusts none of this: a block is right if its hash is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .entries import Sha256
 from .errors import RemoteProtocolError
 
 BLOCKS_PROTOCOL = "/farandole/blocks/1"
-# Two ids and some numbers; and for `Here` beside the index in it.
+# Two ids and some numbers. The index inside a `Here` is not counted.
 MAX_MESSAGE_BYTES = 128
-# Blocks that one peer may want at once: what a downloader asks for, and as much that it has asked to forget meanwhile.
+# Blocks that one peer may want at once: what a downloader asks for, and as much that it has since asked to forget.
 MAX_WANTED = 4 * MAX_WINDOW
 _Block = Annotated[int, msgspec.Meta(ge=0, lt=MAX_BLOCKS)]
 
@@ -35,68 +35,68 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
 
 
 class Question(_Message, frozen=True):
-    """Whether the other has this checkpoint."""
+    """A question to a peer: does it have this checkpoint."""
 
     run_id: Sha256
     stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
     id: Sha256 | None = None
-    """None: the newest of the stage, saved anew if it is old."""
+    """None: the newest of the stage, saved again if it is old."""
     has_index: bool = False
-    """The asker has the index of this id."""
+    """Whether the asker has the index of this id."""
 
 
 class Here(_Message, frozen=True):
-    """I have it: its first ``num_held`` blocks."""
+    """The sender has the checkpoint: its first ``num_held`` blocks."""
 
     num_held: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
     index: bytes = b""
-    """Of `farandole.protocol.blocks.encode_signed_index`; empty where the asker has it."""
+    """Result of `farandole.protocol.blocks.encode_signed_index`; empty if the asker has it."""
 
 
 class Busy(_Message, frozen=True):
-    """I give to others now; ask again after about ``seconds``."""
+    """The sender is giving blocks to others; ask again after about ``seconds``."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_BUSY)]
 
 
 class Absent(_Message, frozen=True):
-    """I do not have it."""
+    """The sender does not have the checkpoint."""
 
 
 class Want(_Message, frozen=True):
-    """Give me ``count`` blocks from ``first`` on."""
+    """A request for ``count`` blocks from ``first`` on."""
 
     first: _Block
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_WANTED)]
 
 
 class Forget(_Message, frozen=True):
-    """I have this block from another; do not give it, unless you have begun."""
+    """The sender has this block from another peer: it need not be given, unless that has begun."""
 
     block: _Block
 
 
 class Give(_Message, frozen=True):
-    """The bytes of this block come now."""
+    """The bytes of this block follow."""
 
     block: _Block
 
 
 Asked = Want | Forget
-"""What the one that needs blocks says after its `Question`."""
+"""Messages of the node that needs blocks, after its `Question`."""
 Answered = Here | Busy | Absent
 """The answer to a `Question`."""
 Given = Give | Busy
-"""What the one that has blocks says after `Here`."""
+"""Messages of the node that has blocks, after `Here`."""
 
 
 def max_answer_bytes(max_size: int) -> int:
-    """The most that the answer to a question takes, where a checkpoint has at most ``max_size`` bytes."""
+    """Return the most bytes that the answer to a question takes for a checkpoint of at most ``max_size`` bytes."""
     return max_index_bytes(max_size) + MAX_MESSAGE_BYTES
 
 
 encode = wire.encode
-"""The bytes of a message: at most `MAX_MESSAGE_BYTES`, and of `Here` at most `max_answer_bytes`."""
+"""Encode a message: at most `MAX_MESSAGE_BYTES`, and a `Here` at most `max_answer_bytes`."""
 _NAME = "a message about blocks"
 decode_question = wire.MessageDecoder[Question](Question, _NAME)
 decode_answered = wire.MessageDecoder[Answered](Answered, _NAME)
@@ -105,7 +105,7 @@ decode_given = wire.MessageDecoder[Given](Given, _NAME)
 
 
 class Wanted:
-    """What one peer wants of a checkpoint of which ``num_held`` blocks are here, in its order."""
+    """The blocks that one peer wants, in its order, of a checkpoint of which this node has ``num_held`` blocks."""
 
     def __init__(self, num_held: int) -> None:
         self._num_held = num_held
@@ -115,7 +115,7 @@ class Wanted:
         return bool(self._blocks)
 
     def add(self, want: Want) -> None:
-        """Raises `RemoteProtocolError` if these are not here, or too many."""
+        """Add blocks; raise `RemoteProtocolError` if this node does not have them, or if they are too many."""
         end = want.first + want.count
         if end > self._num_held:
             raise RemoteProtocolError(f"blocks up to {end} of {self._num_held} are wanted")
@@ -124,11 +124,11 @@ class Wanted:
             raise RemoteProtocolError(f"more than {MAX_WANTED} blocks are wanted at once")
 
     def forget(self, block: int) -> None:
-        """It is not wanted any more, if it still was."""
+        """Drop a block, if it is still wanted."""
         self._blocks.pop(block, None)
 
     def pop(self) -> int:
-        """The next one to be given."""
+        """Remove and return the next block to give."""
         block = next(iter(self._blocks))
         del self._blocks[block]
         return block

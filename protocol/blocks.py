@@ -1,14 +1,14 @@
-"""Blocks: a checkpoint as a list of hashes that its author has signed, and what of it somebody needs.
+"""Blocks: a checkpoint as a list of hashes that its author has signed, and the part of it that a node needs.
 
-A checkpoint is one safetensors file. It is cut into blocks of `BLOCK_BYTES` from its first byte on, and the SHA-256 of
-each stands in the `Index`, with what the file is: whose, of which run, stage and round. The author signs the index, and
-the SHA-256 of the index is the checkpoint's name, its *id*. So whoever has the id can take the index from anybody, and
-any block from anybody, and knows of each by itself whether it is right: several peers that hold the same file give
-different blocks of it at once. A copy is as good as the original.
+A checkpoint is one safetensors file. It is cut into blocks of `BLOCK_BYTES` from its first byte on. The `Index` holds
+the SHA-256 of each block, and the file's author, run, stage and round. The author signs the index, and the SHA-256 of
+the index is the checkpoint's name, its *id*. So a node that has the id can take the index and every block from any
+peer, and check each by itself: several peers that hold the same file give different blocks of it at once. A copy is as
+good as the original.
 
-Which tensor lies where is in the file's own header, in its first block or blocks. Whoever needs some tensors only
-(those of a stage, or all but the inner optimizer's state) reads that first, and `select` says which blocks to fetch,
-and what to make of them: a safetensors file of just these tensors.
+The file's own header, in its first block or blocks, says where each tensor is. A node that needs only some tensors (a
+stage's, or all but the inner optimizer's state) reads the header first. `select` then returns the blocks to fetch, and
+the safetensors file of just these tensors that they make up.
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ from .safetensors import Header, encode_header
 
 INDEX_VERSION = 1
 DOMAIN = b"farandole/checkpoint-index/1"
-# Small enough that little is lost with a peer that dies in the middle of one, large enough that its hash, its request
-# and a thread's turn cost little beside moving it.
+# Small enough that little is lost if a peer dies in the middle of a block, large enough that the hash, the request and
+# a thread switch cost little compared with the transfer.
 BLOCK_BYTES = 1 << 20
 HASH_BYTES = 32
 # 256 GiB: slow weights and momentum of 34 billion parameters. Their index has 8 MiB.
 MAX_BLOCKS = 1 << 18
-# Of an index beside its hashes: three names of 32 bytes, eight numbers, and a signature, with msgpack's own bytes.
+# Size of an index without its hashes: three names of 32 bytes, eight numbers, a signature, and msgpack's own bytes.
 _INDEX_OVERHEAD_BYTES = 512
 
 
 class Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    """What a checkpoint is, and the hashes of its blocks."""
+    """The description of a checkpoint, and the hashes of its blocks."""
 
     version: Annotated[int, msgspec.Meta(ge=INDEX_VERSION, le=INDEX_VERSION)] = INDEX_VERSION
     run_id: Sha256
     author: Key
-    """Whose replica it is of; who signs."""
+    """The node whose replica this is, and which signs the index."""
     stage: Annotated[int, msgspec.Meta(ge=0, le=511)] = 0
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
-    """Of the model; 1 where it is not cut."""
+    """Stages of the model; 1 if it is not cut."""
     round: Count
     """Outer steps taken."""
     inner_steps: Count
     tokens: Count
     size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS * BLOCK_BYTES)]
-    """Of the file, in bytes."""
+    """Bytes of the file."""
     layout: Sha256
-    """`farandole.training.parameters.Layout.hash`."""
+    """Value of `farandole.training.parameters.Layout.hash`."""
     hashes: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=MAX_BLOCKS * HASH_BYTES)]
-    """SHA-256 of each block, one behind the other."""
+    """SHA-256 of each block, concatenated."""
 
     @property
     def num_blocks(self) -> int:
-        """Of the file."""
+        """Return the number of blocks of the file."""
         return len(self.hashes) // HASH_BYTES
 
     def is_block(self, block: int, data: bytes | bytearray | memoryview) -> bool:
-        """Whether these are the bytes of a block."""
+        """Return whether these are the bytes of a block."""
         return hash_block(data) == self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
 
 
 class SignedIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An index as it travels, and as it lies beside its file."""
+    """An index with its signature, as it is sent, and stored next to its file."""
 
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCKS * HASH_BYTES + _INDEX_OVERHEAD_BYTES)]
     signature: SignatureField
 
     @property
     def id(self) -> bytes:
-        """32 bytes: the checkpoint's name."""
+        """Return the checkpoint's name, 32 bytes."""
         return hashlib.sha256(self.body).digest()
 
 
@@ -87,25 +87,25 @@ _decode_signed_index = msgspec.msgpack.Decoder(SignedIndex).decode
 
 
 def sign_index(key: Ed25519PrivateKey, index: Index) -> SignedIndex:
-    """The index with its author's signature."""
+    """Return the index with its author's signature."""
     body = _encoder.encode(index)
     return SignedIndex(body, sign(key, DOMAIN, index.run_id, body))
 
 
 def encode_signed_index(signed: SignedIndex) -> bytes:
-    """At most `max_index_bytes` of the file's size."""
+    """Encode a signed index: at most `max_index_bytes` of the file's size."""
     return _encoder.encode(signed)
 
 
 def max_index_bytes(max_size: int) -> int:
-    """The most that the signed index of a file of ``max_size`` bytes takes."""
+    """Return the most bytes that the signed index of a file of ``max_size`` bytes takes."""
     return min(num_blocks(max_size), MAX_BLOCKS) * HASH_BYTES + _INDEX_OVERHEAD_BYTES
 
 
 def decode_signed_index(raw: bytes, run_id: bytes, max_size: int) -> tuple[SignedIndex, Index]:
-    """What a peer sent, or a file holds, and the index in it: of this run, and signed by who it says.
+    """Decode a signed index from a peer or a file, and check that it is of this run and signed by its author.
 
-    Raises `RemoteProtocolError` if it is anything else, or of a file of more than ``max_size`` bytes.
+    Raises `RemoteProtocolError` if it is not, or if its file has more than ``max_size`` bytes.
     """
     if len(raw) > max_index_bytes(max_size):
         raise RemoteProtocolError(f"an index of {len(raw)} bytes; a file of {max_size} bytes has a shorter one")
@@ -128,23 +128,23 @@ def decode_signed_index(raw: bytes, run_id: bytes, max_size: int) -> tuple[Signe
 
 
 def num_blocks(size: int) -> int:
-    """Blocks of a file of so many bytes."""
+    """Return the number of blocks of a file of ``size`` bytes."""
     return -(-size // BLOCK_BYTES)
 
 
 def block_range(size: int, block: int) -> tuple[int, int]:
-    """Where a block of a file of ``size`` bytes begins and ends; the last one is shorter."""
+    """Return where a block of a file of ``size`` bytes begins and ends; the last one is shorter."""
     start = block * BLOCK_BYTES
     return start, min(start + BLOCK_BYTES, size)
 
 
 def blocks_between(start: int, end: int) -> range:
-    """The blocks that hold the bytes from ``start`` to ``end``."""
+    """Return the blocks that hold the bytes from ``start`` to ``end``."""
     return range(start // BLOCK_BYTES, num_blocks(end)) if start < end else range(0)
 
 
 def hash_block(data: bytes | bytearray | memoryview) -> bytes:
-    """SHA-256, 32 bytes."""
+    """Return the SHA-256 of ``data``, 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
@@ -153,23 +153,23 @@ def hash_block(data: bytes | bytearray | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Some of a file's tensors, as a file of their own: ``header``, and then ``pieces`` of the first file."""
+    """Some of a file's tensors, as a new file: ``header``, followed by ``pieces`` of the original file."""
 
     header: bytes
-    """Empty where all tensors are selected: then the file is the same."""
+    """Header of the new file; empty if all tensors are selected: then the file stays the same."""
     pieces: tuple[tuple[int, int], ...]
-    """Where each begins and ends in the first file, in order."""
+    """Start and end of each piece in the original file, in order."""
     blocks: tuple[int, ...]
-    """Of the first file, which hold these."""
+    """Blocks of the original file that hold the pieces."""
 
     @property
     def size(self) -> int:
-        """Of the new file, in bytes."""
+        """Return the size of the new file in bytes."""
         return len(self.header) + sum(end - start for start, end in self.pieces)
 
 
 def select(header: Header, wanted: Callable[[str], bool]) -> Selection:
-    """The tensors whose name is wanted; raises `RemoteProtocolError` if there is none."""
+    """Select the tensors whose name is wanted; raise `RemoteProtocolError` if there is none."""
     tensors = [tensor for tensor in header.tensors if wanted(tensor.name)]
     if not tensors:
         raise RemoteProtocolError("the checkpoint has no tensor of those that are wanted")
@@ -183,7 +183,7 @@ def select(header: Header, wanted: Callable[[str], bool]) -> Selection:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours made one; the ranges come in order."""
+    """Merge adjacent ranges; they come in order."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and joined[-1][1] == start:

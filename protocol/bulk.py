@@ -1,28 +1,29 @@
-"""Bulk: how two peers agree on a TCP connection of their own, beside libp2p's, for contributions.
+"""Bulk: two peers negotiate a direct TCP connection, next to libp2p's, for contributions.
 
     asker    Proposal              answerer   Proposal        over a libp2p stream, which has authenticated both
     both     dial each other, and greet with `greeting`       in clear, over each TCP connection that opens
     answerer chooses one of them
     asker    ready                 answerer   ready           in records (`farandole.protocol.record_layer`) on that one
 
-libp2p's Noise and yamux take several times the processor time of these records, and hold the interpreter's lock
-meanwhile. The records' keys come from the proposals (`agree`), and who they are for from the stream:
+libp2p's Noise and yamux take several times the processor time of these records, and hold the interpreter's lock all
+the while. The records' keys come from the proposals (`agree`), and the peers' identities from the stream:
 
-- Noise says who sent a proposal, and that nobody changed it or read it. Whoever can seal a record is that peer.
-- A proposal's X25519 key is of one negotiation. Nobody can find the channel's keys once both have forgotten theirs.
-- The keys hang on the run, the hash of the Noise handshake of the stream's connection, both peers' names, both
-  proposals' keys and tokens, the session and the direction. So a peer that passes another's proposal on, over another
-  connection or in another run, or an end that hears itself, gets different keys or none.
+- Noise authenticates the sender of a proposal and encrypts it. Only that peer can seal a record.
+- A proposal's X25519 key is used in one negotiation. No one can find the channel's keys once both peers have deleted
+  theirs.
+- The keys depend on the run, the hash of the Noise handshake of the stream's connection, both peers' names, both
+  proposals' keys and tokens, the session and the direction. So a peer that forwards another's proposal, over another
+  connection or in another run, or an end that receives its own data, gets different keys or none.
 - Before a channel is used each end opens the other's first record, so both have the same keys.
-- Who sits on the path, and so reads the greeting, can take a peer's place in the race or break the connection; then
-  the contributions move over another channel, or the libp2p stream. He sees how much moves when, and nothing else.
+- An attacker on the path, who reads the greeting, can take a peer's place in the race or break the connection; then
+  the contributions move over another channel, or the libp2p stream. They see how much data moves when, nothing else.
 
-docs/bulk-channel.md is the specification, and says who may learn or break what.
+docs/bulk-channel.md is the specification, with the threat model.
 
 The greeting (the session and the receiver's one-time token) keeps strangers away from the channel, and makes a plain
 dial, a reverse dial and a simultaneous open look alike.
 
-A peer's word alone makes no node dial into its own network: see `dialable`.
+A node does not dial into its own network only because a peer asks it to: see `dialable`.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ SESSION_BYTES = 16
 TOKEN_BYTES = 32
 GREETING_BYTES = SESSION_BYTES + TOKEN_BYTES
 PUBLIC_KEY_BYTES = 32
-# A machine has a few interfaces in two families, and an address outside its NAT.
+# A machine has a few interfaces with IPv4 and IPv6 addresses, and an address outside its NAT.
 MAX_OFFERED = 8
-# The longest IPv6 address in words, an IPv4 one in its last part.
+# The longest IPv6 address as text, with an IPv4 address in its last part.
 MAX_IP_CHARS = 45
 # Eight addresses of 50 bytes, a key, and two ids.
 MAX_PROPOSAL_BYTES = 1_024
-# Below are the ports of system services; nobody is to be made to knock there.
+# Lower ports belong to system services; a peer must not make a node dial them.
 MIN_PORT = 1_024
-# Addresses that lie in one network of this size are each other's neighbours.
+# Prefix length by IP version: addresses in one network of this size are neighbours.
 _NEIGHBOURHOOD = {4: 24, 6: 64}
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -63,19 +64,19 @@ Address = tuple[
     Annotated[str, msgspec.Meta(min_length=2, max_length=MAX_IP_CHARS)],
     Annotated[int, msgspec.Meta(ge=MIN_PORT, le=65_535)],
 ]
-"""An IP address in words, and a TCP port."""
+"""An IP address as text, and a TCP port."""
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    """Where its sender can be dialled, and its half of the channel's keys."""
+    """The addresses where its sender can be dialled, and its half of the channel's keys."""
 
     version: Annotated[int, msgspec.Meta(ge=BULK_VERSION, le=BULK_VERSION)] = BULK_VERSION
     session: Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
-    """Chosen by the asker; the channel's name from then on."""
+    """Chosen by the asker; names the channel from then on."""
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    """Random; greetings that reach the sender must show it."""
+    """Random; greetings that reach the sender must contain it."""
     key: Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
-    """An X25519 public key, made for this negotiation."""
+    """An X25519 public key, generated for this negotiation."""
     addresses: Annotated[list[Address], msgspec.Meta(max_length=MAX_OFFERED)]
 
 
@@ -83,32 +84,32 @@ decode_proposal = MessageDecoder[Proposal](Proposal, "a proposal")
 
 
 class Side(NamedTuple):
-    """One end of a negotiation: who it is, and what it proposes."""
+    """One end of a negotiation: its identity and its proposal."""
 
     author: bytes
     proposal: Proposal
 
 
 class Binding(NamedTuple):
-    """What a negotiation belongs to: channels of different ones have different keys."""
+    """The context of a negotiation: channels of different contexts have different keys."""
 
     run_id: bytes
     handshake_hash: bytes
-    """Of the connection whose stream carries the proposals: 32 bytes, which both of its ends know and no others have
-    (Noise, section 11.2: channel binding)."""
+    """Hash of the Noise handshake of the connection whose stream carries the proposals: 32 bytes, known to its two ends
+    alone (Noise, section 11.2: channel binding)."""
 
 
 class Secrets(NamedTuple):
-    """What a channel's records are sealed and opened with, 32 bytes each; the other end has them reversed."""
+    """The secrets that seal and open a channel's records, 32 bytes each; the other end has them swapped."""
 
     sealing: bytes
     opening: bytes
 
 
 def agree(own_key: X25519PrivateKey, ours: Side, theirs: Side, binding: Binding, is_asker: bool) -> Secrets:
-    """The secrets of both directions, of the key that `ours` proposes and the other's.
+    """Derive the secrets of both directions from ``own_key``, the private half of our proposal's key, and their key.
 
-    X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869). Raises `RemoteProtocolError` if the other's key is of small order.
+    X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869). Raises `RemoteProtocolError` if their key is of small order.
     """
     asker, answerer = (ours, theirs) if is_asker else (theirs, ours)
     try:
@@ -123,21 +124,21 @@ def agree(own_key: X25519PrivateKey, ours: Side, theirs: Side, binding: Binding,
 
 
 def greeting(session: bytes, token: bytes) -> bytes:
-    """What both ends write first on a TCP connection; ``token`` is that of the end which reads it."""
+    """Return the first bytes that an end writes on a TCP connection; ``token`` is the token of the end that reads."""
     return session + token
 
 
 def is_greeting(received: bytes, session: bytes, token: bytes) -> bool:
-    """Whether these are the greeting's bytes, in constant time."""
+    """Return whether ``received`` is the greeting; compares in constant time."""
     return hmac.compare_digest(received, greeting(session, token))
 
 
 def dialable(offered: Iterable[Address], in_use: Iterable[str]) -> list[Address]:
-    """Which addresses to dial for a channel with a peer, the likeliest first, at most `MAX_OFFERED`.
+    """Return the addresses to dial for a channel with a peer, the likeliest first, at most `MAX_OFFERED`.
 
-    ``in_use`` are the IP addresses that our own connections with the peer lead to. Dialled are these, with each port
-    offered (a NAT that keeps ports has mapped it there); addresses on the internet; and any other only next to one in
-    use, in the same /24 or /64: then the peer sits in that network as we do, or on this machine.
+    ``in_use``: the remote IP addresses of our connections with the peer. The result has these, with each offered port
+    (a NAT that keeps ports has mapped it there); offered addresses on the internet; and other offered addresses only if
+    they are in the same /24 or /64 as one in use: then the peer is in that network as we are, or on this machine.
     """
     used = [ip for ip in map(unicast_ip, in_use) if ip is not None]
     parsed = [(ip, port) for text, port in offered if (ip := unicast_ip(text)) is not None and port >= MIN_PORT]
@@ -147,7 +148,7 @@ def dialable(offered: Iterable[Address], in_use: Iterable[str]) -> list[Address]
 
 
 def unicast_ip(text: str) -> IpAddress | None:
-    """A unicast address; one of IPv4 in IPv6's clothes is taken out of them, a zone is no part of it."""
+    """Parse a unicast address, or return None; an IPv4-mapped IPv6 address becomes IPv4, one with a zone is refused."""
     try:
         ip = ipaddress.ip_address(text)
     except ValueError:
@@ -160,7 +161,7 @@ def unicast_ip(text: str) -> IpAddress | None:
 
 
 def are_neighbours(ip: IpAddress, other: IpAddress) -> bool:
-    """Whether two addresses lie in the same /24 or /64."""
+    """Return whether two addresses lie in the same /24 or /64."""
     if ip.version != other.version:
         return False
     shift = ip.max_prefixlen - _NEIGHBOURHOOD[ip.version]

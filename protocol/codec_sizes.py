@@ -1,6 +1,6 @@
-"""How many bytes the codecs make of a number of elements. Imports no torch: plans and the doctor read this.
+"""Encoded sizes of the codecs. Imports no torch: plans and the doctor use this.
 
-The forms in `farandole.training.codec` take their sizes from here, and describe the layouts.
+The codecs in `farandole.training.codec` take their sizes from here, and describe the layouts.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from types import MappingProxyType
 from typing import Final
 
 SCALE_BYTES: Final = 4  # fp32
-TOPK_BLOCK: Final = 256  # places fit a byte
+TOPK_BLOCK: Final = 256  # an element's place fits in a byte
 DEFAULT_TOPK: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CodecSize:
-    """The layout of a codec that sends every element."""
+    """The size of a codec that sends every element."""
 
     bits: int
-    """Of each element."""
+    """Bits of each element."""
     block: int = 0
-    """Elements that share a scale; 0: there are no scales."""
+    """Elements that share a scale; 0: no scales."""
 
     def of(self, num_elements: int) -> int:
-        """Bytes that so many elements take."""
+        """Return the bytes that ``num_elements`` elements take."""
         scales = SCALE_BYTES * -(-num_elements // self.block) if self.block else 0
         return scales + -(-num_elements * self.bits // 8)
 
@@ -42,12 +42,12 @@ SIZES: Final[Mapping[str, CodecSize]] = MappingProxyType(
 
 
 def topk_bytes(topk: int, num_elements: int) -> int:
-    """Bytes of ``topk`` elements of each block: a scale for the block, and for each element its value and place."""
+    """Return the bytes of ``topk`` elements of each block: a scale for the block, a value and a place per element."""
     whole, rest = divmod(num_elements, TOPK_BLOCK)
     last = SCALE_BYTES + 2 * min(topk, rest) if rest else 0
     return whole * (SCALE_BYTES + 2 * topk) + last
 
 
 def encoded_bytes(codec: str, num_elements: int, topk: int = DEFAULT_TOPK) -> int:
-    """Bytes that so many fp32 numbers take in a codec of a manifest."""
+    """Return the bytes that ``num_elements`` fp32 numbers take in a codec of a manifest."""
     return topk_bytes(topk, num_elements) if codec == "topk" else SIZES[codec].of(num_elements)

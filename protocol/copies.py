@@ -1,10 +1,11 @@
-"""Which checkpoint of a stage has copies, who keeps them, and which one a newcomer takes.
+"""Copies of checkpoints: which checkpoint of a stage is copied, by which nodes, and which one a newcomer takes.
 
-Replicas of one stage differ, so a newcomer can take blocks from several peers only where these hold the very same
-checkpoint. So that there is one, all agree on whose it is: the members of a stage are ranked by rendezvous hashing
-(Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996), in which nobody has a word and few change
-places when somebody comes or goes. The checkpoint of the first who has announced one is copied: by the two next where
-the model is not cut; by the nodes of the stage before where it is, so that a stage outlives all its members.
+Replicas of one stage differ, so a newcomer can take blocks from several peers only if these hold the same checkpoint.
+To have such a checkpoint, all nodes agree on its author: the members of a stage are ranked by rendezvous hashing
+(Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996), which no node can influence, and where few
+members change places when a node comes or goes. The checkpoint of the first member that has announced one is copied:
+by the next two members if the model is not cut; by the nodes of the stage before if it is, so that a stage outlives all
+its members.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from dataclasses import dataclass
 from .entries import CheckpointNotice
 from .identity import framed
 
-# Who copies, where the model is not cut: with the author that makes three donors, and one may die.
+# Copiers if the model is not cut: with the author that makes three donors, of which one may die.
 NUM_COPIERS = 2
-# Donors that are worth waiting for less: a checkpoint that so many hold is taken, though there are newer ones.
+# A checkpoint with at least this number of holders is taken even if there are newer ones: the download is faster.
 MIN_HOLDERS = 2
-# By how many rounds these may be newer: where rounds are short, copies lag, as checkpoints are as far apart as ever. As
-# old may be what a single donor gives without saving anew; to copy more often would cost more than it saves.
+# Rounds by which these may be newer: where rounds are short, copies lag, as checkpoints are as far apart as otherwise.
+# A single donor gives a checkpoint of this age without saving again; copying more often would cost more than it saves.
 MAX_ROUNDS_OLDER = 5
-# Of those that are tried, one after the other: there is hardly ever more than one that is no lie.
+# Checkpoints that are tried one after the other: there is hardly ever more than one that is not a lie.
 MAX_CHOICES = 4
 
 
 def ranked(run_id: bytes, stage: int, members: Iterable[bytes]) -> list[bytes]:
-    """Members of a stage in the order of their ranks, the same at every node."""
+    """Return the members of a stage in the order of their ranks, which is the same at every node."""
 
     def rank(member: bytes) -> bytes:
         return hashlib.sha256(framed(b"farandole/copies/1", run_id, stage.to_bytes(2, "big"), member)).digest()
@@ -39,19 +40,19 @@ def ranked(run_id: bytes, stage: int, members: Iterable[bytes]) -> list[bytes]:
 
 
 def copied_author(run_id: bytes, stage: int, announced: Iterable[bytes]) -> bytes | None:
-    """Whose checkpoint is to be copied, of those who have announced one of their own; None if nobody has."""
+    """Return the author whose checkpoint must be copied, of ``announced``; None if this is empty."""
     return next(iter(ranked(run_id, stage, announced)), None)
 
 
 def is_copier(run_id: bytes, stage: int, members: Iterable[bytes], author: bytes, node: bytes) -> bool:
-    """Whether a node is to copy the author's checkpoint of a stage, which is not cut, and whose members these are."""
+    """Return whether a node must copy the author's checkpoint of a stage, not cut, whose members are ``members``."""
     others = [member for member in ranked(run_id, stage, members) if member != author]
     return node in others[:NUM_COPIERS]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A checkpoint that can be had from these."""
+    """A checkpoint that can be downloaded from ``holders``."""
 
     id: bytes
     round: int
@@ -61,13 +62,13 @@ class Choice:
 def choose(
     notices: Mapping[bytes, Sequence[CheckpointNotice]], after_round: int, networks: Mapping[bytes, str] | None = None
 ) -> list[Choice]:
-    """Checkpoints that several hold, the best first; none: what is near where the run is, is at one node each.
+    """Return checkpoints with several holders, the best first; none if no checkpoint near the run's round has several.
 
-    ``notices``: what each member says that it holds, of one stage. Without those that are no newer than
-    ``after_round``. Where the run is, is the median of the newest that each member holds: no few keys can move it, by
-    whatever they announce. ``networks`` has the members that this node has reached, each with the network that it is
-    in. Best is what several hold of these, in different networks rather than in one, then what is nearest to that
-    median.
+    ``notices``: the checkpoints of one stage that each member announces; any not newer than ``after_round`` are left
+    out. The run's round is the median of the newest checkpoints that the members hold: a few keys cannot move it,
+    whatever they announce. ``networks``: the members that this node has reached, each with its network. Best are
+    checkpoints with several holders among these, in different networks rather than in one, then the ones nearest to
+    that median.
     """
     networks = networks or {}
     holders: dict[tuple[int, bytes], list[bytes]] = defaultdict(list)

@@ -1,7 +1,8 @@
-"""Where a model is cut into stages, and how large they are. Imports no torch: the mesh process reads this.
+"""The cut of a model into stages, and the stages' sizes. Imports no torch: the mesh process reads this.
 
-The cut follows from the run's settings alone, so that every node cuts alike: where they do not say it, from what is
-counted. Whoever makes a run can measure instead (`farandole.training.measure`), and then they say it.
+The cut follows from the run's settings alone, so that every node cuts alike. If the settings do not give it, it is
+computed from counted costs. The creator of a run can measure instead (`farandole.training.measure`) and put the result
+in the settings.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from .errors import ManifestError
 from .manifest import ModelConfig
 from .parts import parts_of
 
-# Parameters of a stage, over an even share of them, where it is cut by time. Parts that are quickly computed can be
-# large (an embedding), and parameters are what a node must have memory for, fetch, and exchange each round: with half
-# as many again, a card that holds an even share with some room still does.
+# Most parameters of a stage, as a multiple of an even share, if the model is cut by time. Parts that are computed fast
+# can be large (an embedding), and parameters are what a node must have memory for, fetch, and exchange each round: with
+# half as many again, a card that holds an even share with some room still suffices.
 MAX_PARAMETER_SHARE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a model's parts cost, in any one unit: a layer each, and both ends together."""
+    """The costs of a model's parts, in any one unit: each layer's, and the one of both ends together."""
 
     layers: tuple[float, ...]
     ends: float
 
     def of(self, stages: Sequence[range]) -> tuple[float, ...]:
-        """What each stage of a cut costs."""
+        """Return the cost of each stage of a cut."""
         return tuple(
             sum(self.layers[layer] for layer in layers) + (self.ends if stage == 0 else 0.0)
             for stage, layers in enumerate(stages)
@@ -38,17 +39,17 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most of a further cost that a stage may have."""
+    """The most that a stage may have of another cost."""
 
     costs: Costs
     most: float
 
 
 def transformer_costs(model: ModelConfig) -> Costs:
-    """Parameters, and for attention's scores as many as would multiply as often.
+    """Return costs in parameters, with attention's scores counted as the parameters that would multiply as often.
 
-    A parameter is a multiplication a token; an embedding that is not the head as well is only looked up, but it is
-    memory, stepped, and exchanged like the others.
+    A parameter is one multiplication per token. An embedding that is not also the head is only looked up, but it takes
+    memory, and is stepped and exchanged like the others.
     """
     parts = parts_of(model)
     layer = parts.layer + model.context * parts.attention_width
@@ -56,16 +57,16 @@ def transformer_costs(model: ModelConfig) -> Costs:
 
 
 def parameter_costs(model: ModelConfig) -> Costs:
-    """Parameters alone."""
+    """Return costs in parameters alone."""
     parts = parts_of(model)
     return Costs((float(parts.layer),) * model.num_layers, float(parts.ends))
 
 
 def cut(costs: Costs, num_stages: int, limit: Limit | None = None) -> tuple[range, ...]:
-    """The layers of each stage, such that the dearest stage is as cheap as can be; where that leaves a choice, earlier
-    stages get less. Every stage but the first has a layer.
+    """Return the layers of each stage, such that the most expensive stage is as cheap as possible; if several cuts are
+    equal, earlier stages get less. Every stage but the first has a layer.
 
-    Raises `ManifestError` if there are too few of them, or no cut keeps to the limit.
+    Raises `ManifestError` if there are too few layers, or if no cut is within the limit.
     """
     num_layers = len(costs.layers)
     if not 1 <= num_stages <= num_layers + 1:
@@ -87,9 +88,9 @@ def cut(costs: Costs, num_stages: int, limit: Limit | None = None) -> tuple[rang
 
 
 def _begins(limits: Sequence[Limit], num_stages: int) -> list[int] | None:
-    """Where each stage begins if none is beyond any limit, filled from the last one; None if that cannot be."""
+    """Return where each stage begins, filled from the last one, or None if that is not possible within the limits."""
     sums = [[0.0, *accumulate(limit.costs.layers)] for limit in limits]
-    mosts = [limit.most * (1 + 1e-9) for limit in limits]  # sums of layers are rounded
+    mosts = [limit.most * (1 + 1e-9) for limit in limits]  # for rounding in the sums of layers
     begins = [len(limits[0].costs.layers)]
     for stage in range(num_stages - 1, 0, -1):
         end = begins[-1]
@@ -105,10 +106,10 @@ def _begins(limits: Sequence[Limit], num_stages: int) -> list[int] | None:
 
 
 def cut_by_time(model: ModelConfig, seconds: Costs) -> tuple[range, ...]:
-    """The layers of each stage, such that the slowest is as fast as can be.
+    """Return the layers of each stage, such that the slowest stage is as fast as possible.
 
-    No stage has more than `MAX_PARAMETER_SHARE` of an even share of the parameters, or, where that cannot be, more than
-    the largest stage has if the parameters alone are cut.
+    No stage has more than `MAX_PARAMETER_SHARE` of an even share of the parameters. If that is not possible, none has
+    more than the largest stage of a cut by parameters alone.
     """
     parameters = parameter_costs(model)
     even = (sum(parameters.layers) + parameters.ends) / model.num_stages
@@ -118,9 +119,9 @@ def cut_by_time(model: ModelConfig, seconds: Costs) -> tuple[range, ...]:
 
 
 def layers_of(model: ModelConfig) -> tuple[range, ...]:
-    """The layers of each stage of a run's model: as its settings say, else cut by cost.
+    """Return the layers of each stage of a run's model: from its settings if they give them, otherwise cut by cost.
 
-    Raises `ManifestError` if what they say does not add up.
+    Raises `ManifestError` if the settings do not add up.
     """
     if not model.stage_layers:
         return cut(transformer_costs(model), model.num_stages)
@@ -128,13 +129,13 @@ def layers_of(model: ModelConfig) -> tuple[range, ...]:
 
 
 def explicit_cut(stage_layers: Sequence[int], num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """As many layers a stage as ``stage_layers`` says; raises `ManifestError` if they are not all the layers."""
+    """Cut as ``stage_layers`` says, layers per stage; raise `ManifestError` if they do not add up to all layers."""
     if len(stage_layers) != num_stages or sum(stage_layers) != num_layers:
         raise ManifestError(f"layers {list(stage_layers)} do not make {num_layers} in {num_stages} stages")
     return tuple(range(first, end) for first, end in pairwise(accumulate(stage_layers, initial=0)))
 
 
 def stage_parameters(model: ModelConfig, stage: int) -> int:
-    """How many numbers a stage learns: its layers', and the model's ends' if it is the first."""
+    """Return the number of parameters of a stage: its layers', and the model's ends' if it is the first."""
     parts = parts_of(model)
     return len(layers_of(model)[stage]) * parts.layer + (parts.ends if stage == 0 else 0)

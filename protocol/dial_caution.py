@@ -1,12 +1,13 @@
-"""Which addresses to dial that this node knows from others alone, and how often.
+"""Limits on dialling addresses that this node knows only from other peers: which, and how often.
 
-Any peer may say that it is at any address: at a printer's in this home, or at a third party's that many nodes would
-then dial. So what others say leads to addresses on the internet, and into a network of this machine only where this
-node has business already: next to an address that it has dialled before, or listens at by address. Well-known ports are
-never dialled. An address where no peer proves itself is tried a few times, and then after ever longer pauses, whichever
-peer is said to be there: so a third party gets few connections from the whole run.
+Any peer may claim any address: a printer's in this home, or a third party's that many nodes would then dial. So others'
+claims lead to addresses on the internet, and into a network of this machine only next to an address that this node has
+dialled before, or listens at by address. Well-known ports are never dialled. An address where no peer proves its
+identity is tried a few times, and then after longer and longer pauses, whichever peer is claimed to be there: so a
+third party gets few connections from the whole run.
 
-What this node's user says (an invite, a setting) and where a peer has proved itself needs no caution.
+Addresses from this node's user (an invite, a setting), and addresses where a peer has proved its identity, need no
+caution.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import Final
 
 from .bulk import MIN_PORT, are_neighbours, unicast_ip
 
-# Attempts in a row at one port, or at one machine, that may be in vain; then the pauses in seconds, doubling.
+# Failed attempts in a row at one port, and at one machine; then the pauses in seconds, which double.
 FREE_OF_PORT, FREE_OF_IP = 4, 16
 FIRST_PAUSE, MAX_PAUSE = 30.0, 3_600.0
-# Targets that are remembered, those tried last.
+# Targets that are remembered, the latest ones.
 MAX_TARGETS: Final = 8_192
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def may_dial(ip_text: str, port: int, in_use: Iterable[str]) -> bool:
-    """Whether a peer's word is enough to dial this; ``in_use``: IP addresses where this node has business already."""
+    """Return whether to dial an address claimed by a peer; ``in_use``: addresses that this node dials or listens at."""
     ip = unicast_ip(ip_text)
     if ip is None or not MIN_PORT <= port < 65_536:
         return False
@@ -37,14 +38,14 @@ def may_dial(ip_text: str, port: int, in_use: Iterable[str]) -> bool:
 
 
 class DialBudget:
-    """Attempts in vain, by target. Times are monotonic seconds."""
+    """Counts of failed attempts, by target. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._vain: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
-        """(IP address, port, or 0 for all of its ports) -> (attempts in a row, when the last one was)."""
+        """(IP address, port, or 0 for all of its ports) -> (attempts in a row, time of the last one)."""
 
     def take(self, ip: str, port: int, now: float) -> bool:
-        """Count an attempt, in vain unless `succeed` follows; False if it is too early for another one."""
+        """Count an attempt as failed unless `succeed` follows; return False if it is too early for another one."""
         limits = (((ip, port), FREE_OF_PORT), ((ip, 0), FREE_OF_IP))
         if any(now < self._next_at(target, free) for target, free in limits):
             return False
@@ -56,7 +57,7 @@ class DialBudget:
         return True
 
     def succeed(self, ip: str, port: int) -> None:
-        """A peer has proved itself there."""
+        """Note that a peer has proved its identity at this target."""
         self._vain.pop((ip, port), None)
         self._vain.pop((ip, 0), None)
 

@@ -1,12 +1,14 @@
-"""Which blocks of a checkpoint to ask of which donor: several give at once, each as much as it can.
+"""Choice of the donor that each block of a checkpoint is requested from: several give at once, each at its own rate.
 
-`Download` is a state machine. It asks for blocks in the order of the file, from whoever has room in his *window*: the
-blocks that a donor may owe at once, about as many as it gives in `WINDOW_SECONDS` by what it gave so far. So a donor of
-ten times the rate is asked for ten times the blocks, and little is owed by one that dies. When nothing is left to be
-asked for, whoever is done is asked as well for what a much slower one still owes; whoever gives it first, gives it.
+`Download` is a state machine. It requests blocks in the order of the file, from donors with room in their *window*: the
+blocks that a donor may owe at once, about as many as it gives in `WINDOW_SECONDS` at its measured rate. So a donor of
+ten times the rate gets requests for ten times the blocks, and one that dies owes little. When no block is left to
+request, a donor that has finished also gets requests for blocks that a much slower one still owes; the first copy
+counts.
 
-A donor that dies is replaced, and what it owed goes to others: what it gave was verified block by block, and is kept.
-One that gave wrong bytes is not asked again, and reported: nobody else can have made them.
+A donor that dies is replaced, and the blocks that it owed go to others: the ones that it gave were verified block by
+block, and are kept. A donor that gave wrong bytes gets no more requests, and is reported: no other peer can have made
+them.
 """
 
 from __future__ import annotations
@@ -20,42 +22,42 @@ from dataclasses import dataclass, field
 
 from .blocks import BLOCK_BYTES
 
-# Donors asked at once. Two fill most lines; more are a reserve for those that are slow.
+# Donors that give at once. Two fill most lines; more are a reserve for slow ones.
 MAX_DONORS = 4
-# Known at once; a run of thousands announces more copies than anybody needs to know.
+# Donors known at once; a run of thousands announces more copies than a node needs to know.
 MAX_KNOWN = 64
-# So long does what a donor owes keep it busy: some round trips of a bad line.
+# Seconds for which the blocks that a donor owes keep it busy: some round trips of a bad line.
 WINDOW_SECONDS = 2.0
-# Until its rate is known. One is under way while the other is asked for.
+# Window until the donor's rate is known. One block arrives while the other is requested.
 FIRST_WINDOW = 2
-# 16 MiB: a line of 1 Gbit/s and 100 ms is not idle. A donor allows a few times as many (`block_transfer.MAX_WANTED`).
+# 16 MiB: keeps a line of 1 Gbit/s and 100 ms busy. A donor allows a few times as many (`block_transfer.MAX_WANTED`).
 MAX_WINDOW = 16
-# How much the newest block counts in a donor's rate.
+# Weight of the newest block in a donor's rate.
 RATE_WEIGHT = 0.3
-# What a donor owes is asked of another as well if that one is likely to have it in half the time.
+# A block that a donor owes is also requested from another one that is likely to have it in half the time.
 HELP_RATIO = 2.0
-# A donor that owes something and gives not a byte for so long is left. One whose owner has capped it, and that has an
-# exchange under way, rests for two seconds between two pieces (`farandole.node.store.serve`).
+# A donor that owes blocks and sends no byte for this long is dropped. A donor that its owner has capped, and that is in
+# an exchange, rests for two seconds between two pieces (`farandole.node.store.serve`).
 SILENCE = 15.0
 # The slowest rate at which a node gives, in bytes a second: 50 kbit/s, its share of the tightest cap.
 MIN_RATE = 6_250
 BLOCK_TIMEOUT = SILENCE + BLOCK_BYTES / MIN_RATE
-# Before a donor that was lost is tried again, doubled each time.
+# Pause before a lost donor is tried again, doubled each time.
 FIRST_RETRY, MAX_RETRY = 1.0, 30.0
-# A donor that is busy says for how long; it is not believed for more.
+# Most of a busy donor's own estimate that is believed.
 MAX_BUSY = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """These blocks are wanted, beside those that were before."""
+    """These blocks are needed, in addition to the earlier ones."""
 
     blocks: Iterable[int]
 
 
 @dataclass(frozen=True, slots=True)
 class DonorsKnown:
-    """Who is said to have the checkpoint now, the best first."""
+    """The donors reported to have the checkpoint now, the best first."""
 
     donors: tuple[bytes, ...]
 
@@ -74,19 +76,19 @@ class DonorLost:
 
     donor: bytes
     busy_seconds: float | None = None
-    """For about how long it serves others; None: something else is wrong."""
+    """About how long it serves others; None: another problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class BytesArrived:
-    """Something has come of what a donor owes."""
+    """Some bytes of a block that a donor owes have arrived."""
 
     donor: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockArrived:
-    """A block has come from a donor, whole and right, and is stored."""
+    """A whole block with the right hash has arrived from a donor, and is stored."""
 
     donor: bytes
     block: int
@@ -94,7 +96,7 @@ class BlockArrived:
 
 @dataclass(frozen=True, slots=True)
 class BlockWrong:
-    """What a donor gave for a block is something else."""
+    """A donor gave wrong bytes for a block."""
 
     donor: bytes
     block: int
@@ -110,14 +112,14 @@ Event = Needed | DonorsKnown | DonorReady | DonorLost | BytesArrived | BlockArri
 
 @dataclass(frozen=True, slots=True)
 class DialDonor:
-    """Ask a donor whether it gives; `DonorReady` or `DonorLost` says."""
+    """Ask a donor whether it gives; `DonorReady` or `DonorLost` is the answer."""
 
     donor: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class AskBlocks:
-    """Ask a donor for ``count`` blocks from ``first`` on."""
+    """Request ``count`` blocks from ``first`` on from a donor."""
 
     donor: bytes
     first: int
@@ -134,7 +136,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Have nothing more to do with a donor for now."""
+    """End the session with a donor for now."""
 
     donor: bytes
     reason: str
@@ -150,7 +152,7 @@ class Accuse:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """All blocks that are needed are here."""
+    """The download has every block that is needed."""
 
 
 Output = DialDonor | AskBlocks | Forget | HangUp | Accuse | Complete
@@ -165,49 +167,49 @@ class _Standing(enum.Enum):
 
 @dataclass(slots=True)
 class _Donor:
-    """What is known of one donor."""
+    """The state of one donor."""
 
     name: bytes
     standing: _Standing = _Standing.IDLE
     due_at: float = -math.inf
-    """When it may be dialled."""
+    """Time from which it may be dialled."""
     num_failures: int = 0
-    """Since it gave a block."""
+    """Failures since it last gave a block."""
     num_held: int = 0
     owed: dict[int, None] = field(default_factory=dict)
-    """Blocks, in the order in which they were asked for."""
+    """Blocks, in the order in which they were requested."""
     seconds_a_block: float | None = None
     heard_at: float = 0.0
-    """When its last bytes came, or when it was asked with nothing owed."""
+    """Time of its last bytes, or of a request while it owed nothing."""
     gave_at: float = 0.0
-    """The same of its last block."""
+    """Time of its last block, or of a request while it owed nothing."""
 
     @property
     def room(self) -> int:
-        """How many blocks more it may owe."""
+        """Return the number of further blocks that it may owe."""
         if self.seconds_a_block is None:
             return FIRST_WINDOW - len(self.owed)
         window = math.ceil(WINDOW_SECONDS / max(self.seconds_a_block, WINDOW_SECONDS / MAX_WINDOW))
         return window - len(self.owed)
 
     def pace(self, now: float) -> float:
-        """Seconds a block, by what it gave and by how long it has not given; a guess where nothing is known."""
+        """Return seconds per block, from past blocks and the time since the last one; a guess if nothing is known."""
         if self.owed:
             return max(now - self.gave_at, self.seconds_a_block or 0.0)
         return WINDOW_SECONDS if self.seconds_a_block is None else self.seconds_a_block
 
     def is_silent(self, now: float) -> bool:
-        """Whether it is to be left."""
+        """Return whether the donor must be dropped."""
         return bool(self.owed) and (now >= self.heard_at + SILENCE or now >= self.gave_at + BLOCK_TIMEOUT)
 
     def note_asked(self, blocks: Iterable[int], now: float) -> None:
-        """It owes these as well."""
+        """Record that it owes these blocks as well."""
         if not self.owed:
             self.heard_at = self.gave_at = now
         self.owed.update(dict.fromkeys(blocks))
 
     def note_given(self, now: float) -> None:
-        """A block has come from it."""
+        """Record that a block has arrived from it."""
         took = now - self.gave_at
         before = took if self.seconds_a_block is None else self.seconds_a_block
         self.seconds_a_block = before + RATE_WEIGHT * (took - before)
@@ -216,31 +218,31 @@ class _Donor:
 
 
 class Download:
-    """One checkpoint's blocks on their way. ``have``: those that are here already."""
+    """The download of one checkpoint's blocks. ``have``: the blocks that are here already."""
 
     def __init__(self, have: Iterable[int] = ()) -> None:
         self._have = set(have)
         self._unasked: list[int] = []  # a heap
-        self._asked: dict[int, set[bytes]] = {}  # blocks, and who owes each
+        self._asked: dict[int, set[bytes]] = {}  # block -> donors that owe it
         self._donors: dict[bytes, _Donor] = {}
 
     @property
     def num_missing(self) -> int:
-        """Blocks that are needed and not here."""
+        """The number of needed blocks that are missing."""
         return len(self._unasked) + len(self._asked)
 
     @property
     def num_open(self) -> int:
-        """Donors that give now."""
+        """The number of donors that give now."""
         return sum(donor.standing is _Standing.OPEN for donor in self._donors.values())
 
     @property
     def num_known(self) -> int:
-        """Donors that are remembered, whatever they gave."""
+        """The number of donors that are remembered, whatever they gave."""
         return len(self._donors)
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """What follows from an event. `Tick` is to come a few times a second."""
+        """Handle an event and return what to do. `Tick` must come a few times a second."""
         was_missing = self.num_missing
         outputs = self._note(event, now)
         for donor in self._donors.values():
@@ -278,14 +280,14 @@ class Download:
     # Donors
 
     def _know(self, names: tuple[bytes, ...]) -> None:
-        """In their order; who is gone from the list stays while it gives, and a liar is remembered."""
+        """Replace the known donors, in this order; keep one that left the list while it gives, and remember liars."""
         before = self._donors
         self._donors = {name: before.get(name) or _Donor(name) for name in names[:MAX_KNOWN]}
         self._donors |= {name: donor for name, donor in before.items() if donor.standing is not _Standing.IDLE}
 
     def _dial(self, now: float) -> Iterator[Output]:
         idle = [donor for donor in self._donors.values() if donor.standing is _Standing.IDLE and donor.due_at <= now]
-        idle.sort(key=lambda donor: donor.num_failures)  # stable: else the best known first
+        idle.sort(key=lambda donor: donor.num_failures)  # stable: otherwise the best known first
         engaged = [d for d in self._donors.values() if d.standing in (_Standing.DIALLED, _Standing.OPEN)]
         num_free = MAX_DONORS - len(engaged)
         for donor in engaged:
@@ -297,12 +299,12 @@ class Download:
             yield DialDonor(donor.name)
 
     def _is_useless(self, donor: _Donor) -> bool:
-        """Whether it has nothing that is missing."""
+        """Return whether it has none of the missing blocks."""
         is_idle = donor.standing is _Standing.OPEN and not donor.owed
         return is_idle and min(itertools.chain(self._unasked[:1], self._asked)) >= donor.num_held
 
     def _lose(self, donor: _Donor, due_at: float) -> None:
-        """What it owes goes back to be asked of others."""
+        """Return the blocks that it owes to the unrequested ones."""
         donor.standing, donor.due_at, donor.seconds_a_block = _Standing.IDLE, due_at, None
         for block in donor.owed:
             owners = self._asked[block]
@@ -338,12 +340,12 @@ class Download:
         return outputs
 
     def _open_by_pace(self, now: float) -> list[_Donor]:
-        """The fastest first."""
+        """Return the open donors, the fastest first."""
         is_open = [donor for donor in self._donors.values() if donor.standing is _Standing.OPEN]
         return sorted(is_open, key=lambda donor: (donor.pace(now), donor.num_failures))
 
     def _ask_for_more(self, now: float) -> Iterator[Output]:
-        """No more of the last blocks than its share: what one owes, another cannot give."""
+        """Request blocks, of the last ones only a donor's share: a block that one owes cannot come from another."""
         donors = self._open_by_pace(now)
         share = math.ceil(len(self._unasked) / max(len(donors), 1))
         for donor in donors:
@@ -365,13 +367,13 @@ class Download:
                 first = following
 
     def _ask_for_help(self, now: float) -> Iterator[Output]:
-        """Whoever has room and nothing else to give is asked for what a slower one owes, the latest first."""
+        """Request blocks of slower donors from a donor with room and nothing else to give, the latest block first."""
         for donor in self._open_by_pace(now):
             while donor.room > 0 and (block := self._latest(donor, now)) is not None:
                 yield from self._ask(donor, [block], now)
 
     def _latest(self, helper: _Donor, now: float) -> int | None:
-        """The block that would come last, if this donor is likely to give it much earlier."""
+        """Return the block that would come last, if this donor is likely to give it much earlier, else None."""
         by_helper = (len(helper.owed) + 1) * helper.pace(now)
         worst, latest = HELP_RATIO * by_helper, None
         for donor in self._donors.values():

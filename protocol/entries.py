@@ -1,8 +1,8 @@
-"""What nodes of a run tell each other: signed entries, each in a slot that only its author can write.
+"""Entries: what nodes of a run publish to each other, signed, each in a slot that only its author can write.
 
-The kinds of entry, their slots, quanta, lifetimes and sizes stand in `RULES`, as data. An entry travels as `Signed`;
-its body is parsed once and kept as it was received, never encoded again. Whether an item is *valid* depends on the item
-alone (and on the run), so every node judges it alike, whatever else it knows: `Checker` is that judgement.
+`RULES` holds the kinds of entry with their slots, quanta, lifetimes and sizes. An entry is sent as `Signed`; its body
+is parsed once and kept as it was received, never encoded again. Whether an item is *valid* depends only on the item and
+on the run, so every node decides the same, whatever else it knows: `Checker` decides it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .invitations import MAX_ADMISSION_BYTES
 DOMAIN = b"farandole/entry/1"
 ID_BYTES = 16
 MAX_BODY_BYTES = 600
-"""512 bytes of payload at most, and what encloses them (15 bytes), with room to spare."""
+"""At most 512 bytes of payload and 15 bytes around them, with room to spare."""
 MAX_COMMITMENT_BYTES = 272
 MAX_COMMITMENT_BODY_BYTES = MAX_COMMITMENT_BYTES + 16
-"""An accusation, of at most 512 bytes, has a whole commitment in it."""
+"""An accusation, of at most 512 bytes, contains a whole commitment."""
 MAX_TICK = 2**40 - 1
 
 # msgspec's Meta: checked while decoding, before anything is kept
@@ -33,18 +33,18 @@ Key = Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBL
 Sha256 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 SignatureField = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
-"""Steps, tokens, bytes: what only counts up. The sum over all authors stays below 2**63 x 2."""
+"""A counter that only grows: steps, tokens, bytes. The sum over all authors stays below 2**63 x 2."""
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 PARTNER_BYTES = 8
 MAX_SUSPECTS = 48
-"""Prefixes of 8 bytes that a payload of 512 bytes holds."""
+"""The number of 8-byte prefixes that a payload of 512 bytes holds."""
 REVOKED_PER_ENTRY = 14
-"""Keys of 32 bytes that a payload of 512 bytes holds."""
+"""The number of 32-byte keys that a payload of 512 bytes holds."""
 KeyPrefix = Annotated[bytes, msgspec.Meta(max_length=PARTNER_BYTES)]
-"""The first bytes of a public key: enough to tell a run's members apart, too few to prove anything."""
+"""The first bytes of a public key: enough to distinguish a run's members, too few to prove anything."""
 LossMicros = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """A loss in millionths of a nat: whole numbers, so that every node computes the same from it."""
-_Text = r"\A[\x20-\x7e]*\Z"  # no control characters: people's terminals show these
+_Text = r"\A[\x20-\x7e]*\Z"  # no control characters: terminals show it
 
 
 class Kind(enum.IntEnum):
@@ -65,48 +65,48 @@ class Kind(enum.IntEnum):
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an entry says; one type a kind."""
+    """The content of an entry; one type for each kind."""
 
 
 class Member(Payload, frozen=True):
-    """I belong to the run: what I hold, what I can do, where I am to be reached."""
+    """Membership of the run: the author's stage, its hardware, and its addresses."""
 
     stage: Annotated[int, msgspec.Meta(ge=0, le=511)] = 0
     device: Annotated[str, msgspec.Meta(max_length=48, pattern=_Text)] = ""
     memory: Count = 0
-    """Bytes of the device."""
+    """The device's memory in bytes."""
     speed: Count = 0
-    """Tokens a second, as measured by its author; nobody relies on it."""
+    """Tokens per second, as measured by its author; no node relies on it."""
     addresses: Annotated[
         tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=192, pattern=r"\A/[\x21-\x7e]*\Z")], ...],
         msgspec.Meta(max_length=8),
     ] = ()
     """Multiaddrs, best first; ``/p2p/<author>`` at the end may be left out."""
     left: bool = False
-    """The author has left; its heartbeats are no longer waited for."""
+    """Whether the author has left; others no longer wait for its heartbeats."""
     incarnation: Count = 0
-    """Tells a restarted node from its past self."""
+    """Distinguishes a restarted node from its earlier process."""
     is_bound: bool = False
-    """The author keeps its stage, whatever the run needs: others do not wait for it to move. Older entries end before
-    this field."""
+    """Whether the author keeps its stage, whatever the run needs: others do not wait for it to move. Older entries end
+    before this field."""
     is_paused: bool = False
-    """The author has no trainer for now: nobody averages with it, or sends it microbatches. Older entries end before
-    this field."""
+    """Whether the author has no trainer for now: no node averages with it, or sends it microbatches. Older entries end
+    before this field."""
 
 
 class Beat(Payload, frozen=True):
-    """I am alive; how far I am."""
+    """A heartbeat, with the author's progress."""
 
     inner_steps: Count
     round: Small
     loss: LossMicros | None
     tokens_per_second: Count
     partner: KeyPrefix = b""
-    """Of whom the author has averaged with in its last round; empty: with nobody, or an older entry."""
+    """The peer that the author averaged with in its last round; empty: no peer, or an older entry."""
 
 
 class Progress(Payload, frozen=True):
-    """My part of counters that only grow; a run's total is the sum over its authors."""
+    """The author's part of counters that only grow; a run's total is the sum over its authors."""
 
     inner_steps: Count
     rounds: Small
@@ -116,7 +116,7 @@ class Progress(Payload, frozen=True):
 
 
 class LeasedSlices(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Consecutive slices of the data; the first ``done`` of them are trained on."""
+    """Consecutive slices of the data; the author has trained on the first ``done`` of them."""
 
     first: Small
     count: Small
@@ -124,19 +124,19 @@ class LeasedSlices(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Lease(Payload, frozen=True):
-    """Slot 0: these slices of the data are mine. The others: which parts of the epoch are done, as far as I know."""
+    """Slot 0: the slices of the data that the author leases. Other slots: sections of the epoch known to be done."""
 
     epoch: Small
     corpus: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     """Hash of the author's text: slices of another text are other slices."""
     leases: Annotated[tuple[LeasedSlices, ...], msgspec.Meta(max_length=8)] = ()
-    """In the order in which they are taken; slot 0 alone."""
+    """Leases in the order in which they are taken; only in slot 0."""
     done: Annotated[bytes, msgspec.Meta(max_length=192)] = b""
     """A bit for each section (`farandole.protocol.leases`), the least significant of the first byte first."""
 
 
 class CheckpointNotice(Payload, frozen=True):
-    """I hold this checkpoint, or a copy of it."""
+    """The author holds this checkpoint, or a copy of it."""
 
     round: Small
     stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
@@ -148,45 +148,45 @@ class CheckpointNotice(Payload, frozen=True):
 
 
 class Suspects(Payload, frozen=True):
-    """The peers whose contributions I find wanting now (`farandole.protocol.suspicion`)."""
+    """The peers whose contributions the author now finds suspect (`farandole.protocol.suspicion`)."""
 
     peers: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=MAX_SUSPECTS)]
 
 
 class Notice(Payload, frozen=True):
-    """The creator's word to all members."""
+    """A command or message from the run's creator to all members."""
 
     action: Literal["pause", "resume", "stop", "say"]
-    """What holds from now on, in slot 0; ``say``: a message alone, in slot 1."""
+    """Slot 0: the command that holds from now on. Slot 1: ``say``, only a message."""
     text: Annotated[str, msgspec.Meta(max_length=256, pattern=_Text)] = ""
 
 
 class StageLease(Payload, frozen=True):
-    """I am moving from one stage to another: meanwhile nobody else shall leave the one or go to the other."""
+    """A lease to move between stages; until it ends no other node may leave ``source`` or go to ``target``."""
 
     source: Annotated[int, msgspec.Meta(ge=0, le=511)]
     target: Annotated[int, msgspec.Meta(ge=0, le=511)]
-    """The same as ``source``: I have given the lease back."""
+    """The same as ``source``: the author has released the lease."""
     is_settled: bool = False
-    """I have waited for others' leases, none was before mine, and I go."""
+    """Whether the author moves now: it has waited for others' leases, and none was before its own."""
 
 
 class AdmissionProof(Payload, frozen=True):
-    """How the author was admitted to a run of invited members."""
+    """The proof that the author was admitted to a run of invited members."""
 
     admission: Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
     """`farandole.protocol.invitations.Admission`, encoded."""
 
 
 class Revocation(Payload, frozen=True):
-    """The creator's word: these are members no longer, nor are those who were invited by them."""
+    """The creator revokes these members, and the ones that they invited."""
 
     keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=REVOKED_PER_ENTRY)]
-    """Of members, or of bearers, whose invites are then of no use."""
+    """Keys of members, or of bearers, whose invites become invalid."""
 
 
 class Commitment(Payload, frozen=True):
-    """How I trained in one round, in the slot of its number modulo the slots: what an auditor replays and compares.
+    """The author's training in one round, which an auditor replays and compares. Its slot: the round modulo the slots.
 
     The batches follow from the run, the author, ``first_step`` and ``steps`` (`farandole.training.data`).
     """
@@ -197,13 +197,13 @@ class Commitment(Payload, frozen=True):
     first_step: Count
     steps: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     begun_at: Count
-    """Inner step at which AdamW's means began, which the ramp of the learning rate counts from."""
+    """Inner step at which AdamW's means began, and from which the ramp of the learning rate counts."""
     microbatch: Annotated[int, msgspec.Meta(ge=0, le=65_536)]
     fragment: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
     end: Sha256
     """BLAKE3 of AdamW's means after the last inner step, before the outer step, which does not change them."""
     contribution: Sha256
-    """BLAKE3 of what the partner gets: the weights after the last inner step, by the run's rule and codec."""
+    """BLAKE3 of the contribution: the weights after the last inner step, by the run's rule and codec."""
     corpus: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     """Hash of the author's text."""
     build: Annotated[str, msgspec.Meta(max_length=48, pattern=_Text)]
@@ -213,35 +213,35 @@ class Commitment(Payload, frozen=True):
 
 
 class Accusation(Payload, frozen=True):
-    """I replayed this signed commitment twice, and both times something else came out. Others replay it themselves."""
+    """A signed commitment that the accuser replayed twice with another result. Others replay it themselves."""
 
     author: Key
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMITMENT_BODY_BYTES)]
-    """Of the `Signed` entry that is a `Commitment`, with the field below."""
+    """Body of the `Signed` entry with the `Commitment`; its signature is the next field."""
     signature: SignatureField
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a kind allows."""
+    """The limits of a kind of entry."""
 
     payload: type[Payload]
     slots: int
-    """How many entries of this kind an author has at once: the key space is finite by construction."""
+    """Entries of this kind that an author has at once: the key space is finite by construction."""
     quantum: int
-    """Seconds a tick."""
+    """Seconds per tick."""
     ttl: int
-    """Seconds from the start of an entry's tick to its expiry; the author cannot choose."""
+    """Seconds from the start of an entry's tick to its expiry; the author cannot choose it."""
     max_bytes: int
-    """Of the payload."""
+    """Most bytes of the payload."""
     is_metered: bool
-    """Lives so long that its ticks do not bound how often it is written: a token bucket does."""
+    """Whether a token bucket bounds how often it is written, as its lifetime is too long for its ticks to do so."""
 
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 
 RULES: dict[Kind, Rule] = {
-    # BEAT's quantum is one second, so that small runs may beat every two and miss a killed node within ten.
+    # BEAT's quantum is one second, so nodes of small runs can beat every two seconds and miss a dead node within ten.
     Kind.MEMBER: Rule(Member, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
     Kind.BEAT: Rule(Beat, slots=1, quantum=1, ttl=2 * _MINUTE, max_bytes=64, is_metered=False),
     Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, is_metered=True),
@@ -249,9 +249,9 @@ RULES: dict[Kind, Rule] = {
     Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.SUSPECTS: Rule(Suspects, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
     Kind.NOTICE: Rule(Notice, slots=4, quantum=10, ttl=7 * _DAY, max_bytes=512, is_metered=True),
-    # Renewed while a move goes on; who dies on the way is in nobody's way for long.
+    # Renewed during a move; after a node that dies during one, the lease soon expires and blocks no other node.
     Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False),
-    # Both are renewed daily while their authors are there.
+    # Both are renewed daily while their authors are online.
     Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True),
     Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True),
     # The last four rounds, which is how long an author keeps their starts.
@@ -264,7 +264,7 @@ PROOF_TTL = 30 * _DAY
 
 
 class Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An entry as it travels."""
+    """An entry in the form in which it is sent."""
 
     author: Key
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
@@ -272,14 +272,14 @@ class Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Two entries of one author for one slot and tick: the author has told two stories. ``id(a) < id(b)``."""
+    """Proof that an author has forked: two of its entries for one slot and tick. ``id(a) < id(b)``."""
 
     a: Signed
     b: Signed
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is signed: kind, slot, tick, and the payload as it was encoded by the author."""
+    """The signed part of an entry: kind, slot, tick, and the payload as it was encoded by the author."""
 
     kind: Annotated[int, msgspec.Meta(ge=0, le=255)]
     index: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -288,7 +288,7 @@ class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Entry(msgspec.Struct, frozen=True, eq=False):
-    """A parsed entry. Whether its signature is good is another question: `Checker.is_genuine`."""
+    """A parsed entry. Its signature is checked separately: `Checker.is_genuine`."""
 
     author: bytes
     kind: Kind
@@ -307,7 +307,7 @@ class Entry(msgspec.Struct, frozen=True, eq=False):
 
 
 def make_entry(kind: Kind, index: int, tick: int, payload: Payload, signed: Signed) -> Entry:
-    """The entry in these bytes, with what follows from its kind."""
+    """Return an entry with the values that follow from its kind."""
     rule = RULES[kind]
     written_at = tick * rule.quantum
     return Entry(
@@ -326,7 +326,7 @@ def make_entry(kind: Kind, index: int, tick: int, payload: Payload, signed: Sign
 
 
 def slot_of(kind: Kind, index: int) -> int:
-    """Kind and index as one number."""
+    """Return kind and index as one number."""
     return kind << 8 | index
 
 
@@ -336,22 +336,22 @@ _payload_decoders = {kind: msgspec.msgpack.Decoder(rule.payload).decode for kind
 
 
 def entry_id(author: bytes, body: bytes) -> bytes:
-    """16 bytes; the signature is left out, so that nobody but the author can make a second one."""
+    """Return an entry's id, 16 bytes; the signature is left out, so that only the author can make a second id."""
     return hashlib.sha256(author + body).digest()[:ID_BYTES]
 
 
 def encode_body(kind: Kind, index: int, tick: int, payload: Payload) -> bytes:
-    """The bytes that an author signs."""
+    """Encode the bytes that an author signs."""
     return _encoder.encode(Body(kind, index, tick, msgspec.Raw(_encoder.encode(payload))))
 
 
 def payload_size(payload: Payload) -> int:
-    """Bytes of an encoded payload, which `Rule.max_bytes` bounds."""
+    """Return the bytes of an encoded payload, which `Rule.max_bytes` bounds."""
     return len(_encoder.encode(payload))
 
 
 def fit_member(member: Member) -> Member:
-    """The same with as many of its first addresses as its kind's bytes hold."""
+    """Return the member with as many of its first addresses as fit in its kind's bytes."""
     while payload_size(member) > RULES[Kind.MEMBER].max_bytes and member.addresses:
         member = msgspec.structs.replace(member, addresses=member.addresses[:-1])
     return member
@@ -362,15 +362,15 @@ def _refuse(problem: str, cause: Exception | None = None) -> NoReturn:
 
 
 class Checker:
-    """Whether an item is valid in one run: a pure function of the item's bytes."""
+    """A check that an item is valid in one run: a pure function of the item's bytes."""
 
     def __init__(self, run_id: bytes, creator: bytes) -> None:
-        """``creator``: the public key whose word a NOTICE must be."""
+        """``creator``: the public key that must sign a NOTICE or a REVOCATION."""
         self.run_id = run_id
         self.creator = creator
 
     def parse(self, signed: Signed) -> Entry:
-        """Check everything but the signature; `RemoteProtocolError` says what is wrong."""
+        """Check everything but the signature; raise `RemoteProtocolError` with the problem."""
         author, raw = signed.author, signed.body
         if len(author) != PUBLIC_KEY_BYTES or len(raw) > MAX_BODY_BYTES or len(signed.signature) != SIGNATURE_BYTES:
             _refuse("a field's length")
@@ -390,19 +390,19 @@ class Checker:
         return make_entry(kind, body.index, body.tick, payload, signed)
 
     def is_genuine(self, entry: Entry) -> bool:
-        """Whether the author signed it for this run."""
+        """Return whether the author signed it for this run."""
         signed = entry.signed
         return is_signed_by(signed.author, signed.signature, DOMAIN, self.run_id, signed.body)
 
     def check(self, signed: Signed) -> Entry:
-        """The entry, if it is valid in every way; else `RemoteProtocolError`."""
+        """Return the entry if it is valid, signature included; otherwise raise `RemoteProtocolError`."""
         entry = self.parse(signed)
         if not self.is_genuine(entry):
             _refuse("its signature")
         return entry
 
     def check_proof(self, proof: Proof) -> tuple[Entry, Entry]:
-        """Both entries of a valid proof; else `RemoteProtocolError`."""
+        """Return both entries of a valid proof; otherwise raise `RemoteProtocolError`."""
         a, b = self.parse(proof.a), self.parse(proof.b)
         if (a.author, a.slot, a.tick) != (b.author, b.slot, b.tick) or a.id >= b.id:
             _refuse("a proof of nothing")
@@ -413,17 +413,17 @@ class Checker:
 
 MAX_DELTA_BYTES = 64 * 1024
 MAX_DELTA_ITEMS = 1_024
-"""More than 64 KB of the smallest entries can hold."""
+"""More than the smallest entries that fit in 64 KB."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Entries and proofs on their way."""
+    """Entries and proofs sent together."""
 
     entries: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=MAX_DELTA_ITEMS)] = ()
     proofs: Annotated[tuple[Proof, ...], msgspec.Meta(max_length=MAX_DELTA_ITEMS)] = ()
 
     def encode(self) -> bytes:
-        """At most `MAX_DELTA_BYTES` if it comes from `deltas_of`."""
+        """Encode the delta: at most `MAX_DELTA_BYTES` if it comes from `deltas_of`."""
         return _encoder.encode(self)
 
 
@@ -432,7 +432,7 @@ _DELTA_OVERHEAD = 16
 
 
 def decode_delta(raw: bytes) -> Delta:
-    """Parse what a peer pushed; `RemoteProtocolError` if it is too long or malformed. Nothing in it is checked yet."""
+    """Parse a peer's delta, without checking its items; raise `RemoteProtocolError` if it is too long or malformed."""
     if len(raw) > MAX_DELTA_BYTES:
         raise RemoteProtocolError(f"a delta of {len(raw)} bytes")
     try:
@@ -442,7 +442,7 @@ def decode_delta(raw: bytes) -> Delta:
 
 
 def _wire_bytes(item: Signed | Proof) -> int:
-    """An upper bound of its encoded size: the three lengths of an entry and its array take at most 8 bytes."""
+    """Return an upper bound of an item's encoded size: an entry's three lengths and its array take at most 8 bytes."""
     if isinstance(item, Proof):
         return _wire_bytes(item.a) + _wire_bytes(item.b) + 1
     return len(item.body) + PUBLIC_KEY_BYTES + SIGNATURE_BYTES + 8
@@ -452,7 +452,7 @@ _Item = TypeVar("_Item")
 
 
 def packed(items: Iterable[_Item], cost_of: Callable[[_Item], int], max_bytes: int) -> Iterator[tuple[_Item, ...]]:
-    """The items in their order, as many together as their costs in bytes allow."""
+    """Yield the items in their order, in groups that cost at most ``max_bytes`` each (or have a single item)."""
     pack: list[_Item] = []
     size = 0
     for item in items:
@@ -467,7 +467,7 @@ def packed(items: Iterable[_Item], cost_of: Callable[[_Item], int], max_bytes: i
 
 
 def deltas_of(entries: Iterable[Signed], proofs: Iterable[Proof] = (), max_bytes: int = MAX_DELTA_BYTES) -> list[Delta]:
-    """Pack into as few deltas as hold them, each of at most ``max_bytes``; proofs come first."""
+    """Pack entries and proofs into as few deltas as possible, each of at most ``max_bytes``; proofs come first."""
     items: list[Signed | Proof] = [*proofs, *entries]
     return [
         Delta(tuple(i for i in pack if isinstance(i, Signed)), tuple(i for i in pack if isinstance(i, Proof)))

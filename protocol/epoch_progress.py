@@ -1,4 +1,4 @@
-"""How far the epochs of a run are, by what its authors say together."""
+"""Progress of a run's epochs, from the entries of its authors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from .entries import Entry, Kind, Lease
 from .slices import part_mask, said_by
 from .state import RunState
 
-# Authors that must say that a section is done, to a visitor; half of them in runs of fewer.
+# Authors that must report a section as done before a visitor believes it; half of the authors in smaller runs.
 MAX_WITNESSES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EpochProgress:
-    """How far a run's epochs are."""
+    """The progress of a run's epochs."""
 
     corpus: bytes
     epoch: int
     done: int
-    """The sections of this epoch that are done."""
+    """The sections of this epoch that are done, a bit for each."""
 
 
 def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | None:
-    """How far the run is, by what those of its live members say who have the text that most have; None if nobody does.
+    """Return the run's progress as reported by the live members with the most common text; None if no member reports.
 
-    What was done of late, for which the members had no need to tell all that is done, is missing.
+    Sections done recently are missing, since members announce done sections at intervals.
     """
     said = {author: lease for author in live if (lease := state.payload(author, Lease)) is not None}
     if not said:
@@ -41,7 +41,7 @@ def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | No
 
 
 def _told(entries: Iterable[Entry], corpus: bytes, epoch: int) -> int:
-    """The sections that an author's entries say to be done."""
+    """Return the sections that an author's entries report as done, a bit for each."""
     told = 0
     for entry in entries:
         if entry.kind is Kind.LEASE and entry.index:
@@ -52,6 +52,6 @@ def _told(entries: Iterable[Entry], corpus: bytes, epoch: int) -> int:
 
 
 def median_epoch(said: Iterable[Lease]) -> int | None:
-    """Returns where the run is, by what its live members say, the lower one of two; None if nobody says anything."""
+    """Return the run's epoch as its live members report it, the lower one of two; None if no member reports one."""
     epochs = [lease.epoch for lease in said]
     return int(statistics.median_low(epochs)) if epochs else None

@@ -1,9 +1,9 @@
-"""Which epoch a node is in, by what the others say.
+"""Vote on the epoch that a node is in.
 
-Most of the members whose word counts decide (`farandole.protocol.lease_claims`), and never move a node back: a liar is
-outvoted by those with whom there have been exchanges. A newcomer that has met no peer begins where the live say that
-the run is, and does not take that for certain: the first majority corrects it, backwards as well. That all epochs are
-over, which ends its training, it believes only if all say so.
+The majority of the members whose claims count decides (`farandole.protocol.lease_claims`), and never moves a node back:
+a liar is outvoted by the members with which there have been exchanges. A newcomer that has met no peer starts at the
+epoch that the live members report, as a guess: the first majority corrects it, backwards as well. It believes that all
+epochs are over, which ends its training, only if all members say so.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .lease_claims import Standing
 
 
 class EpochVote:
-    """One node's view of it."""
+    """One node's view of the current epoch."""
 
     def __init__(self) -> None:
         self.is_new = True
-        """Whether the node knows nothing of the epochs by itself."""
-        self._is_guess = False  # the epoch is what the live say
+        """Whether the node has no knowledge of its own about the epochs."""
+        self._is_guess = False  # the epoch comes from the live members' claims
 
     def decide(self, own: int, said: Mapping[bytes, int], standing: Standing, num_epochs: int) -> int:
-        """The epoch to be in; ``num_epochs`` when all are over. ``said``: of others, live or not."""
+        """Return the epoch to be in; ``num_epochs`` if all are over. ``said``: epochs of others, live or not."""
         if standing.has_quorum:
             votes = [said[author] for author in standing.voters if author in said]
             if not votes:

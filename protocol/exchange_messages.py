@@ -18,7 +18,7 @@ from .wire import MessageDecoder
 EXCHANGE_VERSION = 5
 # An offer has about 160 bytes; an abort's reason at most 256 characters.
 MAX_CONTROL_BYTES = 1_280
-# 512 layers of the widest model in fp32 are below this; checked against the own size before anything else.
+# 512 layers of the widest model in fp32 take less; compared with the node's own size before anything else.
 MAX_CONTRIBUTION_BYTES = 2**44
 
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -26,16 +26,16 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CONTRIBUTION_BYTES)]
 MAX_REASON_CHARS: Final = 256
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[\x20-\x7e]*\Z")]
-"""People's terminals show it: no control characters."""
+"""Shown on terminals: no control characters."""
 
 
 def reason_of(text: str) -> str:
-    """What of a text may be said as a `Reason`."""
+    """Return a text as a `Reason`: cut to its length, with ``?`` for other characters."""
     return re.sub(r"[^\x20-\x7e]", "?", text[:MAX_REASON_CHARS])
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=1):
-    """What the sender is about to send. All but the last three fields must equal the receiver's own offer."""
+    """The contribution that the sender offers. All but the last three fields must equal the receiver's own offer."""
 
     version: Annotated[int, msgspec.Meta(ge=1, le=255)] = EXCHANGE_VERSION
     run_id: _Digest
@@ -46,12 +46,12 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     codec: Codec
     size: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTRIBUTION_BYTES)]
     """Bytes of the contribution; follows from layout and codec."""
-    # From here on the sender's own.
+    # The next fields are the sender's own.
     round: _Count
     tokens: _Count
     """Tokens that the contribution was trained on: its weight in the mean."""
     seconds_left: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
-    """Until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
+    """Time until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
@@ -59,7 +59,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """The initiator's decision, which implies its own verdict: both use what they have."""
+    """The initiator's decision, which implies its own acceptance: both use the contribution that they have received."""
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
@@ -67,7 +67,7 @@ class Committed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
-    """Nobody uses anything: refused by the screening, out of time, or not expected."""
+    """Neither side uses a contribution: refused by the screening, out of time, or not expected."""
 
     reason: Reason
 
@@ -79,7 +79,7 @@ _decode = MessageDecoder[Control](Control, "a message of an exchange")
 
 
 def decode_control(payload: bytes) -> Control:
-    """The message in these bytes; `RemoteProtocolError` if there is none."""
+    """Decode a message; raise `RemoteProtocolError` if it is none."""
     message = _decode(payload)
     if isinstance(message, Offer) and not math.isfinite(message.seconds_left):  # NaN passes every bound
         raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
@@ -87,7 +87,7 @@ def decode_control(payload: bytes) -> Control:
 
 
 def peek_offer(data: bytes | bytearray) -> Offer | None:
-    """The offer with which a stream begins, or None until more of it is there.
+    """Return the offer with which a stream begins, or None until more bytes arrive.
 
     A responder learns from it which session the stream belongs to; the same bytes then go into its `Exchange`.
     """

@@ -1,7 +1,7 @@
-"""How far each of two partners is in an exchange, and what it may send when: a table.
+"""The steps of two partners in an exchange, and the messages allowed in each: a table.
 
-How the contributions move is the pipe's business (`farandole.protocol.pipe_steps` has the table of that). What an
-exchange needs to know of it is one fact for each partner: the other has its contribution, whole and with its hash.
+The pipe decides how the contributions move (`farandole.protocol.pipe_steps` has its table). An exchange needs only one
+fact about that for each partner: the other side has its contribution, whole and with its hash.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .exchange_messages import Aborted, Accepted, Commit, Committed, Control, Of
 
 
 class Step(enum.Enum):
-    """How far one of the two is, in what it has sent."""
+    """The step of one partner, by what it has sent."""
 
     OFFERING = "offering"
     MOVING = "sending its contribution"
@@ -24,7 +24,7 @@ class Step(enum.Enum):
 
 
 class Sent(enum.Enum):
-    """Kinds of messages, as the table needs them."""
+    """Kinds of messages, as the table distinguishes them."""
 
     OFFER = "Offer"
     CONTRIBUTION = "the contribution"  # all of it, as the pipe reports
@@ -41,7 +41,7 @@ _BOTH: dict[Step, dict[Sent, Step]] = {
     Step.COMMITTED: {},
     Step.ABORTED: {},
 }
-# What each role may send when, and where that takes it. After its Accepted a responder cannot back out.
+# Role -> step of the sender -> kind -> its next step. After its Accepted a responder cannot back out.
 TRANSITIONS: dict[Role, dict[Step, dict[Sent, Step]]] = {
     "initiator": _BOTH
     | {
@@ -54,7 +54,7 @@ TRANSITIONS: dict[Role, dict[Step, dict[Sent, Step]]] = {
         Step.ACCEPTED: {Sent.COMMITTED: Step.COMMITTED},
     },
 }
-# Where the other one must be for a message to make sense.
+# Role -> kind -> steps in which the other side must be for the message to be valid.
 REQUIRES: dict[Role, dict[Sent, frozenset[Step]]] = {
     "initiator": {
         Sent.COMMIT: frozenset({Step.ACCEPTED}),
@@ -73,5 +73,5 @@ SENT_OF: dict[type[Control], Sent] = {
     Committed: Sent.COMMITTED,
     Aborted: Sent.ABORTED,
 }
-# Fields of an offer that must be equal in both, or the session is none.
+# Fields of an offer that must be equal in both; otherwise there is no session.
 AGREED_FIELDS = ("version", "run_id", "session", "stage", "layout", "codec", "size")

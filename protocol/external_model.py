@@ -1,8 +1,8 @@
-"""A model that each member trains in a loop of its own (`farandole.training.external`), in a manifest.
+"""A model that each member trains in its own loop (`farandole.training.external`), in a manifest.
 
-Members bring the model, its inner optimizer and its data themselves. The manifest states what must be equal for them to
-exchange anything: the names, shapes and order of the parameters. What else they agree on, such as the batch size and
-where the text comes from, is a *recipe*, known by its hash.
+Members bring the model, its inner optimizer and its data themselves. The manifest states what must be equal for an
+exchange: the names, shapes and order of the parameters. All other agreements, such as the batch size and the source of
+the text, are a *recipe*, known by its hash.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class ExternalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: Annotated[Parameters, msgspec.Meta(min_length=1)]
     """Shapes by name, in the order in which they are sent."""
     recipe: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
-    """SHA-256 of what members agreed on, in their own words; empty: of nothing else."""
+    """SHA-256 of the text of the members' agreements; empty: there are no others."""
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all parameters together."""
+        """The number of elements of all parameters."""
         return sum(map(math.prod, self.parameters.values()))
 
 
 def recipe_hash(recipe: str) -> str:
-    """The hash by which a manifest names a recipe."""
+    """Return the hash by which a manifest names a recipe."""
     return hashlib.sha256(recipe.encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Frames on a stream: a length of four bytes, big-endian, then that many bytes.
+"""Frames on a stream: a length of four bytes, big-endian, then this number of bytes.
 
-The length is compared with the cap before anything is allocated, so a lying length costs its sender the stream and
+The length is compared with the cap before anything is allocated, so a false length costs its sender the stream, and
 this node nothing.
 """
 
@@ -12,7 +12,7 @@ LENGTH_BYTES = 4
 
 
 def frame(payload: bytes, max_bytes: int) -> bytes:
-    """The payload with its length before it; `LocalProtocolError` if the receiver would refuse it as too long."""
+    """Return the payload with its length before it; raise `LocalProtocolError` if it is longer than ``max_bytes``."""
     if len(payload) > max_bytes:
         raise LocalProtocolError(f"a frame of {len(payload)} bytes, the protocol allows {max_bytes}")
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
@@ -21,8 +21,8 @@ def frame(payload: bytes, max_bytes: int) -> bytes:
 class FrameParser:
     """Cuts what arrives, in pieces of any size, into frames of at most ``max_bytes``.
 
-    Keeps at most one unfinished frame and what was received behind it: whoever reads from a stream takes the frames
-    out (`next_frame` until None) before it reads on.
+    Holds at most one unfinished frame and the bytes received behind it: the caller takes all frames out (`next_frame`
+    until None) before it reads more from the stream.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -34,7 +34,7 @@ class FrameParser:
         self._buffer += data
 
     def next_frame(self) -> bytes | None:
-        """The next complete frame, or None until more data comes; `RemoteProtocolError` if it exceeds the cap."""
+        """Return the next complete frame, None until more data comes; raise `RemoteProtocolError` if over the cap."""
         if len(self._buffer) < LENGTH_BYTES:
             return None
         length = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
@@ -48,17 +48,17 @@ class FrameParser:
         return payload
 
     def receive_eof(self) -> None:
-        """The stream has ended; `RemoteProtocolError` if that was inside a frame."""
+        """Note the end of the stream; raise `RemoteProtocolError` if it ends inside a frame."""
         if self._buffer:
             raise RemoteProtocolError(f"the stream ended {len(self._buffer)} bytes into a frame")
 
     @property
     def buffered(self) -> int:
-        """Bytes received that belong to no frame returned so far."""
+        """Return the number of received bytes that belong to no frame returned yet."""
         return len(self._buffer)
 
     def take_rest(self) -> bytes:
-        """What was received behind the frames returned so far, for a protocol that goes on with bare bytes."""
+        """Remove and return the bytes behind the returned frames, for a protocol that goes on with bare bytes."""
         rest = bytes(self._buffer)
         self._buffer.clear()
         return rest

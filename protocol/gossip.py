@@ -1,7 +1,7 @@
-"""How one node keeps its run state equal to everybody's: push, anti-entropy and heartbeats together, without I/O.
+"""Keeps one node's run state equal to that held by all peers: push, anti-entropy and heartbeats, without I/O.
 
-The trio driver (`node/state/gossip.py`) and the simulator (`testnet/simulate_state.py`) both drive this one value.
-It is told what arrives and what time it is, by both clocks: ``unix`` for the entries, ``now`` (monotonic) for all else.
+The trio driver (`node/state/gossip.py`) and the simulator (`testnet/simulate_state.py`) both drive a `Gossip`.
+Its methods take what arrives and the time by two clocks: ``unix`` for the entries, ``now`` (monotonic) for the rest.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .state import MergeReport, RunState
 from .token_bucket import PeerMeters
 
 MAX_FORWARDED = 64
-"""Of what a session of anti-entropy brought, this much is pushed on; more means that this node was away, not they."""
+"""Most items of an anti-entropy session that are pushed on. More means that this node was away, not its neighbours."""
 FAULT_BURST = 8
 FAULT_RATE = 0.1
-"""Invalid items that a peer may send at once, and a second. Honest peers send none; a flooder is cut off here."""
+"""Invalid items that a peer may send at once, and per second. Honest peers send none; a flooder is cut off here."""
 AVOID_SECONDS = 30.0
-"""How long a peer that could not be reached is not asked again. Whether it is dead is not judged here."""
+"""Seconds without another attempt at a peer that could not be reached. Whether it is dead is not judged here."""
 SYNC_PERIOD = 10.0
 FIRST_SYNC_PERIOD = 1.0
 """A newcomer syncs after 1, 2, 4, 8 seconds, then every ten: its neighbours may be as new as it is."""
 ENOUGH_CANDIDATES = 2 * NUM_CHOSEN
 SLICE_ITEMS = 64
-"""Merged at a time, 7 ms of verification; a driver lets others run in between."""
+"""Items merged at a time, 7 ms of verification; a driver lets other tasks run in between."""
 
 
 class Gossip:
@@ -61,12 +61,12 @@ class Gossip:
         self._avoided: dict[bytes, float] = {}  # peer -> until when
 
     def publish(self, entry: Entry, unix: float) -> None:
-        """An entry that this node has written."""
+        """Merge an entry that this node has written, and queue it for the push."""
         report = self.state.merge(Delta((entry.signed,)), unix)
         self.push.queue([entry.signed for entry in report.new], report.proofs, None)
 
     def receive_push(self, peer: bytes, payload: bytes, unix: float, now: float) -> MergeReport:
-        """A batch arrived. Raises `RemoteProtocolError` if the peer sent rubbish, `FloodError` if it sends too much."""
+        """Take in a batch. Raises `RemoteProtocolError` if it is malformed, `FloodError` if the peer sends too much."""
         self.inbound.count_bytes(peer, len(payload), now)
         batch = decode_batch(payload)
         self.inbound.count_items(peer, len(batch.delta.entries) + len(batch.delta.proofs), now)
@@ -78,10 +78,10 @@ class Gossip:
     def merge(
         self, delta: Delta, peer: bytes, unix: float, now: float, forward: bool = True, *, is_asked: bool = False
     ) -> MergeReport:
-        """Take in what a peer sent; what is new goes on to the neighbours, if ``forward``.
+        """Take in what a peer sent. What is new is pushed on to the neighbours if ``forward``.
 
-        ``is_asked``: in a session that this node began. Raises `RemoteProtocolError` if the peer has sent more invalid
-        items than could be an accident; what was valid is merged nevertheless.
+        ``is_asked``: received in a session that this node began. Raises `RemoteProtocolError` if the peer has sent more
+        invalid items than could be an accident; the valid ones are merged nevertheless.
         """
         meter = self._faults.of(peer, now)
         if meter.available(now) < 1.0:
@@ -110,7 +110,7 @@ class Gossip:
                 self.push.welcome(peer, num_live, now)
 
     def tick(self, unix: float, now: float) -> list[SendBatch]:
-        """To be called every half second: drops what has expired, and says what to push."""
+        """Drop what has expired, and return what to push. Call this every half second."""
         if self.state.expire(unix):
             present = {entry.author for entry in self.state.entries(Kind.BEAT)}
             self.liveness.forget_all_but(present)
@@ -122,11 +122,11 @@ class Gossip:
         return self.liveness.is_live(peer, now) and self.state.is_member(peer)
 
     def candidates(self, now: float) -> list[bytes]:
-        """Peers to talk to: live members, without those that could not be reached of late if enough are left.
+        """Return the peers to talk to: live members, without the recently unreachable ones if enough are left.
 
-        In a run of few they are kept: falling silent towards the only other node would make this one look dead. Peers
-        that were only heard of are never more than those that were reached: else thousands of keys that nothing
-        answers for would come between any two nodes.
+        A small run keeps the unreachable ones: a node that stops talking to the only other one would look dead to it.
+        Peers that were only heard of are never more than the ones that were reached. Otherwise thousands of keys that
+        no peer answers for could separate any two nodes.
         """
         members = [peer for peer in self.liveness.live(now) if self.state.is_member(peer)]
         fine = [peer for peer in members if peer not in self._avoided and not self.liveness.is_suspect(peer)]
@@ -138,16 +138,16 @@ class Gossip:
         return fine if len(fine) >= ENOUGH_CANDIDATES else members
 
     def choose_partner(self, now: float) -> bytes | None:
-        """Whom to sync with next; None: nobody who lives is known."""
+        """Choose the peer to sync with next; None if no live member is known."""
         candidates = self.candidates(now)
         return self._rng.choice(candidates) if candidates else None
 
     def choose_silent(self, now: float) -> bytes | None:
-        """A silent member to try beside the partner, heartbeats included; often None.
+        """Choose a silent member to try in addition to the partner, heartbeats included; often None.
 
-        This is how two halves of a network find together again. The chance is such that all nodes in unison try each
-        silent member about once a period: it costs each a failed dial a period at most, and finds a healed partition
-        within a second or two.
+        This is how two halves of a network rejoin. The chance is such that all nodes together try each silent member
+        about once a period. It costs each node at most one failed dial a period, and finds a healed partition within a
+        second or two.
         """
         live = self.liveness.live(now)
         silent = sorted(self.state.members().keys() - set(live) - {self.author} - self._avoided.keys())
@@ -156,22 +156,22 @@ class Gossip:
         return self._rng.choice(silent)
 
     def open_session(self, unix: float, *, is_initiator: bool, with_beats: bool = False) -> Session:
-        """A session of anti-entropy; what it receives goes to `merge`."""
+        """Open a session of anti-entropy. Pass what it receives to `merge`."""
         return Session(self.state, self._rng, unix, is_initiator=is_initiator, with_beats=with_beats)
 
     def reached(self, peer: bytes) -> None:
-        """The peer was heard from directly."""
+        """Note that the peer was heard from directly."""
         self._avoided.pop(peer, None)
         self.liveness.trust(peer)
 
     def unreachable(self, peer: bytes, now: float) -> None:
-        """The peer could not be reached, or broke the protocol: others first, for a while."""
+        """Note that the peer could not be reached or broke the protocol; prefer others for `AVOID_SECONDS`."""
         self._avoided[peer] = now + AVOID_SECONDS
         self.push.drop(peer)
 
 
 def sync_periods() -> Iterator[float]:
-    """Seconds from each sync of a node's life to the next, before jitter."""
+    """Yield the seconds from each sync of a node's life to the next, before jitter."""
     period = FIRST_SYNC_PERIOD
     while True:
         yield period
@@ -179,12 +179,12 @@ def sync_periods() -> Iterator[float]:
 
 
 def slices_of(delta: Delta) -> Iterator[Delta]:
-    """The same in parts of at most `SLICE_ITEMS`."""
+    """Split a delta into parts of at most `SLICE_ITEMS` items."""
     for start in range(0, max(len(delta.entries), len(delta.proofs)), SLICE_ITEMS):
         part = slice(start, start + SLICE_ITEMS)
         yield Delta(delta.entries[part], delta.proofs[part])
 
 
 def is_worth_forwarding(delta: Delta) -> bool:
-    """Whether what a session brought is so little that others may lack it too."""
+    """Return whether a session brought few enough items that other peers may lack them too."""
     return len(delta.entries) + len(delta.proofs) <= MAX_FORWARDED

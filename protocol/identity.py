@@ -1,4 +1,4 @@
-"""Who a node is: one Ed25519 key, which is its libp2p identity and its name as an author of run state.
+"""A node's identity: one Ed25519 key, which is its libp2p identity and its name as an author of run state.
 
 Inside farandole a peer is named by its 32-byte public key; people see the libp2p peer id (libp2p specs, peer-ids.md:
 the base58 of the identity multihash of the protobuf-encoded key), and the two convert both ways without a lookup.
@@ -19,7 +19,7 @@ SIGNATURE_BYTES = 64
 # identity multihash (0x00), its length 36, then protobuf PublicKey{Type: Ed25519 (1), Data: 32 bytes}
 _PEER_ID_PREFIX = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
 
-# Base 58 takes Python 0.1 ms a name, and whoever looks at a run of thousands wants all of them every second.
+# Base 58 takes Python 0.1 ms per name, and a display of a run of thousands of nodes needs all names every second.
 MAX_NAMES_REMEMBERED = 8_192
 
 # The eight points of order 1, 2, 4 or 8 in every encoding that OpenSSL decodes: under them one constant signature
@@ -38,7 +38,7 @@ _SMALL_ORDER_Y = (
 
 
 def _encodings(y: int) -> tuple[bytes, bytes]:
-    """Both signs of the point with this y coordinate, as 32 little-endian bytes."""
+    """Encode both points with this y coordinate, each as 32 little-endian bytes."""
     return y.to_bytes(32, "little"), (y | 1 << 255).to_bytes(32, "little")
 
 
@@ -47,14 +47,14 @@ SMALL_ORDER_KEYS = frozenset(key for y in _SMALL_ORDER_Y for key in _encodings(y
 
 @lru_cache(maxsize=MAX_NAMES_REMEMBERED)
 def peer_id_of(public_key: bytes) -> str:
-    """The libp2p peer id (text, ``12D3KooW...``) of a 32-byte Ed25519 public key."""
+    """Return the libp2p peer id (text, ``12D3KooW...``) of a 32-byte Ed25519 public key."""
     if len(public_key) != PUBLIC_KEY_BYTES:
         raise ValueError(f"an Ed25519 public key has {PUBLIC_KEY_BYTES} bytes, this has {len(public_key)}")
     return base58.b58encode(_PEER_ID_PREFIX + public_key).decode("ascii")
 
 
 def public_key_of(peer_id: str) -> bytes:
-    """The public key inside a peer id's text; `RemoteProtocolError` if it is not the id of an Ed25519 key."""
+    """Return the public key in a peer id's text; raise `RemoteProtocolError` if it is not the id of an Ed25519 key."""
     if len(peer_id) > 64:
         raise RemoteProtocolError("not a peer id: too long")
     try:
@@ -65,39 +65,39 @@ def public_key_of(peer_id: str) -> bytes:
 
 
 def peer_id_bytes(public_key: bytes) -> bytes:
-    """The peer id as libp2p's messages carry it."""
+    """Return the peer id in the form that libp2p's messages use."""
     return _PEER_ID_PREFIX + public_key
 
 
 def public_key_of_bytes(peer_id: bytes) -> bytes:
-    """The public key inside a peer id's bytes; `RemoteProtocolError` if it is not the id of an Ed25519 key."""
+    """Return the public key in a peer id's bytes; raise `RemoteProtocolError` if it is not the id of an Ed25519 key."""
     if len(peer_id) != len(_PEER_ID_PREFIX) + PUBLIC_KEY_BYTES or not peer_id.startswith(_PEER_ID_PREFIX):
         raise RemoteProtocolError(f"not the peer id of an Ed25519 key: {base58.b58encode(peer_id[:64]).decode()!r}")
     return peer_id[len(_PEER_ID_PREFIX) :]
 
 
 def short_name(public_key: bytes) -> str:
-    """The last eight characters of the peer id: what tables and logs show."""
+    """Return the last eight characters of the peer id, as tables and logs show them."""
     return peer_id_of(public_key)[-8:]
 
 
 def framed(domain: bytes, *parts: bytes) -> bytes:
-    """Length-prefixed concatenation, so that no two different sequences give equal bytes (libp2p RFC 0002)."""
+    """Return a length-prefixed concatenation, unique for each sequence of parts (libp2p RFC 0002)."""
     return b"".join(len(part).to_bytes(4, "big") + part for part in (domain, *parts))
 
 
 def public_bytes(key: Ed25519PrivateKey) -> bytes:
-    """The 32-byte public key of a private key."""
+    """Return the 32-byte public key of a private key."""
     return key.public_key().public_bytes_raw()
 
 
 def sign(key: Ed25519PrivateKey, domain: bytes, *parts: bytes) -> bytes:
-    """Sign the framed parts; 64 bytes."""
+    """Sign the framed parts; return 64 bytes."""
     return key.sign(framed(domain, *parts))
 
 
 def is_signed_by(public_key: bytes, signature: bytes, domain: bytes, *parts: bytes) -> bool:
-    """Whether the signature is good for the framed parts and the key is not one of small order."""
+    """Return whether the signature is valid for the framed parts and the key is not of small order."""
     if len(public_key) != PUBLIC_KEY_BYTES or len(signature) != SIGNATURE_BYTES or public_key in SMALL_ORDER_KEYS:
         return False
     try:

@@ -1,9 +1,9 @@
-"""How much valid gossip a peer may send: what no honest peer sends as much of is a fault.
+"""Limits on the valid gossip that a peer may send: more than any honest peer sends is a fault.
 
 An honest peer's worst case sets the bounds. In a run of 1,000 it forwards 33 heartbeats and up to 50 other entries a
-second, in two messages; a link that stalls holds up a minute of that, which then comes at once. Whatever floods in,
-it forwards no more than `farandole.protocol.push.MAX_ITEMS_A_TICK` a tick, so that a flood of others' never makes an
-honest peer a flooder.
+second, in two messages; a link that stalls holds up a minute of that, which then arrives at once. Whatever floods in,
+it forwards at most `farandole.protocol.push.MAX_ITEMS_A_TICK` a tick, so a flood from others never makes an honest peer
+a flooder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .token_bucket import PeerMeters
 
 @dataclass(frozen=True, slots=True)
 class InboundLimit:
-    """What one peer may send at once, and a second."""
+    """A limit on what one peer may send at once (``burst``) and per second (``rate``)."""
 
     what: str
     burst: float
@@ -24,11 +24,11 @@ class InboundLimit:
 
 
 MESSAGES = InboundLimit("messages", burst=512, rate=20)
-"""An honest peer sends a batch a tick, two a second, or 12 where its entries are as long as can be; a stall of a minute
+"""An honest peer sends a batch a tick, two a second, or 12 if its entries have the largest size; a stall of a minute
 holds up 120 of them. A message costs 50 us before its entries are looked at."""
 BYTES = InboundLimit("bytes", burst=4 * 1024 * 1024, rate=256 * 1024)
-"""What an honest peer's queue holds for another (`farandole.node.state.messenger`), and more than the longest entries
-make of `MAX_ITEMS_A_TICK`."""
+"""The burst is what an honest peer queues for another (`farandole.node.state.messenger`). The rate is more than
+`MAX_ITEMS_A_TICK` of the longest entries."""
 ITEMS = InboundLimit("entries", burst=6_000, rate=400)
 """A stall of a minute, 80 a second; and half more than `MAX_ITEMS_A_TICK` allows an honest peer. An entry costs 0.1 ms
 if it is new, so a peer costs 4 % of a core in the long run."""
@@ -41,12 +41,12 @@ class InboundMeter:
         self._meters = {limit: PeerMeters(limit.burst, limit.rate) for limit in (MESSAGES, BYTES, ITEMS)}
 
     def count_bytes(self, peer: bytes, num_bytes: int, now: float, num_messages: int = 1) -> None:
-        """Before anything is parsed; `FloodError` if it is more than an honest peer sends."""
+        """Count bytes before they are parsed. Raises `FloodError` if they are more than an honest peer sends."""
         self._count(MESSAGES, peer, num_messages, now)
         self._count(BYTES, peer, num_bytes, now)
 
     def count_items(self, peer: bytes, num_items: int, now: float) -> None:
-        """Before anything is verified; `FloodError` likewise."""
+        """Count items before they are verified. Raises `FloodError` as `count_bytes` does."""
         self._count(ITEMS, peer, num_items, now)
 
     def _count(self, limit: InboundLimit, peer: bytes, count: int, now: float) -> None:

@@ -1,13 +1,13 @@
-"""For which inner step a node begins a microbatch, when the step is taken, and when the round is over.
+"""Schedule of inner steps: the step that a microbatch is for, when a step is taken, and when the round is over.
 
-Each node takes inner steps on its own: when it has begun its quota of microbatches, it begins no more until all of
-those have come to their end, and steps. So a microbatch meets the same weights there and back.
+Each node takes inner steps on its own. When it has begun its quota of microbatches, it begins no more until all of them
+have ended, and then steps. So a microbatch meets the same weights in its forward and backward pass.
 
-**Overlap.** Waiting for the last ones leaves a node idle for as long as a microbatch is under way, in every step. With
-``overlap`` the *following* step's microbatches are begun meanwhile, with the weights of before, which the trainer keeps
-for their way back: their gradients are one step late (as all are in PipeDream-2BW, arXiv 2006.09503, section 3.1). A
-round that is followed by the next at once ends with the step that is under way, and what has been begun for the
-following one stays.
+**Overlap.** Waiting for the last microbatches leaves a node idle in every step, for as long as a microbatch takes. With
+``overlap`` the node begins the *following* step's microbatches while it waits, with the weights from before the step,
+which the trainer keeps for their backward passes. Their gradients are one step late (as all are in PipeDream-2BW, arXiv
+2006.09503, section 3.1). A round that the next one follows at once ends with the step that is under way, and keeps what
+was begun for the following step.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from typing import Literal
 
 from .pipeline_events import PipelineSettings, RoundBegan
 
-# A round's last microbatches have this long to come to their end; half of it, to come here. Where the next round's are
-# begun meanwhile, they have twice as long as any of late has taken, if that is more.
+# Time for a round's last microbatches to end; half of it for them to arrive here. Where the next round's microbatches
+# begin during this time, the limit is twice the duration of the slowest recent one, if that is more.
 DRAIN_SECONDS = 5.0
-# How many of the last arrivals tell how old microbatches are when they come, and of the last ends how long they take.
+# Number of recent arrivals that show the age of arriving microbatches, and of recent ends that show their duration.
 NUM_AGES = 32
 
 Move = Literal["step", "drained", "next"]
-"""Take the inner step; the round is over; or nothing came of this step, and the next one is begun."""
+"""``step``: take the inner step. ``drained``: the round is over. ``next``: this step kept nothing, so skip it."""
 
 
 @dataclass(slots=True, eq=False)
 class InnerStep:
-    """What has been done for one inner step."""
+    """Counts of the microbatches of one inner step."""
 
     num_begun: int = 0
     num_open: int = 0
-    """Of these, how many the trainer still holds something of."""
+    """Begun microbatches of which the trainer still holds something."""
     num_kept: int = 0
     until: float = math.inf
-    """From when on no more are begun for it."""
+    """Time from which no more are begun for it."""
 
 
 class Schedule:
-    """See above. ``quota``: of microbatches in an inner step now; ``num_coming``: that have not begun here yet."""
+    """One node's schedule. ``quota``: microbatches of an inner step now; ``num_coming``: coming, not yet begun here."""
 
     def __init__(self, settings: PipelineSettings, *, quota: Callable[[], int], num_coming: Callable[[], int]) -> None:
         self.round = 0
         self.is_open = False
-        """Between the beginning of a round and the word that it is drained."""
+        """True from the beginning of a round until it is drained."""
         self.current, self.following = InnerStep(), InnerStep()
         self.drain_until = math.inf
-        """When those that are under way are dropped, at the end of a round."""
+        """Time at which microbatches under way are dropped, at the end of a round."""
         self._settings = settings
         self._quota = quota
         self._num_coming = num_coming
@@ -67,13 +67,13 @@ class Schedule:
     # Rounds
 
     def begin_round(self, event: RoundBegan) -> None:
-        """Microbatches may be begun."""
+        """Begin a round: microbatches may be begun."""
         self.round, self.is_open, self._is_ending = event.round, True, False
         self._steps_left, self._is_followed = event.max_steps or math.inf, event.is_followed and self._settings.overlap
         self._begin_until = math.inf
 
     def end_round(self, now: float) -> None:
-        """The round's time is up, or its steps are taken."""
+        """End the round: its time is up, or its steps are taken."""
         if self.is_open and not self._is_ending:
             self._is_ending = True
             drain = DRAIN_SECONDS
@@ -84,17 +84,18 @@ class Schedule:
             self.drain_until = now + drain
 
     def is_draining_over(self, now: float) -> bool:
-        """Whether what is under way for this round has had its time."""
+        """Return whether the time for this round's microbatches under way is up."""
         return now >= self.drain_until and not self._is_stepping
 
     def is_of_round(self, inner_step: InnerStep | None) -> bool:
-        """Whether the round does not end before this step is taken."""
+        """Return whether ``inner_step`` is taken before the round ends."""
         return inner_step is self.current or not self._is_followed
 
     def _is_over(self, now: float) -> bool:
-        """Whether no more are begun for this round's steps.
+        """Return whether no more microbatches are begun for this round's steps.
 
-        At origins at once, later when what they have begun has come; at all if it may as well be of the next round.
+        In an ending round, an origin stops at once. A later stage stops when the microbatches that origins have begun
+        have arrived. If the next round follows at once, every stage stops: later microbatches may be for that round.
         """
         if not self._is_ending or self._is_followed or now >= self._begin_until:
             return self._is_ending
@@ -102,17 +103,17 @@ class Schedule:
 
     @property
     def _quiet_at(self) -> float:
-        """When all that is on its way should have come: twice as long as any of late has taken, after the last one."""
+        """Time by which all microbatches should have arrived: twice the largest recent age after the last arrival."""
         return self._arrived_at + 2 * max(self._ages, default=0.0)
 
     # Microbatches
 
     def may_begin(self, now: float) -> bool:
-        """Whether a microbatch may be begun."""
+        """Return whether a microbatch may be begun."""
         return self._begins_for(now) is not None
 
     def begin(self, now: float) -> InnerStep:
-        """One is begun: the inner step that it is for. `may_begin` has been asked before."""
+        """Begin a microbatch, and return the inner step that it is for. Call `may_begin` first."""
         inner_step = self._begins_for(now)
         assert inner_step is not None, "it was asked before"
         inner_step.num_begun += 1
@@ -121,12 +122,12 @@ class Schedule:
         return inner_step
 
     def note_arrival(self, age: float, now: float) -> None:
-        """A microbatch begins to come, ``age`` seconds after it was drawn."""
+        """Note that a microbatch begins to arrive, ``age`` seconds after it was drawn."""
         self._ages.append(age)
         self._arrived_at = now
 
     def note_end(self, seconds: float) -> None:
-        """One that was begun here so long ago is kept."""
+        """Note that a microbatch is kept, ``seconds`` after it was begun here."""
         self._durations.append(seconds)
 
     def _begins_for(self, now: float) -> InnerStep | None:
@@ -144,7 +145,7 @@ class Schedule:
     # Steps
 
     def move_on(self, now: float) -> Move | None:
-        """What is due when nothing for the current step is under way any more; None if nothing is."""
+        """Make the move that is due when the current step has nothing under way, and return it; None if none is due."""
         if not self.is_open or self._is_stepping or self.current.num_open or self._begins_for(now) is self.current:
             return None
         if self.current.num_kept:
@@ -165,7 +166,7 @@ class Schedule:
         return None
 
     def stepped(self, now: float) -> bool:
-        """The step is taken; whether the round is over by that."""
+        """Note that the step is taken, and return whether that ends the round."""
         self._is_stepping = False
         is_over = self._is_over(now) and self._is_followed
         if is_over:
@@ -181,5 +182,5 @@ class Schedule:
 
     @property
     def deadlines(self) -> list[float]:
-        """When something may be due."""
+        """Times at which a move may be due."""
         return [self._begin_until, self._quiet_at, self.drain_until, self.current.until, self.following.until]

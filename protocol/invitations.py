@@ -28,17 +28,17 @@ from .errors import RemoteProtocolError
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
 from .wire import MessageDecoder, encode
 
-# The longest, of a member who was invited by another than the creator, has 449 bytes: it fits into an entry.
+# The longest admission, of a member that another member invited, has 449 bytes: it fits into an entry.
 MAX_ADMISSION_BYTES: Final = 480
 MAX_SEATS: Final = 1_024
-"""Of one invitation, and of a sponsor: the members that one person may bring in."""
+"""Most seats of one invitation, and of a sponsor: the members that one person may bring in."""
 CREATOR_SEATS: Final = 2**31
 """The creator numbers the seats of all its invitations from 0 on."""
 SECRET_BYTES: Final = 32
 # A pass has 112 bytes at most.
 MAX_PASS_BYTES: Final = 128
 MAX_VISITORS: Final = 4
-"""Of one member, the newest: more than a person runs commands at a time."""
+"""Visitors kept per member, the newest ones: more commands than a person runs at a time."""
 _INVITATION_DOMAIN: Final = b"farandole/invitation/1"
 _PASS_DOMAIN: Final = b"farandole/visitor-pass/1"
 _ADMISSION_DOMAIN: Final = b"farandole/admission/1"
@@ -61,7 +61,7 @@ class RevokedError(InvitationError):
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an issuer signs: the creator, or a member whom the creator lets invite."""
+    """The part that an issuer signs. The issuer is the creator, or a member that the creator lets invite."""
 
     bearer: _Key
     """The public half of the key that is in the invite."""
@@ -70,7 +70,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     expires_at: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
     """Unix seconds."""
     quota: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEATS)]
-    """Seats that each who is admitted may give to others."""
+    """Seats that each admitted member may give to others."""
     signature: _Signature = bytes(SIGNATURE_BYTES)
 
 
@@ -81,18 +81,18 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     seat: _Seat
     invitation: Invitation
     sponsor: Admission | None
-    """Of the invitation's issuer; None: the creator issued it."""
+    """The admission of the invitation's issuer; None: the creator issued it."""
     signature: _Signature = bytes(SIGNATURE_BYTES)
 
     @property
     def keys(self) -> frozenset[bytes]:
-        """What may be revoked to end this membership: the member, the invitation's bearer, and its sponsor's."""
+        """Keys that end this membership when revoked: the member's, the bearer's, and the ones of its sponsor."""
         sponsors = self.sponsor.keys if self.sponsor is not None else frozenset()
         return frozenset((self.member, self.invitation.bearer)) | sponsors
 
 
 class InviteSecret(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an invite to a run of invited members holds."""
+    """The content of an invite to a run of invited members."""
 
     secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
     """The private half of the bearer key."""
@@ -101,22 +101,22 @@ class InviteSecret(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     @classmethod
     def decode(cls, raw: bytes) -> InviteSecret:
-        """From an invite. Raises `RemoteProtocolError` if it is none."""
+        """Decode the bytes of an invite. Raises `RemoteProtocolError` if they are not an `InviteSecret`."""
         return _decode_secret(raw)
 
     def encode(self) -> bytes:
-        """For an invite."""
+        """Encode for an invite."""
         return encode(self)
 
     def admit(self, run_id: bytes, member: bytes, seat: int) -> Admission:
-        """An admission of a member to one of the invitation's seats."""
+        """Sign an admission of ``member`` to one of the invitation's seats."""
         key = Ed25519PrivateKey.from_private_bytes(self.secret)
         signature = sign(key, _ADMISSION_DOMAIN, run_id, member, encode(seat), self.invitation.bearer)
         return Admission(member, seat, self.invitation, self.sponsor, signature)
 
 
 class VisitorPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A member's word that another key, which it made, may look into the run."""
+    """A member's signed permission for another key, which it made, to look into the run."""
 
     member: _Key
     expires_at: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -130,20 +130,20 @@ _decode_secret: Final = MessageDecoder[InviteSecret](InviteSecret, "what an invi
 
 
 def decode_admission(raw: bytes) -> Admission:
-    """An admission as it travels. Nothing in it is checked yet; `RemoteProtocolError` if it is none."""
+    """Decode an admission without checking it. Raises `RemoteProtocolError` if it is malformed."""
     if len(raw) > MAX_ADMISSION_BYTES:
         raise RemoteProtocolError(f"an admission has at most {MAX_ADMISSION_BYTES} bytes, this has {len(raw)}")
     return _decode_admission(raw)
 
 
 def sign_pass(member: Ed25519PrivateKey, run_id: bytes, visitor: bytes, expires_at: int) -> VisitorPass:
-    """Let a visitor's key look into a run as long as the member may."""
+    """Sign a pass that lets a visitor's key look into a run as long as the member may."""
     signature = sign(member, _PASS_DOMAIN, run_id, visitor, encode(expires_at))
     return VisitorPass(public_bytes(member), expires_at, signature)
 
 
 def decode_pass(raw: bytes) -> VisitorPass:
-    """A pass as it travels. Nothing in it is checked yet; `RemoteProtocolError` if it is none."""
+    """Decode a visitor's pass without checking it. Raises `RemoteProtocolError` if it is malformed."""
     if len(raw) > MAX_PASS_BYTES:
         raise RemoteProtocolError(f"a visitor's pass has at most {MAX_PASS_BYTES} bytes, this has {len(raw)}")
     return _decode_pass(raw)
@@ -170,7 +170,7 @@ def invite_members(
 
 
 def check_admission(admission: Admission, run_id: bytes, creator: bytes) -> None:
-    """Raise `InvitationError` unless an admission is good for this run, at some time."""
+    """Raise `InvitationError` unless an admission is valid for this run, at some time."""
     invitation, sponsor = admission.invitation, admission.sponsor
     seats = range(invitation.first_seat, invitation.first_seat + invitation.num_seats)
     if sponsor is not None:
@@ -207,11 +207,11 @@ class Roster:
         """Visitor -> the member that let it in."""
 
     def admits(self, key: bytes) -> bool:
-        """Whether a key is a member's now, or a visitor's of one."""
+        """Return whether a key belongs to a member now, or to a member's visitor."""
         return self.is_member(key) or self.is_member(self._visitors.get(key, b""))
 
     def is_member(self, key: bytes) -> bool:
-        """Whether a key is a member's now."""
+        """Return whether a key belongs to a member now."""
         if key == self._creator:
             return True
         if self._listed is not None:
@@ -219,18 +219,18 @@ class Roster:
         return key in self._admissions and not self._admissions[key].keys & self._revoked
 
     def admission_of(self, key: bytes) -> Admission | None:
-        """A member's admission; None for the creator, for listed members and for other keys."""
+        """Return a member's admission; None for the creator, for listed members and for other keys."""
         return self._admissions.get(key) if self.is_member(key) else None
 
     def sponsor_of(self, key: bytes) -> bytes | None:
-        """Who invited a member; None if that is not known."""
+        """Return the key of the node that invited a member; None if it is not known."""
         admission = self.admission_of(key)
         if admission is None:
             return None
         return self._creator if admission.sponsor is None else admission.sponsor.member
 
     def check(self, admission: Admission) -> None:
-        """Raise `InvitationError` unless an admission is good for this run, at some time."""
+        """Raise `InvitationError` unless an admission is valid for this run, at some time."""
         check_admission(admission, self._run_id, self._creator)
 
     def admit(self, admission: Admission) -> None:
@@ -293,7 +293,7 @@ class Roster:
             self._seats.pop(self._place_of(left), None)
 
     def _rank(self, member: bytes) -> bytes:
-        """Orders two members of one seat, so that all nodes keep the same one whatever they receive first."""
+        """Order two members of one seat, so that all nodes keep the same one whichever they receive first."""
         return hashlib.sha256(self._run_id + member).digest()
 
     def revoke(self, keys: frozenset[bytes]) -> None:

@@ -2,10 +2,10 @@
 
     farandole1 <base32 of msgpack and its CRC-32, lower case>
 
-It names the run by its id, so whoever answers the bootstrap addresses cannot pass off another run. Base32 survives
-every channel (chat, paper, a URL, a phone). A CRC was preferred to a hash as checksum: it detects *every* error that
-spans up to 32 bits, hence each single wrong letter and each swap of neighbours, with certainty; and it is cheap
-enough to try all of them and to say where the slip is. It guards against accidents only; the run id guards the rest.
+It names the run by its id, so the peers at the bootstrap addresses cannot pass off another run. Base32 survives every
+channel (chat, paper, a URL, a phone). The checksum is a CRC, not a hash: a CRC detects *every* error that spans up to
+32 bits, so each single wrong letter and each swap of neighbours, with certainty. It is also cheap enough to try all of
+them and to report where the slip is. It guards against accidents only; the run id guards the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .private_network import NETWORK_KEY_BYTES
 
 PREFIX: Final = "farandole"
 VERSION: Final = "1"
-# Several, because the one bootstrap peer of others is the commonest cause of not joining; 8 still fit in a chat line.
+# Several, because a single bootstrap peer is other projects' commonest join failure; 8 still fit in a chat line.
 MAX_ADDRESSES: Final = 8
 # The longest in use, a relayed address under a DNS name, has about 200.
 MAX_ADDRESS_CHARS: Final = 256
@@ -43,16 +43,16 @@ class InviteError(ManifestError):
 
 
 class Invite(msgspec.Struct, frozen=True):
-    """Where to find a run. Raises `InviteError` when a field is out of bounds."""
+    """A run's id and the addresses to find it at. Raises `InviteError` when a field is out of bounds."""
 
     run_id: bytes
     """32 bytes."""
     addresses: tuple[str, ...] = ()
     """At most 8 multiaddrs to dial first, each ending in ``/p2p/<peer id>``."""
     admission: bytes = b""
-    """What an invited-only run wants to see; opaque here."""
+    """What a run of invited members requires; opaque here."""
     network_key: bytes = b""
-    """Of a private run, 32 bytes (`farandole.protocol.private_network`); empty otherwise."""
+    """Key of a private run, 32 bytes (`farandole.protocol.private_network`); empty otherwise."""
 
     def __post_init__(self) -> None:
         if len(self.run_id) != RUN_ID_BYTES:
@@ -82,10 +82,10 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 def split_address(address: str) -> tuple[str, bytes]:
-    """The transport part and the peer's public key of a multiaddr's text.
+    """Return the transport part and the peer's public key of a multiaddr's text.
 
-    Raises `InviteError` unless it reads ``/.../p2p/<id of an Ed25519 key>``. What the transport part means is for
-    libp2p to say.
+    Raises `InviteError` unless it reads ``/.../p2p/<id of an Ed25519 key>``. Only libp2p checks what the transport part
+    means.
     """
     transport, separator, peer_id = address.rpartition(_P2P)
     if not separator or not transport.startswith("/"):
@@ -109,12 +109,12 @@ def peers_at(addresses: Iterable[str]) -> dict[bytes, list[str]]:
 
 
 def is_invite(text: str) -> bool:
-    """Whether the text means to be an invite (it may still be damaged)."""
+    """Return whether the text is meant as an invite. It may still be damaged."""
     return text.strip().lower().startswith(PREFIX)
 
 
 def encode_invite(invite: Invite) -> str:
-    """The invite as people pass it on."""
+    """Encode an invite as the string that people pass on."""
     split = (split_address(address) for address in invite.addresses)
     bootstrap = tuple(_Bootstrap(peer, transport) for transport, peer in split)
     body = msgspec.msgpack.encode(_Packed(invite.run_id, bootstrap, invite.admission, invite.network_key))
@@ -125,7 +125,7 @@ def encode_invite(invite: Invite) -> str:
 def decode_invite(text: str) -> Invite:
     """Parse what a person pasted or typed: blanks, line breaks and capitals do not matter.
 
-    Raises `InviteError`, which tells a damaged string from one that is no invite or is of another version.
+    Raises `InviteError`, whose message distinguishes a damaged string, one that is no invite, and another version.
     """
     if len(text) > 2 * MAX_INVITE_CHARS:
         raise InviteError(f"an invite has at most {MAX_INVITE_CHARS} characters, this has {len(text)}")
@@ -148,7 +148,7 @@ def decode_invite(text: str) -> Invite:
 
 
 def _unpack(body: bytes) -> Invite:
-    """From bytes whose checksum is right: what is wrong now was wrong when the invite was made."""
+    """Decode bytes whose checksum is right. An error here was in the invite when it was made."""
     try:
         packed = msgspec.msgpack.decode(body, type=_Packed)
         addresses = tuple(f"{entry.transport}{_P2P}{peer_id_of(entry.peer)}" for entry in packed.bootstrap)
@@ -162,7 +162,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _number_of(letters: str) -> int:
-    """The letters as one number, five bits each."""
+    """Read the letters as one number, five bits each."""
     number = 0
     for letter in letters:
         number = number << 5 | _ALPHABET.index(letter)
@@ -170,7 +170,7 @@ def _number_of(letters: str) -> int:
 
 
 def _checked(number: int, num_letters: int) -> bytes | None:
-    """The bytes in front of the checksum, or None if it does not fit them. Only one spelling of an invite is right."""
+    """Return the bytes before the checksum, or None if it does not match. Each invite has only one valid spelling."""
     num_bytes, unused_bits = divmod(5 * num_letters, 8)
     if num_bytes <= _CHECKSUM_BYTES or unused_bits >= 5 or number & ((1 << unused_bits) - 1):
         return None
@@ -180,7 +180,7 @@ def _checked(number: int, num_letters: int) -> bytes | None:
 
 
 def _describe_damage(letters: str) -> str:
-    """Where the slip is, if one swap or one wrong letter explains it; else that there is one."""
+    """Describe where the damage is if one swap or one wrong letter explains it; else only report damage."""
     advice = "copy the whole line again, from the first letter to the last"
     if len(letters) <= _MAX_LOCATED_CHARS:
         number = _number_of(letters)
@@ -191,7 +191,7 @@ def _describe_damage(letters: str) -> str:
 
 
 def _shown(place: int) -> int:
-    """A place after the prefix as people count: from 1, prefix included."""
+    """Return a place after the prefix as people count: from 1, prefix included."""
     return len(PREFIX) + len(VERSION) + place + 1
 
 
@@ -200,13 +200,13 @@ _MAX_LOCATED_CHARS: Final = 1_000
 
 
 def _swaps(letters: str) -> Iterator[tuple[int, int, str]]:
-    """Every swap of neighbours: its place, the bits that it flips, what to call it."""
+    """Yield every swap of neighbours: its place, the bits that it flips, its description."""
     for place, (one, other) in enumerate(itertools.pairwise(letters)):
         difference = _ALPHABET.index(one) ^ _ALPHABET.index(other)
         yield place, (difference << 5 | difference) << 5 * (len(letters) - place - 2), "two letters are swapped"
 
 
 def _wrong_letters(letters: str) -> Iterator[tuple[int, int, str]]:
-    """Every wrong letter, likewise."""
+    """Yield every wrong letter: its place, the bits that it flips, its description."""
     for place, difference in itertools.product(range(len(letters)), range(1, 32)):
         yield place, difference << 5 * (len(letters) - place - 1), "a letter is wrong"

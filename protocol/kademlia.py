@@ -1,10 +1,10 @@
 """Kademlia (Maymounkov and Mazieres 2002; github.com/libp2p/specs, kad-dht), the part that finds providers.
 
-Here is what a node remembers and decides: the routing table, the records of providers that it keeps for others, and the
-course of one lookup. Peers are 32-byte public keys. Distances are between SHA-256 hashes, as the specification has
-them. Everything that peers fill is bounded.
+This module holds what a node remembers and decides: the routing table, the provider records that it keeps for others,
+and the course of one lookup. Peers are 32-byte public keys. Distances are between SHA-256 hashes, as in the
+specification. Everything that peers fill is bounded.
 
-A key has no values here: a run needs providers alone. The protocol prefix is farandole's own, so its nodes neither
+A key has no values here, since a run needs only providers. The protocol prefix is farandole's own, so its nodes neither
 serve nor burden the public DHT of IPFS.
 """
 
@@ -22,10 +22,10 @@ KAD_PROTOCOL: Final = "/farandole/kad/1.0.0"
 BUCKET_SIZE: Final = 20
 # Buckets: the bits of a hash. Almost all peers of any network are in the first twenty.
 NUM_BUCKETS: Final = 256
-# Questions of one lookup that wait for an answer at the same time. The specification's alpha is 3 or 10; more finds its
-# way past peers that are frozen.
+# Queries of one lookup in flight at the same time. The specification's alpha is 3 or 10; a larger one gets past frozen
+# peers.
 PARALLEL_QUERIES: Final = 20
-# Peers that one lookup asks at most: a hostile answer names others without end.
+# Most peers that one lookup asks, since hostile answers can name peers without end.
 MAX_QUERIES: Final = 60
 # Records of providers, kept for others; the oldest make room.
 MAX_RECORDS: Final = 8_192
@@ -36,24 +36,24 @@ RECORD_SECONDS: Final = 3 * REANNOUNCE_INTERVAL
 
 @dataclass(frozen=True)
 class PeerAddresses:
-    """A peer, and where it may be dialled, as somebody says."""
+    """A peer and the addresses to dial it at, as another peer reports them."""
 
     peer: bytes
     addresses: tuple[str, ...] = ()
 
 
 def position_of(key: bytes) -> int:
-    """Where a key, or a peer by the bytes of its id, is in the space of hashes."""
+    """Return the position of a key, or of a peer by the bytes of its id, in the hash space."""
     return int.from_bytes(hashlib.sha256(key).digest(), "big")
 
 
 def position_of_peer(peer: bytes) -> int:
-    """Where a peer is, by its public key."""
+    """Return the position of a peer, by its public key."""
     return position_of(peer_id_bytes(peer))
 
 
 class RoutingTable:
-    """The peers that answered, of each distance a bucketful. Those that were there first stay, as Kademlia has it."""
+    """The peers that answered, one bucket for each distance. The earliest in a bucket stay, as in Kademlia."""
 
     def __init__(self, own: bytes) -> None:
         """``own``: this node's public key."""
@@ -64,7 +64,7 @@ class RoutingTable:
         return sum(map(len, self._buckets.values()))
 
     def add(self, peer: bytes) -> None:
-        """A peer has answered. Where its bucket is full it is not kept."""
+        """Add a peer that has answered, unless its bucket is full."""
         position = position_of_peer(peer)
         distance = position ^ self._own
         if distance:
@@ -73,18 +73,18 @@ class RoutingTable:
                 bucket[peer] = position
 
     def remove(self, peer: bytes) -> None:
-        """A peer has not answered."""
+        """Remove a peer that has not answered."""
         for bucket in self._buckets.values():
             bucket.pop(peer, None)
 
     def closest(self, target: int, count: int = BUCKET_SIZE) -> list[bytes]:
-        """The peers closest to a position, the closest first."""
+        """Return the peers closest to a position, the closest first."""
         everyone = ((position ^ target, peer) for bucket in self._buckets.values() for peer, position in bucket.items())
         return [peer for _, peer in sorted(everyone)[:count]]
 
 
 class ProviderRecords:
-    """Who provides what, as others have announced; the newest records are kept, of each key and of all."""
+    """Providers of keys, as peers announce them. The newest records are kept, for each key and in total."""
 
     def __init__(self) -> None:
         self._records: dict[bytes, dict[bytes, tuple[tuple[str, ...], float]]] = {}  # the oldest come first in both
@@ -93,7 +93,7 @@ class ProviderRecords:
         return sum(map(len, self._records.values()))
 
     def add(self, key: bytes, provider: PeerAddresses, now: float) -> None:
-        """Keep that a peer provides a key."""
+        """Record that a peer provides a key."""
         of_key = self._records.pop(key, {})
         of_key.pop(provider.peer, None)
         of_key[provider.peer] = (provider.addresses, now)
@@ -104,7 +104,7 @@ class ProviderRecords:
             del self._records[next(iter(self._records))]
 
     def of(self, key: bytes, now: float) -> list[PeerAddresses]:
-        """The providers of a key whose records have not expired, the latest last."""
+        """Return the providers of a key whose records have not expired, the latest last."""
         return [
             PeerAddresses(peer, addresses)
             for peer, (addresses, announced_at) in self._records.get(key, {}).items()
@@ -122,7 +122,7 @@ class ProviderRecords:
 
 
 class Lookup:
-    """The search for the peers closest to a position: whom to ask next, until the closest have answered.
+    """The search for the peers closest to a position: chooses the peers to ask, until the closest have answered.
 
     `ask` names peers to ask; `note_answer` or `note_failure` follow for each.
     """
@@ -138,7 +138,7 @@ class Lookup:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is to be asked any more and all have answered or failed."""
+        """Return whether no peer is left to ask and all have answered or failed."""
         return not self._waiting and not self._next(1)
 
     @property
@@ -148,20 +148,20 @@ class Lookup:
         return answered[:BUCKET_SIZE]
 
     def ask(self) -> list[bytes]:
-        """Peers to ask now."""
+        """Return the peers to ask now."""
         peers = self._next(PARALLEL_QUERIES - len(self._waiting))
         self._asked.update(peers)
         self._waiting.update(peers)
         return peers
 
     def note_answer(self, peer: bytes, closer: Sequence[bytes]) -> None:
-        """A peer has answered, and names others."""
+        """Note that a peer has answered and named others."""
         self._waiting.discard(peer)
         self._answered.add(peer)
         self._add(closer[:BUCKET_SIZE])
 
     def note_failure(self, peer: bytes) -> None:
-        """A peer has not answered."""
+        """Note that a peer has not answered."""
         self._waiting.discard(peer)
         self._candidates.pop(peer, None)
 

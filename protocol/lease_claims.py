@@ -1,23 +1,24 @@
-"""What other authors say of one epoch, and how much of it a node believes.
+"""Claims of other authors about one epoch, and how much of them a node believes.
 
-Nobody can see whether an author has trained on a slice, so its word counts within bounds that follow from what can be
-checked, and what is beyond them is *doubted*: trained on again, after all else.
+No node can see whether an author has trained on a slice. So an author's claims count within bounds that follow from
+what can be checked. Claims beyond them are *doubted*: their slices are trained on again, after all others.
 
-*Whose word.* Only that of *proven* members: those with whom this node has committed exchanges, or two of whose number
-have (`farandole.protocol.acquaintance`). Keys are free, exchanges are not: each takes a round of one honest node.
+*Authors.* Only the claims of *proven* members count. A member is proven if this node has committed exchanges with it,
+or if enough members that this node has exchanged with have done so (`farandole.protocol.acquaintance`). Keys are free,
+exchanges are not: each takes a round of one honest node.
 
-*Leases.* What a proven author says to have done on its leases counts at its signed speed, with some slack; the speed
-counts up to `FASTEST_RATIO` times a usual one, the median of what this node measures of itself and what proven members
-sign. Not the fastest of them: a liar would be that. A bucket for each author holds what it may have done since it was
-first heard to hold a lease.
+*Leases.* The slices that a proven author claims to have done on its leases count at its signed speed, with some slack.
+The speed counts up to `FASTEST_RATIO` times a usual one: the median of this node's own measured speed and the speeds
+that proven members sign. The usual speed is not the fastest of these, since a liar could set that. A bucket for each
+author holds what it may have done since its first lease was heard of.
 
-*Bits*, of all that is done, count if most of the proven who live say so.
+*Bits*, of all sections that are done, count if most of the live proven members set them.
 
-*The sample.* `SAMPLE_SHARE` of each epoch is trained again, split among the nodes; each draws its part by itself, and
-nobody else knows which it is.
+*The sample.* `SAMPLE_SHARE` of each epoch is trained again, split among the nodes. Each node draws its own part, and no
+other node knows which it is.
 
-What a liar gains: without exchanges nothing; with exchanges the work of `FASTEST_RATIO` usual nodes; with most of those
-whom a node has met, all. Sans-IO.
+What a liar gains: without exchanges, nothing; with exchanges, the work of `FASTEST_RATIO` usual nodes; with most of the
+members that a node has met, everything. Sans-IO.
 """
 
 from __future__ import annotations
@@ -31,85 +32,86 @@ from .entries import Lease, LeasedSlices
 from .identity import framed
 from .slices import DoneSlices, part_mask, said_by
 
-# A GPU of a data centre is about a hundred times as fast as a laptop: no honest node is hurt by this.
+# A data-centre GPU is about a hundred times as fast as a laptop, so this hurts no honest node.
 FASTEST_RATIO = 128.0
-# A node signs the speed of its newest round. Others may be faster by so much: rounds differ, and the time that an
-# exchange takes is not its trainer's.
+# A node signs the speed of its newest round. Other rounds may be faster by this factor: rounds differ, and the time of
+# an exchange is not its trainer's.
 SIGNED_SLACK = 4.0
-# Entries may be late by so much before an author's bucket is full: a minute without a network, and a round's exchange.
+# Delay of entries at which an author's bucket is full: a minute without a network, and a round's exchange.
 BUCKET_SECONDS = 180.0
-# So many proven members, or all there are if they are fewer, must be live before a node follows what most of them say.
+# Proven members, or all live ones if they are fewer, that must be live before a node follows their majority.
 QUORUM = 3
-# Of an epoch, by all nodes together: the cost of it, in passes over the data.
+# Share of an epoch that all nodes together sample: its cost, in passes over the data.
 SAMPLE_SHARE = 0.01
-# A lease has one in sixteen of an epoch's sections at most: with two, a peer can keep an eighth from the others.
+# A lease has at most 1/16 of an epoch's sections: with two leases, a peer can keep an eighth from the others.
 MAX_SHARE = 16
-# Leases that are not finished, of one node: the one that it works on, and the next.
+# Unfinished leases of one node: the one that it works on, and the next.
 MAX_UNFINISHED = 2
-# What an author says to have done, and is not believed yet: leases of two entries. Older ones wait for its bits.
+# Leases that an author claims to have done and that are not believed yet: two entries' worth. Older ones wait for its
+# bits.
 MAX_OWED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Who lives, and what there is to believe them by. Speeds are in slices a second."""
+    """The live authors, and what their claims are judged by. Speeds are in slices per second."""
 
     live: frozenset[bytes] = frozenset()
-    """The others that draw data."""
+    """The other nodes that draw data."""
     proven: frozenset[bytes] = frozenset()
     signed_speeds: Mapping[bytes, float] = field(default_factory=dict)
-    """Of live members, as each says of itself."""
+    """Speeds of live members, as each signs its own."""
     own_speed: float | None = None
     """As measured here; None: not known yet."""
     lease_seconds: float = 60.0
-    """A lease is work for so long."""
+    """Time that the work of a lease takes."""
 
     @property
     def voters(self) -> frozenset[bytes]:
-        """Those whose majority is followed."""
+        """Members whose majority is followed."""
         return self.live & self.proven
 
     @property
     def has_quorum(self) -> bool:
-        """Whether these are enough."""
+        """Return whether there are enough voters."""
         return bool(self.live) and len(self.voters) >= min(QUORUM, len(self.live))
 
     @property
     def fastest(self) -> float:
-        """Speed that no author is believed to exceed; 0: nothing is known."""
+        """Largest speed that any author is credited with; 0: nothing is known."""
         signed = [self.signed_speeds.get(author, 0.0) for author in self.voters]
         known = sorted(speed for speed in (*signed, self.own_speed or 0.0) if speed > 0.0)
         return FASTEST_RATIO * max(self.own_speed or 0.0, statistics.median_low(known)) if known else 0.0
 
     def speed(self, author: bytes, fastest: float) -> float:
-        """Speed at which an author's word counts. ``fastest``: the property, which takes a while."""
+        """Speed at which an author's claims count. ``fastest``: the property, which is slow to compute."""
         return min(SIGNED_SLACK * self.signed_speeds.get(author, 0.0), fastest) if author in self.voters else 0.0
 
 
 @dataclass(slots=True)
 class Claimant:
-    """What an author last said, of this epoch."""
+    """An author's newest claims about this epoch."""
 
     claims: tuple[LeasedSlices, ...] = ()
-    """What it has not finished, as far as that is respected."""
+    """Its unfinished leases, as far as they are respected."""
     mask: int = 0
-    """The sections of these."""
+    """The sections of ``claims``."""
     told: int = 0
-    """The sections that its bits say to be done."""
+    """The sections that its bits mark as done."""
     owed: dict[int, int] = field(default_factory=dict)
-    """First slice -> end of what it has done of a lease, as it says, and this node has not believed yet."""
+    """First slice -> end of the part of a lease that it claims to have done and this node does not believe yet."""
     credit: float = 0.0
-    """Slices that it may have done and that do not count yet."""
+    """Slices that it may have done, and that do not count yet."""
 
 
 class Claims:
-    """What others say of an epoch; what is believed goes into ``done``.
+    """The claims of other authors about an epoch. The believed ones go into ``done``.
 
-    ``salt``: of the sample, random bytes that nobody else knows; empty: there is no sample.
+    ``salt``: random bytes that place the sample and that no other node knows; empty: there is no sample.
     """
 
     def __init__(self, done: DoneSlices, salt: bytes = b"") -> None:
-        self._sample = range(0)  # slices of which this node believes nobody
+        self._sample = range(0)  # slices about which this node believes no author
         self._salt = salt
         self._done = done
         self._sections = done.sections
@@ -118,7 +120,7 @@ class Claims:
         self._voters: frozenset[bytes] = frozenset()
 
     def hear(self, author: bytes, index: int, lease: Lease, standing: Standing) -> None:
-        """An entry of this epoch."""
+        """Take in an author's entry of this epoch."""
         claimant = self._claimants.setdefault(author, Claimant())
         if index:
             claimant.told |= part_mask(index - 1, lease.done) & self._sections.all
@@ -135,17 +137,17 @@ class Claims:
         claimant.mask = self._held(claimant.claims, self._max_held(author, standing))
 
     def _is_fit(self, slices: LeasedSlices) -> bool:
-        """Whether an honest node may have such a lease."""
+        """Return whether an honest node may have such a lease."""
         end = slices.first + slices.count
         if slices.done > slices.count or end > self._sections.num_slices or not slices.count:
             return False
         return self._sections.of(end - 1) - self._sections.of(slices.first) < max_sections(self._sections.count)
 
     def _max_held(self, author: bytes, standing: Standing) -> int:
-        """Slices that an author may keep from the others at once.
+        """Return the most slices that an author may keep from the others at once.
 
-        As many as it can train on before they are finished; and each as large a part of half an epoch as any other:
-        that is what a node leases that does not know yet how fast it is.
+        The larger of two numbers: what it can train on in the time of `MAX_UNFINISHED` leases, and an equal share of
+        half an epoch, which a node leases before it knows its speed.
         """
         share = -(-self._sections.count // (2 * (len(standing.live) + 1))) * self._sections.size
         plausible = MAX_UNFINISHED * standing.lease_seconds * standing.speed(author, standing.fastest)
@@ -160,18 +162,18 @@ class Claims:
         return mask
 
     def release(self, author: bytes) -> None:
-        """It holds nothing of this epoch any more."""
+        """Drop an author's leases: it holds nothing of this epoch any more."""
         if (claimant := self._claimants.get(author)) is not None:
             claimant.claims, claimant.mask = (), 0
 
     def forget(self, author: bytes) -> None:
-        """The run state has nothing of it."""
+        """Forget an author that has no lease entries in the run state any more."""
         self._claimants.pop(author, None)
 
     # Belief
 
     def believe(self, standing: Standing, seconds: float) -> None:
-        """What counts by now; ``seconds`` have passed since this was last asked."""
+        """Add to ``done`` what counts by now, ``seconds`` after the last call."""
         if standing.live and self._salt:
             self._sample = self._draw_sample(self._salt, len(standing.live) + 1)
             self._salt = b""
@@ -190,7 +192,7 @@ class Claims:
             self._done.add_sections(believed & ~self._sections.mask(self._sample.start, self._sample.stop))
 
     def _draw_sample(self, salt: bytes, num_nodes: int) -> range:
-        """A node's part of the sample: consecutive sections, so that they are one lease or two."""
+        """Draw this node's part of the sample: consecutive sections, so that they fit into one lease or two."""
         count = int(SAMPLE_SHARE * self._sections.count / num_nodes)
         if not count:
             return range(0)
@@ -206,7 +208,7 @@ class Claims:
                 del claimant.owed[first]
 
     def _pay_part(self, claimant: Claimant, first: int, end: int) -> bool:
-        """Whether all of these count now.
+        """Pay for the slices from ``first`` to ``end``; return whether all of them count now.
 
         What precedes them in their section counts with them (`DoneSlices.add_lease`), so it is paid as well.
         """
@@ -232,11 +234,11 @@ class Claims:
 
     @property
     def doubted(self) -> int:
-        """The sections that somebody says to be done, whether it is believed or not; without the sample."""
+        """The sections that any author claims to be done, believed or not, without the sample."""
         return self.claimed(self._claimants)
 
     def claimed(self, authors: Iterable[bytes]) -> int:
-        """The sections that one of these says to be done; without the sample."""
+        """Return the sections that any of ``authors`` claims to be done, without the sample."""
         mask = 0
         for claimant in (self._claimants[author] for author in authors if author in self._claimants):
             mask |= claimant.told
@@ -245,12 +247,12 @@ class Claims:
         return mask & ~self._sections.mask(self._sample.start, self._sample.stop)
 
     def held(self, live: frozenset[bytes], overdue: frozenset[bytes]) -> Iterator[tuple[bytes, Claimant]]:
-        """Those whose leases count."""
+        """Yield the authors whose leases count, with their claims."""
         for author, claimant in self._claimants.items():
             if claimant.mask and author in live and author not in overdue:
                 yield author, claimant
 
 
 def max_sections(count: int) -> int:
-    """Sections of one lease at most, of so many of an epoch."""
+    """Return the most sections of one lease in an epoch of ``count`` sections."""
     return max(1, count // MAX_SHARE)

@@ -1,6 +1,6 @@
-"""Events and outputs of the leases: what `farandole.protocol.leases` takes and gives.
+"""Events and outputs of `farandole.protocol.leases`.
 
-What the trainer reports, and what it is told to draw, are the messages of `farandole.protocol.trainer_messages`.
+The trainer's reports and the instructions what to draw are the messages of `farandole.protocol.trainer_messages`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .trainer_messages import DrawSlices, SlicesTrained
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A new entry of the run state, of anybody; this node's own ones of earlier lives as well."""
+    """A new entry of the run state, by any author, including this node in an earlier life."""
 
     author: bytes
     index: int
@@ -26,28 +26,28 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The run state has nothing of this author any more, who has been away for long."""
+    """The run state has no lease entries of this author any more: it has been away for a long time."""
 
     author: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """A second or so has passed."""
+    """About a second has passed."""
 
     live: frozenset[bytes]
     """The live members that draw data, this node excluded."""
     period: float
     """Seconds between heartbeats."""
     proven: frozenset[bytes] = frozenset()
-    """Authors whose word counts (`farandole.protocol.acquaintance`), live or not."""
+    """Authors whose claims count (`farandole.protocol.acquaintance`), live or not."""
     signed_speeds: Mapping[bytes, float] = field(default_factory=dict)
-    """Slices a second of live members, as each says of itself."""
+    """Speeds of live members in slices per second, as each signs its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """This node trains no more."""
+    """Event: this node stops training."""
 
 
 Event = Heard | Forgotten | SlicesTrained | Ticked | Left
@@ -58,7 +58,7 @@ Event = Heard | Forgotten | SlicesTrained | Ticked | Left
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Write this entry."""
+    """Output: write this entry to the run state."""
 
     index: int
     lease: Lease
@@ -66,7 +66,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class EpochBegan:
-    """Of the next epoch; or the last one is over, if it is the run's number of epochs."""
+    """Output: an epoch began. If ``epoch`` is the run's number of epochs, the last one is over instead."""
 
     epoch: int
 
@@ -75,7 +75,7 @@ Output = Announce | DrawSlices | EpochBegan
 
 
 def news(state: RunState, seen: dict[tuple[bytes, int], int]) -> Iterator[Heard | Forgotten]:
-    """What the run state has of leases that ``seen`` (author and slot -> tick) has not; and of whom it has none now."""
+    """Yield the lease entries that ``seen`` (author and slot -> tick) lacks, and the authors without entries now."""
     there: set[tuple[bytes, int]] = set()
     for entry in state.entries(Kind.LEASE):
         slot = entry.author, entry.index

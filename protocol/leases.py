@@ -1,26 +1,27 @@
-"""Who trains on which slices of the data, so that each slice is trained on once an epoch, whoever comes and goes.
+"""Leases of the data's slices, so that each slice is trained on once an epoch while nodes join and leave.
 
-A node *leases* a run of consecutive sections (`farandole.protocol.slices`) by an entry in the run state, waits until
-the others have mostly heard of it, and trains; in the entry it says how far it is. Two that lease the same, because
-neither had heard of the other, both know it soon, and one of them gives way: by rendezvous hashing (Thaler and
-Ravishankar, 1998), so both judge alike, whatever time it is. A lease is as good as its holder: when it is dead, or has
-left, what it has not said to have done is free. So an epoch ends with every slice done at least once, and more often
-only what nodes have done since they last spoke when they died, or while the network was cut in two.
+A node *leases* a run of consecutive sections (`farandole.protocol.slices`) with an entry in the run state, waits until
+most other nodes have received it, and trains. The entry also reports the node's progress. Two nodes that lease the same
+sections, because neither had heard of the other, both find out soon, and one of them gives way. Rendezvous hashing
+(Thaler and Ravishankar, 1998) decides which, so both decide the same at any time. A lease lasts as long as its holder:
+when the holder is dead, or has left, the slices that it has not reported done are free. So an epoch ends with every
+slice done at least once. Slices are done more than once only if a node did them after its last report and died, or
+while the network was partitioned.
 
 Leases are sized for a few heartbeats' work, and become smaller towards the end of an epoch, so that all end at about
 the same time (guided self-scheduling: Polychronopoulos and Kuck, 1987). The next epoch begins when all is done.
 
-**What is remembered.** What a node believes to be done, it keeps, and says it in entries of its own, a bit a section.
-So it outlives the entries of those who did it.
+**What is remembered.** A node keeps what it believes to be done, and publishes it in its own entries, one bit per
+section. So this knowledge outlives the entries of the nodes that did the work.
 
-**Whom to believe.** Members with whom there have been exchanges, and within bounds: `farandole.protocol.lease_claims`.
-What others say beyond that decides only what is leased last. Where the run is, most of those members say; a node that
-has not met any yet begins where the live say that the run is, and does not take that for certain. Of a lease that is
-not finished the others wait for `Leases.patience`, once, and no more: then it is done by others, as by the backup tasks
-of MapReduce (Dean and Ghemawat, 2004). A node gives way to one author once in `GIVE_WAY_SECONDS`, so keys that were
-chosen for their hashes do not drive it from place to place.
+**Which authors are believed.** Members known from exchanges, and within bounds: `farandole.protocol.lease_claims`.
+Claims beyond that only decide what is leased last. The majority of these members decides which epoch the run is in. A
+node that has not met any of them yet begins in the epoch that the live members report, and does not take it for
+certain. The others wait for an unfinished lease once, for `Leases.patience`; then they do its work, like the backup
+tasks of MapReduce (Dean and Ghemawat, 2004). A node gives way to one author once in `GIVE_WAY_SECONDS`, so keys that
+were chosen for their hashes do not drive it from place to place.
 
-Sans-IO: `handle(event, now)`, with `Ticked` once a second or so.
+Sans-IO: `handle(event, now)`, with `Ticked` about once a second.
 """
 
 from __future__ import annotations
@@ -38,34 +39,34 @@ from .pace import Pace
 from .slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
 from .trainer_messages import DrawSlices, SlicesTrained
 
-# Until a lease has come to everybody: some pushes of the run state, a second apart at most.
+# Time until a lease has reached all nodes: some pushes of the run state, at most a second apart.
 SETTLE_SECONDS = 5.0
-# A lease is work for so many heartbeats, so that there is little more to say of it than those say; and for so long at
-# least, since the next one has to settle meanwhile.
+# A lease is work for this number of heartbeat periods, so its entries add little traffic to the heartbeats. It is work
+# for at least `MIN_LEASE_SECONDS`, since the next lease has to settle in this time.
 LEASE_PERIODS = 6.0
 MIN_LEASE_SECONDS = 3 * SETTLE_SECONDS
 # The next lease is claimed when the work left is for less than this.
 CLAIM_AHEAD_SECONDS = 2 * SETTLE_SECONDS
-# Finished leases that are still told of; older ones are in the bits.
+# Finished leases that are still announced; older ones are in the bits.
 MAX_FINISHED = 5
-# Each node tells what it knows to be done so often, if there is news: a second for each node of the run, so that this
-# takes a few kilobytes a second of each at any size.
+# Least interval at which a node announces what it knows to be done, if there is news. The interval is a second for each
+# node of the run, so this costs each node a few kilobytes per second in a run of any size.
 MIN_REFRESH_SECONDS = 10.0
-# An entry lives for an hour: three may be lost.
+# An entry lives for an hour, so three refreshes may be lost.
 MAX_REFRESH_SECONDS = 900.0
-# Who was not asked anything for so long was asleep, and others have its leases.
+# A node without a tick for longer than this was asleep, and others have its leases.
 ASLEEP_SECONDS = 60.0
-# How far it is, a node says once a heartbeat, and not more often than its entries' ticks allow.
+# A node announces its progress once a heartbeat, but not more often than its entries' ticks allow.
 MIN_ANNOUNCE_SECONDS = 5.0
-# A node gives way to one author so often. Two that have agreed who gives way are in each other's way again by chance.
+# A node gives way to one author once in this time. Two nodes that have settled a conflict collide again only by chance.
 GIVE_WAY_SECONDS = 60.0
-# Of so many places for a lease, the one with the most room is taken: nodes that look at once look elsewhere.
+# Hashed places tried for a lease. The one with the most room is taken; nodes that search at once try other places.
 NUM_PLACES = 4
 
 
 @dataclass(slots=True)
 class _OwnLease:
-    """From ``first`` up to ``end``; what of it is done, `DoneSlices` knows."""
+    """A lease of the slices from ``first`` up to ``end``. `DoneSlices` has the ones that are done."""
 
     first: int
     end: int
@@ -74,7 +75,7 @@ class _OwnLease:
 
 @dataclass(slots=True)
 class _Epoch:
-    """What is known of one epoch, and forgotten with it."""
+    """State of one epoch, forgotten with it."""
 
     done: DoneSlices
     claims: Claims
@@ -92,10 +93,10 @@ class _Epoch:
 
 
 class Leases:
-    """One node's leases, see above.
+    """One node's leases.
 
-    ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest. ``salt``: 16 random bytes that nobody else
-    knows; none: what others have done is not trained again as a sample.
+    ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest. ``salt``: 16 random bytes that no other node
+    knows; empty: this node trains no sample of what others have done.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Leases:
         self._author = author
         self._exchange_seconds = exchange_seconds
         self._heard: dict[bytes, dict[int, Lease]] = {}
-        self._corpora: dict[bytes, bytes] = {}  # of those whose text is another
+        self._corpora: dict[bytes, bytes] = {}  # authors with another text
         self._standing = Standing()
         self._salt = salt
         self._vote = EpochVote()
@@ -135,16 +136,16 @@ class Leases:
 
     @property
     def done(self) -> DoneSlices:
-        """Slices of the present epoch that are done, by any node, as far as this one believes it."""
+        """Slices of the current epoch that any node has done, as far as this node believes it."""
         return self._current.done
 
     @property
     def num_doubted(self) -> int:
-        """Slices of which others say that they are done, and this node does not believe it; whole sections."""
+        """Number of slices that others claim to be done and this node does not believe; whole sections."""
         return (self._current.claims.doubted & ~self.done.whole).bit_count() * self.sections.size
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """What to do now."""
+        """Handle an event, and return what to do now."""
         match event:
             case Heard(author, index, lease):
                 self._hear(author, index, lease)
@@ -167,12 +168,12 @@ class Leases:
 
     @property
     def is_over(self) -> bool:
-        """Whether all epochs are."""
+        """Return whether all epochs are over."""
         return self.epoch >= self.num_epochs
 
     @property
     def num_leased(self) -> int:
-        """Slices that this node has leased, and not trained on yet."""
+        """Number of slices that this node has leased and not trained on yet."""
         return sum(self._left(lease) for lease in self._current.own)
 
     def _left(self, lease: _OwnLease) -> int:
@@ -180,19 +181,19 @@ class Leases:
 
     @property
     def strangers(self) -> frozenset[bytes]:
-        """Live members whose text is another: slices are not shared with them."""
+        """Live members with another text. This node shares no slices with them."""
         return frozenset(self._corpora.keys() & self._standing.live)
 
     @property
     def patience(self) -> float:
-        """Seconds that this node waits, with nothing left to lease, for those who hold the rest."""
+        """Seconds that this node waits, with nothing left to lease, for the holders of the rest."""
         return 2 * self._lease_seconds + 2 * self._exchange_seconds
 
     @property
     def _lease_seconds(self) -> float:
         return max(MIN_LEASE_SECONDS, LEASE_PERIODS * self._period)
 
-    # What others say
+    # Claims of others
 
     def _hear(self, author: bytes, index: int, lease: Lease) -> None:
         if lease.corpus != self.corpus:
@@ -216,7 +217,7 @@ class Leases:
             self._current.claims.hear(author, index, lease, self._standing)
 
     def _take_in_own(self, index: int, lease: Lease) -> None:
-        """Of an earlier life: go on where that was. Nobody else can have written it."""
+        """Continue from an entry of this node's earlier life. No other node can have written it."""
         self._vote.is_new = False
         if index:
             self.done.add_sections(part_mask(index - 1, lease.done))
@@ -231,7 +232,7 @@ class Leases:
             ][:MAX_UNFINISHED]
 
     def _respected(self) -> Iterator[tuple[bytes, Claimant]]:
-        """Those whose leases count."""
+        """Yield the authors whose leases count, with their claims."""
         return self._current.claims.held(self._standing.live, self._current.overdue)
 
     # Time
@@ -254,7 +255,7 @@ class Leases:
         yield from self._announce(now)
 
     def _follow_epoch(self, now: float) -> Iterator[Output]:
-        """To the next one when all is done, and the others have heard it of our leases; or to where the others are."""
+        """Begin the next epoch when all is done and the others have heard of it, or else the others' epoch."""
         said = {author: entries[0].epoch for author, entries in self._heard.items() if 0 in entries}
         epoch = self._vote.decide(self.epoch, said, self._standing, self.num_epochs)
         if epoch == self.epoch and self.done.is_complete and not self.is_over:
@@ -287,7 +288,7 @@ class Leases:
             self._pace.note(count, now)
 
     def _finish_leases(self) -> None:
-        """Put aside what is done; with what others have done of it meanwhile."""
+        """Move finished leases aside, including the ones that other nodes have finished in part."""
         for lease in list(self._current.own):
             if not self._left(lease):
                 self._current.own.remove(lease)
@@ -298,7 +299,7 @@ class Leases:
             self._current.finished.append(LeasedSlices(first, end - first, end - first))
 
     def _give_way(self, now: float) -> None:
-        """Where another one's lease is on the same sections, and its hash is less."""
+        """Give up sections that another author has leased too, where that author's hash is less."""
         own_mask, gave_way_at = self._own_mask, self._current.gave_way_at
         for author, peer in self._respected():
             if not peer.mask & own_mask or now - gave_way_at.get(author, -GIVE_WAY_SECONDS) < GIVE_WAY_SECONDS:
@@ -309,14 +310,14 @@ class Leases:
 
     @property
     def _own_mask(self) -> int:
-        """The sections of which this node has leased something that is not done."""
+        """The sections in which this node has leased slices that are not done."""
         mask = 0
         for lease in self._current.own:
             mask |= self.sections.mask(self.done.next(lease.first), lease.end)
         return mask
 
     def _give_way_to(self, author: bytes, peer: Claimant, lease: _OwnLease, now: float) -> bool:
-        """Whether it has done so."""
+        """Give way to an author in one lease; return whether any of the lease was given up."""
         sections, position = self.sections, self.done.next(lease.first)
         contested = peer.mask & sections.mask(position, lease.end)
         last = contested.bit_length() - 1  # the first one changes while we work, and each of us sees that later
@@ -338,12 +339,12 @@ class Leases:
         return True
 
     def _rank(self, author: bytes, section: int) -> bytes:
-        """32 bytes that nobody chooses."""
+        """Return a hash of the author, the epoch and ``section``: 32 bytes that no node chooses."""
         number = self.epoch.to_bytes(4, "big") + section.to_bytes(4, "big")
         return hashlib.sha256(framed(b"farandole/lease/1", author, number)).digest()
 
     def _trim(self) -> None:
-        """Give back what is too much, now that it is known how fast this node is."""
+        """Give back what is too much, once this node's speed is known."""
         pace = self._pace.slices_per_second
         if pace is None:
             return
@@ -356,7 +357,7 @@ class Leases:
             budget = max(0, budget - self._left(lease))
 
     def _claim(self, now: float) -> None:
-        """Lease more, if there will be nothing left to do soon."""
+        """Lease more, if this node will run out of work soon."""
         pace = self._pace.slices_per_second
         is_enough = self.num_leased > (0 if pace is None else CLAIM_AHEAD_SECONDS * pace)
         if is_enough or len(self._current.own) >= MAX_UNFINISHED:
@@ -382,10 +383,11 @@ class Leases:
         return self.sections.all & ~taken
 
     def _worthwhile(self, free: int) -> int:
-        """What is free and not said to be done; where that is much and in pieces, or was waited for, the rest too.
+        """Return the free sections that no author claims to be done, and in two cases the claimed ones too.
 
-        So a liar that says so of every second section cuts no leases short. At the end of an epoch, what members say
-        whose word counts is waited for once: most of it will be believed when most of them have met its authors.
+        They are included where the unclaimed ones are many but in pieces, so that a liar that claims every second
+        section cuts no leases short. They are also included at the end of an epoch, voters' claims only after a wait:
+        most of these will be believed when most voters have met their authors.
         """
         undoubted = free & ~self._current.claims.doubted
         if not undoubted:
@@ -396,7 +398,7 @@ class Leases:
         return undoubted if is_little or undoubted.bit_count() >= num_runs * self._wanted(undoubted) // 2 else free
 
     def _place(self, free: int) -> int:
-        """Where to lease: behind the last lease, or else where the hash says and there is much room."""
+        """Return the section to lease from: after the last lease, or else a hashed place with much room."""
         if self._current.cursor is not None and free >> self._current.cursor & 1:
             return self._current.cursor
         best, most = 0, 0
@@ -412,7 +414,7 @@ class Leases:
         return best
 
     def _wanted(self, free: int) -> int:
-        """Sections of the next lease: some heartbeats' work, or this node's part of half of what is left."""
+        """Return the number of sections to lease next: some heartbeats' work, or a share of half of what is left."""
         share = -(-free.bit_count() // (2 * (len(self._standing.live) + 1)))
         pace = self._pace.slices_per_second
         if pace is None:
@@ -423,7 +425,7 @@ class Leases:
         return max(1, min(max(share, least), most, max_sections(self.sections.count)))
 
     def _wait(self, now: float) -> None:
-        """All is done, or leased by others. Who holds it and does not finish it is not waited for much longer."""
+        """Wait for the holders of what is left. The ones that do not finish it within `patience` are overdue."""
         if self._current.own:
             self._current.idle_since = None
         elif self._current.idle_since is None:
@@ -444,12 +446,12 @@ class Leases:
             yield self.assignment()
 
     def assignment(self) -> DrawSlices:
-        """What is left of that which was last assigned: a new trainer begins with it."""
+        """Return what is left of the last assignment. A new trainer begins with it."""
         epoch, bounds = self._assigned
         left = [(self.done.next(first), end) for first, end in bounds] if epoch == self.epoch else []
         return DrawSlices(epoch, [(first, end - first) for first, end in left if first < end])
 
-    # What this node says
+    # Announcements
 
     def _announce(self, now: float) -> Iterator[Output]:
         refresh_seconds = min(MAX_REFRESH_SECONDS, max(MIN_REFRESH_SECONDS, float(len(self._standing.live))))
@@ -480,7 +482,7 @@ class Leases:
         return Lease(self.epoch, self.corpus, (*self._current.finished, *unfinished))
 
     def _leave(self) -> Iterator[Output]:
-        """Release what is not done."""
+        """Release the slices that are not done."""
         self._has_left = True
         for lease in self._current.own:
             self._put_aside(lease.first, min(self.done.next(lease.first), lease.end))
@@ -490,6 +492,6 @@ class Leases:
         yield Announce(0, self._entry())
 
     def saved(self) -> list[tuple[int, Lease]]:
-        """What `Heard` of this author would restore, in a life that begins when the run state has forgotten it."""
+        """Return the index and lease of entries that restore this state by `Heard`, if the run state has lost them."""
         bits = [(part + 1, Lease(self.epoch, self.corpus, (), raw)) for part, raw in enumerate(parts(self.done.whole))]
         return [(0, self._entry()), *bits]

@@ -1,4 +1,4 @@
-"""What a stage's trainer computes next, and what it has been given."""
+"""Queue of a stage's trainer: the jobs it has been given, and the ones that wait."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import deque
 from .microbatches import Microbatch
 from .trainer_messages import Job
 
-# Work given to the trainer at once: one it does, one that waits, so that it never waits for us.
+# Jobs that the trainer has at once: one under way, and one that waits, so that the trainer is never idle.
 MAX_JOBS = 2
-# What frees memory comes first. Forward passes, and draws after them, as the inner step allows.
+# Jobs that free memory come first. Forward passes, and draws after them, run as the inner step allows.
 _PRIORITIES: tuple[Job, ...] = ("backward", "tail", "keep", "drop", "forward")
 
 
 class MicrobatchJobs:
-    """Jobs that wait, and those that the trainer has, which it does in order."""
+    """The jobs that wait, and the jobs that the trainer has, which it does in order."""
 
     def __init__(self) -> None:
         self.given: deque[tuple[Job, Microbatch]] = deque()
@@ -23,17 +23,17 @@ class MicrobatchJobs:
 
     @property
     def has_room(self) -> bool:
-        """Whether the trainer may be given another job."""
+        """Return whether the trainer may be given another job."""
         return len(self.given) < MAX_JOBS
 
     def add(self, job: Job, microbatch: Microbatch) -> None:
-        """Let a job wait for its turn."""
+        """Add a job to the ones that wait."""
         self._waiting[job].append(microbatch)
 
     def take(self, *, may_begin: bool) -> tuple[Job, Microbatch] | None:
-        """The most urgent job that waits, which waits no more.
+        """Remove the most urgent waiting job, and return it.
 
-        Unless ``may_begin``, no forward pass but of what is held out.
+        Unless ``may_begin``, the only forward passes are of held-out microbatches.
         """
         for job, waiting in self._waiting.items():
             may_do = job != "forward" or may_begin
@@ -44,18 +44,18 @@ class MicrobatchJobs:
         return None
 
     def give(self, job: Job, microbatch: Microbatch) -> None:
-        """The trainer has a job."""
+        """Note that the trainer has been given a job."""
         microbatch.is_working = True
         self.given.append((job, microbatch))
 
     def done(self) -> tuple[Job, Microbatch]:
-        """The trainer's oldest job, which is done."""
+        """Note that the trainer's oldest job is done, and return it."""
         job, microbatch = self.given.popleft()
         microbatch.is_working = False
         return job, microbatch
 
     def discard(self, microbatch: Microbatch) -> None:
-        """Nothing that waits for this microbatch is to be done."""
+        """Discard the waiting jobs of a microbatch."""
         for waiting in self._waiting.values():
             if microbatch in waiting:
                 waiting.remove(microbatch)

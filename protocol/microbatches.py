@@ -1,4 +1,4 @@
-"""What a node of the pipeline knows of each microbatch and each link, and what has become of its microbatches."""
+"""State of each microbatch and each link at a node of the pipeline, and counts of how its microbatches ended."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from .inner_steps import InnerStep
 
 MAX_REASONS = 32
-# Outcomes that an origin remembers for those who ask.
+# Outcomes that an origin remembers for the nodes that ask.
 MAX_OUTCOMES = 4_096
 
 
 class MicrobatchStep(enum.Enum):
-    """How far a microbatch is at this node."""
+    """The stages of a microbatch's way through this node."""
 
     COMING = "coming"  # its activations arrive
     QUEUED = "queued"  # for the forward pass
     STARTING = "starting"  # the forward pass, or drawing it
-    ROUTING = "routing"  # a next hop is sought
+    ROUTING = "routing"  # choosing its next hop
     OUT = "out"  # at later stages
     HOME_COMING = "home coming"  # at its origin again, for the loss: its activations arrive
     HOME = "home"
     HOME_OUT = "home out"  # the loss's gradient is on its way
-    RETURNING = "returning"  # the gradient of what this node has sent on arrives
+    RETURNING = "returning"  # the gradient of what this node has sent on is arriving
     RETURNED = "returned"  # and goes through the backward pass
-    DONE = "done"  # its gradient is in the sum and sent back: it waits for the origin's word
-    ENDED = "ended"  # the trainer keeps its gradient, or takes it out
+    DONE = "done"  # its gradient is in the sum and sent back; waits for the origin's verdict
+    ENDED = "ended"  # the trainer keeps its gradient, or takes it out of the sum
 
 
 UNTOUCHED = frozenset({MicrobatchStep.COMING, MicrobatchStep.QUEUED, MicrobatchStep.STARTING, MicrobatchStep.ROUTING})
@@ -45,7 +45,7 @@ Hop = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class Microbatch:
-    """One that is at this node, or has been and is not settled."""
+    """A microbatch that is at this node, or has been here and is not settled."""
 
     ticket: bytes
     origin: bytes
@@ -53,21 +53,21 @@ class Microbatch:
     deadline: float
     step: MicrobatchStep
     is_held_out: bool = False
-    """Its loss is measured, and nothing is learned of it: it belongs to no inner step, and never comes back."""
+    """Whether only its loss is measured: it trains nothing, belongs to no inner step, and never comes back."""
     number: int = 0
-    """Of what is measured: which one it is, at its origin."""
+    """Number of a held-out microbatch at its origin."""
     inward: Hop | None = None
-    """Where it came from; None where it was drawn."""
+    """The hop it came from; None where it was drawn."""
     onward: Hop | None = None
     """The next hop."""
     homeward: Hop | None = None
-    """Where it came back to its origin."""
+    """The hop by which it came back to its origin."""
     tried: set[bytes] = field(default_factory=set)
     """Hops that refused or lost it."""
     sender: bytes = b""
-    """The peer that sent what came last: its activations, or its gradient."""
+    """The peer that sent its newest activations or gradient."""
     num_lost: int = 0
-    """How often that was."""
+    """Number of times that a hop refused or lost it."""
     begun_at: float = math.inf
     sent_at: float = math.inf
     ask_at: float = math.inf
@@ -76,13 +76,13 @@ class Microbatch:
     is_working: bool = False
     """Whether the trainer has a job for it."""
     is_kept: bool | None = None
-    """How it ended."""
+    """Whether its gradient is kept; None: it has not ended."""
     inner_step: InnerStep | None = None
-    """For which it has begun."""
+    """The inner step that it was begun for."""
 
 
 class Microbatches:
-    """All microbatches at a node, each with a slot of its own, and how the newest that it drew have ended."""
+    """The microbatches at a node, each in its own slot, and the outcomes of the newest ones drawn here."""
 
     def __init__(self, num_slots: int) -> None:
         self.by_ticket: dict[bytes, Microbatch] = {}
@@ -91,33 +91,33 @@ class Microbatches:
 
     @property
     def num_free(self) -> int:
-        """Slots that are free."""
+        """Number of free slots."""
         return len(self._free_slots)
 
     def at(self, *steps: MicrobatchStep) -> list[Microbatch]:
-        """Those that are this far."""
+        """Return the microbatches that are at any of these steps."""
         return [microbatch for microbatch in self.by_ticket.values() if microbatch.step in steps]
 
     def add(self, ticket: bytes, origin: bytes, deadline: float, step: MicrobatchStep) -> Microbatch:
-        """A microbatch takes the first free slot; there must be one."""
+        """Add a microbatch in the first free slot. There must be one."""
         microbatch = Microbatch(ticket, origin, min(self._free_slots), deadline, step)
         self._free_slots.remove(microbatch.slot)
         self.by_ticket[ticket] = microbatch
         return microbatch
 
     def release(self, microbatch: Microbatch) -> None:
-        """Its slot is free again."""
+        """Remove a microbatch, and free its slot."""
         del self.by_ticket[microbatch.ticket]
         self._free_slots.add(microbatch.slot)
 
     def note_outcome(self, microbatch: Microbatch) -> None:
-        """Remember how one that was drawn here has ended."""
+        """Remember how a microbatch that was drawn here has ended."""
         self._outcomes[microbatch.ticket] = bool(microbatch.is_kept)
         if len(self._outcomes) > MAX_OUTCOMES:
             self._outcomes.popitem(last=False)
 
     def outcome(self, ticket: bytes) -> bool | None:
-        """Whether one that was drawn here is kept; None: it has not ended. What is not known was dropped."""
+        """Return whether a microbatch drawn here is kept; None if it has not ended, False if it is unknown."""
         microbatch = self.by_ticket.get(ticket)
         is_undecided = microbatch is not None and microbatch.is_kept is None
         return None if is_undecided else self._outcomes.get(ticket, False)
@@ -132,33 +132,33 @@ class MicrobatchLink:
     """Whether we are its upstream node."""
     is_return: bool
     credits: int = 0
-    """Given by its downstream node, in all."""
+    """Credits given by its downstream node, in total."""
     num_forwarded: int = 0
     heard_at: float = 0.0
     wait_until: float = -math.inf
-    """Its downstream node has refused something: nothing is sent to it until then."""
+    """Time until which nothing is sent, since its downstream node has refused something."""
     open: dict[int, Microbatch] = field(default_factory=dict)
 
     @property
     def free(self) -> int:
-        """Credits that are left."""
+        """Number of credits left."""
         return self.credits - self.num_forwarded
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has become of this node's microbatches since it began."""
+    """Counts of how this node's microbatches ended since it began."""
 
     begun: int = 0
     kept: int = 0
     dropped: int = 0
     rerouted: int = 0
     taken_out: int = 0
-    """Dropped when their gradient, or a part, was in the sum."""
+    """Dropped when all or part of their gradient was in the sum."""
     refused: int = 0
-    """That came and were not taken."""
+    """Arrived and were not accepted."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Of what was dropped; at most `MAX_REASONS`, since some are peers' words."""
+    """Reasons of drops; at most `MAX_REASONS`, since some are text from peers."""
 
     def note(self, reason: str) -> None:
         """Count a reason."""

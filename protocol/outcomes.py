@@ -1,4 +1,4 @@
-"""How an initiator has decided its sessions: remembered, asked and told (see `farandole.protocol.exchange`)."""
+"""Outcomes of an initiator's sessions, and the messages to query them (see `farandole.protocol.exchange`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .framing import FrameParser, frame
 from .pairing_messages import Session
 from .wire import MessageDecoder, encode
 
-# Sessions whose outcome an initiator remembers. It has one a round, and is asked about it for exchange_seconds.
+# Sessions whose outcome an initiator remembers. It has one a round, and peers ask about it for exchange_seconds.
 MAX_OUTCOMES = 1_024
 
 
@@ -20,13 +20,13 @@ Outcome = Literal["undecided", "committed", "aborted"]
 
 
 class Outcomes:
-    """What an initiator has decided of its sessions, for responders in doubt; the newest `MAX_OUTCOMES`."""
+    """The initiator's decisions on its newest `MAX_OUTCOMES` sessions, for responders in doubt."""
 
     def __init__(self) -> None:
         self._outcomes: OrderedDict[bytes, tuple[bytes, Outcome]] = OrderedDict()
 
     def begin(self, session: bytes, peer: bytes) -> None:
-        """A session with this peer is under way, undecided."""
+        """Note that a session with this peer is under way, undecided."""
         self._outcomes[session] = (peer, "undecided")
         if len(self._outcomes) > MAX_OUTCOMES:
             self._outcomes.popitem(last=False)
@@ -40,7 +40,7 @@ class Outcomes:
         return outcome == "committed"
 
     def answer(self, session: bytes, peer: bytes) -> Outcome:
-        """What the peer is told that asks about a session. One that is unknown was never committed."""
+        """Return the outcome for a peer that asks about a session. An unknown session was never committed."""
         partner, outcome = self._outcomes.get(session, (peer, "aborted"))
         if partner != peer:
             raise RemoteProtocolError("a question about a session of two others")
@@ -48,7 +48,7 @@ class Outcomes:
 
 
 class Resolve(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A responder in doubt asks its initiator how it was decided, on a stream of its own."""
+    """The question of a responder in doubt to its initiator, on a separate stream."""
 
     session: Session
 
@@ -63,12 +63,12 @@ MAX_RESOLVE_BYTES = 64
 
 
 def encode_resolve(message: Resolve | Resolution) -> bytes:
-    """The frame of a question or its answer."""
+    """Encode the frame of a question or its answer."""
     return frame(encode(message), MAX_RESOLVE_BYTES)
 
 
 def resolve_parser() -> FrameParser:
-    """Cuts a stream of questions and answers into frames."""
+    """Make a parser that cuts a stream of questions and answers into frames."""
     return FrameParser(MAX_RESOLVE_BYTES)
 
 

@@ -1,13 +1,13 @@
-"""How fast a node trains."""
+"""Measure a node's training speed."""
 
 from __future__ import annotations
 
-# Over how long a node's pace is taken: several rounds, with the exchanges between them.
+# A node's pace is measured over this time: several rounds, with the exchanges between them.
 PACE_SECONDS = 240.0
 
 
 class Pace:
-    """How fast this node trains, over the last minutes in which it had something to train on."""
+    """Measures how fast this node trains, over the last minutes in which it had data."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -16,20 +16,20 @@ class Pace:
 
     @property
     def slices_per_second(self) -> float | None:
-        """None: not known yet."""
+        """Return the pace; None while it is unknown."""
         return self._count / self._seconds if self._count and self._seconds else None
 
     def go_on(self, now: float) -> None:
-        """There is something to train on."""
+        """Start or continue the clock: there is data to train on."""
         if self._since is None:
             self._since = now
 
     def pause(self) -> None:
-        """There is nothing."""
+        """Stop the clock: there is no data."""
         self._since = None
 
     def note(self, count: int, now: float) -> None:
-        """So many slices more; the time since the last ones is theirs."""
+        """Count ``count`` slices, trained on since the last call."""
         if self._since is None:
             return
         self._seconds += now - self._since

@@ -1,33 +1,34 @@
-"""Pairing: whom a node meets at the end of its round, agreed while its inner steps still run.
+"""Pairing: nodes agree on the partner for the end of a round while its inner steps still run.
 
-NoLoCo (arXiv 2506.10911) averages with one random partner, and leaves open how N nodes without a clock, a coordinator
-or equal speeds come to be pairs. Here each of them proposes to a uniformly random live peer, long before it is ready:
+NoLoCo (arXiv 2506.10911) averages with one random partner. It leaves open how N nodes without a clock, a coordinator or
+equal speeds form pairs. Here each node proposes to a uniformly random live peer, well before it is ready:
 
-- *No livelock.* A node with a proposal of its own outstanding accepts another's, and withdraws its own, only if that
-  comes first by a coin that the node tosses for each peer and each proposal of its own. So every second proposal
-  succeeds, whatever its sender puts into it, and however often it asks. (Where the least session of all comes first, as
-  in Luby's maximal matchings of 1986, a peer that names its sessions 0, 1, 2, ... is everybody's partner.) Of two
-  proposals that cross between the same two nodes the smaller session holds, as both can see.
-- *Uniform partners.* Partners end an exchange together, so if everybody proposed at the start of its round they would
-  meet the same partner for ever. Each node waits for a random share of its round before it proposes
-  (`PROPOSE_FROM`, `PROPOSE_UNTIL`), and accepts meanwhile: by then everybody has come back. The window also lets
-  groups out of phase with each other meet, which would else never mix.
-- *No waiting.* Where rounds are boxed in time, partners move the ends of their boxes to the mean of both. That is
-  gossip averaging of the phases: the network falls into step without any clock. Without boxes, nodes whose ends lie
-  too far apart do not pair.
+- *No livelock.* A node with an outstanding proposal accepts another's, and withdraws its own, only if the other comes
+  first by a coin that the node tosses for each peer and each proposal of its own. So every second proposal succeeds,
+  whatever its sender puts into it and however often it asks. (If the least session came first, as in Luby's maximal
+  matchings of 1986, a peer that names its sessions 0, 1, 2, ... would be every node's partner.) Of two proposals that
+  cross between the same two nodes the smaller session holds; both nodes know both sessions.
+- *Uniform partners.* Partners end an exchange together, so if every node proposed at the start of its round, the same
+  pairs would meet for ever. Each node waits for a random share of its round before it proposes (`PROPOSE_FROM`,
+  `PROPOSE_UNTIL`), and accepts proposals while it waits: by then all nodes are back from their exchanges. The window
+  also lets groups meet that are out of phase with each other and would otherwise never mix.
+- *No waiting.* Where rounds are boxed in time, partners move the ends of their boxes to the mean of both. This is
+  gossip averaging of the phases: the network synchronises without a clock. Without boxes, nodes whose ends lie too far
+  apart do not pair.
 - *Fragments.* Where a round exchanges a part of the parameters, a proposal is for the part that its sender has
-  exchanged least, named by the session's last byte. Who is not ready yet takes any; who is ready has only its own.
+  exchanged least, named by the session's last byte. A node that is not ready yet accepts any fragment; a ready one only
+  its own.
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds`` for its
-  partner; an odd node out, or one that nobody is there for, goes on at once.
-- *Meetings are remembered.* A peer whose exchange came to nothing is asked last, and answered last, for longer each
-  time; a peer that is met more often than by chance waits for its turn (`farandole.protocol.pairing_backoff`).
+  partner; an odd node out, or one for which no peer is free, goes on at once.
+- *Meetings are remembered.* A peer whose exchange failed is asked last, and answered last, for longer each time; a peer
+  that is met more often than by chance waits for its turn (`farandole.protocol.pairing_backoff`).
 - *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
   node whose peers in turn all have partners asks each of them once more. The asked peer then gives its partner up, at
   most `MAX_GIVEN_UP` times a round and while neither is ready; that partner most often finds another peer in turn.
-- *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), it seeks another partner,
-  once a round: so the deadline stands, and there is always the other half of ``exchange_seconds`` to move what the
-  first one did not. Whoever refused the contribution, or had its own refused, is content with that. Where rounds
-  overlap there is no second try: the machine is in the next round, whose exchange is not far.
+- *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), the node seeks another
+  partner, once a round: so the deadline stands, and the other half of ``exchange_seconds`` is always left for the
+  second transfer. A node that refused the contribution, or had its own refused, does not try again. Where rounds
+  overlap there is no second try: the machine is in the next round, whose exchange is near.
 
 Rejected: a leader or a seeded permutation per round (needs equal membership and equal rounds everywhere); proposing
 when ready (each exchange would then wait for its matching).
@@ -68,28 +69,28 @@ from .pairing_events import (
 )
 from .trainer_messages import FinishRound, UseFragment
 
-# A replica that is more rounds behind the others takes a peer's weights instead of its own, which would pull its
-# partners back; and a newcomer gets weights that are at most this old.
+# A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
+# back. A newcomer gets weights that are at most this old.
 MAX_ROUNDS_BEHIND = 10
-# A node first proposes at a random time between these shares of its round. From a quarter on, whoever ended the last
-# round late is back; the last quarter is for those who meet refusals first.
+# A node first proposes at a random time between these shares of its round. From a quarter on, nodes that ended the last
+# round late are back; the last quarter is for nodes whose first proposals are refused.
 PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
 # Share of exchange_seconds for which a ready node waits for its partner; the rest is for transfer and decision.
 WAIT_SHARE = 0.5
 # A partner that is ready before its box ends (its trainer reached inner_steps) is met within this share of
 # exchange_seconds, well before its patience (WAIT_SHARE) ends: the last inner step takes its time too.
 MEETING_SHARE = 0.25
-# A box moves by at most this share of its length in either direction, so that no partner can stretch a round for ever.
+# A box moves by at most this share of its length in either direction, so that no partner can stretch a round endlessly.
 MAX_BOX_SHIFT = 0.5
 # An answer to a proposal is overdue after this share of a round's inner steps, within these bounds in seconds: at
 # least a round trip around the earth, at most a dial (8 s) and a round trip.
 ANSWER_SHARE, MIN_ANSWER, MAX_ANSWER = 1 / 8, 1.0, 10.0
 # A busy peer is asked again after this share of a round's inner steps, within these bounds in seconds.
 RETRY_SHARE, MIN_RETRY, MAX_RETRY = 1 / 16, 0.05, 5.0
-# Proposals of one node in one round: in 1,000 nodes the last free ones find each other rarely, and each proposal may
-# cost a dial. After these the node only accepts.
+# Proposals of one node in one round: among 1,000 nodes the last free ones rarely find each other, and each proposal may
+# cost a dial. After this many the node only accepts.
 MAX_PROPOSALS = 64
-# Partners that a node gives up in a round for peers that find no other; more leave over no fewer nodes.
+# Partners that a node gives up in a round for peers that find no other; a higher limit leaves over no fewer nodes.
 MAX_GIVEN_UP = 1
 # In this last share of a round no partner is given up: it would not find another before the round ends.
 SWAP_SHARE = 0.25
@@ -102,7 +103,7 @@ _ORDER_BYTES = 32  # a key of BLAKE3
 
 
 class _Timer(enum.Enum):
-    """In the order in which they fire: an answer that is overdue frees the node to propose at the same moment."""
+    """Timers in the order in which they fire: an overdue answer frees the node to propose at the same moment."""
 
     ANSWER = "answer"
     BOX = "box"
@@ -122,21 +123,21 @@ class _Bond:
 
 @dataclass(slots=True)
 class _Round:
-    """What counts for one round alone."""
+    """State of one round."""
 
     fragment: int = 0
     order: bytes = b""
     """Key of the coins that decide whose proposal comes first; drawn at random."""
     started_at: float = 0.0
     ends_at: float | None = None
-    """End of the box; without boxes as it is expected, if it is known."""
+    """End of the box; without boxes the expected end, if known."""
     ready_at: float = math.inf
     propose_at: float = 0.0
     num_proposals: int = 0
     has_broken: bool = False
-    """The first exchange did."""
+    """Whether the first exchange broke."""
     failure: str = ""
-    """Why, for people."""
+    """The reason for that, for people."""
     ask_at: dict[bytes, float] = field(default_factory=dict)
     """Live peer -> not before; infinity: not in this round."""
     lost: set[bytes] = field(default_factory=set)
@@ -144,7 +145,7 @@ class _Round:
     matched: set[bytes] = field(default_factory=set)
     """Peers in turn that declined a proposal because they have a partner: they may be asked once more."""
     asked_again: set[bytes] = field(default_factory=set)
-    """Those that were."""
+    """Peers that were asked once more."""
     declined: set[bytes] = field(default_factory=set)
     """Peers in turn whose proposal this node declined because it has a partner."""
     tiers: dict[bytes, float] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class _Round:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the contribution is made."""
+        """Return whether the contribution is made."""
         return self.ready_at < math.inf
 
 
@@ -166,7 +167,7 @@ class _Meter:
         self._counts: dict[bytes, int] = {}
 
     def has_room(self, peer: bytes, now: float) -> bool:
-        """Count a message; False if it is to be dropped unread. `RemoteProtocolError` if the peer floods us."""
+        """Count a message; return False if it must be dropped unread. Raise `RemoteProtocolError` on a flood."""
         if now - self._since >= METER_SECONDS:
             self._since = now
             self._counts.clear()
@@ -182,7 +183,7 @@ class Pairing:
     """One node's pairing, round after round.
 
     ``own`` is the node's public key, ``rng`` draws delays, partners and sessions. `handle` takes monotonic times in
-    seconds, never decreasing, and returns what is to be done, in order. It raises `RemoteProtocolError` only for
+    seconds, never decreasing, and returns outputs to carry out in order. It raises `RemoteProtocolError` only for
     `MessageReceived`, and is then unchanged.
     """
 
@@ -210,21 +211,21 @@ class Pairing:
 
     @property
     def partner(self) -> bytes | None:
-        """The peer agreed on for this round, if any."""
+        """Return the partner agreed on for this round, if any."""
         return self._bond.peer if self._bond and self.state in (State.MATCHED, State.EXCHANGING) else None
 
     @property
     def wait_ends_at(self) -> float:
-        """When a ready node stops waiting for a partner; infinity while it is not ready."""
+        """Return when a ready node stops waiting for a partner; infinity while it is not ready."""
         return self._current.ready_at + WAIT_SHARE * self._config.exchange_seconds
 
     @property
     def box_ends_at(self) -> float | None:
-        """When this round's inner steps end, where rounds are boxed; without boxes when they probably do, if known."""
+        """Return when this round's inner steps end; without boxes the expected end, None if unknown."""
         return self._current.ends_at
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """Take in what has happened; what is to be done about it."""
+        """Process an event and return the outputs to carry out."""
         self._outputs = []
         match event:
             case RoundStarted(round=round_, at=at):
@@ -287,7 +288,7 @@ class Pairing:
             self._seek(now)
 
     def _begin_if_both_ready(self, now: float) -> None:
-        """The proposer begins, and the partner follows: so neither awaits one that has just given up."""
+        """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
         bond = self._bond
         if bond is not None and bond.is_proposer and bond.is_partner_ready and self._current.is_ready:
             self._send(bond.peer, messages.Begin(bond.session))
@@ -311,7 +312,7 @@ class Pairing:
             return  # the round has been given up, or another one runs already
         self._last_exchange_seconds = now - self._exchange_started_at
         if end.is_broken and not self._current.has_broken and now < self.wait_ends_at:
-            # with another partner, or with this one if it is still there and nobody else is
+            # with another partner, or with this one if it is still there and no other peer is free
             self._current.has_broken, self._current.failure = True, end.reason
             self._num_exchanged[self._current.fragment] -= 1
             self._timers[_Timer.PATIENCE] = self.wait_ends_at
@@ -339,7 +340,7 @@ class Pairing:
     # Looking for a partner
 
     def _seek(self, now: float) -> None:
-        """Plan the next proposal; if there is nobody left to ask and the node is ready, go on alone."""
+        """Plan the next proposal; if no peer is left to ask and the node is ready, go on alone."""
         ask_at = self._next_ask_at(now)
         if ask_at < self.wait_ends_at:
             self._timers[_Timer.PROPOSE] = max(ask_at, now)
@@ -394,7 +395,7 @@ class Pairing:
             self._end_box_at((self._current.ends_at + now + seconds_left) / 2)
 
     def _part(self, ask_again_at: float) -> None:
-        """Nothing came of the proposal, or the partner is lost: this peer is asked again not before then."""
+        """Drop a failed proposal or a lost partner; this peer is not asked again before ``ask_again_at``."""
         if self._bond is None:
             raise LocalProtocolError("nobody to part from")
         if self._bond.peer in self._peers:
@@ -408,7 +409,7 @@ class Pairing:
         self._seek(now)
 
     def _withdraw(self) -> None:
-        """Tell the peer that we proposed to, or agreed with, that this holds no longer."""
+        """Withdraw an outstanding proposal or an agreement, if there is one."""
         if self._bond and self.state in (State.PROPOSED, State.MATCHED):
             self._send(self._bond.peer, messages.Withdraw(self._bond.session))
 
@@ -425,7 +426,7 @@ class Pairing:
             self._current.ends_at = self._timers[_Timer.BOX] = min(max(at, earliest), latest)
 
     def _wait_between(self, seconds_left: float | None, now: float) -> float:
-        """Seconds for which one of the two would wait for the other at the end, if they became partners."""
+        """Return the seconds for which one node would wait for the other at the end, if they became partners."""
         own = self._seconds_left(now)
         if own is None or seconds_left is None:
             return 0.0
@@ -434,14 +435,14 @@ class Pairing:
         return abs(own - seconds_left) / 2 if min(own, seconds_left) == 0 else 0.0  # both boxes move, unless one ended
 
     def _wait_for_next_round(self, seconds_left: float | None, exchange_left: float) -> float:
-        """Seconds for which a peer that is ready would wait at the end of this node's next round; 0 if it is not."""
+        """Return for how many seconds a ready peer would wait for the end of this node's next round; 0 if not ready."""
         if seconds_left != 0.0 or self._inner_seconds is None:
             return 0.0
         wait = max(exchange_left, 0.0) + self._inner_seconds
         return wait / 2 if self._config.round_seconds else wait
 
     def _patience(self) -> float:
-        """Seconds for which one partner may wait for the other at the end of a round."""
+        """Return the seconds for which one partner may wait for the other at the end of a round."""
         return (MEETING_SHARE if self._config.round_seconds else WAIT_SHARE) * self._config.exchange_seconds
 
     def _retry_after(self) -> float:
@@ -455,16 +456,16 @@ class Pairing:
             self._outputs.append(UseFragment(self.round, fragment))
 
     def _draw_session(self) -> bytes:
-        """At random; where there are fragments the last byte says which one the proposal is for."""
+        """Draw a random session; where there are fragments its last byte is the proposal's fragment."""
         session = self._rng.randbytes(messages.SESSION_BYTES)
         return session[:-1] + bytes((self._current.fragment,)) if len(self._num_exchanged) > 1 else session
 
     def _is_of_another_fragment(self, session: bytes) -> bool:
-        """Whether the contribution that is ready is not of the fragment that a session is for."""
+        """Return whether the ready contribution, if any, is of another fragment than the session's."""
         return self._current.is_ready and self._fragment_of(session) != self._current.fragment
 
     def _fragment_of(self, session: bytes) -> int:
-        """Raises `RemoteProtocolError` if there is no such fragment."""
+        """Return a session's fragment; raise `RemoteProtocolError` if there is no such fragment."""
         if len(self._num_exchanged) == 1:
             return 0
         if session[-1] >= len(self._num_exchanged):
@@ -531,7 +532,7 @@ class Pairing:
                 self._send(peer, messages.Withdraw(session))
             case messages.Ready() if bond is not None and self.state is State.MATCHED:
                 self._note_readiness(bond, now)
-            case messages.Begin() if bond is not None:  # else we gave up, and the stream that comes will find nobody
+            case messages.Begin() if bond is not None:  # else we gave up, and nothing awaits the stream that comes
                 if bond.is_proposer or not self._current.is_ready:
                     raise RemoteProtocolError("an exchange begun by the wrong side, or before we are ready")
                 if self.state is State.MATCHED:
@@ -585,23 +586,23 @@ class Pairing:
         return messages.Agree(session, self._seconds_left(now))
 
     def _comes_first(self, peer: bytes) -> bool:
-        """Whether a peer's proposals come before our outstanding one: half do, and asking again changes nothing."""
+        """Return whether a peer's proposals come before our outstanding one: half do; asking again changes nothing."""
         assert self._bond is not None
         return blake3(peer + self._bond.session, key=self._current.order).digest()[0] % 2 == 0
 
     def _gives_partner_up_for(self, peer: bytes, now: float) -> bool:
-        """Whether a peer in turn asks a second time, so that it has no other left, while there is time for a swap."""
+        """Return whether to swap: a peer in turn asks a second time, so it has no other left, and there is time."""
         assert self._bond is not None
         may_swap = self._is_early(now) and not self._bond.is_partner_ready
         return may_swap and self._current.num_given_up < MAX_GIVEN_UP and peer in self._current.declined
 
     def _is_early(self, now: float) -> bool:
-        """Whether a partner that is given up now has time to find another."""
+        """Return whether a partner that is given up now has time to find another."""
         seconds_left = self._seconds_left(now)
         return seconds_left is not None and seconds_left > SWAP_SHARE * (self._inner_seconds or 0.0)
 
     def _tier(self, peer: bytes) -> float:
-        """Order of a peer: lower tiers are met first, and peers with which exchanges failed last."""
+        """Return a peer's tier: lower tiers are met first, and peers with failed exchanges last."""
         tiers = self._current.tiers
         if peer not in tiers:
             is_put_off = self._backoff.puts_off(peer, self.round)
@@ -613,18 +614,18 @@ class Pairing:
         self._current.tiers.pop(peer, None)
 
     def _may_meet_another(self, peer: bytes, now: float) -> bool:
-        """Whether a peer of a lower tier may still be free in this round."""
+        """Return whether a peer of a lower tier may still be free in this round."""
         if not (tier := self._tier(peer)):
             return False
         taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
         return bool(self._to_ask_again(now)) or any(self._tier(other) < tier for other in self._peers - taken)
 
     def _to_ask_again(self, now: float) -> frozenset[bytes]:
-        """Peers in turn that have a partner, and may give it up while there is time for that."""
+        """Return peers in turn that have a partner, and may give it up while there is time for that."""
         return self._peers & self._current.matched if self._is_early(now) else frozenset()
 
     def _note_readiness(self, bond: _Bond, now: float) -> None:
-        """The partner is ready, and is met soon."""
+        """Note that the partner is ready, and end the box soon."""
         bond.is_partner_ready = True
         if self._config.round_seconds and self._current.ends_at is not None:
             self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._config.exchange_seconds))

@@ -1,20 +1,20 @@
-"""Which peers are asked last: those with which exchanges failed, and those that are met more often than by chance.
+"""Decide which peers are asked last: peers with failed exchanges, and peers met more often than by chance.
 
-A contribution that was refused, a partner that was not ready in time or withdrew, an exchange that broke: each costs a
-round, and none proves ill will. A peer is put off for some rounds, twice as many after each failure in a row.
+A refused contribution, a partner that was not ready in time or withdrew, a broken exchange: each costs a round, and
+none proves malice. A peer is put off for some rounds, twice as many after each failure in a row.
 
-A peer that proposes to all others at once, and early, would be the partner of them all in each round. So each node
-counts for itself: a peer may have `FAIR_SHARE` of the meetings that chance would give it, and no more than
-`FAIR_BURST` at once. If every node counts, no node has to prove or to announce whom it has met.
+A peer that proposes early to all others at once would be the partner of all of them in each round. So each node keeps
+its own counts: a peer may have `FAIR_SHARE` of the meetings that chance would give it, and no more than `FAIR_BURST` at
+once. Because every node counts, no node has to prove or announce its meetings.
 
-- *Turns.* A peer's turn comes once in about as many rounds as there are peers, and the first one at a round that a hash
-  of both keys decides: else many greedy members of a large run could have all of a node's first rounds between them.
-- *Tiers.* Where all peers in turn are taken, the node turns to those whose turn comes next, and twice as far ahead each
-  time. A peer that is met early has used its turn, so greedy members gain no further meetings from the nodes that are
-  left over late in a round. (Where these met any peer, six greedy members in 66 had 1.9 times their share of the first
-  28 rounds.)
+- *Turns.* A peer's turn comes once in about as many rounds as there are peers. A hash of both keys decides the round of
+  the first turn: otherwise many greedy members of a large run could take all of a node's first rounds.
+- *Tiers.* Where all peers in turn are taken, the node asks the peers whose turn comes next, and looks twice as far
+  ahead each time. A peer that is met early has used its turn, so greedy members gain no further meetings from the nodes
+  that are left over late in a round. (Where these met any peer, six greedy members in 66 had 1.9 times their share of
+  the first 28 rounds.)
 
-Peers are put off, not shut out: where no other peer is free they are met all the same, so two nodes alone go on
+Peers are put off, not excluded: where no other peer is free they are met all the same, so two nodes alone go on
 meeting. None of this is sent to others, so it cannot be used to slander a peer.
 """
 
@@ -36,7 +36,7 @@ FAIR_SHARE, FAIR_BURST = 1.05, 2
 FIRST_ROUNDS_AHEAD = 7
 # The first tier behind the peers in turn reaches this many rounds ahead.
 TIER_ROUNDS = 4
-# Peers that are remembered, those that failed last: as many as a node meets in days.
+# Number of peers that are remembered, the latest to fail: as many as a node meets in days.
 MAX_PEERS = 4_096
 
 
@@ -48,13 +48,13 @@ class _FailedExchanges:
 
 
 class PartnerBackoff:
-    """Failures of one node's peers, in rounds of its own."""
+    """Failures of one node's peers, in this node's rounds."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[bytes, _FailedExchanges] = OrderedDict()
 
     def note_failure(self, peer: bytes, round_: int) -> None:
-        """Put a peer off: nothing came of the exchange with it."""
+        """Put a peer off because the exchange with it failed."""
         failures = self._of.setdefault(peer, _FailedExchanges(0, 0))
         self._of.move_to_end(peer)
         failures.in_a_row += 1
@@ -67,15 +67,15 @@ class PartnerBackoff:
         self._of.pop(peer, None)
 
     def puts_off(self, peer: bytes, round_: int) -> bool:
-        """Whether others come before this peer."""
+        """Return whether others come before this peer."""
         failures = self._of.get(peer)
         return failures is not None and round_ < failures.until
 
 
 class MeetingLimit:
-    """How often each peer was met: a leaky bucket for each, kept as the round in which it is empty.
+    """Counts meetings with each peer in a leaky bucket, kept as the round in which it is empty.
 
-    Buckets start as full as a hash of both keys says: two nodes agree on when they may first meet.
+    A hash of both keys sets a bucket's initial level, so two nodes agree on when they may first meet.
     """
 
     def __init__(self, own: bytes) -> None:

@@ -1,6 +1,6 @@
-"""Pairing as data: what happens to a node, what it asks for in return, and which state leads to which.
+"""Events, outputs and states of pairing.
 
-`farandole.protocol.pairing` decides; a driver brings it the events and carries the outputs out.
+`farandole.protocol.pairing` decides; a driver passes it the events and carries out the outputs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from .trainer_messages import FinishRound, UseFragment
 
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
-    """The trainer begins the inner steps of this round. Ends whatever was agreed for an earlier round.
+    """The trainer begins the inner steps of this round. Ends any agreement for an earlier round.
 
-    An exchange that runs goes on without this machine: where it overlaps with this round, the caller follows it.
+    A running exchange goes on without this machine: where it overlaps with this round, the caller follows it.
     """
 
     round: int
@@ -55,7 +55,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The time of the newest `SetTimer` has come. Early or superfluous ones do no harm."""
+    """The timer of the newest `SetTimer` is due. Early or superfluous events do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ExchangeEnded:
     peer: bytes
     committed: bool
     is_broken: bool = False
-    """Nobody refused anything, it only did not come about: another peer may do."""
+    """The exchange failed without a refusal: another peer may do."""
     reason: str = ""
     """Why it was not committed, for people."""
     has_counted: bool = True
@@ -75,7 +75,7 @@ class ExchangeEnded:
 
 @dataclass(frozen=True, slots=True)
 class TrafficSaved:
-    """From now on exchanges are too dear for this node's traffic, or no longer: it trains on, and meets nobody.
+    """The node's traffic limit stops exchanges, or no longer does: while it is on, the node trains on alone.
 
     A partner that is agreed on is met all the same.
     """
@@ -85,7 +85,7 @@ class TrafficSaved:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The node pauses or leaves: it meets nobody until its next `RoundStarted`."""
+    """The node pauses or leaves: it meets no peer until its next `RoundStarted`."""
 
 
 Event = (
@@ -130,24 +130,24 @@ class StartExchange:
 
 
 def failure(reason: str) -> str:
-    """The words for a round that is taken alone because its exchange failed."""
+    """Return the reason for a round that is taken alone because its exchange failed."""
     return f"the exchange failed: {reason}" if reason else "the exchange failed"
 
 
 @dataclass(frozen=True, slots=True)
 class GoAlone:
-    """Take this round's outer step alone; the reason is for people."""
+    """Take this round's outer step alone; ``reason`` is for people."""
 
     round: int
     reason: str
 
 
 Output = SendMessage | SetTimer | UseFragment | FinishRound | StartExchange | GoAlone
-"""Two are commands for the trainer: each `UseFragment` replaces the last word on the round's fragment."""
+"""`UseFragment` and `FinishRound` are commands for the trainer. A `UseFragment` replaces the round's earlier one."""
 
 
 class State(enum.Enum):
-    """Where a node stands in its round."""
+    """A node's state within its round."""
 
     IDLE = "idle"  # no round runs, or its outcome is known
     SEEKING = "seeking"  # no partner, no proposal outstanding

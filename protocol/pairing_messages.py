@@ -1,4 +1,4 @@
-"""What two nodes say to each other to become partners: seven small messages, MessagePack arrays with a tag."""
+"""The messages by which two nodes become partners: seven small MessagePack arrays with a tag."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SESSION_BYTES = 16
 MAX_MESSAGE_BYTES = 64
 
 Session = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
-"""Names one proposal, and the exchange that may come of it. Drawn at random by its proposer."""
+"""Names one proposal, and the exchange that may follow it. Drawn at random by its proposer."""
 # A box is at most a day (`RoundConfig.round_seconds`) and is moved by at most half its length.
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1.5 * 86_400)]
 
 
 class Propose(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """Be my partner at the end of this round."""
+    """Ask a peer to be the partner at the end of this round."""
 
     session: Session
     seconds_left: _Seconds | None
@@ -29,31 +29,31 @@ class Propose(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Agree(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """Yes: we are partners now."""
+    """Accept a proposal: both are partners now."""
 
     session: Session
     seconds_left: _Seconds | None
-    """Until the sender's inner steps would have ended without this agreement; else as in `Propose`."""
+    """As in `Propose`, but until the sender's inner steps would have ended without this agreement."""
 
 
 class Decline(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """No, not in this round."""
+    """Decline a proposal for this round."""
 
     session: Session
     reason: Literal["matched", "away", "fragment"]
-    """``matched``: the sender has a partner; ``away``: it pauses, leaves or saves its traffic; ``fragment``: it has
-    another one ready."""
+    """``matched``: the sender has a partner; ``away``: it pauses, leaves or saves its traffic; ``fragment``: another
+    fragment is ready."""
 
 
 class Busy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
-    """Not now: ask another, or me again later."""
+    """Decline for now: the peer asks another, or this node again later."""
 
     session: Session
     retry_after: _Seconds
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
-    """The proposal, or what was agreed on it, holds no longer. Never answered."""
+    """The proposal or the agreement no longer holds. Never answered."""
 
     session: Session
 
@@ -65,7 +65,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
-    """Both are ready, and the sender, who proposed, opens the stream of the exchange."""
+    """Both are ready, and the sender, which proposed, opens the stream of the exchange."""
 
     session: Session
 
@@ -73,12 +73,12 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 Message = Propose | Agree | Decline | Busy | Withdraw | Ready | Begin
 
 encode_message = encode
-"""The bytes of a message; at most `MAX_MESSAGE_BYTES`."""
+"""Encode a message, in at most `MAX_MESSAGE_BYTES`."""
 _decode = MessageDecoder[Message](Message, "a pairing message")
 
 
 def decode_message(payload: bytes) -> Message:
-    """The message in these bytes; `RemoteProtocolError` if they hold none."""
+    """Parse a message; raise `RemoteProtocolError` if it is malformed."""
     if len(payload) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a pairing message has at most {MAX_MESSAGE_BYTES} bytes, this has {len(payload)}")
     message = _decode(payload)

@@ -1,4 +1,4 @@
-"""How many parameters the parts of a model have, counted without building it. Imports no torch."""
+"""Count the parameters of a model's parts without building it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .manifest import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of one layer, and of both ends together: the embedding, the last norm, and a head that is not the embedding."""
+    """Parameter counts of one layer and of both ends: the embedding, the last norm, and a head that is not tied."""
 
     layer: int
     ends: int
     attention_width: int
-    """Of all heads together; 0 of one's own module, which alone knows."""
+    """Width of all heads together; 0 for a user's own module, where it is not known."""
 
 
 def parts_of(model: ModelConfig) -> Parts:
-    """What the model is made of."""
+    """Return the parameter counts of a model's parts."""
     if model.external is not None:
         return Parts(0, model.external.num_parameters, 0)
     if model.own is not None:

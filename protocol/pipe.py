@@ -1,28 +1,28 @@
-"""Pipe: bulk data between two peers, over a channel beside the stream on which they talk, or over that stream.
+"""Pipe: bulk data between two peers, over a channel separate from their message stream, or over that stream.
 
     opener     Route         data            Sealed  Received
     answerer          Route        data  Sealed               Received
 
 A pipe moves *transfers*: bytes of a size that both ends know before they move. It knows their names, sizes, positions
-and hashes, and not what they are. In each direction they move one after the other, in the order in which the messages
+and hashes, but not their contents. In each direction they move one after the other, in the order in which the messages
 of the pipe's user announced them; so a position is a number: the bytes of all transfers before it.
 
 The opener names a bulk channel (`farandole.protocol.bulk`) in its `Route`, and the answerer's `Route` names the same
 one if it has it too. Otherwise the transfers move over the stream, as chunks between the user's messages. A small pipe
 needs no route: it is on the stream from the beginning.
 
-A channel that breaks ends nothing. An end that lacks something asks for another route: the opener by `Route`, the
-answerer by `Reroute`, which the opener answers by `Route`. Each `Route` says how much its sender has, and the rest goes
-over the new route, so nothing moves twice. A pipe has at most `MAX_ROUTES` routes, and the stream is the last one.
+A channel that breaks does not end the pipe. An end that lacks something asks for another route: the opener by `Route`,
+the answerer by `Reroute`, which the opener answers by `Route`. Each `Route` says how much its sender has, and the rest
+goes over the new route, so nothing moves twice. A pipe has at most `MAX_ROUTES` routes, and the stream is the last one.
 
-A channel is not acknowledged by what arrives on the stream, so the receiver reports each transfer by `Received`. What
-is sent on the stream arrives, or the stream ends and the pipe with it: there a transfer is over with its last chunk.
+Data on a channel are not acknowledged on the stream, so the receiver reports each transfer by `Received`. Data on the
+stream arrive, or the stream ends and the pipe with it: there a transfer is over with its last chunk.
 
-The transfers of a hashed pipe end with a hash: the sender says `Sealed` before the last byte, and the receiver
-compares. The hash finds what was damaged, or sent before it was ready. Bytes of third parties are kept out by Noise and
-by the seals of the channel's records.
+The transfers of a hashed pipe end with a hash: the sender sends `Sealed` before the last byte, and the receiver
+compares. The hash detects bytes that were damaged, or sent before they were ready. Noise and the seals of the channel's
+records keep out bytes of third parties.
 
-`pipe_steps` has the table of what may be sent when.
+`pipe_steps` has the table of the messages that may be sent in each step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .pairing_messages import Session
 from .pipe_steps import TRANSITIONS, Facts, Sent, Step, problem_of
 from .wire import MessageDecoder, encode
 
-# Smaller transfers have moved over the stream before a channel is open (milliseconds here, round trips elsewhere).
+# Smaller transfers are done over the stream before a channel is open (milliseconds locally, round trips elsewhere).
 BULK_FROM: Final = 1_000_000
 # A chunk's frame fills one Noise message: 65,535 bytes less the tag (16) and yamux's header (12).
 CHUNK_FRAME_BYTES: Final = 65_507
@@ -53,13 +53,13 @@ CHUNK_BYTES: Final = CHUNK_FRAME_BYTES - HEADER_BYTES - OFFSET_BYTES
 # The longest of the pipe's own messages, a Sealed or a Route, has some 40 bytes.
 MAX_CONTROL_BYTES: Final = 64
 DIGEST_BYTES: Final = 32
-# Announced and not known to have arrived, one way: on a channel, what is on its way in buffers.
+# Transfers of one direction that are announced and not known to have arrived: on a channel, the ones in its buffers.
 MAX_OPEN: Final = 8
 _Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """The route of the transfers: a bulk channel, or (None) this stream. The answerer's word counts."""
+    """The route of the transfers: a bulk channel, or (None) this stream. The answerer's `Route` decides."""
 
     channel: Session | None
     received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -67,18 +67,18 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Reroute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """The answerer lacks something, and nothing comes any more: the opener must propose another `Route`."""
+    """The answerer lacks something, and nothing arrives any more: the opener must propose another `Route`."""
 
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
     """The sender's oldest transfer without a hash is ready to its end. Sent before the last of its bytes."""
 
     digest: _Digest
-    """BLAKE3 of the transfer; SHA-256 would take as long as all the rest of moving it."""
+    """BLAKE3 of the transfer; SHA-256 would take as long as the rest of the transfer's work."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
-    """The receiver's oldest open transfer has come over a channel, whole and, where there is one, with its hash."""
+    """The receiver's oldest open transfer has arrived over a channel, whole and, where there is one, with its hash."""
 
 
 Control = Route | Reroute | Sealed | Received
@@ -120,7 +120,7 @@ class Transfer:
         """The position behind its last byte."""
         self.incoming = incoming
         self.digest: bytes | None = None
-        """BLAKE3, once its sender has said it."""
+        """BLAKE3, once its sender has sent it."""
         self.is_whole = False
         """Whether all of it is in the memory, with its hash."""
 
@@ -130,7 +130,7 @@ class Direction:
 
     def __init__(self, is_hashed: bool) -> None:
         self.open: deque[Transfer] = deque()
-        """Announced, and not known to be whole at the receiver; at most `MAX_OPEN`."""
+        """Transfers that are announced, and not known to be whole at the receiver; at most `MAX_OPEN`."""
         self.settled = 0
         self.end = 0
         """The position behind everything announced."""
@@ -138,36 +138,36 @@ class Direction:
 
     @property
     def is_open(self) -> bool:
-        """Whether the receiver lacks something that was announced."""
+        """Return whether the receiver lacks something that was announced."""
         return bool(self.open)
 
     @property
     def head_end(self) -> int:
-        """Where the oldest open transfer ends; `settled` if there is none."""
+        """Return where the oldest open transfer ends; `settled` if there is none."""
         return self.open[0].end if self.open else self.settled
 
     @property
     def is_head_sealed(self) -> bool:
-        """Whether the hash of the oldest open transfer is said, or none is needed."""
+        """Return whether the hash of the oldest open transfer was sent, or none is needed."""
         return not self._is_hashed or self.open[0].digest is not None
 
     @property
     def awaits_hash(self) -> bool:
-        """Whether there is a transfer whose hash is still to be said."""
+        """Return whether there is a transfer whose hash was not sent yet."""
         return self._is_hashed and any(transfer.digest is None for transfer in self.open)
 
     def add(self, name: int, size: int, incoming: Incoming | None = None) -> Transfer:
-        """The next transfer is announced."""
+        """Add the next transfer, which was announced."""
         self.end += size
         self.open.append(Transfer(name, size, self.end, incoming))
         return self.open[-1]
 
     def seal(self, digest: bytes) -> None:
-        """The hash of the oldest transfer without one."""
+        """Set the hash of the oldest transfer without one."""
         next(transfer for transfer in self.open if transfer.digest is None).digest = digest
 
     def settle(self) -> Transfer:
-        """The receiver has the oldest open transfer."""
+        """Remove the oldest open transfer, which the receiver has, and return it."""
         self.settled = self.open[0].end
         return self.open.popleft()
 
@@ -185,14 +185,14 @@ class Pipe:
         self.is_hashed = is_hashed
         self.step = Step.IDLE
         self.channel: bytes | None = None
-        """The bulk channel that both have named."""
+        """The bulk channel that both ends have named."""
         self.num_routes = 0
         self.outgoing = Direction(is_hashed)
         self.incoming = Direction(is_hashed)
         self.received_digest = b""
-        """BLAKE3 of the last transfer that has come, of a hashed pipe."""
+        """BLAKE3 of the last received transfer, of a hashed pipe."""
         self.num_sent = 0
-        """The position of what is sent next; over a channel, as far as the user said so or the other end has it."""
+        """The position of the next byte to send; over a channel, as far as the user reported it or the peer has it."""
         self.proposed: bytes | None = None
         """The bulk channel that the opener has named."""
         self._is_over = False
@@ -203,42 +203,42 @@ class Pipe:
 
     @property
     def num_received(self) -> int:
-        """The position up to which everything is in memory."""
+        """Return the position up to which everything is in memory."""
         head = self.incoming.open[0].incoming if self.incoming.open else None
         return self.incoming.settled + (head.position if head else 0)
 
     @property
     def buffered(self) -> int:
-        """Bytes kept of an unfinished frame."""
+        """Return the number of bytes kept of an unfinished frame."""
         return len(self._head)
 
     def begin(self) -> None:
-        """From now on transfers may move, over the stream at once unless the pipe is large."""
+        """Allow transfers from now on, over the stream at once unless the pipe is large."""
         self.step = Step.UNROUTED if self.is_large else Step.STREAM
 
     def end(self) -> None:
-        """The other end has said its last word."""
+        """Note that the other end sends nothing more."""
         self._is_over = True
 
     # Transfers
 
     @property
     def can_offer(self) -> bool:
-        """Whether a transfer may be announced: those before it were sent, and both ends know over which route."""
+        """Return whether a transfer may be announced: the ones before it were sent, and both ends know the route."""
         is_sent = self.num_sent >= self.outgoing.end and len(self.outgoing.open) < MAX_OPEN
         return is_sent and self.step in (Step.UNROUTED, Step.CHANNEL, Step.STREAM)
 
     def offer(self, name: int, size: int) -> None:
-        """A transfer that this end sends was announced to the other."""
+        """Add a transfer that this end sends and has announced to the other."""
         if not self.can_offer:
             raise LocalProtocolError("a transfer before the one before it was sent, or while a route is sought")
         self.outgoing.add(name, size)
 
     def expect(self, name: int, memory: memoryview, on_advance: Callable[[int], None] | None = None) -> None:
-        """The other end has announced a transfer of the size of ``memory``, which is writable and contiguous.
+        """Add a transfer that the other end has announced, of the size of ``memory``: writable and contiguous.
 
         The memory is kept until the transfer is over, and undefined until then. Transfers may share it: one is over
-        before the next one is written to. ``on_advance`` gets how many bytes of the transfer are there. Raises
+        before the next one is written. ``on_advance`` gets the number of received bytes of the transfer. Raises
         `RemoteProtocolError` if no transfer may be announced now.
         """
         if memory.readonly:
@@ -250,9 +250,9 @@ class Pipe:
         self.incoming.add(name, memory.nbytes, Incoming(memory, on_advance, is_hashed=self.is_hashed))
 
     def check_whole(self) -> None:
-        """The last byte of the oldest transfer has come: compare its hash, which must have come before.
+        """Compare the hash of the oldest transfer, whose last byte has arrived; the hash must have arrived before.
 
-        (Over a channel that is for the stream, where it was said before, to bring: wait for `is_head_sealed`.)
+        (Over a channel, the hash comes separately on the stream: wait for `is_head_sealed`.)
         """
         head = self.incoming.open[0] if self.incoming.open else None
         if head is None or head.incoming is None or head.incoming.position < head.size:
@@ -267,13 +267,13 @@ class Pipe:
     # Sending
 
     def send_message(self, payload: bytes) -> bytes:
-        """The frame of a message of the user's."""
+        """Return the frame of a message of the user's."""
         if not 0 < len(payload) <= self._max_message_bytes:
             raise LocalProtocolError(f"a message of {len(payload)} bytes")
         return _frame(MESSAGE_KIND, payload)
 
     def send(self, message: Control | Chunk) -> bytes:
-        """The bytes to write to the stream, in the order of the calls; copies one chunk at most."""
+        """Return the bytes to write to the stream, in the order of the calls; copies one chunk at most."""
         if isinstance(message, Chunk):
             return self._send_chunk(message)
         self._check(message, by_us=True)
@@ -307,7 +307,7 @@ class Pipe:
         self._input = memoryview(bytes(self._input) + data) if self._input else memoryview(data)
 
     def next_event(self) -> Event | None:
-        """The next thing that the other end has sent, or None until more data comes."""
+        """Return the next event from the other end, or None until more data comes."""
         while self._input:
             if self._is_over:
                 raise RemoteProtocolError("data after the end of the session")
@@ -408,7 +408,7 @@ class Pipe:
         self.step = TRANSITIONS[self.step][kind][1]
 
     def _route(self, route: Route, kind: Sent, by_us: bool) -> None:
-        """The opener names a channel, the answerer confirms it; then both know the route."""
+        """Apply a `Route`: the opener names a channel, the answerer confirms it; then both know the route."""
         if not by_us:
             self.num_sent = route.received
         if kind is Sent.PROPOSE:

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-# Of one pipe: three channels, each of which may break, and the stream.
+# Routes of one pipe: three channels, each of which may break, and the stream.
 MAX_ROUTES = 4
 
 
@@ -41,7 +41,7 @@ class Sent(enum.Enum):
 
 OPENER, ANSWERER = True, False
 _EITHER = frozenset({OPENER, ANSWERER})
-# The step -> what may be sent in it, by whom, and the step after it.
+# Step -> messages that may be sent in it: each with its senders and the following step.
 TRANSITIONS: dict[Step, dict[Sent, tuple[frozenset[bool], Step]]] = {
     Step.IDLE: {},
     Step.UNROUTED: {
@@ -83,40 +83,40 @@ class Flow(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the receiver lacks something that was announced."""
+        """Return whether the receiver lacks something that was announced."""
 
     @property
     def settled(self) -> int:
-        """Bytes of the transfers that the receiver has whole."""
+        """Return the bytes of the transfers that the receiver has whole."""
 
     @property
     def head_end(self) -> int:
-        """Where the oldest transfer that the receiver lacks ends; `settled` if it lacks none."""
+        """Return where the oldest transfer that the receiver lacks ends; `settled` if it lacks none."""
 
     @property
     def is_head_sealed(self) -> bool:
-        """Whether that transfer's hash is said, or none is needed."""
+        """Return whether that transfer's hash was sent, or none is needed."""
 
     @property
     def awaits_hash(self) -> bool:
-        """Whether there is a transfer whose hash is still to be said."""
+        """Return whether there is a transfer whose hash was not sent yet."""
 
 
 class Facts(NamedTuple):
-    """What conditions depend on, seen from the sender of a message."""
+    """The inputs of conditions, seen from the sender of a message."""
 
     step: Step
     num_routes: int
     proposed: bytes | None
     """The channel that the opener has named."""
     channel: bytes | None
-    """The one in this message."""
+    """The channel in this message."""
     received: int
     """The position in this message."""
     sending: Flow
-    """What the sender of the message sends."""
+    """The direction in which the message's sender sends."""
     receiving: Flow
-    """What it receives."""
+    """The direction in which it receives."""
 
 
 Condition = tuple[str, Callable[[Facts], bool]]
@@ -130,7 +130,7 @@ def _can_resume(facts: Facts) -> bool:
 
 
 _RESUMES: Condition = ("a Route from a position where its sender cannot be", _can_resume)
-# What the table cannot say: each must hold, or the message is refused for the reason.
+# Conditions that the table cannot express: each must hold, or the message is refused for the reason.
 CONDITIONS: dict[Sent, tuple[Condition, ...]] = {
     Sent.PROPOSE: (
         ("a Route beyond those of a pipe", lambda facts: facts.num_routes < MAX_ROUTES),
@@ -152,7 +152,7 @@ CONDITIONS: dict[Sent, tuple[Condition, ...]] = {
 
 
 def problem_of(sent: Sent, is_opener: bool, facts: Facts) -> str | None:
-    """Why an end may not send this now; None if it may."""
+    """Return why an end may not send this now; None if it may."""
     senders, _ = TRANSITIONS[facts.step].get(sent, (frozenset[bool](), facts.step))
     if is_opener not in senders:
         return f"{sent.value} while the pipe is {facts.step.value}"

@@ -1,22 +1,23 @@
 """A node's part in the pipeline: which microbatch is computed next, where it goes, and when an inner step is taken.
 
 A microbatch is drawn at a node of stage 0, its *origin*, goes through one node of each other stage, and returns to its
-origin, where the loss is; its gradient goes back over the same nodes (NoLoCo, arXiv 2506.10911, random pipeline
-routing). The next hop is drawn at random among the live nodes of the next stage, in proportion to the credits that
-they have given (`farandole.protocol.activations`): who is slow gives them back slowly, so it is drawn less (SWARM,
-ICML 2023, wires by throughput). Each node takes inner steps on its own (`farandole.protocol.inner_steps`): nobody waits
-for another's step, since what is under way needs only nodes of later stages to go forward, and nobody's leave to go
-back. A stage with fewer nodes has a larger quota, so that all stages take as many steps.
+origin, where the loss is computed; its gradient goes back over the same nodes (NoLoCo, arXiv 2506.10911, random
+pipeline routing). The next hop is drawn at random among the live nodes of the next stage, in proportion to the credits
+that they have given (`farandole.protocol.activations`): a slow node gives them back slowly, so it is drawn less often
+(SWARM, ICML 2023, wires by throughput). Each node takes inner steps on its own (`farandole.protocol.inner_steps`). No
+node waits for another's step: a microbatch under way needs only nodes of later stages to go forward, and no node's
+permission to go back. A stage with fewer nodes has a larger quota, so that all stages take equally many steps.
 
-**Losses.** A hop that refuses, or dies before the gradient is back, is replaced by another; where the microbatch had
-gone on already, its origin finds that it comes twice, and drops it. A microbatch counts at all stages or at none: its
-origin decides, when the gradient is back, and tells it along the route; a node whose upstream hop dies between asks the
-origin. Who has no answer by the deadline takes the gradient out again. What cannot hold (as with any commit): if the
-origin dies while it tells, some stages count one microbatch more.
+**Losses.** A hop that refuses, or dies before the gradient is back, is replaced by another; if the microbatch had
+gone on already, its origin sees it arrive twice and drops it. A microbatch counts at all stages or at none: its origin
+decides when the gradient is back, and announces the outcome along the route. A node whose upstream hop dies before that
+asks the origin. A node without an answer by the deadline takes the gradient out again. One case remains, as with any
+commit: if the origin dies during the announcement, some stages count one microbatch more.
 
-**Falsified data.** The trainer judges what peers send (`farandole.training.link_statistics`). An outlier is dropped. A
-peer that sends several, or over which most is lost, is avoided (`farandole.protocol.avoidance`): its links are closed
-and, if it is an origin, its microbatches are refused. A node that has no link to the next stage gives no credits.
+**Falsified data.** The trainer judges the data that peers send (`farandole.training.link_statistics`). An outlier is
+dropped. A peer that sends several, or over which most microbatches are lost, is avoided
+(`farandole.protocol.avoidance`): its links are closed and, if it is an origin, its microbatches are refused. A node
+without a link to the next stage gives no credits.
 
 Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.loop.stages.pipeline`).
 """
@@ -70,14 +71,14 @@ from .trainer_messages import InnerStepTaken, Job, TakeInnerStep, Work, Worked
 
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.
 MAX_ATTEMPTS = 3
-# How long a node waits for an answer before it asks the origin again.
+# Seconds that a node waits for an answer before it asks the origin again.
 ASK_INTERVAL = 1.0
-# A trainer that could not draw, for want of data say, is asked again after so long.
+# A trainer that could not draw, for example for lack of data, is asked again after this time.
 DRAW_INTERVAL = 0.5
-# A node whose round is further from ours is of another time: its activations would be of other weights.
+# Microbatches from a round further from ours are refused: their activations are of too different weights.
 MAX_ROUNDS_APART = 10
 
-# From an origin's deadline to that of the others, who wait for its word.
+# Time between an origin's deadline and the deadline of the other nodes, which wait for its answer.
 GRACE_SECONDS = 3.0
 # Links of a node: to the next stage, from the one before, and between origins and the last stage; for a run of 1,000
 # nodes with two stages, one of which has all but a few.
@@ -88,7 +89,7 @@ JUDGED: tuple[Job, ...] = ("forward", "tail", "backward")
 
 
 class Pipeline:
-    """See above. One for each life of the trainer."""
+    """The pipeline state machine of one node; one instance per life of the trainer."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Pipeline:
         counts: Counts | None = None,
         avoidance: Avoidance | None = None,
     ) -> None:
-        """``counts`` and ``avoidance`` go on from earlier lives."""
+        """``counts`` and ``avoidance`` are taken over from earlier lives."""
         self.counts = counts or Counts()
         self._avoidance = avoidance or Avoidance()
         self._settings = settings
@@ -116,12 +117,12 @@ class Pipeline:
 
     @property
     def num_in_flight(self) -> int:
-        """Microbatches that the trainer holds something of."""
+        """Return the number of microbatches for which the trainer holds data."""
         return sum(microbatch.has_begun for microbatch in self._microbatches.by_ticket.values())
 
     @property
     def quota(self) -> int:
-        """Microbatches of an inner step: as many as each node of this stage gets while the origins draw theirs."""
+        """Return the microbatches of an inner step: what each node of this stage gets while the origins draw theirs."""
         nodes, settings = self._nodes, self._settings
         if settings.stage == 0:
             return settings.quota
@@ -132,7 +133,7 @@ class Pipeline:
         return self._settings.stage == self._settings.num_stages - 1
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """What to do now."""
+        """Process an event and return the outputs to carry out."""
         self._now, self._outputs = now, []
         self._apply(event)
         self._expire()
@@ -174,7 +175,7 @@ class Pipeline:
             case Measure(num_microbatches):
                 self._held_out.begin(num_microbatches, MAX_ATTEMPTS)
             case TimerFired():
-                pass  # what is due is looked at after every event
+                pass  # due actions are checked after every event
 
     # Links
 
@@ -192,7 +193,7 @@ class Pipeline:
             self._lose_origin(event.peer)
 
     def _give_up_routing(self) -> None:
-        """Without a link to the next stage, what waits for a hop goes back: another node of this stage may have one."""
+        """Drop microbatches that wait for a hop if no link to the next stage is left: another node may have one."""
         if self._settings.stage and not any(link.is_upstream for link in self._links.values()):
             for microbatch in self._microbatches.at(MicrobatchStep.ROUTING):
                 self._drop(microbatch, "no node of the next stage takes it")
@@ -245,12 +246,12 @@ class Pipeline:
         return len(self._microbatches.at(MicrobatchStep.COMING, MicrobatchStep.QUEUED))
 
     def _leave(self, hop: Hop | None) -> None:
-        """A microbatch is no more on this link."""
+        """Remove a microbatch from a link."""
         if hop is not None and hop[0] in self._links:
             self._links[hop[0]].open.pop(hop[1], None)
 
     def _forget_hops(self) -> None:
-        """Close links to nodes that are no more of the next stage, or no more alive; and those of avoided peers."""
+        """Close links to nodes that have left the next stage or are dead, and all links of avoided peers."""
         for number, link in list(self._links.items()):
             is_gone = link.is_upstream and not link.is_return and link.peer not in self._nodes.next_hops
             if is_gone or self._avoidance.is_avoided(link.peer, self._now):
@@ -266,7 +267,7 @@ class Pipeline:
             peers = self._dialling.next_hops(links, hops, self._now)
         self._outputs += [OpenLink(peer, self._is_last) for peer in peers]
 
-    # What links say
+    # Messages from links
 
     def _hear(self, number: int, link: MicrobatchLink, message: wire.Event) -> None:
         if isinstance(message, wire.Credits):
@@ -308,7 +309,7 @@ class Pipeline:
         self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
     def _problem(self, forward: wire.Forward, link: MicrobatchLink) -> str:
-        """Why a microbatch cannot be taken; empty if it can."""
+        """Return why a microbatch cannot be taken; an empty string if it can."""
         known = self._microbatches.by_ticket.get(forward.ticket)
         if link.is_return:
             if known is None or known.origin != self._settings.author:
@@ -368,10 +369,10 @@ class Pipeline:
             self._drop(microbatch, "dropped on its way")
 
     def _be_asked(self, peer: bytes, ticket: bytes) -> None:
-        """Who asks has lost the hop before it, so the way back is broken, unless the gradient is here already.
+        """Answer a node that has lost its upstream hop; drop the microbatch unless its gradient is here already.
 
-        The hop may have passed the gradient on before it died; but where it has not, another hop is being sought in
-        vain, and whole steps wait. So it is dropped.
+        The lost hop may have passed the gradient on before it died. If it has not, the search for another hop is in
+        vain, and whole steps wait. So the microbatch is dropped.
         """
         microbatch = self._microbatches.by_ticket.get(ticket)
         if microbatch is not None and microbatch.step is MicrobatchStep.HOME_OUT:
@@ -443,7 +444,7 @@ class Pipeline:
                 return
 
     def _can_draw(self) -> bool:
-        """Whether what is drawn has a slot, and somewhere to go."""
+        """Return whether a drawn microbatch has a slot and a link with credit."""
         if self._settings.stage or not self._microbatches.num_free or self._now < self._draw_after:
             return False
         links = self._links.values()
@@ -472,11 +473,11 @@ class Pipeline:
             self._release(microbatch)
             return
         if problem and job in ("draw", "forward"):
-            microbatch.has_begun = False  # the trainer has kept nothing
+            microbatch.has_begun = False  # the trainer holds nothing of it
             self._draw_after = self._now + DRAW_INTERVAL
-            if job == "draw" and microbatch.is_held_out:  # there is no such text: the trainer says so, in the end
+            if job == "draw" and microbatch.is_held_out:  # there is no such text: the trainer reports it in the end
                 self._held_out.note_missing(microbatch.number)
-        if microbatch.is_kept is not None:  # dropped meanwhile
+        if microbatch.is_kept is not None:  # dropped during the job
             self._tell_trainer(microbatch)
         elif problem:
             self._drop(microbatch, problem)
@@ -509,17 +510,17 @@ class Pipeline:
     # The end of a microbatch
 
     def _note_end(self, microbatch: Microbatch, peer: bytes, *, is_kept: bool) -> None:
-        """A peer has had its part in a microbatch that is at its end."""
+        """Note the outcome of a microbatch for a peer on its route."""
         if not microbatch.is_held_out:
             self._avoid(peer, LOSES_ALL, self._avoidance.note_end(peer, is_kept, self._now))
 
     def _avoid(self, peer: bytes, reason: str, seconds: float | None) -> None:
-        """Say so, where a peer is avoided from now on; its links are closed after each event."""
+        """Report a peer that is avoided from now on; its links are closed after each event."""
         if seconds is not None:
             self._outputs.append(Avoided(peer, reason, seconds))
 
     def _drop(self, microbatch: Microbatch, reason: str) -> None:
-        """It counts nowhere: tell those who do not know it, and take out what is in the sum."""
+        """Drop a microbatch at all stages: notify the nodes that do not know yet, and take out its gradient."""
         if microbatch.is_kept is not None:
             return
         reason = reason.encode("ascii", "replace").decode()[: wire.MAX_REASON_CHARS]
@@ -570,7 +571,7 @@ class Pipeline:
     # Steps and rounds
 
     def _end_step(self) -> None:
-        """Step, or end the round, when nothing for this step is under way any more."""
+        """Take the inner step or end the round once nothing for this step is under way."""
         while (move := self._schedule.move_on(self._now)) is not None:
             if move == "step":
                 self._outputs.append(TakeInnerStep())
@@ -596,11 +597,11 @@ class Pipeline:
     def _must_drain(self, microbatch: Microbatch) -> bool:
         if not microbatch.has_begun or not self._schedule.is_of_round(microbatch.inner_step):
             return False
-        # Of what has gone back, the origin decides; its own round ends as well.
+        # The origin decides about a microbatch that has gone back; its own round ends as well.
         return microbatch.step is not MicrobatchStep.DONE or self._schedule.is_draining_over(self._now - GRACE_SECONDS)
 
     def _leave_if_silent(self, microbatch: Microbatch) -> None:
-        """A next hop that has not said anything since it got a microbatch is frozen: its others go elsewhere."""
+        """Close the link to a next hop that is silent since it got the microbatch: it is frozen, and others reroute."""
         if microbatch.onward is None or microbatch.step is not MicrobatchStep.OUT:
             return
         number = microbatch.onward[0]
@@ -610,7 +611,7 @@ class Pipeline:
             self._hang_up(number)
 
     def _next_deadline(self) -> float:
-        """When something is due, or can be tried again; what was due by now has been done."""
+        """Return when something is next due or can be tried again; everything due by now is done."""
         times = [
             self._draw_after,
             *self._schedule.deadlines,

@@ -1,7 +1,7 @@
-"""Settings, events and outputs of the pipeline: what `farandole.protocol.pipeline` takes and gives.
+"""Settings, events and outputs of `farandole.protocol.pipeline`.
 
-What goes over links are the messages of `farandole.protocol.activations`, and what the trainer computes and reports
-those of `farandole.protocol.trainer_messages`, as they are on the wire.
+Links carry the messages of `farandole.protocol.activations`. The trainer's jobs and reports are the messages of
+`farandole.protocol.trainer_messages`. Both are used here as they are on the wire.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """What the machine needs to know of the run and of its node."""
+    """The pipeline's parameters of the run and of its node."""
 
     author: bytes
     stage: int
@@ -23,7 +23,7 @@ class PipelineSettings:
     quota: int
     """Microbatches that a node of stage 0 draws for an inner step."""
     in_flight: int
-    """Slots: microbatches begun and not ended."""
+    """Number of slots: microbatches that have begun and not ended."""
     microbatch_seconds: float
     overlap: bool = False
 
@@ -43,7 +43,7 @@ class NodesChanged:
 
 @dataclass(frozen=True, slots=True)
 class LinkOpened:
-    """A link is greeted. ``peer`` is downstream of us, or upstream (``is_upstream`` False)."""
+    """A link has exchanged greetings. ``peer`` is downstream of us, or upstream (``is_upstream`` False)."""
 
     link: int
     peer: bytes
@@ -55,7 +55,7 @@ class LinkOpened:
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed:
-    """No link could be opened to this peer, which was asked for."""
+    """A link that `OpenLink` asked for could not be opened."""
 
     peer: bytes
     is_return: bool
@@ -63,14 +63,14 @@ class LinkFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """A link that was open is no more."""
+    """An open link was closed."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The peer of a link has sent this. `ReceiveInto` answers a `Forward` or a `Gradient` whose data are wanted."""
+    """A message from a link's peer. `ReceiveInto` answers a `Forward` or a `Gradient` whose data are wanted."""
 
     link: int
     message: wire.Event
@@ -104,7 +104,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnds:
-    """What is under way for the round comes to its end, then `RoundDrained`."""
+    """Let the round's microbatches under way end; `RoundDrained` follows."""
 
 
 Event = (
@@ -157,7 +157,7 @@ class Send:
     link: int
     message: wire.Credits | wire.Forward | wire.Gradient | wire.Dropped | wire.Settled
     slot: int | None = None
-    """Whose outgoing data follow, after a `Forward` or a `Gradient`."""
+    """The slot whose outgoing data follow a `Forward` or a `Gradient`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +170,19 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class RoundDrained:
-    """Nothing is under way for the round: the contribution can be made. No jobs come until the next one begins."""
+    """The round has nothing under way: the contribution can be made. No jobs come until the next round begins."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The trainer has the losses of what was to be measured; not all, if some were lost again and again."""
+    """The trainer has the losses of the held-out text; some are missing if their microbatches were lost repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Avoided:
-    """Nothing goes to a peer for some seconds, and nothing is taken from it."""
+    """A peer is avoided for ``seconds``: nothing is sent to it, and nothing accepted from it."""
 
     peer: bytes
     reason: str

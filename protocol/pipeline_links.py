@@ -1,6 +1,6 @@
 """The links of a node's part in the pipeline: which are opened, what is promised on them, which a microbatch takes.
 
-What happens to the microbatches, `farandole.protocol.pipeline` says.
+`farandole.protocol.pipeline` handles the microbatches.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .pipeline_events import NodesChanged
 
 # Links to nodes of the next stage that are kept open: enough choice to be random, few enough that each has credits.
 MAX_NEXT_HOPS = 8
-# How long a node waits before it tries a lost link again, or one over which something was refused.
+# A node waits for this time before it tries a lost link again, or one over which a microbatch was refused.
 RETRY_INTERVAL = 2.0
 # Microbatches that wait for their forward pass: one that arrives while the one before is computed, and one to spare.
 MIN_AHEAD = 2
 
 
 class Dialling:
-    """Which links this node opens."""
+    """Decides which links this node opens."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -30,25 +30,25 @@ class Dialling:
 
     @property
     def retries_at(self) -> Iterable[float]:
-        """When it is time to try again."""
+        """Return the times of the next retries."""
         return self._not_before.values()
 
     def note_open(self, peer: bytes, is_return: bool) -> None:
-        """A link has come about."""
+        """Note that a link was opened."""
         self._under_way.discard((peer, is_return))
 
     def note_failed(self, peer: bytes, is_return: bool, now: float) -> None:
-        """None has."""
+        """Note that a link could not be opened."""
         self._under_way.discard((peer, is_return))
         if not is_return:
             self.note_lost(peer, now)
 
     def note_lost(self, peer: bytes, now: float) -> None:
-        """A link to the next stage is no more."""
+        """Note that a link to the next stage was lost."""
         self._not_before[peer] = now + RETRY_INTERVAL
 
     def next_hops(self, links: Iterable[MicrobatchLink], nodes: frozenset[bytes], now: float) -> list[bytes]:
-        """The nodes of the next stage to which links are opened now: drawn at random, up to `MAX_NEXT_HOPS` in all."""
+        """Choose nodes of the next stage to open links to now: drawn at random, up to `MAX_NEXT_HOPS` in all."""
         known = self._known(links)
         candidates = sorted(
             peer for peer in nodes if (peer, False) not in known and self._not_before.get(peer, -math.inf) <= now
@@ -57,7 +57,7 @@ class Dialling:
         return self._begin(self._rng.sample(candidates, num_wanted), is_return=False)
 
     def origins(self, links: Iterable[MicrobatchLink], wanted: set[bytes]) -> list[bytes]:
-        """Those of these origins to which links are opened now."""
+        """Return the origins among ``wanted`` to which links are opened now."""
         known = self._known(links)
         return self._begin([peer for peer in wanted if (peer, True) not in known], is_return=True)
 
@@ -70,7 +70,7 @@ class Dialling:
 
 
 class Promises:
-    """How many microbatches this node lets come: as many as slots are free, and its trainer keeps up with."""
+    """Limits the microbatches sent to this node to its free slots, and to its trainer's speed."""
 
     def __init__(self, in_flight: int) -> None:
         """``in_flight``: this node's slots."""
@@ -86,10 +86,10 @@ class Promises:
         num_waiting: int,
         is_starving: bool,
     ) -> list[int]:
-        """Promise the free slots, each to the link from the stage before that has least; returns the links concerned.
+        """Promise the free slots, each to the link from the stage before with the least; return the changed links.
 
-        What returns has its slot already. ``num_waiting``: microbatches that wait for their forward pass, or come;
-        ``is_starving``: the trainer has nothing to do, and might.
+        A returning microbatch has its slot already. ``num_waiting``: microbatches that wait for their forward pass, or
+        are arriving; ``is_starving``: the trainer has nothing to do, although it may begin a microbatch.
         """
         granted = set()
         for number, link in links.items():
@@ -110,9 +110,9 @@ class Promises:
         return sorted(granted)
 
     def _tune(self, num_waiting: int, *, is_starving: bool) -> None:
-        """Promise so many that a few wait here for their forward pass, and the trainer for none.
+        """Adjust the limit so that a few microbatches wait for their forward pass, and the trainer never waits.
 
-        More at a slow node would only be late, and hold up the steps of those before.
+        More at a slow node would only be late, and delay the steps of the stages before.
         """
         if num_waiting > MIN_AHEAD:
             self._ahead = max(MIN_AHEAD, self._ahead - 1)
@@ -120,7 +120,7 @@ class Promises:
             self._ahead = min(self._in_flight, self._ahead + 1)
 
     def _share(self, num_links: int, nodes: NodesChanged) -> int:
-        """Of the slots, a link's: what is promised cannot be taken back, so links that are to come are counted too."""
+        """Return a link's share of the slots. Promises cannot be taken back, so expected links are counted too."""
         num_expected = math.ceil(nodes.num_previous * min(1.0, MAX_NEXT_HOPS / max(1, nodes.num_own)))
         return max(1, self._in_flight // max(1, num_links, num_expected))
 
@@ -128,9 +128,9 @@ class Promises:
 def choose_hop(
     links: Mapping[int, MicrobatchLink], microbatch: Microbatch, now: float, rng: random.Random
 ) -> int | None:
-    """The link over which a microbatch goes on, drawn in proportion to the credits that are left; None: it waits.
+    """Draw the link over which a microbatch goes on, in proportion to the credits left; None: it waits.
 
-    ``links``: those that lead to where it goes. A peer that has refused or lost it is the last resort.
+    ``links``: the links towards its destination. A peer that has refused or lost it is the last resort.
     """
     hops = {
         number: link.free

@@ -1,9 +1,9 @@
-"""Which settings of a run fit the machines and lines of its members: `farandole run plan` and `run create`.
+"""Choose settings of a run that fit the machines and lines of its members: `farandole run plan` and `run create`.
 
 A plan changes six settings: ``codec`` and ``fragments``, ``exchange_seconds``, ``round_seconds`` and ``overlap``, and
 ``num_stages`` where a member's memory does not hold the model. It prefers, in this order: the codec that loses nothing
 (int8), exchanges that are short (`GOOD_EXCHANGE`), and few fragments, so that a parameter is averaged often. Rounds are
-long enough that trainers hardly wait: beside an exchange where rounds overlap, else nine times as long as one.
+long enough that trainers hardly wait: as long as an exchange where rounds overlap, else nine times as long as one.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .needs import TRANSFER_SHARE, USUAL_RATE, Needs, busy_share, needs_of
 # Share of a line that contributions are planned to have. In namespaces with 20 Mbit/s they got 0.7 to 0.85 of it
 # (BENCHMARKS.md, A slow link); copies of checkpoints take up to a tenth of a member's time.
 LINE_SHARE: Final = 0.8
-# An exchange is planned to be over in this, in seconds, if that can be: a line that changes or a partner that leaves
+# An exchange is planned to end within this many seconds where possible: a line that changes or a partner that leaves
 # costs all of an exchange.
 GOOD_EXCHANGE: Final = 180.0
-# Values for times that people can remember. The last is the most that a manifest takes.
+# Round values for times, in seconds. The last is the largest that a manifest accepts.
 STEPS: Final = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 240.0, 300.0, 450.0, 600.0, 900.0, 1_200.0, 1_800.0, 3_600.0)
 FRAGMENTS: Final = (1, 2, 4, 8, 16, 32, 64)
 # int8 lost nothing against fp32 in measurements, int4 and topk did (BENCHMARKS.md, Codecs and late outer steps).
 CODECS: Final = ("int8", "int4", "topk")
-# topk in half the bytes of int4.
+# With this setting topk takes half the bytes of int4.
 PLANNED_TOPK: Final = 32
 # Without overlap a trainer is busy for at least this share of its time.
 GOOD_BUSY_SHARE: Final = 0.9
 # From this share of a default round on, an exchange is worth an outer step that comes late.
 OVERLAP_FROM: Final = 0.05
-# Of a model that is cut: microbatches at a node at once. Each keeps its input alone (`recompute`).
+# Microbatches at a node at once, of a model that is cut. Each keeps only its input (`recompute`).
 PLANNED_IN_FLIGHT: Final = 4
 # Members of each stage at least, so that one may leave.
 MIN_HOLDERS: Final = 2
-# More stages than these do not pay: each adds a hop to every token's way.
+# More stages than this do not pay: each adds a hop to every token's route.
 MAX_PLANNED_STAGES: Final = 32
 
 TRAVEL: Final = frozenset(
     {"outer.codec", "outer.fragments", "rounds.exchange_seconds", "rounds.round_seconds", "rounds.overlap"}
 )
-"""Settings of a run file that say how contributions travel, and when."""
+"""Settings of a run file for how and when contributions travel."""
 NUM_STAGES: Final = "model.num_stages"
 STAGES: Final = frozenset({NUM_STAGES, "pipeline.in_flight", "pipeline.recompute"})
 """Settings by which a model is cut."""
@@ -54,39 +54,39 @@ STAGES: Final = frozenset({NUM_STAGES, "pipeline.in_flight", "pipeline.recompute
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a member has: bytes a second of its line, and bytes of memory, None if any will do."""
+    """A member's machine: bytes a second of its line, and bytes of memory (None: not checked)."""
 
     upload: float
     download: float
     memory: int | None = None
     gpu: int | None = None
-    """Of the GPU; None: it trains on the CPU."""
+    """Bytes of the GPU's memory; None: it trains on the CPU."""
 
     @property
     def rate(self) -> float:
-        """Bytes a second of an exchange, which goes both ways at once."""
+        """Return the bytes a second of an exchange, which goes both ways at once."""
         return min(self.upload, self.download)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A manifest, and what it asks of a machine."""
+    """A manifest, and what it needs of a machine."""
 
     manifest: Manifest
     needs: Needs
     seconds: float
-    """An exchange probably takes."""
+    """The expected duration of an exchange."""
     lacks_line: bool
     lacks_memory: bool
 
     @property
     def fits(self) -> bool:
-        """Whether a member with this machine can take part in every round."""
+        """Return whether a member with this machine can take part in every round."""
         return not (self.lacks_line or self.lacks_memory)
 
     @property
     def period(self) -> float:
-        """Seconds in which every parameter is averaged once; infinity if rounds have no length."""
+        """Return the seconds in which every parameter is averaged once; infinity if rounds have no length."""
         rounds = self.manifest.rounds
         wait = 0.0 if rounds.overlap else self.seconds
         length = rounds.round_seconds + wait if rounds.round_seconds else math.inf
@@ -94,12 +94,12 @@ class Plan:
 
     @property
     def busy(self) -> float | None:
-        """Share of its time that a trainer spends in inner steps."""
+        """Return the share of its time that a trainer spends in inner steps."""
         return busy_share(self.manifest.rounds, self.seconds)
 
 
 def judge(manifest: Manifest, machine: Machine) -> Plan:
-    """How a manifest, as it is, suits a machine."""
+    """Judge how a manifest, unchanged, suits a machine."""
     needs = needs_of(manifest)
     memory = needs.memory(has_gpu=machine.gpu is not None)
     lacks_device = machine.gpu is not None and memory.device > machine.gpu
@@ -114,10 +114,11 @@ def judge(manifest: Manifest, machine: Machine) -> Plan:
 
 
 def plan(manifest: Manifest, machine: Machine, given: Collection[str] = (), num_members: int | None = None) -> Plan:
-    """The settings that suit the machine best; if none do, the plan says what is lacking.
+    """Choose the settings that suit the machine best; if none do, the plan says what is lacking.
 
     ``given``: settings that stay as they are, such as ``outer.codec``. ``num_members``: of the run; there are at least
-    `MIN_HOLDERS` to a stage. A model is cut for memory alone: what a cut saves a line, its activations take many times.
+    `MIN_HOLDERS` to a stage. A model is cut for memory alone: its activations need many times the bandwidth that the
+    cut saves.
     """
     planned = [_plan_line(manifest, machine, given)]
     for cut in _cuts(manifest, given, num_members):
@@ -128,7 +129,7 @@ def plan(manifest: Manifest, machine: Machine, given: Collection[str] = (), num_
 
 
 def alternatives(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Sequence[Plan]:
-    """What other codecs, fragments and stages would make of a planned manifest, for a table."""
+    """Plan a manifest with other codecs, fragments and stages, for a table."""
     rows = [
         _timed(variant, machine, given)
         for codec in _choices(("fp32", *CODECS), manifest.outer.codec, "outer.codec" in given)
@@ -142,9 +143,9 @@ def alternatives(manifest: Manifest, machine: Machine, given: Collection[str] = 
 
 
 def complete(manifest: Manifest, given: Collection[str]) -> Manifest:
-    """A manifest from a run file: if that says nothing about `TRAVEL`, and homes could not exchange, what suits them.
+    """Adapt a manifest to home lines if the run file sets nothing of `TRAVEL` and home lines would be too slow.
 
-    ``given``: what the run file says.
+    ``given``: the settings in the run file.
     """
     if TRAVEL & set(given) or needs_of(manifest).rate <= USUAL_RATE:
         return manifest
@@ -152,12 +153,12 @@ def complete(manifest: Manifest, given: Collection[str]) -> Manifest:
 
 
 def remedy(manifest: Manifest) -> Manifest:
-    """The same run with settings with which a line of `USUAL_RATE` is enough, or comes nearest."""
+    """Return the same run with settings for which a line of `USUAL_RATE` is enough, or comes nearest."""
     return _plan_line(manifest, Machine(USUAL_RATE, USUAL_RATE)).manifest
 
 
 def changes(before: Manifest, after: Manifest) -> dict[str, Any]:
-    """What is another in the second: values by the names that a run file has for them, such as ``outer.codec``."""
+    """Return the values that differ in ``after``, by their names in a run file, such as ``outer.codec``."""
     names = (("model", ("num_stages",)), ("outer", ("codec", "topk", "fragments")))
     rounds = ("rounds", ("exchange_seconds", "round_seconds", "overlap"))
     found = {}
@@ -170,7 +171,7 @@ def changes(before: Manifest, after: Manifest) -> dict[str, Any]:
 
 
 def given_by(settings: object) -> frozenset[str]:
-    """What a parsed run file says, as ``section.field``."""
+    """Return the settings in a parsed run file, as ``section.field``."""
     if not isinstance(settings, dict):
         return frozenset()
     sections = ((name, value) for name, value in settings.items() if isinstance(value, dict))
@@ -178,7 +179,7 @@ def given_by(settings: object) -> frozenset[str]:
 
 
 def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -> Iterator[Manifest]:
-    """The model in two stages, then in more and more; nothing where the run file says how many there are."""
+    """Yield the model in two stages, then in more and more; nothing where the run file sets their number."""
     if NUM_STAGES in given or manifest.model.num_stages > 1:
         return
     most = MAX_PLANNED_STAGES if num_members is None else num_members // MIN_HOLDERS
@@ -188,7 +189,7 @@ def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -
 
 
 def _cut(manifest: Manifest, num_stages: int) -> Manifest | None:
-    """The same model in so many stages; None if that cannot be."""
+    """Return the same model in ``num_stages`` stages; None if it cannot be cut so."""
     model = msgspec.structs.replace(manifest.model, num_stages=num_stages, stage_layers=())
     pipeline = msgspec.structs.replace(manifest.pipeline, in_flight=PLANNED_IN_FLIGHT, recompute=True)
     try:
@@ -200,7 +201,7 @@ def _cut(manifest: Manifest, num_stages: int) -> Manifest | None:
 
 
 def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Plan:
-    """How contributions travel best: the first way that is short, else the first that fits, else the smallest."""
+    """Choose codec and fragments: the first pair with short exchanges, else the first that fits, else the smallest."""
     found = [
         _timed(variant, machine, given)
         for codec in _choices(CODECS, manifest.outer.codec, "outer.codec" in given)
@@ -218,7 +219,7 @@ def _choices(values: Sequence[Any], own: Any, is_given: bool) -> Sequence[Any]:
 
 
 def _travels(manifest: Manifest, codec: str, fragments: int) -> Manifest | None:
-    """The same run with contributions in this codec, so many fragments; None where the run excludes that."""
+    """Return the same run with this codec and ``fragments`` fragments; None where the run excludes that."""
     topk = PLANNED_TOPK if codec == "topk" and manifest.outer.codec != "topk" else manifest.outer.topk
     outer = msgspec.structs.replace(manifest.outer, codec=codec, topk=topk, fragments=fragments)
     try:
@@ -228,7 +229,7 @@ def _travels(manifest: Manifest, codec: str, fragments: int) -> Manifest | None:
 
 
 def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan:
-    """The same run with times that suit the line."""
+    """Plan the same run with times that suit the line."""
     seconds = needs_of(manifest).seconds(LINE_SHARE * machine.rate)
     rounds, defaults = manifest.rounds, RoundConfig()
     if "rounds.exchange_seconds" not in given:
@@ -244,5 +245,5 @@ def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan
 
 
 def _step(seconds: float) -> float:
-    """The next of `STEPS`; the last, if it is beyond."""
+    """Return the least of `STEPS` that is at least ``seconds``; the last one if there is none."""
     return next((step for step in STEPS if step >= seconds), STEPS[-1])

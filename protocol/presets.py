@@ -34,13 +34,13 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def preset(name: str) -> ModelConfig:
-    """The model of that name; `ManifestError` names those there are."""
+    """Return the preset of this name; raise `ManifestError` with the known names if there is none."""
     if name not in PRESETS:
         raise ManifestError(f"model: no preset is called {name!r}; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """How many numbers the model learns, counted without building it."""
+    """Return the model's number of parameters, counted without building it."""
     parts = parts_of(model)
     return parts.ends + model.num_layers * parts.layer

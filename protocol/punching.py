@@ -1,8 +1,8 @@
 """Hole punching: which addresses to offer, and which of those offered to dial.
 
-Both ends dial each other at once, from the ports that listen, at the addresses that others see of them (DCUtR,
-github.com/libp2p/specs, relay/DCUtR.md; RFC 5128, 3.4). A peer's word alone makes no node dial into its own network:
-addresses there are dialled only for a peer that shows the same address to the internet, and so sits behind the same
+Both ends dial each other at once, from their listening ports, at the addresses that others see of them (DCUtR,
+github.com/libp2p/specs, relay/DCUtR.md; RFC 5128, 3.4). A peer cannot make a node dial into the node's own network:
+addresses there are dialled only for a peer with the same address on the internet, which is therefore behind the same
 router.
 """
 
@@ -18,17 +18,17 @@ DCUTR_PROTOCOL: Final = "/libp2p/dcutr"
 # The specification's bound of a message, and of attempts with one peer.
 MAX_MESSAGE_BYTES: Final = 4_096
 NUM_ATTEMPTS: Final = 3
-# What others see, in two families, and a few interfaces for a peer next door.
+# The observed addresses, in two families, and a few interfaces for a peer in the same network.
 MAX_OFFERED: Final = 8
 
 
 def offer(observed: Iterable[Address], listening: Iterable[Address]) -> list[Address]:
-    """What to tell a peer: first what others see of us, then what we have."""
+    """Return the addresses to offer a peer: first the ones that others observe, then the ones we listen at."""
     return list(dict.fromkeys((*observed, *listening)))[:MAX_OFFERED]
 
 
 def targets(offered: Sequence[Address], observed: Iterable[Address], own: Iterable[str]) -> list[Address]:
-    """Which of the addresses that a peer offers to dial; ``observed`` is what others see of us, ``own`` our own IPs."""
+    """Choose which offered addresses to dial; ``observed`` is our address as others see it, ``own`` our own IPs."""
     ours, here = {ip for ip, _ in observed}, [ip for text in own if (ip := unicast_ip(text)) is not None]
     is_next_door = any(ip in ours for ip, _ in offered)
     chosen = []

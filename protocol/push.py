@@ -1,9 +1,9 @@
-"""Eager push: what is new to a node leaves for a few neighbours within a tick, and so reaches everybody in seconds.
+"""Eager push: a node sends what is new to it to a few neighbours within a tick, so it reaches all nodes in seconds.
 
 Each node chooses two neighbours at random, for two minutes; a link carries both ways, so a node has four on average
 and never fewer than two. Flooding such a graph reaches every node as long as it hangs together, which random 2-out
 graphs do (Fenner and Frieze, 1982); with fresh random targets each time, three copies an entry reach 94 %. An entry is
-not sent to who is known to have it, and waiting for the tick lets most second copies be saved. Batches are lost when
+not sent to a peer that is known to have it, and waiting for the tick saves most second copies. Batches are lost when
 the network fails or a queue is full: anti-entropy brings the rest. A batch a tick costs the same at
 any size of the run; gossipsub does not (docs/decisions.md).
 """
@@ -26,16 +26,17 @@ NUM_CHOSEN = 2
 MAX_CHOOSERS = 8
 """Links that others chose and that we answer. The mean is two, but the first nodes of a run are chosen by many."""
 CHOICE_SECONDS = 120.0
-"""Then another neighbour is chosen, so that no unlucky graph lasts."""
+"""After this time another neighbour is chosen, so that no unlucky graph lasts."""
 QUIET_SECONDS = 15.0
-"""A neighbour that says nothing for so long does not answer our choice (too many have chosen it): another, then."""
+"""A neighbour that sends nothing for this time does not answer our choice (too many have chosen it); choose another."""
 CHOOSER_SECONDS = 60.0
-"""A peer that chose us and says nothing for so long has chosen another."""
+"""A peer that chose us and sends nothing for this time has chosen another."""
 MAX_PENDING = 8_192
-"""Items that wait for their tick, 1 MB; the oldest of the source with most go first, and anti-entropy brings them."""
+"""Items that wait for their tick, 1 MB. Above it the oldest of the source with most are dropped; anti-entropy brings
+them."""
 MAX_ITEMS_A_TICK = 128
-"""32 KB/s of heartbeats a link at most, whatever floods in; three times what a run of 1,000 says (80 entries a
-second). Of each source as many go as of any other, so that one that floods delays its own."""
+"""32 KB/s of heartbeats a link at most, however much arrives; three times the rate of a run of 1,000 nodes (80 entries
+a second). Each source has an equal share, so that one that floods delays only its own items."""
 MAX_BATCH_BYTES = 16 * 1024
 """One message: 130 heartbeats, 15 ms of verification at the receiver."""
 MAX_PUSH_BYTES = MAX_BATCH_BYTES + 2 * (MAX_BODY_BYTES + 128)
@@ -46,7 +47,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """A message of push."""
 
     is_choice: bool
-    """The sender has chosen this link; else it answers the receiver's choice."""
+    """Whether the sender has chosen this link; else it answers the receiver's choice."""
     delta: Delta
 
 
@@ -78,29 +79,29 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Pending:
-    """What waits for the tick, and who has it."""
+    """An item that waits for the tick, and the peers that have it."""
 
     item: Signed | Proof
     known_to: set[bytes | None]
 
 
 class Push:
-    """Queues what is new, and says at each tick what to send to whom. ``now``: monotonic seconds."""
+    """Queues what is new, and returns at each tick which batch to send to which peer. ``now``: monotonic seconds."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._pending: dict[bytes | None, dict[bytes, _Pending]] = {}  # by source
         self._num_pending = 0
         self._chosen: dict[bytes, _Choice] = {}
-        self._choosers: dict[bytes, float] = {}  # peer -> until when, if it says nothing more
+        self._choosers: dict[bytes, float] = {}  # peer -> until when, if it sends nothing more
 
     @property
     def neighbours(self) -> set[bytes]:
-        """Whom the next batch goes to, as far as is known now."""
+        """Return the peers to which the next batch goes, as far as is known now."""
         return self._chosen.keys() | self._choosers.keys()
 
     def queue(self, entries: Iterable[Signed], proofs: Iterable[Proof], source: bytes | None) -> None:
-        """What is new to this node is to go on; ``source`` has it already (None: written here)."""
+        """Queue items that are new to this node; ``source`` has them already (None: written here)."""
         items: list[Signed | Proof] = [*proofs, *entries]
         for item in items:
             waiting = self._pending.setdefault(source, {})
@@ -110,7 +111,7 @@ class Push:
                 self._pop(max(self._pending, key=lambda other: len(self._pending[other])))
 
     def _pop(self, source: bytes | None) -> _Pending:
-        """The oldest of one source."""
+        """Pop the oldest item of one source."""
         waiting = self._pending[source]
         pending = waiting.pop(next(iter(waiting)))
         self._num_pending -= 1
@@ -119,14 +120,14 @@ class Push:
         return pending
 
     def _take_batch(self) -> list[_Pending]:
-        """The oldest of each source by turns."""
+        """Take the oldest items, round-robin over the sources."""
         batch: list[_Pending] = []
         while self._pending and len(batch) < MAX_ITEMS_A_TICK:
             batch.extend(map(self._pop, list(self._pending)[: MAX_ITEMS_A_TICK - len(batch)]))
         return batch
 
     def heard(self, peer: bytes, batch: Batch, now: float) -> None:
-        """A batch came from a peer: it has what is in it, and maybe it has chosen us."""
+        """Note a batch from a peer: the peer has what is in it, and may have chosen us."""
         if batch.is_choice and (peer in self._choosers or len(self._choosers) < MAX_CHOOSERS):
             self._choosers[peer] = now + CHOOSER_SECONDS
         if peer in self._chosen:
@@ -138,10 +139,10 @@ class Push:
                         waiting[key].known_to.add(peer)
 
     def welcome(self, peer: bytes, num_live: int, now: float) -> None:
-        """A peer has come to life: perhaps choose it, in the place of another.
+        """Choose a peer that has become live, with some probability, in place of another.
 
-        All who see it do so with a chance that gives it as many new neighbours as a node chooses. Without that, halves
-        of a network that find together would each keep to its own neighbours, until those have had their time.
+        Every node that sees it does so with a probability that gives it as many new neighbours as a node chooses.
+        Without that, the halves of a network that rejoin would each keep their own neighbours until their time is over.
         """
         if peer in self._chosen or self._rng.random() * max(1, num_live) >= NUM_CHOSEN:
             return
@@ -150,14 +151,17 @@ class Push:
         self._chosen[peer] = _Choice(now + CHOICE_SECONDS * self._rng.uniform(0.5, 1.5), now)
 
     def drop(self, peer: bytes) -> None:
-        """The peer cannot be reached, or misbehaves."""
+        """Drop a peer that cannot be reached, or misbehaves."""
         self._chosen.pop(peer, None)
         self._choosers.pop(peer, None)
 
     def tick(
         self, now: float, is_candidate: Callable[[bytes], bool], candidates: Callable[[], Sequence[bytes]]
     ) -> list[SendBatch]:
-        """What to send now. Who may be a neighbour is asked one by one, and for all only when one is missing."""
+        """Return the batches to send now.
+
+        ``is_candidate`` is called for each neighbour, ``candidates`` only when a neighbour is missing.
+        """
         self._choose(now, is_candidate, candidates)
         neighbours = sorted(self.neighbours)
         if not neighbours:
@@ -177,7 +181,7 @@ class Push:
     def _choose(
         self, now: float, is_candidate: Callable[[bytes], bool], candidates: Callable[[], Sequence[bytes]]
     ) -> None:
-        """Let go of neighbours that are gone or have had their time; choose others in their place."""
+        """Drop neighbours that are gone or whose time is over; choose others in their place."""
         self._chosen = {
             peer: choice
             for peer, choice in self._chosen.items()

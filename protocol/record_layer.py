@@ -2,15 +2,15 @@
 
     record      header (4 bytes, big-endian)   ciphertext and tag (as many bytes as the header's low 31 bits say)
 
-The header is the record's associated data, its number on the channel is the nonce. So a record opens only whole, once
-and in its turn: one that is flipped, dropped, repeated, swapped, or another channel's, or the other direction's, ends
-the channel, and nothing of it counts. The header's top bit says that the record is the first under the next key: the
-sender sets it when `KeyLife` is over. A record without plaintext is the last; a connection that ends without one was
-cut off. docs/bulk-channel.md specifies the channel; tests/protocol/vectors/bulk_channel.json has known answers.
+The header is the record's associated data, and the record's number on the channel is the nonce. So a record opens only
+whole, once and in its turn. A record that is modified, dropped, repeated, reordered, or from another channel or the
+other direction ends the channel, and nothing of it counts. The header's top bit marks the first record under the next
+key: the sender sets it when `KeyLife` is over. A record without plaintext is the last; a connection that ends without
+one was cut off. docs/bulk-channel.md specifies the channel; tests/protocol/vectors/bulk_channel.json has known answers.
 
-AES with 256 bits, not 128: it costs a tenth of the cipher's rate, which is a fiftieth of the channel's, and nonces may
-then count from 0 in each channel: against keys of 128 bits, who records 2^k channels that begin alike would find one
-of their keys in 2^(128-k) steps (RFC 8446 has a secret first nonce against that).
+AES with 256 bits, not 128: it costs a tenth of the cipher's rate, which is a fiftieth of the channel's. Nonces may then
+count from 0 in each channel: with keys of 128 bits, an attacker who records 2^k channels with the same beginning would
+find one of their keys in 2^(128-k) steps (RFC 8446 has a secret first nonce against that).
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
 HEADER_BYTES: Final = 4
 TAG_BYTES: Final = 16
-# Plaintext of a record: enough that what each costs beside its bytes vanishes, little enough that it is still in the
+# Plaintext of a record: large enough that the overhead per record is negligible, small enough that it is still in the
 # core's cache when it is decrypted and hashed, and that a lost channel loses little.
 RECORD_BYTES: Final = 1 << 18
-# What a record needs on the wire beside its plaintext, and the longest record there.
+# Overhead of a record on the wire in addition to its plaintext, and the longest record on the wire.
 OVERHEAD_BYTES: Final = HEADER_BYTES + TAG_BYTES
 MAX_SEALED_BYTES: Final = RECORD_BYTES + OVERHEAD_BYTES
-# On the wire under one key: 2^28 blocks of AES at most. RFC 8446 (5.5) allows a key 2^34.5 blocks, for an attacker's
-# advantage of 2^-57, RFC 9001 (6.6, B.1) 2^35; NIST SP 800-38D (5.2.1.1, 8.2.1, 8.3) allows 2^36 bytes a record, and as
-# many nonces as are counted. A forged record is the last of its channel. It is fewer than need be, so that a channel of
-# some use does come to its next key; to find one costs 20 microseconds.
+# Bytes on the wire under one key: 2^28 blocks of AES at most. RFC 8446 (5.5) allows a key 2^34.5 blocks, for an
+# attacker's advantage of 2^-57, RFC 9001 (6.6, B.1) 2^35; NIST SP 800-38D (5.2.1.1, 8.2.1, 8.3) allows 2^36 bytes a
+# record, and any number of counted nonces. A forged record is the last of its channel. The limit is lower than
+# necessary, so that a busy channel does reach its next key; deriving one costs 20 microseconds.
 BYTES_PER_KEY: Final = 1 << 32
-# A key that is stolen from memory opens what was sent since it began. SSH has an hour (RFC 4253, 9).
+# A key that is stolen from memory opens all records since its first one. SSH has an hour (RFC 4253, 9).
 SECONDS_PER_KEY: Final = 600.0
 # In a header: this record is the first under the next key.
 NEXT_KEY: Final = 1 << 31
 
 
 class KeyLife(NamedTuple):
-    """How long a key is used; the receiver holds the sender to the bytes."""
+    """The limits of a key's use; the receiver enforces ``num_bytes``."""
 
     num_bytes: int = BYTES_PER_KEY
     seconds: float = SECONDS_PER_KEY
 
 
 class _Keys:
-    """One key after the other; from no key can those before be found (as RFC 8446, 7.2).
+    """A chain of keys; a key does not reveal the earlier ones (as RFC 8446, 7.2).
 
-    Records are numbered through all keys, so a record that is cut out before a new key is missed like any other.
+    Records are numbered across all keys, so a record that is removed before a new key is missed like any other.
     """
 
     def __init__(self, secret: bytes, max_bytes: int) -> None:
@@ -68,18 +68,18 @@ class _Keys:
         self._begin_key()
 
     def has_room(self, size: int) -> bool:
-        """Whether this key may seal a record of so many bytes on the wire: any record, if it is the key's first."""
+        """Return whether this key may seal a record of ``size`` bytes on the wire; its first record always may."""
         return not self._num_bytes or self._num_bytes + size <= self._max_bytes
 
     def use(self, size: int) -> bytes:
-        """The nonce of the next record, which has so many bytes on the wire."""
+        """Return the nonce of the next record, which has ``size`` bytes on the wire."""
         nonce = self._number.to_bytes(NONCE_BYTES, "big")
         self._number += 1
         self._num_bytes += size
         return nonce
 
     def next_key(self) -> None:
-        """Forget this key."""
+        """Replace this key by the next one."""
         self._secret = _expand(self._secret, b"next secret", SECRET_BYTES)
         self._begin_key()
 
@@ -102,13 +102,13 @@ class Sealer:
         self._has_finished = False
 
     def seal(self, data: memoryview, now: float) -> memoryview:
-        """The record of 1 to `RECORD_BYTES` bytes, `OVERHEAD_BYTES` longer; good until the next call."""
+        """Seal 1 to `RECORD_BYTES` bytes as a record, `OVERHEAD_BYTES` longer; it is valid until the next call."""
         if not 0 < data.nbytes <= RECORD_BYTES:
             raise LocalProtocolError(f"a record of {data.nbytes} bytes")
         return self._seal(data, now)
 
     def finish(self, now: float) -> memoryview:
-        """The final record, after which there is none."""
+        """Return the final record, after which there is none."""
         record = self._seal(memoryview(b""), now)
         self._has_finished = True
         return record
@@ -131,9 +131,9 @@ class Sealer:
 
 
 class Opener:
-    """Reads records: put what comes into `wanted`, note it by `received`, and `take` what is verified.
+    """Reads records: put bytes from the wire into `wanted`, count them by `received`, and `take` verified plaintext.
 
-    No more is wanted than the record that has begun, and the next one's header. After an error it only repeats it.
+    `wanted` covers no more than the current record and the next one's header. After an error, `take` repeats the error.
     """
 
     def __init__(self, secret: bytes, life: KeyLife | None = None) -> None:
@@ -150,26 +150,26 @@ class Opener:
 
     @property
     def is_clean(self) -> bool:
-        """Whether all that has come has been taken, and more may come."""
+        """Return whether everything received has been taken, and more may come."""
         return not (self._num_in or self._spare or self._failure or self.has_ended)
 
     @property
     def wanted(self) -> memoryview:
-        """Where the next bytes of the wire go, some or all of them; never empty while `take` gives nothing.
+        """Return the memory for the next bytes from the wire; never empty while `take` returns 0.
 
         Nothing may come once the opener `has_ended`.
         """
         return self._buffer[self._num_in : (self._size or 0) + HEADER_BYTES]
 
     def received(self, count: int) -> None:
-        """So many have been put there."""
+        """Count ``count`` bytes that were put into `wanted`."""
         self._num_in += count
 
     def take(self, memory: memoryview) -> int:
-        """Put what is verified at the front of the memory; how many bytes, 0 if more of the wire is needed first, or
-        if that was the final record.
+        """Write verified plaintext to the front of the memory and return its number of bytes.
 
-        What lies behind them is undefined. Raises `RemoteProtocolError` for a record that the peer has not made so.
+        Returns 0 if more bytes from the wire are needed first, or if that was the final record. The memory behind the
+        plaintext is undefined. Raises `RemoteProtocolError` for a record that is not authentic.
         """
         if self._failure is not None:
             raise self._failure
@@ -202,7 +202,7 @@ class Opener:
         return self._take_spare(memory)
 
     def _begin_record(self) -> None:
-        """The length comes first, so a peer's word allocates `MAX_SEALED_BYTES` at most."""
+        """Check the header's length before allocating, so that a peer makes us allocate `MAX_SEALED_BYTES` at most."""
         word = int.from_bytes(self._buffer[:HEADER_BYTES], "big")
         size = HEADER_BYTES + (word & ~NEXT_KEY)
         if not OVERHEAD_BYTES <= size <= MAX_SEALED_BYTES:

@@ -1,4 +1,4 @@
-"""The keys under which the DHT finds providers: of a run (any member), of a shard (who holds a stage), its relays."""
+"""The keys under which the DHT finds providers: of a run (any member), of a shard (holders of a stage), its relays."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from .identity import framed
 
 
 def run_key(run_id: bytes) -> bytes:
-    """32 bytes: who provides it is a member of the run, and gives its manifest and run state."""
+    """Return 32 bytes, provided by members of the run, which serve its manifest and run state."""
     return hashlib.sha256(framed(b"farandole/run/1", run_id)).digest()
 
 
 def shard_key(run_id: bytes, stage: int) -> bytes:
-    """32 bytes: who provides it holds the parameters of this stage."""
+    """Return 32 bytes, provided by nodes that hold the parameters of this stage."""
     return hashlib.sha256(framed(b"farandole/shard/1", run_id, stage.to_bytes(4, "big"))).digest()
 
 
 def checkpoint_key(run_id: bytes, checkpoint_id: bytes) -> bytes:
-    """32 bytes: who provides it gives blocks of this checkpoint (`farandole.protocol.blocks`)."""
+    """Return 32 bytes, provided by nodes that serve blocks of this checkpoint (`farandole.protocol.blocks`)."""
     return hashlib.sha256(framed(b"farandole/checkpoint/1", run_id, checkpoint_id)).digest()
 
 
 def relay_key(run_id: bytes) -> bytes:
-    """32 bytes: who provides it is publicly reachable, and relays for the run's nodes."""
+    """Return 32 bytes, provided by publicly reachable nodes that relay for the run's nodes."""
     return hashlib.sha256(framed(b"farandole/relay/1", run_id)).digest()
 
 
 def local_name(run_id: bytes) -> str:
-    """What a run's nodes look for in their own network: 16 hexadecimal digits, which tell nothing of the run's id."""
+    """Return the name by which a run's nodes find each other in a local network.
+
+    It has 16 hexadecimal digits, which reveal nothing of the run's id.
+    """
     return hashlib.sha256(framed(b"farandole/local/1", run_id)).hexdigest()[:16]

@@ -1,11 +1,11 @@
-"""Relaying: whom a relay serves, and how much; what an address through a relay says.
+"""Relaying: a relay's limits, its reservations and circuits, and addresses through a relay.
 
 Circuit Relay v2 (github.com/libp2p/specs, relay/circuit-v2.md): a node behind NAT *reserves* with a relay, over a
 connection that it keeps; others ask the relay to *connect* them to it, and the relay copies bytes between two streams,
-a *circuit*, over which both ends then speak Noise and yamux. The relay sees who talks to whom, and ciphertext.
+a *circuit*, over which both ends then speak Noise and yamux. The relay sees which peers communicate, and ciphertext.
 
-Every public node is a relay unless told otherwise, so each may ask little of the others and must be asked little of:
-the limits are those of a home line with a public address, and there are many relays.
+Every public node is a relay by default, so the load on each must stay small: the limits suit a home line with a public
+address, and there are many relays.
 """
 
 from __future__ import annotations
@@ -49,28 +49,29 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one relay gives."""
+    """The limits of one relay."""
 
     # Each is a connection of the 512 that a node has.
     max_reservations: int = 64
-    # Several homes may sit behind one carrier's NAT; who has more addresses than this many times fills the table alone.
+    # Several homes may be behind one carrier's NAT. An attacker needs max_reservations divided by this many addresses
+    # to fill the table alone.
     max_reservations_per_address: int = 8
     # Each may hold a window of half a mebibyte in either direction: 64 MiB when all stall.
     max_circuits: int = 64
-    # A node keeps connections with twelve members, and exchanges with others beside these; it has two relays.
+    # A node keeps connections with twelve members, and exchanges with others in addition; it has two relays.
     max_circuits_per_peer: int = 16
     reservation_seconds: int = RESERVATION_SECONDS
     # In both directions together. A checkpoint of a billion parameters with its optimizer's state has 12 GB, and
-    # exchanges of some gigabytes should not meet the end of their circuit often: who has more to move dials again.
+    # exchanges of some gigabytes should rarely reach the end of their circuit: a peer with more to move dials again.
     circuit_bytes: int = 16 * 2**30
     # A link that is lost four times a day, and made again in a second, costs a run nothing; a forgotten one ends.
     circuit_seconds: int = 6 * 3_600
-    # What both ends leave unused for so long is over: over one that they use, they ping every ten seconds.
+    # A circuit that is unused for this time is closed: the ends of one in use ping every ten seconds.
     idle_seconds: float = 60
 
     @property
     def for_strangers(self) -> Limits:
-        """The limits of a circuit of which neither end is a member of the relay's run."""
+        """Return the limits of a circuit of which neither end is a member of the relay's run."""
         return replace(
             self,
             circuit_bytes=min(self.circuit_bytes, STRANGERS_CIRCUIT_BYTES),
@@ -95,15 +96,15 @@ class RelayTable:
 
     @property
     def num_reservations(self) -> int:
-        """Held now, or expired since the last one was made."""
+        """Return the number of reservations: held now, or expired since the last one was made."""
         return len(self._reservations)
 
     def has_reservation(self, peer: bytes) -> bool:
-        """Whether one was made that may still hold."""
+        """Return whether the peer has a reservation, which may have expired since the last one was made."""
         return peer in self._reservations
 
     def reserve(self, peer: bytes, address: str, now: float) -> Status:
-        """Make or renew a peer's reservation; ``address`` is what counts as one address of the network."""
+        """Make or renew a peer's reservation; ``address`` groups peers that count as one network address."""
         self._expire(now)
         others = [held for holder, held in self._reservations.items() if holder != peer]
         if sum(held.address == address for held in others) >= self._limits.max_reservations_per_address:
@@ -114,7 +115,7 @@ class RelayTable:
         return Status.OK
 
     def forget(self, peer: bytes) -> None:
-        """Its connection is gone, and with it the reservation."""
+        """Remove the reservation of a peer whose connection is gone."""
         self._reservations.pop(peer, None)
 
     def open_circuit(self, source: bytes, target: bytes, now: float) -> Status:
@@ -132,7 +133,7 @@ class RelayTable:
         return Status.OK
 
     def close_circuit(self, source: bytes, target: bytes) -> None:
-        """One that was opened is over."""
+        """Uncount a circuit that has ended."""
         self.num_circuits -= 1
         self._circuits -= Counter((source, target))
 
@@ -149,11 +150,11 @@ class CircuitAddress:
     relay_address: str
     """The relay's own multiaddr, without its peer id."""
     peer: bytes | None
-    """Whom it leads to, where it says so."""
+    """The peer that it leads to, if the address names one."""
 
 
 def parse_circuit(address: str) -> CircuitAddress | None:
-    """What a multiaddr through one relay over TCP says; None for any other."""
+    """Parse a multiaddr through one relay over TCP; return None for any other."""
     match = _CIRCUIT.fullmatch(address)
     if match is None:
         return None
@@ -164,5 +165,5 @@ def parse_circuit(address: str) -> CircuitAddress | None:
 
 
 def circuit_address(relay_address: str, relay: bytes) -> str:
-    """The address of whoever is reserved with a relay; its peer id may follow as ``/p2p/...``."""
+    """Return the address of a peer with a reservation at a relay; its peer id may follow as ``/p2p/...``."""
     return f"{relay_address}/p2p/{peer_id_of(relay)}/p2p-circuit"

@@ -4,7 +4,7 @@ A file is eight bytes with the header's length, the header (JSON), and the tenso
 (https://huggingface.co/docs/safetensors). The library needs a whole file in memory to write one, and a file on the disk
 to read one; checkpoints are hashed while they are written, and fetched in parts, so the header is handled here.
 
-Bytes may come from a peer: every number has a bound, and nothing but `RemoteProtocolError` is raised.
+Bytes may come from a peer: every number has a bound, and only `RemoteProtocolError` is raised.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Header:
 
 
 def header_size(first: bytes | bytearray | memoryview, size: int) -> int:
-    """The length of the header of a file of ``size`` bytes, from its first eight, which are counted.
+    """Return the length of the header of a file of ``size`` bytes, from and including its first eight bytes.
 
     Raises `RemoteProtocolError` if that is more than the file has, or than `MAX_HEADER_BYTES`.
     """
@@ -91,10 +91,10 @@ def parse_tensors(
     dtypes: Collection[str] = tuple(WIDTHS),
     is_skipped: Callable[[str], bool] = lambda name: False,
 ) -> Header:
-    """The header of a file of ``size`` bytes, of which ``raw`` are the first; at least its `header_size`.
+    """Parse the header of a file of ``size`` bytes, of which ``raw`` are the first; at least its `header_size`.
 
-    Tensors for whose name ``is_skipped`` is true are left out, whatever they are. Raises `RemoteProtocolError` if
-    another one has none of ``dtypes``, a size that is not its shape's, or a place outside the file.
+    Tensors whose name ``is_skipped`` accepts are left out unchecked. Raises `RemoteProtocolError` if another one has a
+    dtype that is not in ``dtypes``, a size that is not its shape's, or a place outside the file.
     """
     num_bytes = header_size(raw, size)
     if len(raw) < num_bytes:
@@ -122,9 +122,9 @@ def _tensor(name: str, entry: _TensorEntry, num_bytes: int, size: int, dtypes: C
 
 
 def parse_header(raw: bytes | bytearray | memoryview, size: int) -> Header:
-    """The header of a checkpoint's file: fp32 tensors that follow each other without gaps up to the file's end.
+    """Parse the header of a checkpoint's file: fp32 tensors that follow each other without gaps up to the file's end.
 
-    Arguments and errors are those of `parse_tensors`.
+    See `parse_tensors` for arguments and errors.
     """
     header = parse_tensors(raw, size, ("F32",))
     end = header.num_bytes
@@ -138,7 +138,7 @@ def parse_header(raw: bytes | bytearray | memoryview, size: int) -> Header:
 
 
 def encode_header(metadata: Mapping[str, str], shapes: Iterable[tuple[str, Shape]]) -> bytes:
-    """The first bytes of a file of these fp32 tensors, by name and shape, in the order of their bytes."""
+    """Return the first bytes of a file of these fp32 tensors, by name and shape, in the order of their bytes."""
     entries: dict[str, object] = {_METADATA: metadata}
     offset = 0
     for name, shape in shapes:

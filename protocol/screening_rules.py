@@ -1,4 +1,4 @@
-"""Settings of the screening rules: what the section ``[screening]`` of a run file may say.
+"""Settings of the screening rules: the section ``[screening]`` of a run file.
 
 A screening rule decides whether a partner's contribution is averaged, and how far. Its settings are a struct here,
 which the manifest holds, and its code is the file of the same name in `farandole.training.screening`: a rule of kind
@@ -18,7 +18,7 @@ class ScreeningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def kind(self) -> str:
-        """The rule's name, and that of its module in `farandole.training.screening`."""
+        """Return the rule's name, which is also the name of its module in `farandole.training.screening`."""
         return str(self.__struct_config__.tag)
 
 

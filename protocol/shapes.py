@@ -1,7 +1,7 @@
 """The parameters of a whole model by name and shape, and the stage of each, without building it. Imports no torch.
 
-The order is that in which the modules define them (`farandole.training.model`, `hf`, `own_model`), so what is written
-by these shapes and what a module of the whole model saves lie alike.
+The parameters are in the order in which the modules define them (`farandole.training.model`, `hf`, `own_model`), so a
+file written by these shapes has the same layout as one that a module of the whole model saves.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from .manifest import ModelConfig
 from .own_model import OwnModel
 from .safetensors import Shape
 
-# What each kind of model calls its layers; every other parameter belongs to the model's ends.
+# Layer names of each kind of model; every other parameter belongs to the model's ends.
 _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 
 
 def shapes_of(model: ModelConfig) -> dict[str, Shape]:
-    """Each parameter's shape by its name, of all stages together."""
+    """Return each parameter's shape by its name, of all stages together."""
     if model.external is not None:
         return dict(model.external.parameters)
     if model.own is not None:
@@ -41,8 +41,8 @@ def shapes_of(model: ModelConfig) -> dict[str, Shape]:
 
 
 def stage_of(model: ModelConfig, name: str) -> int:
-    """Which stage holds a parameter."""
-    if model.num_stages == 1:  # one's own module may call anything "layers.9"
+    """Return the stage that holds a parameter."""
+    if model.num_stages == 1:  # a user's own module may call anything "layers.9"
         return 0
     match = _LAYER.match(name)
     if match is None:
@@ -52,7 +52,7 @@ def stage_of(model: ModelConfig, name: str) -> int:
 
 
 def names_of_stage(model: ModelConfig, stage: int) -> frozenset[str]:
-    """The parameters that a stage holds."""
+    """Return the names of the parameters that a stage holds."""
     return frozenset(name for name in shapes_of(model) if stage_of(model, name) == stage)
 
 

@@ -1,16 +1,16 @@
-"""Which slices of an epoch are done: as much as need be known, in a kilobyte or so.
+"""Record which slices of an epoch are done, in about a kilobyte.
 
 An epoch has up to a million slices, each of which one node trains on once. They are grouped into at most
 `MAX_SECTIONS` *sections* of consecutive slices. Leases begin where a section's undone rest begins, and are worked off
-from the front, so what is done of a section is a front part of it: a number for those few that are begun, and a bit for
-those that are whole. A run with fewer slices has sections of one.
+from the front, so the done slices of a section are a front part of it. This needs a number for each of the few sections
+that are begun, and a bit for each section that is whole. A run with fewer slices has sections of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-# What one author can tell in its entries: seven of 192 bytes (`farandole.protocol.entries`, LEASE but for slot 0).
+# Capacity of one author's entries: seven of 192 bytes (`farandole.protocol.entries`, LEASE except slot 0).
 PART_BYTES = 192
 NUM_PARTS = 7
 SECTIONS_OF_PART = 8 * PART_BYTES
@@ -18,7 +18,7 @@ MAX_SECTIONS = NUM_PARTS * SECTIONS_OF_PART
 
 
 class Sections:
-    """How slices are grouped: the same for all nodes that have the same text."""
+    """The grouping of slices, which is the same for all nodes that have the same text."""
 
     def __init__(self, num_slices: int) -> None:
         self.num_slices = num_slices
@@ -28,19 +28,19 @@ class Sections:
         """A bit for each, as in all masks here."""
 
     def of(self, index: int) -> int:
-        """The section of a slice."""
+        """Return the section of a slice."""
         return index // self.size
 
     def begin(self, section: int) -> int:
-        """Its first slice."""
+        """Return the first slice of a section."""
         return section * self.size
 
     def end(self, section: int) -> int:
-        """The slice after its last one."""
+        """Return the slice after a section's last one."""
         return min((section + 1) * self.size, self.num_slices)
 
     def mask(self, first: int, end: int) -> int:
-        """The sections of which there are slices from ``first`` up to ``end``."""
+        """Return the mask of the sections that hold slices from ``first`` up to ``end``."""
         return _ones(self.of(first), self.of(end - 1) + 1) if first < end else 0
 
 
@@ -52,17 +52,17 @@ class DoneSlices:
         self.whole = 0
         """The sections that are done."""
         self.fronts: dict[int, int] = {}
-        """Section -> how many of its slices are done, for those that are begun and not whole."""
+        """Section -> number of its slices that are done, for sections that are begun and not whole."""
         self._ahead: set[int] = set()  # done, but some before them in their section are not
 
     @property
     def is_complete(self) -> bool:
-        """Whether all are done."""
+        """Return whether all slices are done."""
         return self.whole == self.sections.all
 
     @property
     def count(self) -> int:
-        """Slices that are done."""
+        """Return the number of slices that are done."""
         sections, last = self.sections, self.sections.count - 1
         whole = self.whole.bit_count() * sections.size
         if self.whole >> last & 1:
@@ -70,7 +70,7 @@ class DoneSlices:
         return whole + sum(self.fronts.values())
 
     def next(self, index: int) -> int:
-        """The first slice from ``index`` on that is not done; the number of slices, if there is none."""
+        """Return the first slice from ``index`` on that is not done; the number of slices if there is none."""
         sections = self.sections
         if index >= sections.num_slices:
             return sections.num_slices
@@ -83,7 +83,7 @@ class DoneSlices:
         return sections.begin(following) + self.fronts.get(following, 0)
 
     def add(self, index: int) -> None:
-        """One slice is done."""
+        """Mark one slice as done."""
         section = self.sections.of(index)
         begin = self.sections.begin(section)
         if self.whole >> section & 1 or index < begin + self.fronts.get(section, 0):
@@ -92,9 +92,9 @@ class DoneSlices:
         self._set_front(section, begin)
 
     def add_lease(self, first: int, end: int) -> None:
-        """Those from ``first`` up to ``end`` are done, and so is what is before them in their section.
+        """Mark slices from ``first`` up to ``end`` as done, and the slices before them in their section.
 
-        (Who leases from the middle of a section on has heard that the rest is done.)
+        (A node that leases from the middle of a section on has learnt that the slices before are done.)
         """
         if first >= end:
             return
@@ -103,7 +103,7 @@ class DoneSlices:
         self._set_front(last, end)
 
     def add_sections(self, mask: int) -> None:
-        """These are done."""
+        """Mark the sections in a mask as done."""
         new = mask & self.sections.all & ~self.whole
         if not new:
             return
@@ -116,7 +116,7 @@ class DoneSlices:
             self._ahead = {index for index in self._ahead if not new >> self.sections.of(index) & 1}
 
     def _set_front(self, section: int, front: int) -> None:
-        """All before ``front`` is done, and so is what was done ahead and follows now."""
+        """Mark a section's slices before ``front`` as done, and advance over slices that were done ahead."""
         begin, end = self.sections.begin(section), self.sections.end(section)
         front = max(front, begin + self.fronts.get(section, 0))
         while front in self._ahead:
@@ -130,19 +130,19 @@ class DoneSlices:
 
 
 def next_bit(mask: int, position: int) -> int | None:
-    """Of the least bit that is set in ``mask`` from ``position`` on; None if there is none."""
+    """Return the position of the first bit set in ``mask`` from ``position`` on; None if there is none."""
     rest = mask >> position
     return position + (rest & -rest).bit_length() - 1 if rest else None
 
 
 def run_length(mask: int, position: int) -> int:
-    """How many bits are set one after the other from ``position`` on."""
+    """Return the number of consecutive bits set from ``position`` on."""
     rest = ~(mask >> position)
     return (rest & -rest).bit_length() - 1
 
 
 def said_by(masks: Iterable[int], needed: int) -> int:
-    """The sections that are in at least ``needed`` of these masks."""
+    """Return the mask of the sections that are in at least ``needed`` of these masks."""
     digits: list[int] = []  # how many masks have each section: a mask for each binary digit of that
     everything = 0
     for mask in masks:
@@ -164,14 +164,14 @@ def said_by(masks: Iterable[int], needed: int) -> int:
 
 
 def parts(mask: int) -> Iterator[bytes]:
-    """A mask cut into `NUM_PARTS` for as many entries, without zeros at their ends."""
+    """Yield a mask as `NUM_PARTS` parts, one per entry, without trailing zero bytes."""
     for part in range(NUM_PARTS):
         bits = mask >> part * SECTIONS_OF_PART & _ones(0, SECTIONS_OF_PART)
         yield bits.to_bytes(-(-bits.bit_length() // 8), "little")
 
 
 def part_mask(part: int, raw: bytes) -> int:
-    """The mask of one of these parts."""
+    """Return the mask of one of these parts."""
     return int.from_bytes(raw, "little") << part * SECTIONS_OF_PART
 
 

@@ -1,20 +1,21 @@
-"""Which stage a node holds: where it begins, and when it moves.
+"""Choose the stage that a node holds: where it begins, and when it moves.
 
-A run with a model in S stages computes no faster than its weakest stage, and not at all while one is empty. Nobody
-assigns stages: each node judges by the run state what it should do, and all judge alike, as far as they know the same.
-(SWARM, arXiv 2301.11913, section 3.2, moves peers from the least to the most loaded stage in the same way.)
+A run with a model in S stages computes no faster than its weakest stage, and not at all while one is empty. There is no
+coordinator: each node decides from the run state, and nodes with the same run state reach the same decision. (SWARM,
+arXiv 2301.11913, section 3.2, moves peers from the least to the most loaded stage in the same way.)
 
 - A newcomer takes the stage with the least throughput, `first_stage`. Nodes that begin at once do not see each other,
-  so ties are broken by hash; while nobody has trained yet, and moving costs nothing, `even_stages` corrects the rest.
+  so ties are broken by hash; while no node has trained yet, and moving costs nothing, `even_stages` corrects the rest.
 - Later a node moves to an empty stage at once, and to the weakest one when that is worth its download. It asks first,
-  by a lease in the run state: of two that would go to one stage, the later by hash gives way, and of two that would
-  leave one, unless its target is empty and somebody stays. So several empty stages are filled at once.
-- Who is the best to move goes first, the next one a little later: somebody frozen does not keep a stage empty. Who is
-  bound to its stage by its owner says so, and is not waited for.
+  by a lease in the run state. Of two nodes that claim the same target, the later by hash gives way; so does the later
+  of two that leave the same stage, unless its target is empty and a node stays. So several empty stages are filled at
+  once.
+- The best candidate moves first, the next one a little later, so that a frozen node does not keep a stage empty. A node
+  whose owner has bound it to its stage announces this, and the others do not wait for it.
 
-Nobody moves who is the last of its stage, or would be once those have gone who go before it. A move that makes the
-weakest stage stronger leaves its source stronger than that was, so the way back is no gain: without news there are no
-further moves.
+A node does not move if it is the last of its stage, or would be once the nodes before it have left. A move that makes
+the weakest stage stronger leaves its source stronger than that stage was, so moving back gains nothing: without news
+there are no further moves.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from dataclasses import dataclass, field, replace
 from .entries import StageLease
 from .identity import framed
 
-# Until everybody's lease has come to everybody: some pushes of the run state, a second apart at most.
+# Until every lease has reached every node: some pushes of the run state, a second apart at most.
 LEASE_SECONDS = 5.0
-# A stage is taken for empty when it has been so for this long: news of the living comes in parts.
+# A stage counts as empty when it has been so for this long: news of live nodes arrives in parts.
 EMPTY_SECONDS = 2.0
-# While nobody has trained: for how long the same correction must be due.
+# While no node has trained: for how long the same correction must be due.
 EVEN_SECONDS = 2.0
-# From one candidate's turn to the next one's, who has mostly heard of the first one's lease by then.
+# From one candidate's turn to the next one's, which has mostly received the first one's lease by then.
 TURN_SECONDS = 4.0
-# A move is worth it if the run becomes faster by this share: speeds are measured, and waver.
+# A move is worth it if the run becomes faster by this share: measured speeds fluctuate.
 MIN_GAIN = 0.15
-# The run is taken to go on for so long; what a move gains in that time must exceed what its download costs.
+# The run is assumed to go on for this long; what a move gains in that time must exceed what its download costs.
 HORIZON_SECONDS = 3_600.0
 
 
@@ -49,41 +50,41 @@ class Provider:
 
     stage: int
     speed: float = 0.0
-    """Tokens a second that it could take through a stage; 0: not known."""
+    """Tokens a second that it could process in a stage; 0: unknown."""
     is_bound: bool = False
-    """Its owner has chosen the stage: it does not move."""
+    """Whether its owner has chosen the stage: then it does not move."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What a node knows of the run."""
+    """A node's view of the run."""
 
     providers: Mapping[bytes, Provider]
     """The live members, this node included once it has a stage."""
     num_stages: int
     leases: Mapping[bytes, StageLease] = field(default_factory=dict)
-    """Of live members; without those given back."""
+    """Leases of live members; without leases that were given back."""
     is_young: bool = False
-    """Nobody has taken an inner step yet."""
+    """No node has taken an inner step yet."""
     download_seconds: float = 0.0
-    """What it would take this node to fetch a stage."""
+    """Seconds that this node needs to download a stage."""
 
     @functools.cached_property
     def speeds(self) -> Mapping[bytes, float]:
-        """Of all providers. One that is not known counts as the median of the known ones; if none is, each as 1."""
+        """Return each provider's speed. Unknown ones count as the median of the known ones; if none is known, as 1."""
         known = [provider.speed for provider in self.providers.values() if provider.speed > 0]
         usual = statistics.median(known) if known else 1.0
         return {author: provider.speed or usual for author, provider in self.providers.items()}
 
     @functools.cached_property
     def strengths(self) -> Sequence[float]:
-        """The throughput of each stage."""
+        """Return the throughput of each stage."""
         return throughputs(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Nothing is to be done."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +96,24 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Go to this stage. Where a lease was claimed, it is settled now, and to be given back on arrival."""
+    """Go to this stage. A claimed lease is settled now, and must be given back on arrival."""
 
     target: int
 
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Another one's lease is before ours, or there is no reason any more: give ours back."""
+    """Give our lease back: another one's is before ours, or the reason for it is gone."""
 
 
 Decision = Stay | Claim | Move | GiveBack
 
 
 class StageChoice:
-    """What one node does about its stage. Ask it once a second or so; it remembers since when things have been so.
+    """Decides whether a node changes its stage. Ask it about once a second; it remembers how long conditions have held.
 
     ``patience``: seconds for which a move must have been worth it before it is claimed: several heartbeats, so that
-    speeds are measured anew after each move.
+    speeds are measured again after each move.
     """
 
     def __init__(self, author: bytes, patience: float) -> None:
@@ -124,7 +125,7 @@ class StageChoice:
         self._claimed_at: float | None = None
 
     def decide(self, view: View, now: float) -> Decision:
-        """What to do now, seconds on any steady clock."""
+        """Decide what to do at ``now``, in seconds on any monotonic clock."""
         own = view.providers[self._author].stage
         self._note(view, own, now)
         lease = view.leases.get(self._author)
@@ -144,7 +145,7 @@ class StageChoice:
         return Claim(target)
 
     def _note(self, view: View, own: int, now: float) -> None:
-        """Remember since when a stage has been empty, and a move of ours worth it, or due to a correction."""
+        """Note since when stages are empty, since when our move is worth it, and since when a correction is due."""
         empty = [stage for stage, strength in enumerate(view.strengths) if strength == 0.0]
         self._empty_since = {stage: self._empty_since.get(stage, now) for stage in empty}
         weakest = _weakest(view)
@@ -155,7 +156,7 @@ class StageChoice:
         self._uneven_since = {due: self._uneven_since.get(due, now)} if due != own else {}
 
     def _wishes(self, view: View, now: float) -> Iterator[int]:
-        """Where this node should go now, if anywhere; the most urgent first."""
+        """Yield the stages to which this node should go now, the most urgent first."""
         for stage, since in self._uneven_since.items():
             if now - since >= EVEN_SECONDS:
                 yield stage
@@ -169,7 +170,7 @@ class StageChoice:
                 yield stage
 
     def _hold(self, lease: StageLease, view: View, now: float) -> Decision:
-        """After `Claim`: whether to go, to wait a little more, or to give way."""
+        """Decide after `Claim` whether to go, to wait longer, or to give way."""
         assert self._claimed_at is not None
         is_needed = throughputs(view, without=self._author)[lease.target] == 0.0 or is_worth_moving(
             view, self._author, lease.target
@@ -184,12 +185,12 @@ class StageChoice:
 
 
 def first_stage(view: View, author: bytes) -> int:
-    """Where a newcomer begins: the stage with the least throughput, of several that which its hash says."""
+    """Choose the stage where a newcomer begins: the one with the least throughput; ties are broken by its hash."""
     return min(range(view.num_stages), key=lambda stage: (view.strengths[stage], rank(author, stage)))
 
 
 def even_stages(view: View) -> dict[bytes, int]:
-    """Stages for all, as evenly as those allow who are bound, with as few moves as can be: who is to go where."""
+    """Spread the providers over the stages as evenly as bound ones allow, with the fewest moves: author -> target."""
     members = _members(view)
     free = [[author for author in there if not view.providers[author].is_bound] for there in members]
     num_bound = [len(there) - len(movable) for there, movable in zip(members, free, strict=True)]
@@ -210,7 +211,7 @@ def even_stages(view: View) -> dict[bytes, int]:
 
 
 def throughputs(view: View, *, without: bytes | None = None) -> list[float]:
-    """Of each stage: the sum of its providers' speeds, those who move counted where they go."""
+    """Return the sum of the providers' speeds for each stage; providers with a settled lease count at their target."""
     strengths = [0.0] * view.num_stages
     speeds = view.speeds
     for author, provider in view.providers.items():
@@ -221,7 +222,7 @@ def throughputs(view: View, *, without: bytes | None = None) -> list[float]:
 
 
 def candidates(view: View, target: int) -> list[bytes]:
-    """Who could go to a stage, the best first: after whose move the weaker of the two stages is the strongest."""
+    """Return the nodes that could move to a stage, sorted by how strong the weaker of both stages is afterwards."""
     strengths, speeds = view.strengths, view.speeds
     members = _members(view)
     scores = {
@@ -235,9 +236,9 @@ def candidates(view: View, target: int) -> list[bytes]:
 
 
 def candidates_of_all(view: View, targets: Iterable[int]) -> dict[int, list[bytes]]:
-    """Who could go to each of several stages to which nobody is on the way: as if the first of each went at once.
+    """Return the candidates for each stage to which no node is on the way, as if the first of each moved at once.
 
-    So those who are first for different stages need not hear of each other before they claim.
+    So the first candidates for different stages can claim before they hear of each other.
     """
     orders: dict[int, list[bytes]] = {}
     leases = dict(view.leases)
@@ -250,9 +251,9 @@ def candidates_of_all(view: View, targets: Iterable[int]) -> dict[int, list[byte
 
 
 def is_worth_moving(view: View, author: bytes, target: int) -> bool:
-    """Whether the run gains more by this node's move than the node's own work during the download.
+    """Return whether this node's move gains the run more than the work that the node loses during the download.
 
-    Its source is the stronger one even without it, so the run loses nothing meanwhile; the node's time is lost.
+    Its source is the stronger stage even without it, so during the download only the node's own time is lost.
     """
     source, speed = view.providers[author].stage, view.speeds[author]
     if source == target or not _can_spare(view, source):
@@ -268,7 +269,7 @@ def is_worth_moving(view: View, author: bytes, target: int) -> bool:
 
 
 def rank(author: bytes, stage: int) -> bytes:
-    """32 bytes that nobody chooses: how near a node is to a stage, all else being equal (rendezvous hashing)."""
+    """Return 32 bytes that order nodes for a stage and that no node can choose (rendezvous hashing)."""
     return hashlib.sha256(framed(b"farandole/stage/1", author, stage.to_bytes(2, "big"))).digest()
 
 
@@ -284,12 +285,12 @@ def _weakest(view: View) -> int:
 
 
 def _can_spare(view: View, stage: int) -> bool:
-    """Whether somebody stays when one goes."""
+    """Return whether the stage keeps a provider when one leaves."""
     return sum(provider.stage == stage for provider in view.providers.values()) > 1
 
 
 def _is_leaving(view: View, author: bytes, stage: int) -> bool:
-    """Whether a member of a stage has a lease to leave it."""
+    """Return whether a member of a stage has a lease to leave it."""
     return author in view.leases and view.leases[author].source == stage
 
 
@@ -298,9 +299,9 @@ def _turn(order: list[bytes], author: bytes) -> int | None:
 
 
 def _is_contested(lease: StageLease, author: bytes, view: View) -> bool:
-    """Whether a lease that goes to the same stage is before ours, or too many that leave the same one.
+    """Return whether leases before ours block it: one with the same target, or one that leaves the same stage.
 
-    Those who leave it before us are too many unless we go to an empty stage, and somebody stays.
+    A lease that leaves the same stage does not block ours if our target is empty and another node stays.
     """
 
     def place(author: bytes, lease: StageLease) -> tuple[bool, bytes]:

@@ -1,18 +1,18 @@
-"""The run state: what a node knows of its run, a CRDT of signed, expiring, single-writer registers.
+"""The run state: a node's knowledge of its run, a CRDT of signed, expiring, single-writer registers.
 
     RunState = author -> {(kind, index) -> newest entry}  or  FORKED, with the proof
 
 A node writes under its own key only, so there are no concurrent writers of one value to reconcile: the larger tick
-wins. An author who signs two entries for one slot and tick has forked, which two signatures prove to anybody; a proof
-masks its author everywhere. So merging is a join (commutative, associative, idempotent), and nobody but its author can
-alter, delete or roll back an entry. Entries expire by their own tick, a newer one never before an older, so there are
-no tombstones. Text CRDTs (pycrdt, loro, automerge) were tried and trust their peers: one spoofed client id left two
+wins. An author that signs two entries for one slot and tick has forked, which the two signatures prove to every node;
+a proof masks its author everywhere. So merging is a join (commutative, associative, idempotent), and only its author
+can alter, delete or roll back an entry. Entries expire by their own tick, a newer one never before an older, so there
+are no tombstones. Text CRDTs (pycrdt, loro, automerge) were tried and trust their peers: one spoofed client id left two
 of their replicas different for ever.
 
-Authors and proofs have tables of a fixed size each. Only while neither is full is the above exactly true: a full one
-keeps what `farandole.protocol.author_places` decides, by whom this node heard of it from.
+Authors and proofs have tables of a fixed size each. The above is exactly true only while neither is full: in a full
+one, `farandole.protocol.author_places` decides which authors are kept, by the peers that introduced them.
 
-Equal states have equal roots: a hash over 256 buckets of authors, kept up lazily. Heartbeats are no part of it.
+Equal states have equal roots: a hash over 256 buckets of authors, updated lazily. Heartbeats are not part of it.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from .token_bucket import PeerMeters, TokenBucket
 MAX_AUTHORS = 4_096
 """With at most 50 KB an author this bounds a state to 205 MB under attack; an honest author takes 0.6 KB."""
 MAX_PROOFS = 1_024
-"""Of forks: 0.6 MB. A run has few, each the end of a key; one that is forgotten is found again if it still matters, as
-its author's two stories then meet."""
+"""Proofs of forks: 0.6 MB. A run has few, each the end of a key. A forgotten fork is found again if it still matters,
+because its author's two entries then meet."""
 NEWCOMER_BURST = 128
 """New authors that one peer may bring unasked at once: more than join between two syncs with others."""
 NEWCOMER_RATE = 5.0
-"""And a second; 300 a minute. What is put off so is brought by this node's own syncs, which ask for it."""
+"""New authors a second that one peer may bring; 300 a minute. This node's own syncs ask for the deferred ones."""
 NUM_BUCKETS = 256
 DIGEST_BYTES = 16
 MAX_AHEAD = 60.0
-"""Seconds: an entry further in the future is deferred (not stored, offered again by a later sync). Not a verdict."""
+"""Seconds: an entry further in the future is deferred (not stored, offered again by a later sync), not invalid."""
 METERED_BURST = 64
 """Long-lived entries of one author at once: more than it has slots for (54)."""
 METERED_RATE = 1.0
-"""A second and author; an honest author rewrites each of 54 slots once a minute at most."""
+"""Long-lived entries per second and author; an honest author rewrites each of 54 slots once a minute at most."""
 SHORT_LIVED_BURST = 64
 """The other entries of one author at once: more than it has slots for (47). Their ticks alone would let an author write
 14,400 leases of the last hour in one go."""
 SHORT_LIVED_RATE = 4.0
-"""A second and author; an honest author writes a heartbeat a second at most, and little else."""
+"""Other entries per second and author; an honest author writes a heartbeat a second at most, and little else."""
 _LEAST_BEAT_TTL = float(RULES[Kind.BEAT].ttl)
 
 PayloadType = TypeVar("PayloadType", bound=Payload)
@@ -59,7 +59,7 @@ _KIND_OF: dict[type[Payload], Kind] = {rule.payload: kind for kind, rule in RULE
 
 
 class Outcome(enum.Enum):
-    """What became of one item of a merge."""
+    """The outcome of one item of a merge."""
 
     NEW = "new"
     KNOWN = "known"
@@ -74,23 +74,23 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True)
 class MergeReport:
-    """What a merge did; `new` and `proofs` are what others may not know yet."""
+    """The results of a merge; `new` and `proofs` may be unknown to others yet."""
 
     introducer: Introducer | None = None
-    """Who said it; None: this node, or its disk."""
+    """The peer that sent it; None: this node, or its disk."""
     is_asked: bool = True
     """Whether this node had asked for it."""
     new: list[Entry] = field(default_factory=list)
     proofs: list[Proof] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    """Of each item, proofs first."""
+    """The outcome of each item, proofs first."""
     faults: list[str] = field(default_factory=list)
-    """Why items were invalid: each is a fault of whoever sent them."""
+    """Why items were invalid: each is a fault of the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuthorRefs:
-    """What one author has, without the contents."""
+    """References to one author's entries, without the contents."""
 
     author: bytes
     is_forked: bool
@@ -99,7 +99,7 @@ class AuthorRefs:
 
 
 class _Author:
-    """All that is known of one author."""
+    """The record of one author."""
 
     __slots__ = ("bucket", "digest", "expires_at", "fork", "key", "meter", "short_lived_meter", "slots")
 
@@ -118,7 +118,7 @@ class _Author:
         return AuthorRefs(self.key, self.fork is not None, slots)
 
     def compute_digest(self) -> bytes:
-        """Over everything but heartbeats; empty if there is nothing else."""
+        """Return a hash over everything except heartbeats; empty if there is nothing else."""
         if self.fork is not None:
             return hashlib.sha256(self.key + b"forked").digest()
         slots = self.refs().slots.items()
@@ -127,12 +127,12 @@ class _Author:
 
 
 def bucket_of(author: bytes) -> int:
-    """Which of the 256 buckets an author is in: chosen by hash, as keys can be ground."""
+    """Return the bucket of an author, 0 to 255: chosen by hash, as keys can be ground."""
     return hashlib.sha256(author).digest()[0]
 
 
 class RunState:
-    """See the head of the file. ``now`` is Unix seconds by this node's clock, in every method."""
+    """The run state of one node (see the module). ``now`` is Unix seconds by this node's clock, in every method."""
 
     def __init__(
         self,
@@ -143,9 +143,7 @@ class RunState:
         roster: Roster | None = None,
         max_authors: int = MAX_AUTHORS,
     ) -> None:
-        """``roster``: who the members are; None: anybody may be one. ``checker``: for simulations, which share its
-        work.
-        """
+        """``roster``: the run's members; None: the run is open. ``checker``: for simulations, which share its work."""
         self.run_id = run_id
         self.creator = creator
         self.checker = checker or Checker(run_id, creator)
@@ -155,7 +153,7 @@ class RunState:
         self.dirty: set[bytes] = set()
         """Authors whose stored form (`export`) has changed since `take_dirty`."""
         self.places = AuthorPlaces(max_authors)
-        """Of authors that have not forked."""
+        """The places of authors that have not forked."""
         self.places.protect(lambda author: author == creator)
         self._newcomer_meters = PeerMeters(NEWCOMER_BURST, NEWCOMER_RATE)
         self._authors: dict[bytes, _Author] = {}
@@ -173,10 +171,10 @@ class RunState:
     def merge(
         self, delta: Delta, now: float, introducer: Introducer | None = None, *, is_asked: bool = True
     ) -> MergeReport:
-        """Take in what a peer (``introducer``), or this node or its disk (None), says.
+        """Merge a delta from a peer (``introducer``), or from this node or its disk (None).
 
-        ``is_asked``: this node has asked for it; else the peer brings few new authors at a time. Never raises for what
-        is in the delta.
+        ``is_asked``: this node has asked for it; else the peer may bring few new authors at a time. Never raises for
+        the contents of the delta.
         """
         report = MergeReport(introducer, is_asked)
         items: list[Proof | Signed] = [*delta.proofs, *delta.entries]
@@ -199,7 +197,7 @@ class RunState:
             return Outcome.INVALID
 
     def _merge_entry(self, signed: Signed, now: float, report: MergeReport) -> Outcome:
-        """Parse, look whether it matters, verify, meter, apply: in the order of what that costs."""
+        """Parse an entry, check whether it matters, verify, meter and apply it: the cheapest checks first."""
         entry = self.checker.parse(signed)
         record = self._authors.get(entry.author)
         if record is not None and record.fork is not None:
@@ -260,9 +258,10 @@ class RunState:
             self._has_roster_changed = True
 
     def _mask(self, record: _Author, proof: Proof, written_at: float, report: MergeReport) -> None:
-        """Its author has forked: all its entries go, and none is taken until the proof expires.
+        """Mask an author that has forked: drop its entries, and accept none until the proof expires.
 
-        Its place is free. In a full table its proof takes that of another, best of an author that never had a place.
+        Its place becomes free. In a full table of proofs its proof replaces another, preferably one of an author that
+        never had a place.
         """
         if len(self._proofs) >= MAX_PROOFS:
             never_placed = (author for author, was_placed in self._proofs.items() if not was_placed)
@@ -277,10 +276,10 @@ class RunState:
         report.proofs.append(proof)
         report.new[:] = [entry for entry in report.new if entry.author != record.key]
 
-    # who is in
+    # membership
 
     def _is_invited(self, entry: Entry) -> bool:
-        """Whether its author is a member, maybe by this very entry; `InvitationError` if that is forged."""
+        """Return whether an entry's author is a member, maybe by this entry; `InvitationError` if that is forged."""
         if self.roster is None:
             return True
         if entry.kind is not Kind.ADMISSION:
@@ -309,24 +308,24 @@ class RunState:
         report.new[:] = [entry for entry in report.new if entry.author not in authors]
 
     def _refusal(self, author: bytes, now: float, report: MergeReport) -> Outcome | None:
-        """Why a new author is not let in; None: it is."""
+        """Return why a new author is refused; None if it is admitted."""
         is_needed = self.places.is_needed(author)
         if not (is_needed or self._may_bring_another(now, report)):
             return Outcome.DEFERRED
         if not self.places.is_full:
             return None
-        # What a session brings is no news: its sender would pass for the one that brought what others have invented.
+        # Authors from a session are not news: its sender would count as the introducer of authors that others made up.
         is_news = is_needed or not report.is_asked or report.introducer is None
         return None if is_news and self.places.rival(author, report.introducer) is not None else Outcome.CROWDED
 
     def _may_bring_another(self, now: float, report: MergeReport) -> bool:
-        """Whether the peer may bring a new author or another's proof, which counts even if it is refused."""
+        """Return whether the peer may bring a new author or another's proof, which counts even if it is refused."""
         if report.is_asked or report.introducer is None:
             return True
         return self._newcomer_meters.of(report.introducer.peer, now).take(now)
 
     def _admit(self, author: bytes, now: float, report: MergeReport) -> _Author:
-        """A new author's record; it may cost another author its place."""
+        """Make a new author's record; another author may lose its place to it."""
         if self.places.is_full and (rival := self.places.rival(author, report.introducer)) is not None:
             self._drop(self._authors[rival])
         self.places.add(author, report.introducer)
@@ -345,7 +344,7 @@ class RunState:
 
     @property
     def is_full(self) -> bool:
-        """Whether a table is full; then this state need not become equal to others."""
+        """Return whether a table is full; then this state need not become equal to others."""
         return self.places.is_full or len(self._proofs) >= MAX_PROOFS
 
     # expiry
@@ -358,10 +357,10 @@ class RunState:
         self.beat_ttl = max(_LEAST_BEAT_TTL, silence + 30.0)
 
     def expire(self, now: float) -> list[Entry]:
-        """Drop what is past its time, and return it. Cheap when nothing is.
+        """Drop expired entries and return them. Cheap when there are none.
 
-        So is what has come to lie too far in the future, since this node's clock was set back: it would be deferred
-        if it came now, and while it is kept nothing of the present can take its place.
+        Entries that are too far in the future since this node's clock was set back are dropped as well: they would be
+        deferred if they came now, and while they are kept no present entry can take their place.
         """
         if now < self._next_expiry and self._latest <= now + MAX_AHEAD:
             return []
@@ -397,7 +396,7 @@ class RunState:
 
     @property
     def bucket_digests(self) -> list[bytes]:
-        """256 x 16 bytes: SHA-256 over each bucket's authors, sorted; never XOR or sums, which can be cancelled."""
+        """Return 256 x 16 bytes: SHA-256 over each bucket's sorted authors; XOR or sums could be cancelled."""
         return [digest or self._compute_bucket_digest(index) for index, digest in enumerate(self._bucket_digests)]
 
     def _compute_bucket_digest(self, index: int) -> bytes:
@@ -412,84 +411,84 @@ class RunState:
 
     @property
     def root(self) -> bytes:
-        """32 bytes; equal on two nodes exactly when their states are (heartbeats apart)."""
+        """Return 32 bytes; equal on two nodes exactly when their states are (heartbeats apart)."""
         if self._root is None:
             self._root = hashlib.sha256(b"".join(self.bucket_digests)).digest()
         return self._root
 
     def refs(self, buckets: Iterable[int]) -> list[AuthorRefs]:
-        """What is in these buckets, author by author."""
+        """Return the references in these buckets, author by author."""
         refs = [record.refs() for index in buckets for record in self._buckets[index].values()]
         return [ref for ref in refs if ref.is_forked or ref.slots]
 
     # questions
 
     def __len__(self) -> int:
-        """Entries, heartbeats included."""
+        """Return the number of entries, heartbeats included."""
         return sum(len(record.slots) for record in self._authors.values())
 
     def __contains__(self, author: bytes) -> bool:
-        """Whether there is an entry of an author, or the proof of a fork."""
+        """Return whether there is an entry of an author, or the proof of a fork."""
         return author in self._authors
 
     def __iter__(self) -> Iterator[Entry]:
-        """Every entry, in no order that means anything."""
+        """Yield every entry, in no particular order."""
         for record in self._authors.values():
             yield from record.slots.values()
 
     @property
     def authors(self) -> list[bytes]:
-        """Everybody of whom there is an entry, or the proof of a fork."""
+        """Return all authors with an entry, or the proof of a fork."""
         return list(self._authors)
 
     def entries(self, kind: Kind) -> Iterator[Entry]:
-        """All entries of a kind."""
+        """Yield all entries of a kind."""
         return (entry for entry in self if entry.kind is kind)
 
     def entries_of(self, author: bytes) -> list[Entry]:
-        """All entries of an author; none if it has forked."""
+        """Return all entries of an author; none if it has forked."""
         record = self._authors.get(author)
         return list(record.slots.values()) if record else []
 
     def get(self, author: bytes, kind: Kind, index: int = 0) -> Entry | None:
-        """The newest entry of a slot."""
+        """Return the newest entry of a slot."""
         record = self._authors.get(author)
         return record.slots.get(slot_of(kind, index)) if record else None
 
     def payload(self, author: bytes, payload_type: type[PayloadType], index: int = 0) -> PayloadType | None:
-        """What an author last said, by the type of what is asked for: ``state.payload(peer, Member)``."""
+        """Return an author's newest payload of a type, for example ``state.payload(peer, Member)``."""
         entry = self.get(author, _KIND_OF[payload_type], index)
         return entry.payload if entry is not None else None
 
     def proof_of(self, author: bytes) -> Proof | None:
-        """The proof that an author has forked, if it has."""
+        """Return the proof that an author has forked, if it has."""
         record = self._authors.get(author)
         return record.fork if record else None
 
     def members(self) -> dict[bytes, Member]:
-        """Who belongs to the run and has not left; whether they live is `Liveness`'s to say."""
+        """Return the members that have not left the run; `Liveness` knows whether they are live."""
         found = ((author, self.payload(author, Member)) for author in self._authors)
         return {author: member for author, member in found if member is not None and not member.left}
 
     def is_member(self, author: bytes) -> bool:
-        """Whether it belongs to the run and has not left."""
+        """Return whether an author is a member that has not left the run."""
         member = self.payload(author, Member)
         return member is not None and not member.left
 
     def total_progress(self) -> Progress:
-        """The run's counters: the sum over all authors, the gone included, back to a week ago."""
+        """Return the run's counters: the sum over all authors of the last week, including ones that have left."""
         parts = [entry.payload for entry in self.entries(Kind.PROGRESS)]
         return Progress(*(sum(getattr(part, name) for part in parts) for name in Progress.__struct_fields__))
 
     # storage
 
     def take_dirty(self) -> dict[bytes, bytes | None]:
-        """Authors that changed since the last call -> their stored form (an encoded `Delta`), None if they are gone."""
+        """Return the authors changed since the last call -> their stored form (an encoded `Delta`); None: dropped."""
         dirty, self.dirty = self.dirty, set()
         return {author: self.export(author) for author in dirty}
 
     def export(self, author: bytes) -> bytes | None:
-        """One author's entries (heartbeats left out) and proof, to be merged again later; None if there are none."""
+        """Encode an author's entries without heartbeats, and its proof, to merge them later; None if there are none."""
         record = self._authors.get(author)
         if record is None:
             return None

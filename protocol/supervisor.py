@@ -1,14 +1,15 @@
-"""Supervision of trainers: what follows when one dies. Another one at once, later, or with less in memory at a time.
+"""Supervision of trainers: decide after one dies whether to start another at once, later, or with less in memory.
 
-A trainer resumes from its last checkpoint; the node's partners see a failed exchange, and the mesh process nothing.
+A trainer resumes from its last checkpoint; the node's partners see a failed exchange, the mesh process is unaffected.
 
 - *Out of memory*: the next trainer takes half as many sequences at a time, down to one. Its inner steps are the same
   within rounding (`farandole.training.learner`). The size stays for this node's later lives.
-- *Crashes* are waited out, ever longer. Where several in a row are too many, the node rests: it says why, serves its
-  peers without training, and tries again much later, since what was wrong (a driver, another program that fills the
-  card) may have been put right. Where the model is cut, others rely on whoever holds a stage, so the node leaves.
-- *A peer's weights that are unfit* are the peer's fault, who must not be able to stop this node by them.
-- *What cannot be set up* at first (no such device, too little text) is told to the volunteer, who has just started it.
+- *Crashes* are followed by longer and longer delays. After `MAX_CRASHES` in a row the node rests: it reports the
+  reason, serves its peers without training, and tries again much later, since the cause (a driver, another program that
+  fills the card) may be gone by then. Where the model is cut, others rely on a stage's holders, so the node leaves.
+- *Unfit weights of a peer* are the peer's fault: a peer must not be able to stop this node with them.
+- *Setup errors* at first (no such device, too little text) are reported to the volunteer, who has just started the
+  node.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Final
 
 from .trainer_messages import Cause
 
-# A trainer that dies is started again from its checkpoint after these many seconds, the last one again and again; a
-# machine that cannot train does not spin.
+# Delays in seconds before a dead trainer is started again from its checkpoint; the last one repeats. A machine that
+# cannot train does not spin.
 RESTART_DELAYS: Final = (1.0, 5.0, 30.0, 120.0)
-# A trainer that trained for so long was well: the next crash is a first one again.
+# A trainer that trained for this time was healthy: the next crash counts as the first.
 HEALTHY_SECONDS: Final = 300.0
-# Crashes in a row after which the node rests. With the delays between them they take five minutes at least, in which a
-# passing fault passes, and half an hour at most.
+# Crashes in a row after which the node rests. With the delays between them they take at least five minutes, which a
+# transient fault does not outlast, and at most half an hour.
 MAX_CRASHES: Final = 6
 # A rest: a try costs some seconds of loading, and a month has 700 of them.
 REST_SECONDS: Final = 3_600.0
@@ -32,18 +33,18 @@ REST_SECONDS: Final = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Start the next trainer after so many seconds."""
+    """Start the next trainer after ``delay`` seconds."""
 
     delay: float
     words: str
-    """What happened and what follows, for people."""
+    """The event and its consequence, for people."""
     is_rest: bool = False
     """The node gives up for now."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """No trainer can be had here: the node leaves the run, with these words."""
+    """No trainer can run here: the node leaves the run, with these words."""
 
     words: str
 
@@ -57,7 +58,7 @@ class Supervisor:
 
     def __init__(self, batch_size: int, microbatch: int = 0, *, is_cut: bool = False) -> None:
         self.microbatch = microbatch
-        """Sequences that the next trainer is to take at a time; 0: the whole batch."""
+        """Sequences that the next trainer takes at a time; 0: the whole batch."""
         self._batch_size = batch_size
         self._is_cut = is_cut
         self._crashes = 0

@@ -1,12 +1,12 @@
-"""Token buckets: so many at once, so many a second in the long run."""
+"""Token buckets: limits on the burst size and on the mean rate."""
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """Starts full. Time is any clock; when it is set back, the bucket fills from then on.
+    """A token bucket that starts full. Time is any clock; when it is set back, the bucket fills from then on.
 
-    Otherwise one that was an hour fast for a moment would be refilled no more for an hour after it was right again.
+    Otherwise, after a clock was an hour fast for a moment, the bucket would not fill for an hour.
     """
 
     __slots__ = ("_at", "_tokens", "capacity", "rate")
@@ -19,13 +19,13 @@ class TokenBucket:
         self._at = now
 
     def available(self, now: float) -> float:
-        """Tokens there are at ``now``."""
+        """Return the tokens available at ``now``."""
         self._tokens = min(self.capacity, self._tokens + max(0.0, now - self._at) * self.rate)
         self._at = now
         return self._tokens
 
     def take(self, now: float, count: float = 1.0) -> bool:
-        """Take that many if there are as many; returns whether it did."""
+        """Take ``count`` tokens if they are available; return whether they were."""
         if self.available(now) < count:
             return False
         self._tokens -= count
@@ -33,7 +33,7 @@ class TokenBucket:
 
 
 class PeerMeters:
-    """A bucket for each peer, of all alike. The oldest are forgotten first, which fills them."""
+    """Equal buckets, one for each peer. The oldest are forgotten first, which fills them."""
 
     def __init__(self, capacity: float, rate: float, max_peers: int = 1_024) -> None:
         """``max_peers``: more peers than any node talks to within the time in which a bucket fills."""
@@ -43,7 +43,7 @@ class PeerMeters:
         self._buckets: dict[bytes, TokenBucket] = {}
 
     def of(self, peer: bytes, now: float) -> TokenBucket:
-        """The peer's bucket."""
+        """Return the peer's bucket."""
         bucket = self._buckets.get(peer)
         if bucket is None:
             if len(self._buckets) >= self._max_peers:

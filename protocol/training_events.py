@@ -1,8 +1,8 @@
 """Events, outputs and states of the training loop.
 
-`farandole.protocol.training_loop` decides; a driver brings it the events and carries the outputs out. What the trainer
-reports and what it is told are the messages of `farandole.protocol.trainer_messages`, as they are on the wire; what
-pairing and the pipeline of a model that is cut are told and ask for are their own events and outputs.
+`farandole.protocol.training_loop` decides; a driver passes it the events and carries out the outputs. The trainer's
+reports and commands are the messages of `farandole.protocol.trainer_messages`, as they are on the wire. Pairing, and
+the pipeline of a model that is cut, have their own events and outputs, which are used here.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class LoopBegan:
     """The node is in its run: train."""
 
     state: TrainingState
-    """Of earlier lives."""
+    """The state from earlier lives."""
     rest: str = ""
-    """As in `RestChanged`."""
+    """See `RestChanged`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TrainerReady:
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnded:
-    """The trainer process is gone, or could not be started."""
+    """The trainer process has ended, or could not be started."""
 
     error: str = ""
     """Why it died; empty if it ended as `EndTrainer` asked."""
@@ -66,7 +66,7 @@ class ExchangeOver:
 
 @dataclass(frozen=True, slots=True)
 class OthersMoved:
-    """The other nodes are in this round, as far as this node believes them; 0: not known."""
+    """The other nodes are in this round, as far as this node believes them; 0: unknown."""
 
     round: int
 
@@ -81,7 +81,7 @@ class RestChanged:
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """The node leaves: save what the last outer step gave, and end."""
+    """The node leaves: save the result of the last outer step, and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +91,24 @@ class SaveAsked:
 
 @dataclass(frozen=True, slots=True)
 class RestartAsked:
-    """Other weights are due, of another stage: start another trainer. What was not saved is lost."""
+    """Weights of another stage are due: start another trainer. Unsaved progress is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataOver:
-    """All epochs are done: exchange what this round has, and end."""
+    """The data's epochs are all done: exchange this round's contribution, and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayAsked:
-    """A round is to be replayed before the next one begins; one at a time."""
+    """An author's round must be replayed before the next round begins; one at a time."""
 
     command: messages.Replay
 
 
 @dataclass(frozen=True, slots=True)
 class RunStopped:
-    """The run's creator has stopped it: exchange what this round has, and end."""
+    """The run's creator has stopped it: exchange this round's contribution, and end."""
 
 
 TrainerReport = (
@@ -120,7 +120,7 @@ TrainerReport = (
     | messages.Saved
     | messages.Pong
 )
-"""What the loop hears of the trainer, of all that it reports."""
+"""The reports of the trainer that the loop handles."""
 
 Event = (
     LoopBegan
@@ -156,15 +156,15 @@ class StartTrainer:
 
 @dataclass(frozen=True, slots=True)
 class EndTrainer:
-    """End the trainer process, and what runs with it; come back with `TrainerEnded`."""
+    """End the trainer process, and everything that runs with it; come back with `TrainerEnded`."""
 
     at_once: bool = False
-    """Kill it: its memory is wanted."""
+    """Kill it, because its memory is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillTrainer:
-    """Kill a trainer that hangs; `TrainerEnded` comes with this error."""
+    """Kill a trainer that hangs; `TrainerEnded` follows with this error."""
 
     error: str
 
@@ -178,14 +178,14 @@ class TellTrainer:
 
 @dataclass(frozen=True, slots=True)
 class GiveUpExchange:
-    """End the exchange that runs, unless it is decided; the partner learns the reason."""
+    """End the running exchange unless it is decided; the partner receives the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The training's state is this now: heartbeats and the status show it."""
+    """Publish the training's new state, which heartbeats and the status show."""
 
     state: TrainingState
 
@@ -201,7 +201,7 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Print a line at the terminal; print and keep a warning (``warn``); or keep it for people who look (``note``)."""
+    """Print a line at the terminal; print and keep a warning (``warn``); or only keep it (``note``)."""
 
     text: str
     how: Literal["say", "warn", "note"] = "say"
@@ -247,12 +247,12 @@ Output = (
 
 
 class LoopState(enum.Enum):
-    """Where the loop stands."""
+    """The states of the loop."""
 
     IDLE = "idle"  # not in the run yet
     PREPARING = "preparing"  # weights are fetched, and a trainer loads them
     TRAINING = "training"  # round after round
-    LEAVING = "leaving"  # the last exchange has a moment to end, then comes the last save
+    LEAVING = "leaving"  # the last exchange has a short time to end; the last save follows
     ENDING = "ending"  # the trainer writes its last checkpoint
     STOPPING = "stopping"  # the trainer process ends
     WAITING = "waiting"  # the trainer died; the next one is due later

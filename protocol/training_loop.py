@@ -1,4 +1,4 @@
-"""The training loop of a node: one trainer after another, round after round, decided here and carried out elsewhere.
+"""The training loop of a node: it decides about trainers and rounds; a driver carries out the decisions.
 
 A round: the trainer takes inner steps while `farandole.protocol.pairing` agrees on a partner. The trainer contributes;
 its contribution is encoded while the exchange sends it. Then it takes the outer step, with the partner's contribution
@@ -7,14 +7,15 @@ or alone. Pairing never waits beyond its deadline, so neither does a round.
 - *Overlap.* Where the manifest says so, the inner steps of the next round begin as soon as the contribution is made,
   and pairing goes on to that round as soon as the exchange has begun. The trainer takes the outer step between two
   inner steps, at the latest before its next contribution: there is never more than one exchange.
-- *Rest.* An owner who wants the machine back does not wait for an exchange, nor long for a save (`REST_TIMEOUT`).
-- *Leaving.* The exchange has a moment to end (`EXCHANGE_GRACE`), since its outcome is in the last checkpoint.
-- *Death.* The next trainer resumes from the last checkpoint: `farandole.protocol.supervisor` says when, and
-  `farandole.protocol.watchdog` notices one that hangs.
+- *Rest.* When the owner wants the machine back, the node does not wait for an exchange, nor long for a save
+  (`REST_TIMEOUT`).
+- *Leaving.* The exchange has a short time to end (`EXCHANGE_GRACE`), since its outcome is in the last checkpoint.
+- *Death.* The next trainer resumes from the last checkpoint: `farandole.protocol.supervisor` decides when, and
+  `farandole.protocol.watchdog` detects one that hangs.
 - *Sleep.* A node that comes back many rounds behind the others takes newer weights: its own would pull its partners
   back.
 
-`farandole.protocol.training_events` has the states and which may follow which. `farandole.node.loop.training` is the
+`farandole.protocol.training_events` has the states and their transitions. `farandole.node.loop.training` is the
 driver in a node, `farandole.testnet.simulate_pairing` the one of the simulator.
 """
 
@@ -71,16 +72,16 @@ from .training_events import (
 from .watchdog import WATCH_INTERVAL, Watchdog
 
 VALIDATION_BATCHES: Final = 8
-# Seconds that an exchange may go on after the node has begun to leave; then the partner is told, and finds another
-# within the second time.
+# Seconds that an exchange may go on after the node has begun to leave. Then the partner is notified, so that it finds
+# another, within the second time.
 EXCHANGE_GRACE, GIVE_UP_GRACE = 3.0, 1.0
 # An owner who wants the machine back has its memory within five seconds. The running inner step and the save may take
 # this much of that; the rest is for ending the process on a busy machine, and for the kernel, which frees gigabytes.
-# What was learnt since the last checkpoint costs less than a longer wait.
+# Losing the progress since the last checkpoint costs less than a longer wait.
 REST_TIMEOUT: Final = 3.0
 # Rounds over which the recent utilisation is a mean.
 RECENT_ROUNDS: Final = 5
-# After a sleep, news of how far the others are comes in parts for a moment: first the old, which waited in buffers.
+# After a sleep, news of the others' rounds arrives in parts for this time: first the old news that waited in buffers.
 NEWS_SECONDS: Final = 3.0
 
 
@@ -109,14 +110,14 @@ class _Timer(enum.Enum):
 class TrainingLoop:
     """Decides what the trainer, the exchanges and the pairing of one node do, from joining a run to leaving it.
 
-    `handle` takes monotonic times in seconds, never decreasing, and returns what is to be done, in order. It raises
-    `RemoteProtocolError` only for `MessageReceived`, and is then unchanged.
+    `handle` takes monotonic times in seconds, never decreasing, and returns outputs to carry out in order. It raises
+    `RemoteProtocolError` only for `MessageReceived`, and the loop is then unchanged.
     """
 
     def __init__(self, config: LoopConfig, partners: Pairing, supervisor: Supervisor) -> None:
         self.state = LoopState.IDLE
         self.training = TrainingState()
-        """As last published, but for what `handle` has just changed."""
+        """The state as last published, with the latest changes of `handle`."""
         self.config = config
         self._pairing = partners
         self._supervisor = supervisor
@@ -135,7 +136,7 @@ class TrainingLoop:
         self._has_validated = False
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """Take an event in; returns what to do about it."""
+        """Process an event and return the outputs to carry out."""
         self._outputs = []
         self._apply(event, now)
         while self._asked:
@@ -230,16 +231,16 @@ class TrainingLoop:
         self._start_round(life, first_round, now)
 
     def _first_round(self, prepared: int) -> int:
-        """The round that the others are in, if it is near that of the weights, which are known.
+        """Return the first round: the others' if it is later than the weights' round and near it, else the weights'.
 
-        Further away it is their word alone, which moves no round of this node's; but where the model is cut, a stage
-        that was lost begins again in the midst of the run.
+        A round further away is only claimed by others, and must not move this node. Where the model is cut the others'
+        round always counts, because a stage that was lost begins again in the middle of the run.
         """
         is_near = self._others_round - prepared <= MAX_LEAP
         return max(prepared, self._others_round) if self._is_cut or is_near else prepared
 
     def _end_life(self, ended: TrainerEnded, now: float) -> None:
-        """The trainer process is gone: another one follows, now or later, or none."""
+        """Handle the end of the trainer process: start another one now or later, or end."""
         life, state = self._life, self.state
         self._life = None
         self._timers.clear()
@@ -255,7 +256,7 @@ class TrainingLoop:
             self._recover(ended, None if life is None else now - life.ready_at, now)
 
     def _recover(self, ended: TrainerEnded, lived: float | None, now: float) -> None:
-        """Start another trainer when it is due; end where none can be had. A loop that attaches comes by itself."""
+        """Plan the next trainer, or end where none can run. A loop that attaches comes by itself."""
         if ended.cause == "detached":
             self._say(f"{ended.error}: waiting for the next one")
             self._change(tokens_per_second=0.0)
@@ -270,7 +271,7 @@ class TrainingLoop:
         if ended.cause != "weights":
             restarts = self.training.trainer_restarts + 1
             self._change(trainer_restarts=restarts, is_trainer_dead=True, tokens_per_second=0.0)
-        if ended.cause == "weights":  # the trainer is well: it has refused what a peer gave
+        if ended.cause == "weights":  # the trainer is healthy: it has refused a peer's weights
             self._enter("fetching weights", verdict.words, "another member's weights")
         elif verdict.is_rest:
             self._enter("failed", verdict.words)
@@ -283,7 +284,7 @@ class TrainingLoop:
             self._timers[_Timer.RESTART] = now + verdict.delay
 
     def _stop_trainer(self, *, at_once: bool = False) -> None:
-        """End the trainer process; what follows is decided when it is gone."""
+        """End the trainer process; the next step is decided when it has ended."""
         self._life = None
         self._timers.clear()
         self._outputs.append(EndTrainer(at_once))
@@ -326,7 +327,7 @@ class TrainingLoop:
                 pass
 
     def _leave(self, now: float) -> None:
-        """Meet no partner any more, let the exchange end, save, and end."""
+        """Leave the run: seek no partner, let the exchange end, save, and end."""
         self._is_last_life = True
         self._tell_pairing(pairing.Stopped(), now)
         match self.state:
@@ -377,7 +378,7 @@ class TrainingLoop:
             self._save_and_end(life, now)
 
     def _watch(self, now: float) -> None:
-        """Ask the trainer for a sign of life; kill it if it has given none for too long."""
+        """Ping the trainer; kill it if it has not answered for too long."""
         life = self._life
         assert life is not None, "a trainer is watched while it lives"
         if life.watched_at is not None:
@@ -417,7 +418,7 @@ class TrainingLoop:
         return self._over or None
 
     def _end_rounds(self, words: str) -> None:
-        """Exchange what this round has, and begin no other."""
+        """End training with the exchange of this round."""
         self._over = words
         self._finish_inner_steps(self.training.round)
 
@@ -435,11 +436,11 @@ class TrainingLoop:
         self._tell_pipeline(RoundBegan(round_index, rounds.inner_steps, self._is_followed(round_index)))
 
     def _is_followed(self, round_index: int) -> bool:
-        """Whether the inner steps of the next round begin before this one's outer step."""
+        """Return whether the inner steps of the next round begin before this one's outer step."""
         return self.config.manifest.rounds.overlap and round_index + 1 != self.config.max_rounds and not self._over
 
     def _hear(self, life: _Life, report: TrainerReport, now: float) -> None:
-        """Take a report of the trainer in."""
+        """Process a report of the trainer."""
         match report:
             case messages.Progress():
                 self._change(
@@ -466,7 +467,7 @@ class TrainingLoop:
             self._end_if_behind(life, now)
 
     def _contribute(self, life: _Life, report: messages.Contributed, now: float) -> None:
-        """The inner steps of a round are done: its exchange follows, and where rounds overlap the next inner steps."""
+        """Begin the exchange of a round whose inner steps are done, and where rounds overlap the next inner steps."""
         life.contributed = report
         self._change(
             inner_steps=report.inner_steps,
@@ -487,7 +488,7 @@ class TrainingLoop:
         self._tell_pairing(pairing.ContributionReady(report.round, report.fragment), now)
 
     def _finish_round(self, life: _Life, report: messages.OuterStepTaken, now: float) -> None:
-        """The outer step is taken: validate and save if it is time, and go on to the next round."""
+        """Go on to the next round after an outer step; validate and save if it is time."""
         assert life.contributed is not None, "an outer step follows a contribution"
         self._change(late_steps=report.late_steps)
         self._outputs.append(RoundOver(life.contributed, report.late_steps))
@@ -504,7 +505,7 @@ class TrainingLoop:
             self._enter("training", f"inner steps of round {following}")
 
     def _end_if_behind(self, life: _Life, now: float) -> None:
-        """Between two rounds: take newer weights if this node slept through so many that its own are too old."""
+        """Take newer weights, between two rounds, if this node slept for too many rounds."""
         is_between = life.contributed_round != self.training.round and not self.training.inner_steps_this_round
         if self.state is not LoopState.TRAINING or not is_between or not self._others_round:
             return
@@ -527,7 +528,7 @@ class TrainingLoop:
         self._asked.extend(self._pairing.handle(event, now))
 
     def _carry_out(self, output: pairing.Output, now: float) -> None:
-        """Do what pairing asks for."""
+        """Carry out an output of pairing."""
         life = self._life
         match output:
             case pairing.SendMessage():
@@ -550,7 +551,7 @@ class TrainingLoop:
                 self._seek_next_partner(life, now)
 
     def _seek_next_partner(self, life: _Life, now: float) -> None:
-        """The outcome of a round is on its way: where rounds overlap, pairing takes up the one that runs already."""
+        """Start pairing for the overlapping round that already runs: the round before needs no partner any more."""
         if life.ahead_since is not None:
             began_at, life.ahead_since = life.ahead_since, None
             self._tell_pairing(pairing.RoundStarted(self.training.round, began_at), now)
@@ -569,7 +570,7 @@ class TrainingLoop:
         if over.is_committed:
             self._show(life, "outer step", f"outer step of round {start.round}")
             self._tell(messages.TakeOuterStep(start.round, start.peer, over.partner_size, over.partner_tokens))
-        elif is_overlapped:  # pairing is in the next round, and cannot say it
+        elif is_overlapped:  # pairing is in the next round, and does not ask for this
             self._go_alone(life, pairing.GoAlone(start.round, pairing.failure(over.reason)))
         if over.is_broken and not is_overlapped:
             self._show(life, "pairing", f"the exchange of round {start.round} broke", "another partner")
@@ -584,7 +585,7 @@ class TrainingLoop:
     # Checkpoints and validation
 
     def _save_if_none_is_written(self, life: _Life, now: float) -> None:
-        """Save, unless that is under way: many newcomers may ask for it."""
+        """Save unless a save is under way: many newcomers may ask for it."""
         if life.num_saving == 0:
             self._save(life, now)
 
@@ -611,11 +612,11 @@ class TrainingLoop:
             self._stop_trainer(at_once=life.ends_to_rest)
 
     def _is_from_start(self, life: _Life) -> bool:
-        """Whether this life began with the weights that the manifest names."""
+        """Return whether this life began with the weights that the manifest names."""
         return self.config.manifest.start is not None and life.ready.prepared.resumed is None
 
     def _validate(self, life: _Life) -> None:
-        """Measure the validation loss; where the model is cut, the nodes that draw data do, through all stages."""
+        """Measure the validation loss; where the model is cut, only at nodes that draw data, through all stages."""
         if not life.ready.prepared.has_loss:
             return
         if not self._is_cut:
@@ -645,7 +646,7 @@ class TrainingLoop:
         self.state = state
 
     def _tell(self, command: messages.Command) -> None:
-        """Send the trainer a command, unless it has been told to save for the last time, or there is none."""
+        """Send the trainer a command, unless its last save was ordered or there is no trainer."""
         if self.state in (LoopState.TRAINING, LoopState.LEAVING):
             self._outputs.append(TellTrainer(command))
 
@@ -662,7 +663,7 @@ class TrainingLoop:
             self._change(tokens=life.tokens_before + tokens)
 
     def _show(self, life: _Life, phase: Phase, detail: str, waits_for: str = "") -> None:
-        """Show what is done for a contribution; where rounds overlap the phase is that of the inner steps."""
+        """Show the progress of a contribution; where rounds overlap, the phase is the inner steps'."""
         if self.training.round == life.contributed_round:
             self._enter(phase, detail, waits_for)
         else:
@@ -682,7 +683,7 @@ class TrainingLoop:
 
 
 class _Life:
-    """What the loop knows of one trainer."""
+    """The loop's state for one trainer."""
 
     def __init__(self, ready: TrainerReady, tokens: int, now: float) -> None:
         prepared = ready.prepared
@@ -692,31 +693,31 @@ class _Life:
         self.tokens_before = tokens - prepared.tokens
         self.contributed: messages.Contributed | None = None
         self.ahead_since: float | None = None
-        """When the round began that overlaps with the one whose partner is sought."""
+        """Start of the round that overlaps with the round whose partner is sought."""
         self.exchange: pairing.StartExchange | None = None
         self.replay: messages.Replay | None = None
-        """Asked for, and not begun."""
+        """A replay that was asked for and has not begun."""
         self.round_after_replay = 0
         self.has_given_up = False
-        """The exchange, since the node leaves."""
+        """Whether the exchange was given up because the node leaves."""
         self.ends_to_rest = False
-        # A replica without a checkpoint is saved as soon as possible: a trainer that dies has to come back somewhere.
+        # A replica without a checkpoint is saved as soon as possible, so that a trainer that dies can be resumed.
         self.saved_at = now if prepared.resumed else -math.inf
         self.num_saving = 0
-        """`Save` commands without their report."""
+        """Number of `Save` commands without their report."""
         self.is_save_due = False
-        """After the one that is under way."""
+        """Whether another save follows the one under way."""
         self.watched_at: float | None = None
         self.lag = _Lag(0)
         self._recent = deque[tuple[float, float]](maxlen=RECENT_ROUNDS + 1)  # (end of a round, busy seconds in it)
 
     @property
     def contributed_round(self) -> int:
-        """The newest round whose contribution is made; -1: none."""
+        """Return the newest round whose contribution is made; -1: none."""
         return -1 if self.contributed is None else self.contributed.round
 
     def note_busy(self, seconds: float, now: float) -> float | None:
-        """Add a round's seconds of inner steps; returns their share of the time of the last few rounds, if known."""
+        """Add a round's seconds of inner steps; return their share of the time of the last few rounds, if known."""
         recent = self._recent
         recent.append((now, seconds))
         if len(recent) == 1:
@@ -725,16 +726,16 @@ class _Life:
 
 
 class _Lag:
-    """How many rounds a node is behind the others. Rounds lost one by one are a slow node's, and do no harm.
+    """Detects a sudden lag behind the others. A slow node loses rounds one by one, which does no harm.
 
-    ``behind``: how many it was behind when its trainer began, though it had looked for newer weights.
+    ``behind``: rounds behind when the trainer began, although it had looked for newer weights.
     """
 
     def __init__(self, behind: int) -> None:
         self._seen = deque([(-math.inf, behind)])  # (at, rounds behind), the first more than NEWS_SECONDS ago
 
     def has_slept(self, behind: int, now: float) -> bool:
-        """Add what is known now; returns whether too many rounds were lost at once."""
+        """Add the rounds ``behind`` at ``now``; return whether too many rounds were lost at once."""
         seen = self._seen
         seen.append((now, behind))
         while seen[1][0] <= now - NEWS_SECONDS:

@@ -1,4 +1,4 @@
-"""A peer's messages as MessagePack: their type says what may come, and anything else is the peer's fault."""
+"""A peer's messages as MessagePack: bytes that are not a message of the expected type are the peer's fault."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from .errors import RemoteProtocolError
 
 _T = TypeVar("_T")
-# What msgspec raises for bytes that are not a message of the type, or nested without end.
+# Errors that msgspec raises for bytes that are not a message of the type, or nested without end.
 DECODING_ERRORS: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 encode: Final = msgspec.msgpack.Encoder().encode
-"""The bytes of a message."""
+"""Encode a message."""
 
 
 class MessageDecoder(Generic[_T]):
@@ -24,7 +24,7 @@ class MessageDecoder(Generic[_T]):
         self._name = name
 
     def __call__(self, payload: bytes | bytearray | memoryview) -> _T:
-        """The message in these bytes; `RemoteProtocolError` if they hold none."""
+        """Return the message in these bytes; raise `RemoteProtocolError` if they hold none."""
         try:
             message: _T = self._decode(payload)
         except DECODING_ERRORS as error:

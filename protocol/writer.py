@@ -1,13 +1,13 @@
 """The local author: gives each new entry its tick, and signs it.
 
-The one thing that an author must never do is to sign two entries for one slot and tick, which would bar it from the
-run. Within one life a counter a slot sees to that. Across a crash a *mark* does: it says in which spans of time the
-node may have written, and the node stores each new mark durably before it signs beyond it. Others' clocks play no part.
+An author must never sign two entries for one slot and tick, which would bar it from the run. Within one life a counter
+per slot prevents this. Across a crash a *mark* does: it lists the spans of time in which the node may have written, and
+the node stores each new mark durably before it signs beyond it. Others' clocks play no part.
 
-Why spans, and not one number: a clock that is an hour fast for a minute would else silence its node for an hour once it
-is set right, as all ticks up to then would count as used. Why spans of seconds, and not of ticks: a tick may be a
-minute long, and a clock that is a minute and a half fast has jumped for heartbeats, though not for what is said once a
-minute.
+Why spans, and not one number: otherwise a clock that is an hour fast for a minute would silence its node for an hour
+once it is set right, as all ticks up to then would count as used. Why spans of seconds, and not of ticks: a tick may be
+a minute long, and a clock that is a minute and a half fast has jumped for heartbeats, but not for entries that are
+written once a minute.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from .identity import public_bytes, sign
 from .state import MAX_AHEAD
 
 CLOCK_ERROR = 10.0
-"""Seconds by which others' clocks may be off, this one being right."""
+"""Seconds by which others' clocks may be off while this one is right."""
 MAX_LEAD = MAX_AHEAD - CLOCK_ERROR
-"""Seconds that ticks may run ahead of this node's clock: others accept so much even where their clocks are behind."""
+"""Seconds that ticks may run ahead of this node's clock: others accept this even where their clocks are behind."""
 MAX_SPANS = 8
-"""A clock that jumps more often has the oldest two joined, between which nothing is written then."""
+"""Most spans in a mark. Beyond it the oldest two are joined, and nothing can be written between them."""
 _JUMP = MAX_AHEAD + CLOCK_ERROR
-"""Seconds between two writes which make the clock one that has jumped, or a node that was away. After a lesser jump
-others may have taken what is ahead of them, and nothing before it: then the ticks have to go on after it."""
+"""Seconds between two writes from which the clock has jumped, or the node was away. After a smaller jump others may
+have accepted entries that are ahead of their clocks, and accept no earlier ones: then the ticks must go on after
+them."""
 
 Mark = tuple[tuple[int, int], ...]
-"""Spans in order, first and last Unix second: a tick that has none of their seconds has never been used."""
+"""Spans in order, each a first and a last Unix second. A tick outside all spans was never used."""
 
 
 @dataclass(slots=True)
 class _Span:
-    """Seconds from ``first`` to ``last`` may have been written at, up to ``floor`` by a past life."""
+    """A span of Unix seconds in which entries may have been written; up to ``floor`` by a past life."""
 
     first: int
     last: int
@@ -57,13 +58,13 @@ class _Span:
     ticks: dict[int, int] = field(default_factory=dict)
     """Slot -> newest tick of this life."""
     is_marked: bool = True
-    """It is in the stored mark."""
+    """Whether it is in the stored mark."""
 
 
 def _is_near(span: _Span, tick: int, quantum: int, now: float) -> bool:
-    """Whether the tick reaches into the span, or might follow it at once; else it is written before it.
+    """Return whether the tick reaches into the span, or might follow it at once; else it is written before it.
 
-    To follow it is what others need, who may know what was written in it: they take nothing older.
+    Others may have entries of the span, and accept nothing older, so the tick must follow it where it can.
     """
     return span.first <= max((tick + 1) * quantum, now + MAX_LEAD - quantum)
 
@@ -78,11 +79,11 @@ class Writer:
         self._spans: list[_Span] = []
 
     def resume(self, mark: Mark) -> None:
-        """Begin a life after one that stored this mark. To be called before anything is written."""
+        """Begin a life after one that stored this mark. Call it before anything is written."""
         self._spans = [_Span(first, last, last) for first, last in mark]
 
     def _next_tick(self, kind: Kind, index: int, now: float) -> int:
-        """None that was used, and later than all others may know, unless the clock was set back by more than a bit."""
+        """Return an unused tick, later than any that others may have, unless the clock was set back by a jump."""
         quantum, slot = RULES[kind].quantum, slot_of(kind, index)
         tick = int(now // quantum)
         for span in self._spans:
@@ -92,18 +93,18 @@ class Writer:
         return tick
 
     def _second_of(self, kind: Kind, tick: int, now: float) -> int:
-        """When a tick counts as written: now, or else when it begins, if that is later."""
+        """Return when a tick counts as written: now, or its beginning if that is later."""
         return max(int(now), tick * RULES[kind].quantum)
 
     def delay(self, kind: Kind, index: int, now: float) -> float:
-        """Seconds until the slot may be written: 0 unless it is written much more often than its ticks pass."""
+        """Return the seconds until the slot may be written: 0 unless it is written much faster than its ticks pass."""
         return max(0.0, self._next_tick(kind, index, now) * RULES[kind].quantum - MAX_LEAD - now)
 
     def mark_needed(self, kind: Kind, index: int, now: float) -> Mark | None:
-        """The mark to store durably, and then to confirm with `marked`, before this slot is written; None: none.
+        """Return the mark to store durably and confirm with `marked` before this slot is written; None if not needed.
 
-        It is no further ahead than the entry itself, so that a node that dies and restarts again and again does not
-        run away from the clock.
+        It is no further ahead than the entry itself, so that a node that restarts repeatedly does not run ahead of the
+        clock.
         """
         tick = self._next_tick(kind, index, now)
         second = self._second_of(kind, tick, now)
@@ -123,13 +124,13 @@ class Writer:
         return tuple(spans)
 
     def marked(self, mark: Mark) -> None:
-        """The mark is on disk."""
+        """Confirm that the mark is on disk."""
         outside = [span for span in self._spans if not any(first <= span.first <= last for first, last in mark)]
         spans = [*outside, *(self._joined(first, last) for first, last in mark)]
         self._spans = sorted(spans, key=lambda span: span.first)
 
     def _joined(self, first: int, last: int) -> _Span:
-        """The spans that lie in this one, as one."""
+        """Join the spans within ``first`` to ``last`` into one."""
         joined = _Span(first, last)
         for span in self._spans:
             if first <= span.first <= last:
@@ -141,7 +142,7 @@ class Writer:
         return next((span for span in self._spans if span.is_marked and span.first <= second <= span.last), None)
 
     def write(self, kind: Kind, index: int, payload: Payload, now: float) -> Entry:
-        """A signed entry for the slot, newer than every one before it.
+        """Sign an entry for the slot, newer than every earlier one.
 
         Raises `LocalProtocolError` if the payload or the slot is not one of the kind's, if the slot was written too
         often (`delay`), or if the mark is not stored (`mark_needed`).
@@ -163,7 +164,7 @@ class Writer:
         return make_entry(kind, index, tick, payload, signed)
 
     def observe(self, entry: Entry) -> None:
-        """An entry of this very author came back from others: one of a past life, and no later one may equal it."""
+        """Note an entry of this author from a past life, received from others: no later entry may have its tick."""
         if entry.author != self.author:
             return
         ends_at = entry.written_at + RULES[entry.kind].quantum

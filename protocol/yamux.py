@@ -4,10 +4,9 @@ py-libp2p 0.8.1 has a yamux of its own. It loses received data when a connection
 the connection when a write is cancelled, resets a stream whose reader pauses for 5 s, reports a killed peer as a clean
 end, and splits a full frame into two Noise messages.
 
-`Yamux` takes the bytes that arrive (`Yamux.receive_data`, which returns events) and hands out the bytes to send
-(`Yamux.data_to_send`). `YamuxStream` holds what has arrived and is not read, and the windows of both directions. Every
-limit on what a peer may cost lives here. The memory that several connections share is the driver's business
-(`farandole.node.mesh.yamux`).
+`Yamux` takes received bytes (`Yamux.receive_data`, which returns events) and returns the bytes to send
+(`Yamux.data_to_send`). `YamuxStream` holds unread data, and the windows of both directions. All limits on a peer's cost
+are here, except for memory that several connections share, which the driver limits (`farandole.node.mesh.yamux`).
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ SYN, ACK, FIN, RST = 1, 2, 4, 8
 # Header and data fill one Noise message: 65,535 - 16 of tag.
 MAX_MESSAGE_BYTES: Final = 65_519
 PIECE_BYTES: Final = MAX_MESSAGE_BYTES - HEADER.size
-# The receive window that the specification starts with, and how far a stream's grows while its reader keeps up: 8 MiB
-# is 1 Gbit/s at 64 ms. Unread data never makes a window grow.
+# The specification's initial receive window, and the largest window of a stream whose reader keeps up: 8 MiB is
+# 1 Gbit/s at 64 ms. Unread data never makes a window grow.
 INITIAL_WINDOW: Final = 256 * 1024
 MAX_WINDOW: Final = 8 * 1024 * 1024
 # A window doubles if it was used up within this many round trips (go-yamux).
 GROW_WITHIN_ROUND_TRIPS: Final = 4
 ASSUMED_ROUND_TRIP: Final = 0.1
-# A window update says that half a window was read. A smaller one is useless, and so is one beyond any window.
+# A window update reports that half a window was read. A smaller one is useless, and so is one beyond any window.
 MIN_CREDIT: Final = 4 * 1024
 MAX_CREDIT: Final = 256 * 1024 * 1024
-# Streams that the peer may have open at once (the accept backlog that the specification recommends), and those of them
-# that are not accepted yet.
+# Streams that the peer may have open at once (the accept backlog that the specification recommends), and how many of
+# them may wait to be accepted.
 MAX_INBOUND_STREAMS: Final = 256
 MAX_WAITING_STREAMS: Final = 64
-# Received and not yet read, over all streams of a connection. Above this the stream with the most is reset.
+# Bytes received and not yet read, over all streams of a connection. Above this the stream with the most is reset.
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
-# Work for nothing costs the peer: a frame 1, and 1 more for each 4 KiB of it; a refused stream 2; a ping 8. It may
-# owe the burst, which is 20 ms of work, and pays off the rate; above that the connection ends. Honest peers cause some:
-# up to 8 MiB are in flight to a stream that ends here, 2,176 in full frames, and a burst of 1,000 streams is refused in
-# part.
+# Useless work is charged to the peer: 1 per frame and 1 more per 4 KiB of it, 2 per refused stream, 8 per ping. A token
+# bucket allows the burst, which is 20 ms of work, and refills at the rate; above that the connection ends. Honest peers
+# cause some: up to 8 MiB are in flight to a stream that ends here, which is 2,176 in full frames, and a burst of 1,000
+# streams is refused in part.
 USELESS_BURST, USELESS_PER_SECOND = 4_096.0, 64.0
 USELESS_BYTES, REFUSAL_COST, PING_COST = 4 * 1024, 2, 8
 # Data waits for room in the send queue, so that control frames never queue behind much. Control frames do not wait: a
-# peer that causes this much of them without reading is cut off.
+# peer that causes more than MAX_QUEUED_BYTES without reading is cut off.
 MAX_QUEUED_DATA: Final = 128 * 1024
 MAX_QUEUED_BYTES: Final = 1024 * 1024
-# Pings of this end that are not answered. The driver sends one at a time.
+# Unanswered pings of this end that are remembered. The driver sends one at a time.
 MAX_PINGS: Final = 16
 
 
@@ -65,7 +64,7 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class StreamChanged:
-    """A stream has data, credit, an end or a reset that it did not have before."""
+    """A stream has new data or credit, has ended, or was reset."""
 
     stream_id: int
 
@@ -88,7 +87,7 @@ Event = StreamOpened | StreamChanged | PingAnswered | GoneAway
 
 
 class YamuxStream:
-    """One stream. `Yamux` makes it, and forgets it when both ends have finished or one has reset it."""
+    """A stream. `Yamux` makes it, and forgets it when both ends have finished or one has reset it."""
 
     def __init__(self, stream_id: int, conn: Yamux) -> None:
         self.stream_id = stream_id
@@ -98,9 +97,9 @@ class YamuxStream:
         self.has_finished = False
         """Whether this end has finished."""
         self.is_bulk = False
-        """Whether the user keeps to the bandwidth caps; its payload is not counted and goes behind everything else."""
+        """Whether the user applies the bandwidth caps; the payload is not counted here, and goes after all else."""
         self.max_window = MAX_WINDOW
-        """How far the receive window may grow, in bytes."""
+        """The largest receive window, in bytes."""
         self._conn = conn
         self._unread = bytearray()
         self._num_left = math.inf  # bytes that the peer may still send in all
@@ -114,11 +113,11 @@ class YamuxStream:
 
     @property
     def num_unread(self) -> int:
-        """Bytes received and not read."""
+        """Return the number of bytes received and not read."""
         return len(self._unread)
 
     def read(self, max_bytes: int | None, now: float) -> bytes:
-        """What has arrived, ``max_bytes`` at most; empty if nothing has, or at the end."""
+        """Return up to ``max_bytes`` unread bytes; empty if there are none, or at the end."""
         if max_bytes is None or max_bytes < 0 or max_bytes >= len(self._unread):
             data = bytes(self._unread)
             self._unread.clear()
@@ -131,16 +130,16 @@ class YamuxStream:
 
     @property
     def has_credit(self) -> bool:
-        """Whether the peer takes data of this stream."""
+        """Return whether the peer accepts data of this stream."""
         return self._send_window > 0
 
     @property
     def may_send(self) -> bool:
-        """Whether `send` takes at least one byte: there is credit, and room in the connection's queue."""
+        """Return whether `send` takes at least one byte: there is credit, and room in the connection's queue."""
         return self.has_credit and self._conn.has_room(is_bulk=self.is_bulk)
 
     def send(self, data: memoryview) -> int:
-        """Queue the beginning of ``data``, one frame at most; returns how many bytes that is.
+        """Queue the beginning of ``data``, one frame at most; return the number of bytes queued.
 
         Raises `LocalProtocolError` when this end has finished the stream or the stream was reset.
         """
@@ -156,20 +155,20 @@ class YamuxStream:
         return len(piece)
 
     def finish(self) -> None:
-        """Say that nothing more comes from this end, after what was sent."""
+        """Announce that nothing follows the data that this end has sent."""
         if not self.has_finished and not self.is_reset:
             self.has_finished = True
             self._conn.queue(WINDOW_UPDATE, FIN, self.stream_id, 0)
             self._forget_if_over()
 
     def abandon(self) -> None:
-        """`finish`, and take nothing more from the peer: what it still sends is answered by a reset."""
+        """Call `finish`, and accept nothing more from the peer: later data is answered by a reset."""
         self.finish()
         self._drop_unread()
         self._conn.forget(self.stream_id)
 
     def reset(self) -> None:
-        """Break both directions off."""
+        """Abort both directions."""
         if not self.is_reset and not (self.has_finished and self.has_ended):
             self._conn.queue(WINDOW_UPDATE, RST, self.stream_id, 0)
         self.is_reset = True
@@ -177,7 +176,7 @@ class YamuxStream:
         self._conn.forget(self.stream_id)
 
     def limit(self, max_bytes: int) -> None:
-        """Reset the stream when the peer has sent more than this; what it has sent so far counts."""
+        """Reset the stream when the peer has sent more than ``max_bytes``, the unread bytes included."""
         self._num_left = max_bytes - len(self._unread)
         if self._num_left < 0:
             self.reset()
@@ -185,7 +184,7 @@ class YamuxStream:
     # For the connection
 
     def take(self, data: memoryview) -> None:
-        """Data has arrived; `RemoteProtocolError` if it is more than the window."""
+        """Store received data; raise `RemoteProtocolError` if it exceeds the window."""
         self._receive_window -= len(data)
         if self._receive_window < 0:
             raise RemoteProtocolError("more data than the window of a stream")
@@ -196,19 +195,19 @@ class YamuxStream:
         self._conn.num_unread += len(data)
 
     def add_credit(self, amount: int) -> bool:
-        """The peer has read something; returns whether the update was of use."""
+        """Add credit from a window update; return whether the update was useful."""
         self._send_window += amount
         is_useful = amount >= MIN_CREDIT and self._send_window <= MAX_CREDIT
         self._send_window = min(self._send_window, MAX_CREDIT)
         return is_useful
 
     def note_end(self) -> None:
-        """The peer has finished."""
+        """Note that the peer has finished."""
         self.has_ended = True
         self._forget_if_over()
 
     def note_reset(self) -> None:
-        """The peer has reset the stream, and with it what was not read, unless it had finished before."""
+        """Note that the peer has reset the stream; unread data is dropped unless the peer had finished before."""
         if not self.has_ended:
             self._drop_unread()
         self.is_reset = True
@@ -238,7 +237,7 @@ class YamuxStream:
 
 
 class Yamux:
-    """One connection. After a `RemoteProtocolError` or `end` it does nothing more."""
+    """A connection. After a `RemoteProtocolError` or `end` it does nothing more."""
 
     def __init__(self, *, is_initiator: bool, now: float) -> None:
         """``is_initiator``: whether this end dialled; ``now``: seconds on the clock that all calls use."""
@@ -263,7 +262,7 @@ class Yamux:
         self._pings: dict[int, float] = {}
 
     def end(self) -> None:
-        """The connection is gone: open streams are reset, and what was received can still be read."""
+        """End the connection: open streams are reset, and received data can still be read."""
         self.has_ended = True
         for stream in self._streams.values():
             stream.is_reset = True
@@ -272,7 +271,7 @@ class Yamux:
         self._num_queued = 0
 
     def open_stream(self) -> YamuxStream:
-        """A new stream; `LocalProtocolError` when the connection is over."""
+        """Open a new stream; raise `LocalProtocolError` when the connection is over."""
         if self.has_ended:
             raise LocalProtocolError("the connection is over")
         stream = self._streams[self._next_stream_id] = YamuxStream(self._next_stream_id, self)
@@ -281,15 +280,15 @@ class Yamux:
         return stream
 
     def accept_stream(self) -> YamuxStream | None:
-        """The oldest stream that the peer has opened and that is not accepted yet; None if there is none."""
+        """Return the oldest stream that the peer has opened and that is not accepted yet; None if there is none."""
         return self._waiting.popleft() if self._waiting else None
 
     def is_open(self, stream_id: int) -> bool:
-        """Whether anything more can happen on a stream."""
+        """Return whether anything more can happen on a stream."""
         return stream_id in self._streams
 
     def ping(self, now: float) -> int:
-        """Send a ping; returns its number, which `PingAnswered` has."""
+        """Send a ping and return its number, which `PingAnswered` has."""
         self._ping_number = (self._ping_number + 1) % 2**32
         while len(self._pings) >= MAX_PINGS:
             del self._pings[next(iter(self._pings))]
@@ -298,11 +297,11 @@ class Yamux:
         return self._ping_number
 
     def go_away(self) -> None:
-        """Say that this end closes the connection."""
+        """Announce that this end closes the connection."""
         self.queue(GO_AWAY, 0, 0, 0)
 
     def reset_fullest(self) -> int | None:
-        """Reset the stream with the most unread data; returns its id, or None if all of that is of finished streams."""
+        """Reset the stream with the most unread data and return its id; None if all of it is of finished streams."""
         fullest = max(self._streams.values(), key=lambda stream: stream.num_unread, default=None)
         if fullest is None or not fullest.num_unread:
             return None
@@ -320,16 +319,16 @@ class Yamux:
         self.num_counted_out += len(self._outgoing[-1])
 
     def has_room(self, *, is_bulk: bool = False) -> bool:
-        """Whether a data frame may be queued; one of bulk only when nothing else is on its way."""
+        """Return whether a data frame may be queued; a bulk frame only when the queue is empty."""
         return self._num_queued < MAX_QUEUED_DATA if not is_bulk else not self._num_queued
 
     @property
     def num_queued(self) -> int:
-        """Bytes queued and not yet written (`note_sent`)."""
+        """Return the number of bytes queued and not yet written (`note_sent`)."""
         return self._num_queued
 
     def data_to_send(self) -> bytes:
-        """The next frames, as many as fit into one message of Noise; empty if none is queued."""
+        """Return the next frames, as many as fit into one Noise message; empty if none is queued."""
         batch: list[bytes] = []
         size = 0
         while self._outgoing and (not batch or size + len(self._outgoing[0]) <= MAX_MESSAGE_BYTES):
@@ -338,15 +337,16 @@ class Yamux:
         return b"".join(batch)
 
     def note_sent(self, num_bytes: int) -> None:
-        """So much of what `data_to_send` returned is written: there is room for more."""
+        """Note that ``num_bytes`` of the output of `data_to_send` are written, which makes room for more."""
         self._num_queued = max(0, self._num_queued - num_bytes)
 
     # Receiving
 
     def receive_data(self, data: bytes, now: float) -> list[Event]:
-        """Take in bytes, which may end anywhere in a frame; returns what they caused.
+        """Process bytes, which may end anywhere in a frame; return the resulting events.
 
-        Raises `RemoteProtocolError` for what no honest peer sends, and when the peer reads nothing of what it causes.
+        Raises `RemoteProtocolError` for bytes that no honest peer sends, and when the peer does not read the frames
+        that it causes.
         """
         events: list[Event] = []
         view = memoryview(data)
@@ -440,7 +440,7 @@ class Yamux:
             self._handle_ending(stream_id, flags, events)
 
     def _open(self, stream_id: int, events: list[Event]) -> bool:
-        """Open a stream of the peer's; returns False if there are too many."""
+        """Open a stream of the peer's; return False if there are too many."""
         if not self._is_theirs(stream_id) or stream_id in self._streams:
             raise RemoteProtocolError("a stream opened twice")
         if self._num_inbound >= MAX_INBOUND_STREAMS or len(self._waiting) >= MAX_WAITING_STREAMS:
@@ -468,7 +468,7 @@ class Yamux:
     # For streams
 
     def forget(self, stream_id: int) -> None:
-        """Nothing more will happen on a stream."""
+        """Forget a stream on which nothing more can happen."""
         if self._streams.pop(stream_id, None) is not None:
             self._num_inbound -= self._is_theirs(stream_id)
 

@@ -1,4 +1,4 @@
-"""A play with faults beside the same without: throughput of the nodes that are alive, and what was learnt."""
+"""A comparison of a play with faults with one without: throughput of the live nodes, and loss."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class CleanReportError(FarandoleError):
 
 
 def check_clean(clean: PlayReport, name: str, num_nodes: int) -> None:
-    """Raise `CleanReportError` unless it is of a play without faults, of the scenario of this name with so many nodes.
+    """Raise `CleanReportError` unless the report is of a clean play of this scenario with ``num_nodes`` nodes.
 
-    For whoever is about to play that, which takes a while.
+    The check is for a caller that is about to play the scenario, which takes a while.
     """
     if clean.name != name or len(clean.nodes) != num_nodes or clean.faults:
         raise CleanReportError("that is no report of the same scenario without faults (--clean)")
 
 
 def compare(report: PlayReport, clean: PlayReport) -> Beside:
-    """The two figures; `CleanReportError` if one of the plays trained nothing, or they are not of one kind."""
+    """Return the comparison; `CleanReportError` if a play trained nothing, or the scenarios differ."""
     check_clean(clean, report.name, len(report.nodes))
     if not clean.tokens_per_given_second or report.tokens_per_given_second is None:
         raise CleanReportError("nothing was trained in one of the two plays")
@@ -53,7 +53,7 @@ def _throughput(report: PlayReport, indices: Collection[int]) -> float | None:
 
 
 def judged(report: PlayReport, clean: PlayReport, scenario: Scenario) -> PlayReport:
-    """The report with the comparison, and with its reasons against a pass. Raises as `compare`."""
+    """Return the report with the comparison, and with its reasons against a pass. Raises as `compare` does."""
     beside = compare(report, clean)
     reasons = [*report.reasons]
     if beside.throughput < scenario.min_throughput:
@@ -74,7 +74,7 @@ def judged(report: PlayReport, clean: PlayReport, scenario: Scenario) -> PlayRep
 
 
 def load_report(path: Path) -> PlayReport:
-    """A play's ``report.json``, or the folder in which it is; raises `CleanReportError`."""
+    """Load a play's ``report.json``, from its path or its folder; raises `CleanReportError`."""
     path = path / "report.json" if path.is_dir() else path
     try:
         return msgspec.json.decode(path.read_bytes(), type=PlayReport)

@@ -1,7 +1,7 @@
-"""Faults at random: a schedule that is a pure function of the seed, the nodes and the time.
+"""Random faults: a schedule that is a pure function of the seed, the nodes and the time.
 
-Whatever it draws can be judged: a node has one fault at a time, and then time to come back; at most half of the nodes
-have one; the network is in two parts at most; all is over some time before the end, when everything must be well again.
+Every schedule can be judged: a node has one fault at a time, and then time to recover; at most half of the nodes have
+one; the network is in two parts at most; all faults end some time before the end, when all nodes must have recovered.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from farandole.protocol.errors import FarandoleError
 
 from .fault import MAX_NODES, Fault, FaultKind, NodeIndex
 
-# Seconds in which nothing happens: after all nodes have begun to train, and at the end; in short plays these shares.
+# Seconds without faults: after all nodes have begun to train, and at the end; in short plays these shares.
 WARM_UP, CALM = 10.0, 60.0
 WARM_UP_SHARE, CALM_SHARE = 0.05, 0.35
-# Until a node has another fault, and counts as back.
+# Seconds until a node may have another fault, and counts as recovered.
 RECOVERY: Final = 15.0
-# Seconds that a fault lasts; in plays shorter than this, so much shorter, but no less than the least.
+# Range of a fault's seconds; in plays shorter than this it is shorter in proportion, but at least the minimum.
 FULL_LENGTH: Final = 600.0
 LEAST_DURATION: Final = 2.0
 DURATIONS: Final[dict[FaultKind, tuple[float, float]]] = {
@@ -33,10 +33,10 @@ DURATIONS: Final[dict[FaultKind, tuple[float, float]]] = {
     "fill_disk": (15.0, 45.0),
     "set_clock": (20.0, 60.0),
 }
-# An hour (summer time), a month (a battery that is empty), what a user's hand does; and 1 % of drift.
+# Causes: an hour (summer time), a month (an empty battery), a user's change; and a drift of 1 %.
 OFFSETS: Final = (3_600.0, -3_600.0, -30 * 86_400.0, 90.0, -90.0)
 DRIFTS: Final = (0.0, 0.01, -0.01)
-# Into how much less of the processor: 5 % are a machine on which somebody plays.
+# Divisors of the node's processor time; 20 leaves 5 %, as on a machine on which a game runs.
 FACTORS: Final = (2.0, 5.0, 20.0)
 MAX_DRAWN: Final = 500
 _ATTEMPTS: Final = 200
@@ -49,15 +49,15 @@ class ChaosError(FarandoleError):
 
 
 class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a scenario says of its random faults."""
+    """A scenario's settings of its random faults."""
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-    """Of the training, about: there is no fault towards the end of these."""
+    """Approximate seconds of the training: there is no fault near their end."""
     faults: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAWN)]
     kinds: _Kinds = tuple(DURATIONS)
-    """In turn, so that each has its share."""
+    """Used in turn, so that each has its share."""
     nodes: Annotated[tuple[NodeIndex, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
-    """Whom it befalls; none: anybody. Half of these at a time, at most."""
+    """Nodes that may have faults; none: all nodes. At most half of these have one at a time."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds) - set(DURATIONS):
@@ -66,7 +66,7 @@ class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Busy:
-    """Nodes that have a fault, or come back from it."""
+    """The time in which nodes have a fault, or recover from it."""
 
     nodes: frozenset[int]
     begins_at: float
@@ -78,7 +78,7 @@ class _Busy:
 
 
 def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
-    """So many faults in the order in which they begin; `ChaosError` if there is no room for them."""
+    """Draw the schedule's faults, in the order in which they begin; `ChaosError` if there is no room for them."""
     rng = random.Random(f"chaos {seed}")
     nodes = chaos.nodes or tuple(range(num_nodes))
     begins_at = min(WARM_UP, WARM_UP_SHARE * chaos.seconds)
@@ -88,7 +88,7 @@ def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
     faults: list[Fault] = []
     busy: list[_Busy] = []
     for index, kind in enumerate(kinds):
-        # Spread evenly first; where that has no room, anywhere.
+        # Evenly spaced first; where that has no room, at random.
         even = begins_at + (ends_at - begins_at) * index / len(kinds)
         for attempt in range(_ATTEMPTS):
             at = even if attempt < _ATTEMPTS // 2 else rng.uniform(begins_at, ends_at)
@@ -127,9 +127,9 @@ def _busy(fault: Fault, recovery: float) -> _Busy:
 
 
 def _has_room(taken: _Busy, busy: Sequence[_Busy], num_nodes: int) -> bool:
-    """Whether it goes with the others: no node twice, no second partition, and half of the nodes left alone.
+    """Return whether a fault fits: no node twice, no second partition, and half of the nodes without a fault.
 
-    All that meet it are counted together, though not all of them may meet each other.
+    All faults that overlap it are counted together, though they may not all overlap each other.
     """
     met = [other for other in busy if other.meets(taken.begins_at, taken.ends_at)]
     if any(other.nodes & taken.nodes or (other.is_partition and taken.is_partition) for other in met):

@@ -1,4 +1,4 @@
-"""Nodes that are taken for dead although they are there, however slow."""
+"""Live nodes, however slow, that others take for dead."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 
 from .record import NodeRecord
 
-# A node that was just started or thawed is heard of a little later.
+# A node that was just started or thawed needs this time until others hear from it.
 GRACE: Final = 15.0
 _THERE: Final = ("working", "starved", "finished")
 
 
 def false_deaths(records: Iterable[NodeRecord]) -> Iterator[tuple[int, int]]:
-    """(who is there, who has just said that it is not)."""
+    """Yield (live node, observer whose latest status says that it is gone)."""
     records = [*records]
     for observer in records:
         status, seen_at = observer.status, observer.seen_at

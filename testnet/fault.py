@@ -1,4 +1,4 @@
-"""What may happen to nodes, as a scenario names it."""
+"""The faults that a scenario can have."""
 
 from __future__ import annotations
 
@@ -28,47 +28,46 @@ FaultKind = Literal[
 ]
 HOME_FAULTS: Final = ("cut", "unplug", "reboot_router", "change_address", "partition")
 _SUDDEN: Final = ("kill", "join", "leave", "change_address")
-# Slowness may last until the end.
+# The fault ``slow`` may last until the end.
 _LASTING: Final = {*get_args(FaultKind)} - {*_SUDDEN, "slow"}
 NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that happens to nodes."""
+    """A fault of one or several nodes."""
 
     kind: FaultKind
-    """To a node's processes. ``kill``: SIGKILL for good. ``restart``: SIGKILL, and started again in the same folder
-    after ``duration``. ``flap``: the same again and again for ``duration``, with ``interval`` between a kill and a
-    start. ``freeze``: daemon and trainer stopped (SIGSTOP) for ``duration``. ``starve``: the two get
-    together one part in ``factor`` of a processor, for ``duration``. ``slow``: its trainer gets only one part in
-    ``factor`` of the time, for ``duration``, or until the end. ``join``: not started before this moment. ``leave``:
-    told to leave.
+    """Faults of a node's processes: ``kill``: SIGKILL for good. ``restart``: SIGKILL, and a start in the same folder
+    after ``duration``. ``flap``: repeated restarts for ``duration``, with ``interval`` between a kill and a start.
+    ``freeze``: daemon and trainer are stopped (SIGSTOP) for ``duration``. ``starve``: the two get together one part in
+    ``factor`` of a processor, for ``duration``. ``slow``: the trainer gets only one part in ``factor`` of the time, for
+    ``duration``, or until the end. ``join``: the node starts at this moment. ``leave``: the node is asked to leave.
 
-    To its machine, for ``duration``. ``fill_disk``: its files take nothing more. ``set_clock``: its clock jumps by
-    ``offset`` and goes on with ``drift``.
+    Faults of its machine, for ``duration``: ``fill_disk``: its files cannot grow. ``set_clock``: its clock jumps by
+    ``offset`` and continues with ``drift``.
 
-    To its home, for ``duration``. ``cut``: nothing goes through its line; ``unplug``: its cable is pulled;
-    ``reboot_router``: its router is off, and forgets all; ``partition``: nothing goes between these nodes and the
-    others. And ``change_address``: it gets another public address."""
+    Faults of its home, for ``duration``: ``cut``: nothing goes through its line; ``unplug``: its cable is pulled;
+    ``reboot_router``: its router is off, and forgets everything; ``partition``: nothing goes between these nodes and
+    the others. And ``change_address``: it gets another public address."""
     nodes: tuple[NodeIndex, ...] = ()
     of_stage: Annotated[int, msgspec.Meta(ge=0, le=511)] | None = None
-    """Instead of ``nodes``: as many as ``count`` of those that hold this stage then, the last ones first."""
+    """Instead of ``nodes``: ``count`` of the nodes that hold this stage then, the last ones first."""
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
     at_round: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """When the farthest live node is in this round."""
+    """The round of the most advanced live node at which the fault begins."""
     at_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """After the launch of the first node."""
+    """Seconds after the launch of the first node."""
     after_start: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """Seconds after all nodes but the late joiners have begun to train."""
     duration: _Positive | None = None
     factor: Annotated[float, msgspec.Meta(gt=1, le=1_000)] = 4.0
     interval: _Positive = 2.0
-    """Seconds, of ``flap``."""
+    """For ``flap``, in seconds."""
     offset: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)] = 0.0
-    """Seconds, of ``set_clock``."""
+    """For ``set_clock``, in seconds."""
     drift: Annotated[float, msgspec.Meta(gt=-1, le=1)] = 0.0
-    """Of ``set_clock``: 0.01 is 1 % fast."""
+    """For ``set_clock``: 0.01 is 1 % fast."""
 
     def __post_init__(self) -> None:
         if bool(self.nodes) == (self.of_stage is not None):
@@ -84,13 +83,13 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def seconds(self) -> float:
-        """The duration of one that lasts."""
+        """Return the duration of a fault that lasts."""
         assert self.duration is not None, "checked when it was made"
         return self.duration
 
 
 class FaultReport(msgspec.Struct, frozen=True):
-    """A fault that happened."""
+    """A fault that occurred."""
 
     kind: str
     nodes: list[int]
@@ -99,7 +98,7 @@ class FaultReport(msgspec.Struct, frozen=True):
     duration: float | None
     standstill: dict[int, float | None]
     """Node -> the longest time without an inner step, from the fault's beginning until the first step after its end;
-    None: it took none any more. Seen once a second."""
+    None: it took no step after it. Sampled once a second."""
     healed_in: float | None = None
     """Seconds from the end of a partition until all nodes had one run state; None: not within
     `farandole.testnet.faults.HEAL_TIMEOUT`."""

@@ -1,4 +1,4 @@
-"""What the faults of a play were to its nodes, in words."""
+"""The effects of a play's faults on its nodes, in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .report import PlayReport
 
 
 def fault_lines(report: PlayReport) -> list[str]:
-    """One line a fault."""
+    """Return one line per fault."""
     return [_line(fault) for fault in report.faults]
 
 
@@ -30,7 +30,7 @@ def _line(fault: FaultReport) -> str:
 
 
 def throughput_lines(report: PlayReport) -> list[str]:
-    """Where the nodes' time went, and what was made of the part that was theirs."""
+    """Return lines on the nodes' time by condition, and the throughput in their given time."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for node in report.nodes:
         for condition, spent in node.condition_seconds.items():

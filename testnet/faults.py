@@ -1,4 +1,4 @@
-"""What happens to nodes in a scenario, and when."""
+"""The faults of a scenario's nodes, and when they occur."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .natlab.home import Home
 from .partition import heal, part
 from .process import NodeProcess
 
-# A slowed trainer is stopped and let go on in turns of this length: shorter than an exchange's deadlines.
+# A slowed trainer is stopped and continued in turns of this length: shorter than an exchange's deadlines.
 SLOW_PERIOD: Final = 0.4
-# What a full disk still takes: files of one block are overwritten in place.
+# Writes that still succeed on a full disk: files of one block are overwritten in place.
 FULL_DISK_BYTES: Final = 4_096
-# Longer is no healing.
+# After this time a partition counts as not healed.
 HEAL_TIMEOUT: Final = 60.0
-# Between two looks whether a node trains again.
+# Interval of checks whether a node trains again.
 LOOK_INTERVAL: Final = 0.25
 
 
 @dataclass(frozen=True)
 class FaultContext:
-    """What faults act on."""
+    """The objects that faults act on."""
 
     nodes: Sequence[NodeProcess]
     homes: Mapping[int, Home]
-    """Of each node, by its index; none outside the NAT lab."""
+    """Home of each node, by its index; none outside the NAT lab."""
     started_at: float
     """On trio's clock."""
     start: Callable[[NodeProcess], Awaitable[None]]
@@ -41,14 +41,14 @@ class FaultContext:
     all_train: trio.Event
     """Set when all nodes but the late joiners have begun to train."""
     reach_round: Callable[[int], Awaitable[None]]
-    """Wait until the farthest live node is in that round."""
+    """Wait until the most advanced live node is in that round."""
     is_settled: Callable[[float], bool]
-    """Whether all nodes that are there have one run state, by what they told after that moment."""
+    """Whether all live nodes have one run state, by their statuses after that moment."""
     say: Callable[[str], None]
 
 
 async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
-    """Wait for the fault's moment, do it to all its nodes at once, undo what ends, and see them train again."""
+    """Wait for the fault's time, apply it to all its nodes at once, undo it if it ends, and see them train again."""
     await _moment(fault, context)
     nodes = _targets(fault, context)
     if fault.kind != "join":
@@ -74,7 +74,7 @@ async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
 
 
 async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: dict[int, float | None]) -> None:
-    """Until it trains again after the fault, or will not any more."""
+    """Watch the node until it trains again after the fault, or never will, and record its longest standstill."""
     record, longest, over_at = node.record, 0.0, math.inf
     last = trio.current_time() if record.trained_at is None else record.trained_at
     while True:
@@ -125,7 +125,7 @@ async def _restart(fault: Fault, node: NodeProcess, context: FaultContext) -> No
 
 
 async def _flap(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    """Kill it, and start it again, until the time is over; then it is left alone."""
+    """Kill the node and start it again, until the time is over; then it is left running."""
     context.say(f"kill -9 {node.name} every {2 * fault.interval:g} s for {fault.seconds:g} s{_where(node)}")
     number, ends_at = 0, trio.current_time() + fault.seconds
     while trio.current_time() < ends_at:
@@ -153,7 +153,7 @@ async def _hold(fault: Fault, do: Callable[[], None], undo: Callable[[], None]) 
 
 
 async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    """Take the processor from the trainer most of the time; the daemon is as quick as before."""
+    """Take the processor from the trainer most of the time; the daemon is not slowed."""
     context.say(f"slowing {node.name} down {fault.factor:g} times")
     with trio.move_on_after(fault.duration if fault.duration is not None else float("inf")):
         while not node.record.is_finished:
@@ -190,7 +190,7 @@ async def _set_clock(fault: Fault, node: NodeProcess, context: FaultContext) -> 
 
 
 async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:
-    """Cut them off, and heal; returns how long it took then until all had one run state."""
+    """Cut the nodes off, and heal; return how long it took then until all had one run state."""
     names = ", ".join(str(node.record.index) for node in nodes)
     context.say(f"nodes {names} are cut off from the others for {fault.seconds:g} s")
     homes = [context.homes[node.record.index] for node in nodes]

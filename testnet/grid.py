@@ -1,4 +1,4 @@
-"""A table of words: on a terminal, and as Markdown."""
+"""A table of words, for a terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-# Narrower, names break in the middle of a word on a terminal of 80 columns.
+# In narrower columns, names break in the middle of a word on a terminal of 80 columns.
 LEFT_WIDTH = 18
 
 
@@ -21,7 +21,7 @@ class Grid:
     num_left: int = 1
 
     def rich(self) -> Table:
-        """For a terminal."""
+        """Return the table for a terminal."""
         table = Table(title=self.title)
         for index, name in enumerate(self.header):
             is_left = index < self.num_left
@@ -31,12 +31,12 @@ class Grid:
         return table
 
     def markdown(self) -> str:
-        """For a document."""
+        """Return the table as Markdown, for a document."""
         rule = ["---" if index < self.num_left else "---:" for index in range(len(self.header))]
         lines = [f"| {' | '.join(row)} |" for row in (self.header, *self.rows)]
         return "\n".join([f"{self.title}:", "", lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
 
 
 def cell(value: float | None, form: str, missing: str = "") -> str:
-    """A number by a form such as ``{:.1f} s``, or ``missing`` for None."""
+    """Format a number by a form such as ``{:.1f} s``; return ``missing`` for None."""
     return missing if value is None else form.format(value)

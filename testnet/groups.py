@@ -1,7 +1,7 @@
-"""A process and those that it starts, together: started, stopped for a while, ended.
+"""A process and its children as a group: start it, stop it for a while, end it.
 
-Where there are process groups (not on Windows) these are meant. Elsewhere nothing can be stopped for a while, so faults
-that need it are refused; and who starts others is killed alone: a trainer ends when its daemon does.
+Where there are process groups (not on Windows) these are used. Elsewhere no process can be stopped for a while, so
+faults that need it are refused; and a process is killed without its children: a trainer ends when its daemon does.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class GroupError(FarandoleError):
 
 
 def kill_group(group: int) -> None:
-    """At once; one that is gone is no error."""
+    """Kill the group at once; do nothing if it is gone."""
     with contextlib.suppress(OSError):
         if sys.platform == "win32":
-            os.kill(group, signal.SIGTERM)  # which there no process can put off
+            os.kill(group, signal.SIGTERM)  # on Windows no process can postpone it
         else:
             os.killpg(group, signal.SIGKILL)
 
 
 def freeze(pid: int, *, whole_group: bool = True) -> None:
-    """Nothing of it runs any more; one that is gone is no error."""
+    """Stop the process, and its group, until `thaw`; do nothing if it is gone."""
     if sys.platform == "win32":
         raise GroupError("this system cannot stop processes for a while: play a scenario without such faults")
     _send(pid, signal.SIGSTOP, whole_group)
 
 
 def thaw(pid: int, *, whole_group: bool = True) -> None:
-    """Let it go on; one that is gone is no error."""
+    """Continue the process, and its group; do nothing if it is gone."""
     if sys.platform != "win32":
         _send(pid, signal.SIGCONT, whole_group)
 
@@ -62,7 +62,7 @@ def _send(pid: int, number: signal.Signals, whole_group: bool) -> None:
 
 
 def ask_to_end(process: trio.Process) -> None:
-    """In good order; it must be the first of a group."""
+    """Ask a process, which must be the first of a group, to end in order."""
     if sys.platform == "win32":
         process.send_signal(signal.CTRL_BREAK_EVENT)
     else:
@@ -85,6 +85,6 @@ def _processes_of(group: int) -> Iterator[int]:
     if sys.platform == "linux":
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                with contextlib.suppress(OSError):  # it has ended meanwhile
+                with contextlib.suppress(OSError):  # it has ended since
                     if os.getpgid(int(entry.name)) == group:
                         yield int(entry.name)

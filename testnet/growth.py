@@ -1,4 +1,4 @@
-"""Whether a node takes more and more of its machine: memory, descriptors and tasks over one life."""
+"""Growth of a node's use of its machine: memory, descriptors and tasks over one life."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import msgspec
 
 from farandole.node.status.status import Resources
 
-# Caches fill, and peers are met, for so long after the start; it says nothing of what follows.
+# Caches fill and connections open in this time after the start; it does not predict the growth after it.
 WARM_UP: Final = 600.0
-# A life must be this much longer, in seconds, for its growth to be more than chance.
+# Seconds that a life must last in addition, for its growth to be more than chance.
 LEAST_SPAN: Final = 900.0
 SAMPLE_INTERVAL: Final = 20.0
-# Eight hours of samples.
+# Samples of eight hours.
 MAX_SAMPLES: Final = 1_440
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Of a life's last third over its first, by their medians, once it was warm."""
+    """Growth from a life's first third to its last, by their medians, without the warm-up."""
 
     hours: float
-    """Between the middles of the two."""
+    """Hours between the middles of the two."""
     memory: float
-    """Share an hour: 0.01 is 1 %."""
+    """Share per hour: 0.01 is 1 %."""
     trainer_memory: float | None
     descriptors: float
-    """More of them."""
+    """Increase of their number."""
     tasks: float
 
 
 @dataclass
 class Samples:
-    """Of one life; times are of one monotonic clock, in seconds."""
+    """The samples of one life; times are of one monotonic clock, in seconds."""
 
     taken: deque[tuple[float, Resources]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     _began_at: float | None = None
 
     def note(self, resources: Resources | None, now: float) -> None:
-        """Keep it, if the last is old enough and the node is warm."""
+        """Keep a sample, if the last is old enough and the node is warm."""
         if self._began_at is None:
             self._began_at = now
         is_due = not self.taken or now - self.taken[-1][0] >= SAMPLE_INTERVAL
@@ -50,7 +50,7 @@ class Samples:
             self.taken.append((now, resources))
 
     def growth(self) -> Growth | None:
-        """None if the life was too short to say."""
+        """Return the growth, or None if the life was too short to measure."""
         taken = [*self.taken]
         if not taken or taken[-1][0] - taken[0][0] < LEAST_SPAN:
             return None
@@ -66,7 +66,7 @@ class Samples:
             before, after = medians(name)
             return (after / before - 1) / hours if before else 0.0
 
-        # Who has finished, or starts its trainer anew, has none for a while.
+        # A node that has finished, or restarts its trainer, has no trainer for a while.
         has_trainer = all(any(resources.trainer_memory for _, resources in part) for part in (first, last))
         return Growth(
             hours=hours,

@@ -2,7 +2,7 @@
 
     start the nodes -> faults, while they train -> wait until the run state is equal -> end them -> merge -> report
 
-The first node gets the manifest, the others an invite. Nobody is special beyond that: an invite is made of whoever is
+The first node gets the manifest, the others an invite. No node is special beyond that: an invite lists nodes that are
 live at the moment, so a late joiner does not depend on the first node.
 """
 
@@ -43,10 +43,10 @@ from .scenario import Scenario
 from .vacancies import Vacancies
 
 WATCH_INTERVAL: Final = 0.5
-# Addresses in an invite: of several nodes, since any may be dead.
+# Number of addresses in an invite, of several nodes, since any may be dead.
 INVITE_ADDRESSES: Final = 4
-# Below those that systems give to whoever asks for any (Linux from 32768 on): one such would be taken before its node,
-# which may be the last to start, listens there.
+# Below the ephemeral ports (Linux: from 32768 on): another process could get such a port before its node, which may be
+# the last to start, listens on it.
 _PORTS: Final = range(20_000, 32_000)
 
 MANIFEST_NAME: Final = "run.manifest"
@@ -67,17 +67,17 @@ class TestnetError(FarandoleError):
 
 
 class PlayView(Protocol):
-    """Where a person watches."""
+    """The display of a play."""
 
     def say(self, text: str) -> None:
-        """An event."""
+        """Show an event."""
 
     def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
-        """The state of all nodes, about twice a second."""
+        """Show the state of all nodes; called about twice a second."""
 
 
 def measure_with_torch(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
-    """`farandole.testnet.merge.measure_merged`, imported when it is needed: with torch."""
+    """Call `farandole.testnet.merge.measure_merged`; it is imported here because it needs torch."""
     from .merge import measure_merged
 
     return measure_merged(manifest, run_id, checkpoints, out)
@@ -85,12 +85,12 @@ def measure_with_torch(manifest: Manifest, run_id: bytes, checkpoints: Sequence[
 
 @dataclass(frozen=True)
 class Intruder:
-    """A process that takes part and is not judged, as a node is started: ``command join INVITE OPTIONS``."""
+    """A process that takes part and is not judged; it is started as a node is: ``command join INVITE OPTIONS``."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
     is_daemon: bool = True
-    """Whether it tells its status; then the other nodes start once it does."""
+    """Whether it reports its status; then the other nodes start once it does."""
 
 
 @dataclass
@@ -106,9 +106,9 @@ class Testnet:
     measure: Measure = measure_with_torch
     is_interrupted: bool = False
     intruders: Sequence[Intruder] = ()
-    """They come once the first node is up, and are gone before the run state is compared."""
+    """Started once the first node is up, and gone before the run state is compared."""
     like: Path | None = None
-    """Folder of a play whose run and keys this one has again: its nodes draw the same batches."""
+    """Folder of another play, whose run and keys this one uses again: its nodes draw the same batches."""
     _events: list[str] = field(default_factory=list)
     _problems: list[str] = field(default_factory=list)
     _lodgings: list[Lodging] = field(default_factory=list)
@@ -116,17 +116,17 @@ class Testnet:
     _intruding: list[NodeProcess] = field(default_factory=list)
     _started_at: float = 0.0
     _exchanges_before: dict[int, int] = field(default_factory=dict)
-    """Node -> its exchanges until the last fault was over."""
+    """Node -> its exchanges before the last fault was over."""
     _fault_reports: list[FaultReport] = field(default_factory=list)
     _vacancies: Vacancies = field(default_factory=Vacancies)
     _false_deaths: set[tuple[int, int]] = field(default_factory=set)
     _all_train: trio.Event = field(default_factory=trio.Event)
     _rounds_waited_for: dict[int, trio.Event] = field(default_factory=dict)
     _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
-    """What Ctrl-C ends: the training, or the measuring after it."""
+    """The scope that Ctrl-C cancels: the training, or the measuring after it."""
 
     async def play(self) -> PlayReport:
-        """Ctrl-C ends it early, in good order and with a report; a second one kills the nodes.
+        """Play the scenario; Ctrl-C ends it early, in order and with a report; a second one kills the nodes.
 
         Raises `TestnetError` if the folder cannot be used, `NamespaceError` if its networks cannot be made here,
         `NoFaketimeError` if clocks cannot be set.
@@ -227,7 +227,7 @@ class Testnet:
         return [str(part) for pair in settings.items() for part in pair]
 
     async def _run_nodes(self, signed: SignedManifest) -> tuple[list[NodeReport], float]:
-        """Train, let the run state settle, take down what is known, and end the nodes."""
+        """Train, let the run state settle, record the results, and end the nodes."""
         self._started_at = trio.current_time()
         async with trio.open_nursery() as life:
             with trio.CancelScope() as self._stage:
@@ -262,7 +262,7 @@ class Testnet:
         ]
 
     async def _train(self, life: trio.Nursery, signed: SignedManifest) -> None:
-        """Returns when every fault is over and every live node has finished its rounds, or averaged often enough."""
+        """Train until every fault is over and every live node has done its rounds, or enough exchanges."""
 
         async def start(node: NodeProcess) -> None:
             await life.start(node.run, self._source(node, signed))
@@ -340,7 +340,7 @@ class Testnet:
         self._exchanges_before = {node.record.index: node.record.total("exchanges_ok") for node in self._nodes}
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
-        """The first, and when it can be dialled intruders and the others, one after the other."""
+        """Start the first node, and when it can be dialled intruders and the others, one after the other."""
         first, *others = self._early_nodes
         self._say(f"starting {len(self._early_nodes)} nodes in {self.out / 'nodes'}")
         async with trio.open_nursery() as nursery:
@@ -365,7 +365,7 @@ class Testnet:
             await self._train_together()
 
     async def _train_together(self) -> None:
-        """Have all go on that pause, now that all do."""
+        """Resume all paused nodes, now that all have paused."""
         daemons = [node for node, intruder in zip(self._intruding, self.intruders, strict=True) if intruder.is_daemon]
         async with trio.open_nursery() as nursery:
             for node in (*self._early_nodes, *daemons):
@@ -374,7 +374,7 @@ class Testnet:
         self._say("all nodes are up, and begin to train")
 
     def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:
-        """What the node joins with: nothing when it was here before, since it remembers."""
+        """Return what the node joins with: None if it was in the run before, since it remembers it."""
         if node.joined.is_set():
             return None
         if node is self._nodes[0]:
@@ -384,7 +384,7 @@ class Testnet:
         return encode_invite(Invite(signed.run_id, tuple(rank(addresses)[:INVITE_ADDRESSES])))
 
     async def _settle(self) -> None:
-        """Wait until the run state is equal on all live nodes, as far as they told after the training."""
+        """Wait until the run state is equal on all live nodes, by their statuses after the training."""
         self._say("training is over; waiting until the run state is equal on all nodes")
         trained_at = trio.current_time()
         with trio.move_on_after(self.scenario.settle_timeout):
@@ -399,7 +399,7 @@ class Testnet:
         return is_fresh and is_state_equal(self._node_reports())
 
     async def _measure(self, manifest: Manifest, signed: SignedManifest, nodes: Sequence[NodeReport]) -> Merged | None:
-        """Merge the replicas of the nodes that were live at the end; None if there are none, or on Ctrl-C."""
+        """Merge the replicas of the nodes that were live at the end; return None if there are none, or on Ctrl-C."""
         alive = {node.index for node in nodes if node.is_alive}
         newest = [node.checkpoint for node in self._nodes if node.record.index in alive]
         checkpoints = [path for path in newest if path is not None]
@@ -422,7 +422,7 @@ class Testnet:
 
 
 def prepare_folder(out: Path) -> None:
-    """Make the folder, or empty it if a testnet was played in it; `TestnetError` if it holds anything else."""
+    """Make the folder, or empty it if a testnet was played in it; raise `TestnetError` if it holds anything else."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).exists())):
         raise TestnetError(f"{out} holds other things: name a new folder with --out")
     try:
@@ -436,7 +436,7 @@ def prepare_folder(out: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports on 127.0.0.1 that nobody listens on now, nor is given by chance. Raises `TestnetError`."""
+    """Return free TCP ports on 127.0.0.1, outside the range of ephemeral ones. Raises `TestnetError`."""
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         for port in random.sample(_PORTS, len(_PORTS)):
@@ -452,5 +452,5 @@ def free_ports(count: int) -> list[int]:
 
 
 def write_report(report: PlayReport, out: Path) -> None:
-    """``report.json``."""
+    """Write ``report.json``."""
     (out / REPORT_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

@@ -1,9 +1,9 @@
-"""No testnet leaves processes behind, even if its launcher is killed with SIGKILL in the middle.
+"""A guard against leftover processes, even if the launcher is killed with SIGKILL in the middle.
 
-A small process beside the launcher holds the other end of a pipe. The launcher tells it each process group that it
-starts and ends; when the pipe closes, for whatever reason, it kills those that are left. A death signal
-(PR_SET_PDEATHSIG) was tried and rejected: it is Linux only, follows the thread that forked rather than the process, and
-does not reach trainers whose daemon is frozen.
+A small watching process holds the other end of a pipe. The launcher writes to it each process group that it starts and
+ends; when the pipe closes, for whatever reason, it kills the remaining groups. A death signal (PR_SET_PDEATHSIG) was
+tried and rejected: it is Linux only, follows the thread that forked rather than the process, and does not reach
+trainers whose daemon is frozen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .groups import OF_ITS_OWN, kill_group
 
 
 class Leash:
-    """The launcher's end."""
+    """The launcher's end of the pipe."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
@@ -28,13 +28,13 @@ class Leash:
         self._pipe.write(f"+{group}\n".encode())
 
     def release(self, group: int) -> None:
-        """The group's leader has ended: its number may soon be somebody else's."""
+        """Release a group whose leader has ended: another group may get its number soon."""
         self._pipe.write(f"-{group}\n".encode())
 
 
 @contextlib.contextmanager
 def open_leash() -> Iterator[Leash]:
-    """Start the watching process; at the end it kills what is still held, and goes."""
+    """Start the watching process; at the end it kills the groups still held, and exits."""
     command = [sys.executable, "-m", "farandole.testnet.leash"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, **OF_ITS_OWN) as process:
         assert process.stdin is not None

@@ -1,8 +1,8 @@
-"""Where a node's time went, as the launcher did it and saw it: what its throughput is measured against.
+"""The time that a node spent in each condition, as the launcher set and saw them: the base of its throughput.
 
-A node is given the time in which it is alive: all but absent and frozen seconds. So a fault costs what is not made in
-the rest of the time: while it is starved of its processor, cut off, without room on its disk, by a wrong clock, and
-above all while it comes back after it was started again.
+The time given to a node is the time in which it is alive: all but absent and frozen seconds. So the cost of a fault is
+the work missing in the rest of the time: while the node is starved of its processor, cut off, without room on its disk,
+with a wrong clock, and above all while it recovers after a restart.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ Condition = Literal["absent", "starting", "returning", "working", "frozen", "sta
 thawed. ``working``: from then on, whether it trains or waits. ``finished``: every round is done."""
 
 
-# Neither the node nor its partners can do anything about these.
+# Neither the node nor its partners can change these times.
 NOT_GIVEN: Final = ("absent", "frozen", "finished")
 
 
 @dataclass
 class Ledger:
-    """Times are of one monotonic clock, in seconds."""
+    """The seconds of one node by condition; times are of one monotonic clock."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of each condition."""
+    """Seconds of each condition."""
     condition: Condition = "absent"
     there_since: float = 0.0
-    """When it was last started or thawed."""
+    """When the node was last started or thawed."""
     _since: float | None = None
 
     @property
     def given(self) -> float:
-        """Seconds in which it was alive, and not done."""
+        """Return the seconds in which the node was alive, and not done."""
         return sum(seconds for condition, seconds in self.seconds.items() if condition not in NOT_GIVEN)
 
     def enter(self, condition: Condition, now: float) -> None:
-        """The node is in another condition from now on."""
+        """Change the node's condition."""
         self.settle(now)
         if condition in ("starting", "returning"):
             self.there_since = now
         self.condition = condition
 
     def settle(self, now: float) -> None:
-        """Count up to now."""
+        """Count the time until now."""
         if self._since is not None:
             self.seconds[self.condition] += now - self._since
         self._since = now

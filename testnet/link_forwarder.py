@@ -1,9 +1,9 @@
-"""The wire between a testnet's nodes, a process of its own: a packet is late and takes its turn.
+"""The wire between a testnet's nodes, a process of its own: it delays packets and limits the rate.
 
-Each node has a TUN device, whose packets are read and written here (`farandole.testnet.links`); or there is one device
-through which somebody routes what is to be late, and all goes back to where it came from (`testnet/natlab/home.py`).
-How fast a node sends, the kernel sees to (tbf); here a packet waits until the receiver's link is free, and then for the
-delay. Standard library only, and no other work in the process: a packet takes about 20 microseconds.
+Each node has a TUN device, whose packets are read and written here (`farandole.testnet.links`). Or there is one device
+to which packets are routed for a delay, and which returns all of them (`testnet/natlab/home.py`). The kernel limits
+each node's sending rate (tbf); here a packet waits until the receiver's link is free, and then for the delay. Standard
+library only, and no other work in the process: a packet takes about 20 microseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import select
 import sys
 import time
 
-# A packet that would wait longer for the receiver's link is dropped, as a router does whose buffer is full.
+# A packet that would wait longer for the receiver's link is dropped, as by a router whose buffer is full.
 MAX_QUEUE_SECONDS = 0.2
 OTHERS = "*"
 _MAX_PACKET = 65_536
@@ -23,7 +23,7 @@ _DESTINATION = slice(16, 20)  # in the header of IPv4 (RFC 791, section 3.1)
 
 
 def forward(ports: dict[str, int], down_bytes_per_second: float, delay: float) -> None:
-    """Forward between the ports until the process is ended.
+    """Forward between the ports until the process is killed.
 
     A port is an IPv4 address, or `OTHERS`, and the descriptor of a TUN device.
     """

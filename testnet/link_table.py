@@ -1,4 +1,4 @@
-"""Each link between the homes of a testnet, as its two ends have told of it."""
+"""A table of the links between the homes of a testnet, as their two ends report them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NONE: Final = "-"
 
 
 def link_table(nodes: Sequence[NodeReport]) -> Grid:
-    """A row and a column for each node: how the one of the row reaches that of the column; "-" if it does not."""
+    """Return a table of links: its cells are the path from the row's node to the column's; "-" if there is none."""
     header = ["link to node", *(str(node.index) for node in nodes)]
     rows = [
         [

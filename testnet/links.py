@@ -17,7 +17,7 @@ _DEVICE: Final = "link"
 
 @contextlib.contextmanager
 def open_links(link: LinkSettings, count: int, leash: Leash) -> Iterator[list[Location]]:
-    """Places for so many nodes. Raises `NamespaceError`."""
+    """Open ``count`` places with such links. Raises `NamespaceError`."""
     require()
     with contextlib.ExitStack() as stack:
         places, ports = [], []

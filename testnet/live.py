@@ -1,4 +1,4 @@
-"""Watching a testnet: one table on a terminal, lines elsewhere."""
+"""Live views of a testnet: one table on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ SPARKLINE_WIDTH: Final = 12
 
 
 class LineView:
-    """For logs and pipes: events as they come, a summary every ten seconds."""
+    """A view for logs and pipes: events as they occur, a summary every ten seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown_at = time.monotonic()
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
-        """A summary, if the last one is old enough."""
+        """Print a summary, if the last one is old enough."""
         if time.monotonic() - self._shown_at >= LINE_INTERVAL:
             self._shown_at = time.monotonic()
             self.say(f"{duration(seconds)}: {summary(nodes, scenario)}")
 
 
 class TableView:
-    """For a terminal."""
+    """A view for a terminal."""
 
     def __init__(self, console: Console, live: Live) -> None:
         self._console = console
         self._live = live
 
     def say(self, text: str) -> None:
-        """A line above the table."""
+        """Print a line above the table."""
         self._console.print(text, markup=False, highlight=False)
 
     def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
@@ -58,7 +58,7 @@ class TableView:
 
 @contextlib.contextmanager
 def open_view(console: Console) -> Iterator[LineView | TableView]:
-    """The view that suits the console."""
+    """Open the view that suits the console."""
     if not console.is_terminal:
         yield LineView(console)
         return
@@ -67,7 +67,7 @@ def open_view(console: Console) -> Iterator[LineView | TableView]:
 
 
 def summary(nodes: Sequence[NodeProcess], scenario: Scenario) -> str:
-    """One line on all nodes."""
+    """Return a one-line summary of all nodes."""
     running = [node for node in nodes if node.is_running]
     statuses = [node.record.status for node in running if node.record.status]
     if not statuses:
@@ -83,7 +83,7 @@ def summary(nodes: Sequence[NodeProcess], scenario: Scenario) -> str:
 
 
 def table(nodes: Sequence[NodeProcess]) -> Table:
-    """One line a node, 80 columns wide."""
+    """Return a table with one line per node, 80 columns wide."""
     result = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     result.add_column("node")
     result.add_column("peer", style="dim", no_wrap=True)

@@ -1,4 +1,4 @@
-"""The mean of all replicas: how good it is, and how far apart they are. Of a model in stages, stage by stage."""
+"""The mean of all replicas: its loss, and the replicas' spread. A model in stages is merged stage by stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALIDATION_BATCHES: Final = 32
 def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
     """Average the replicas' slow weights into a checkpoint at ``out`` and measure it on held-out text.
 
-    Raises `TrainingError` if a checkpoint or the text will not do, or if nobody has saved some stage.
+    Raises `TrainingError` if a checkpoint or the text is unusable, or if a stage has no checkpoint.
     """
     torch.set_num_threads(1)
     replica = build_learner(manifest, run_id=run_id, author=bytes(32), device="cpu")
@@ -39,11 +39,11 @@ def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path
 
 
 def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes, out: Path) -> float:
-    """Write a checkpoint of the whole model with the mean of all slow weights; returns the spread.
+    """Write a checkpoint of the whole model with the mean of all slow weights; return the spread.
 
-    The rest of each parameter's state is the first checkpoint's that has it, and so are the counters. The spread is
-    the mean over the weights of their standard deviation across replicas, over the mean weights' root mean square
-    (`farandole.training.baselines.Ensemble.spread`). Raises `CheckpointError` if none has some parameter.
+    The rest of each parameter's state comes from the first checkpoint that has it, and so do the counters. The spread
+    is the mean over the weights of their standard deviation across replicas, over the mean weights' root mean square
+    (`farandole.training.baselines.Ensemble.spread`). Raises `CheckpointError` if a parameter is in no checkpoint.
     """
     holders: dict[str, list[Path]] = defaultdict(list)  # of each tensor
     for path in checkpoints:

@@ -1,8 +1,8 @@
 """Network namespaces in which nodes run, made by a testnet for itself.
 
 A namespace lives as long as the process that holds it, a veth pair as long as the namespaces of its ends, and a TUN
-device as long as its descriptor, so nothing is left when the testnet ends, however it does. Linux only, and only for
-root: the kernel gives nobody else a namespace with a device that it may shape.
+device as long as its descriptor, so nothing is left when the testnet ends, in whatever way. Needs Linux and root: the
+kernel gives no other user a namespace with a device whose rate they can limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .leash import Leash
 _TUNSETIFF: Final = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _TUN: Final = Path("/dev/net/tun")
-# The Debian package of each tool that is asked for.
+# The Debian package of each required tool.
 _PACKAGES: Final = {
     "ip": "iproute2",
     "tc": "iproute2",
@@ -36,10 +36,10 @@ _PACKAGES: Final = {
     "nft": "nftables",
     "miniupnpd": "miniupnpd-nftables",
 }
-# What a home router's buffer holds of a full uplink.
+# Buffer of a home router for a full uplink.
 _BUFFER: Final = "200ms"
 _BURST: Final = "16kb"
-# Holds a namespace, and says when it has it.
+# Holds a namespace, and prints a line when it has it.
 _HOLDER: Final = ("unshare", "--net", "sh", "-c", "echo; exec sleep infinity")
 
 
@@ -53,14 +53,14 @@ class CommandError(FarandoleError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a node runs."""
+    """The place where a node runs."""
 
     ip: str = "127.0.0.1"
-    """On which it listens."""
+    """The address on which the node listens."""
     port: int | None = None
-    """On which it listens; None: any that is free."""
+    """The port on which the node listens; None: any free one."""
     enter: Sequence[str] = ()
-    """The command that takes another one there."""
+    """The command prefix that runs a command in this place."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,21 @@ class Namespace:
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """The command that takes another one there."""
+        """Return the command prefix that runs a command in the namespace."""
         return ("nsenter", f"--net=/proc/{self.holder}/ns/net")
 
     def run(self, script: str, given: str = "") -> str:
-        """Run lines of a shell's in it, and return what they print; raises `CommandError` if one of them fails."""
+        """Run a shell script in the namespace, and return its output; raises `CommandError` if a line of it fails."""
         return _run([*self.enter, "sh", "-euc", script], given)
 
     def shape(self, device: str, mbit: float) -> None:
-        """Limit what a device sends to ``mbit`` Mbit/s; raises `CommandError`."""
+        """Limit a device's sending rate to ``mbit`` Mbit/s; raises `CommandError`."""
         self.run(f"tc qdisc replace dev {device} root tbf rate {mbit:g}mbit burst {_BURST} latency {_BUFFER}")
 
 
 @contextlib.contextmanager
 def open_namespace(leash: Leash) -> Iterator[Namespace]:
-    """A new one, with nothing but its loopback interface."""
+    """Open a new namespace, with nothing but its loopback interface."""
     with held(_HOLDER, leash, stdout=subprocess.PIPE) as holder:
         if holder.stdout is None or not holder.stdout.readline():
             raise NamespaceError("nodes need a network namespace each, which this system does not give")
@@ -96,7 +96,7 @@ def open_namespace(leash: Leash) -> Iterator[Namespace]:
 
 @contextlib.contextmanager
 def held(command: Sequence[str], leash: Leash, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block, or with the testnet; ``options`` are those of `subprocess.Popen`."""
+    """Run a process until the block or the testnet ends; ``options`` are passed to `subprocess.Popen`."""
     options = {"stdin": subprocess.DEVNULL, **options}
     with subprocess.Popen(command, **OF_ITS_OWN, **options) as process:
         leash.hold(process.pid)
@@ -110,12 +110,12 @@ def held(command: Sequence[str], leash: Leash, **options: Any) -> Iterator[subpr
 
 @contextlib.contextmanager
 def open_tun(namespace: Namespace, name: str) -> Iterator[int]:
-    """A TUN device in the namespace, up, without an address; the descriptor reads and writes IP packets."""
-    import fcntl  # Linux alone comes here (`require`)
+    """Open a TUN device in the namespace, up, without an address; the descriptor reads and writes IP packets."""
+    import fcntl  # only Linux has it (`require`)
 
     descriptor = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
     try:
-        # It is born outside, where another testnet may have one of that name: the kernel numbers it.
+        # It is created outside, where another testnet may have one of that name: the kernel numbers it.
         request = struct.pack("16sH", b"farandole%d", _IFF_TUN | _IFF_NO_PI)
         born = fcntl.ioctl(descriptor, _TUNSETIFF, request)[:16].rstrip(b"\0").decode()
         _run(["ip", "link", "set", "dev", born, "netns", str(namespace.holder), "name", name])

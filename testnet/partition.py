@@ -1,4 +1,4 @@
-"""A network that falls into two parts, in the NAT lab: its internet passes nothing on between them."""
+"""A network that splits into two parts, in the NAT lab: its internet forwards nothing between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .natlab.home import Home
 
 
 def rules(table: str, addresses: Sequence[str]) -> str:
-    """For ``nft -f``: a table of that name which drops what goes between these addresses and all others."""
+    """Return input for ``nft -f``: a table that drops packets between these addresses and all others."""
     part = f"{{ {', '.join(addresses)} }}"
     return f"""table ip {table} {{
   chain forward {{
@@ -21,7 +21,7 @@ def rules(table: str, addresses: Sequence[str]) -> str:
 
 
 def part(homes: Sequence[Home]) -> None:
-    """From now on these homes reach each other, and nobody else does them."""
+    """Cut these homes off from all others; they still reach each other."""
     homes[0].internet.run("nft -f -", rules(_table(homes), [home.address for home in homes]))
 
 

@@ -1,4 +1,4 @@
-"""Where a scenario's nodes run: on the loopback interface, behind slow links, or in homes of the NAT lab."""
+"""The places of a scenario's nodes: on the loopback interface, behind slow links, or in homes of the NAT lab."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .natlab.kinds import HTTPS_PORT, Filtering
 from .natlab.lab import Lab, open_lab
 from .scenario import HomeSettings, Scenario
 
-# An address in a home may change, and so its nodes listen on whichever they have.
+# An address in a home may change, and so its nodes listen on all addresses.
 _ANY_IP: Final = "0.0.0.0"
 
 
 @dataclass(frozen=True)
 class Lodging:
-    """One node's place, and the home that it is in, if it is in one."""
+    """One node's place, and its home, if it is in one."""
 
     place: Location
     home: Home | None = None
@@ -29,7 +29,7 @@ class Lodging:
 
 @contextlib.contextmanager
 def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
-    """One for each node. Raises `NamespaceError`."""
+    """Open one lodging for each node. Raises `NamespaceError`."""
     if played.link is not None:
         with open_links(played.link, played.nodes, leash) as places:
             yield [Lodging(place) for place in places]
@@ -45,6 +45,6 @@ def _lodge(lab: Lab, settings: HomeSettings) -> Lodging:
     home.set_rate(settings.up_mbit, settings.down_mbit)
     home.set_delay(settings.delay_ms)
     home.set_loss(settings.loss)
-    # Who may call nothing but HTTPS must be able to call those who can be called.
+    # Nodes that can dial nothing but HTTPS must be able to dial the public nodes.
     port = HTTPS_PORT if home.kind.filtering is Filtering.NONE else None
     return Lodging(Location(_ANY_IP, port, home.host.enter), home)

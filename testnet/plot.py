@@ -1,4 +1,4 @@
-"""``loss.png``: the course of every node's loss, and the merged model's."""
+"""A plot of every node's loss over time, and the merged model's: ``loss.png``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 
 
 def plot_losses(report: PlayReport, path: Path) -> None:
-    """Write the picture."""
+    """Write the plot."""
     figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for node in report.nodes:

@@ -1,4 +1,4 @@
-"""One node of a testnet over all its lives: a daemon that is started again counts from nought, its record goes on."""
+"""One node of a testnet over all its lives: the counters of a restarted daemon begin at 0, its record continues."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from .growth import Growth, Samples
 from .ledger import Ledger
 
 COUNTERS: Final = ("exchanges_ok", "exchanges_alone", "exchanges_failed", "bytes_sent", "bytes_received")
-"""Of a `NodeStatus`, which begin from nought in each life."""
-# As many as a scenario has rounds.
+"""Counters of a `NodeStatus`, which begin at 0 in each life."""
+# The largest number of rounds of a scenario.
 MAX_EXCHANGES: Final = 256
 
 
 @dataclass
 class NodeRecord:
-    """Fed with every status that a node gives; times are of one monotonic clock, in seconds."""
+    """Collects every status of a node; times are of one monotonic clock, in seconds."""
 
     index: int
     peer_id: str
     status: NodeStatus | None = None
-    """The newest."""
+    """The newest status."""
     seen_at: float | None = None
     died: bool = False
-    """It ended without being told to."""
+    """Whether the node ended by itself."""
     wedged: bool = False
     is_doomed: bool = False
-    """Ended on purpose, for good."""
+    """Whether the node was ended on purpose, for good."""
     restarts: int = 0
     losses: dict[int, float] = field(default_factory=dict)
     """Round -> mean training loss."""
     partners: Counter[str] = field(default_factory=Counter)
-    """Of past lives; `all_partners` has the present one too."""
+    """Counts of past lives; `all_partners` adds the present one's."""
     paths: Counter[str] = field(default_factory=Counter)
-    """Of past lives; `all_paths` has the present one too."""
+    """Counts of past lives; `all_paths` adds the present one's."""
     pipeline: PipelineStatus | None = None
-    """The newest that it told: none while its trainer is not there."""
+    """The newest reported; None while its trainer is not running."""
     loss_first: float | None = None
     """Training loss of its first round."""
     num_parameters: int = 0
-    """Most that its trainer held."""
+    """Largest number of parameters that its trainer held."""
     ledger: Ledger = field(default_factory=Ledger)
     trained_at: float | None = None
-    """When it was last seen to have taken inner steps since the status before, in one life."""
+    """When a status last had more inner steps than the status before, in one life."""
     exchanges: dict[float, ExchangeStatus] = field(default_factory=dict)
-    """The newest committed ones, by when they ended."""
+    """The newest committed exchanges, by the time when they ended."""
     samples: Samples = field(default_factory=Samples)
-    """Of the present life."""
+    """Samples of the present life."""
     growths: list[Growth] = field(default_factory=list)
-    """Of past lives that were long enough."""
+    """Growths of past lives that were long enough."""
     _past: Counter[str] = field(default_factory=Counter)
     _advanced_at: float | None = None
     _position: tuple[int, int] = (0, 0)
 
     def observe(self, status: NodeStatus, now: float) -> None:
-        """Take in a status."""
+        """Add a status."""
         if self.status is not None and (status.pid, status.started_at) != (self.status.pid, self.status.started_at):
             self._past.update(_counters(self.status))
             self.partners.update(self.status.partners)
@@ -92,11 +92,11 @@ class NodeRecord:
             del self.exchanges[min(self.exchanges)]
 
     def excuse(self, now: float) -> None:
-        """Standing still up to now was not the node's doing: it was just started, or thawed."""
+        """Excuse the time without progress until now: the node was just started, or thawed."""
         self._advanced_at = now
 
     def check_progress(self, now: float, limit: float) -> bool:
-        """Whether training has just been found to stand still for ``limit`` seconds, and so the node to be wedged."""
+        """Return whether the node is found wedged by this call: its training made no progress for ``limit`` seconds."""
         if self.wedged or self.is_finished or self._advanced_at is None or now - self._advanced_at < limit:
             return False
         self.wedged = True
@@ -104,52 +104,52 @@ class NodeRecord:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has trained every round."""
+        """Return whether the node has trained every round."""
         return self.status is not None and self.status.phase == "finished"
 
     @property
     def round(self) -> int:
-        """The round it is in: as many are behind it."""
+        """Return the current round, which is also the number of completed rounds."""
         return self.status.round if self.status else 0
 
     @property
     def stage(self) -> int | None:
-        """The one that it holds; None before it says so."""
+        """Return the node's stage; None before it reports one."""
         return self.status.stage if self.status else None
 
     @property
     def is_in_pipeline(self) -> bool:
-        """Whether its trainer computes for a stage, or has done all its rounds."""
+        """Return whether the trainer computes for a stage, or has done all its rounds."""
         return self.status is not None and (self.status.pipeline is not None or self.is_finished)
 
     @property
     def tokens(self) -> int:
-        """Trained on; a daemon that restarts goes on from its checkpoint's count."""
+        """Return the tokens trained on; a restarted daemon continues from its checkpoint's count."""
         return self.status.tokens if self.status else 0
 
     @property
     def loss_last(self) -> float | None:
-        """Training loss of its newest round."""
+        """Return the training loss of the newest round."""
         return self.losses[max(self.losses)] if self.losses else None
 
     @property
     def all_partners(self) -> Counter[str]:
-        """Peer id -> committed exchanges."""
+        """Return peer id -> committed exchanges."""
         return self.partners + Counter(self.status.partners if self.status else {})
 
     @property
     def all_growths(self) -> list[Growth]:
-        """Of each life that was long enough."""
+        """Return the growth of each life that was long enough."""
         growth = self.samples.growth()
         return [*self.growths, *([growth] if growth else [])]
 
     @property
     def all_paths(self) -> Counter[str]:
-        """How contributions moved ("bulk" or "stream") -> committed exchanges."""
+        """Return the path of contributions ("bulk" or "stream") -> committed exchanges."""
         return self.paths + Counter(self.status.paths if self.status else {})
 
     def total(self, counter: str) -> int:
-        """One of `COUNTERS` over all lives."""
+        """Return one of `COUNTERS` over all lives."""
         return self._past[counter] + (_counters(self.status)[counter] if self.status else 0)
 
 

@@ -1,6 +1,6 @@
-"""What a testnet run came to: ``report.json``, and whether it is a pass.
+"""The result of a testnet run: ``report.json``, and whether it is a pass.
 
-Fields are added, never renamed: scripts read them.
+Fields are added, never renamed, as scripts read them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .growth import Growth
 from .record import COUNTERS, NodeRecord
 from .scenario import Scenario
 
-# Descriptors or tasks: two connections, with what serves them, that one median has and the other has not.
+# Descriptors or tasks: one median may include two connections, and the tasks that serve them, that the other lacks.
 MAX_MORE: Final = 8
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """One node over all its lives. Losses are nats a token."""
+    """One node over all its lives. Losses are in nats per token."""
 
     index: int
     peer_id: str
@@ -43,44 +43,44 @@ class NodeReport(msgspec.Struct, frozen=True):
     loss_first: float | None
     loss_last: float | None
     losses: list[tuple[int, float]]
-    """(round, mean training loss) of each round that it took part in."""
+    """(round, mean training loss) of each round that the node took part in."""
     died: bool
-    """It ended without being told to."""
+    """Whether the node ended by itself."""
     wedged: bool
     restarts: int
     exchanges_since_restart: int
-    """Committed in its present life."""
+    """Exchanges committed in its present life."""
     is_alive: bool
-    """At the end of the training."""
+    """Whether the node was alive at the end of the training."""
     state_root: str
     utilisation: float | None = None
-    """Share of its trainer's time that went into inner steps, by the trainer's own clock, in its present life."""
+    """Share of its trainer's time spent in inner steps, by the trainer's own clock, in its present life."""
     paths: dict[str, int] = {}
-    """How contributions moved ("bulk" or "stream") -> committed exchanges."""
+    """Path of contributions ("bulk" or "stream") -> committed exchanges."""
     num_parameters: int = 0
-    """Most that its trainer ever held."""
+    """Largest number of parameters that its trainer held at any time."""
     pipeline: PipelineStatus | None = None
-    """Where the model is cut into stages."""
+    """Set where the model is cut into stages."""
     recent_utilisation: float | None = None
-    """As `utilisation`, of the last few rounds."""
+    """`utilisation` over the last few rounds."""
     is_doomed: bool = False
-    """Ended by a fault, for good."""
+    """Whether a fault ended the node for good."""
     home: str = ""
-    """Its kind, in the NAT lab."""
+    """Kind of its home, in the NAT lab."""
     condition_seconds: dict[str, float] = {}
-    """How long it was absent, starting, returning, working, frozen, starved, finished; `farandole.testnet.ledger`."""
+    """Seconds in each condition, such as absent, starting, working, frozen; see `farandole.testnet.ledger`."""
     given_seconds: float = 0.0
-    """In which it was alive, and not done: neither absent, nor frozen, nor finished."""
+    """Seconds in which it was alive and not done: neither absent, nor frozen, nor finished."""
     exchange_seconds: list[float] = []
-    """Of each committed exchange, in order."""
+    """Duration of each committed exchange, in order."""
     exchange_bytes: int = 0
-    """What the smallest of them sent: nothing twice."""
+    """Bytes sent in the smallest exchange, in which nothing was sent twice."""
     resources: Resources | None = None
-    """What it took of its machine when it was last asked."""
+    """The node's use of its machine, by its last status."""
     growths: list[Growth] = []
-    """Of each life that was long enough to say."""
+    """Growth of each life that was long enough to measure."""
     links: dict[str, str] = {}
-    """Peer id -> ``direct``, ``punched`` or ``relayed``: those that it was connected to at the end of the training."""
+    """Peer id -> ``direct``, ``punched`` or ``relayed``, of each connection at the end of the training."""
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -88,48 +88,48 @@ class StageReport(msgspec.Struct, frozen=True):
 
     stage: int
     providers: int
-    """Live ones."""
+    """Number of live providers."""
     inner_steps: int
-    """Mean of the live ones."""
+    """Mean of the live providers."""
     kept: int
-    """Microbatches, in all."""
+    """Number of microbatches kept, in all."""
     dropped: int
     rerouted: int
     taken_out: int
     refused: int
     utilisation: float | None
-    """Mean of the live ones over their last few rounds."""
+    """Mean of the live providers over their last few rounds."""
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """The same scenario without faults, and what this play comes to beside it."""
+    """A comparison of this play with the same scenario without faults."""
 
     tokens_per_given_second: float
     loss_merged: float | None
     throughput: float
-    """This run's tokens a given second, over the clean one's."""
+    """This run's tokens per given second, over the clean run's."""
     loss_above: float | None
-    """By which share this run's merged model is worse than the clean one's; negative if it is better."""
+    """Share by which this run's merged loss exceeds the clean run's; negative if it is lower."""
     throughput_of_others: float | None = None
-    """As ``throughput``, of the nodes that no fault befell, in both runs."""
+    """``throughput`` of the nodes without faults, in both runs."""
     spread: float | None = None
-    """This run's spread over the clean one's."""
+    """This run's spread over the clean run's."""
 
 
 class PlayReport(msgspec.Struct, frozen=True):
-    """The whole."""
+    """The report of a whole play."""
 
     name: str
     run_id: str
     verdict: Literal["pass", "fail"]
     reasons: list[str]
-    """Why it is no pass."""
+    """Reasons against a pass."""
     nodes: list[NodeReport]
     loss_first: float | None
     """Mean over nodes of their first round's training loss."""
     loss_last: float | None
     loss_start: float | None
-    """Validation loss of the weights that every node starts from."""
+    """Validation loss of the initial weights of all nodes."""
     loss_merged: float | None
     """Validation loss of the mean of all replicas."""
     spread: float | None
@@ -137,22 +137,22 @@ class PlayReport(msgspec.Struct, frozen=True):
     tokens: int
     tokens_per_second: float
     seconds: float
-    """From the first launch to the end of the training."""
+    """Seconds from the first launch to the end of the training."""
     state_equal: bool
     """Whether the run state's root is the same on every live node."""
     events: list[str]
-    """What was done to the nodes, and what befell them."""
+    """Faults, and other events of the nodes."""
     stages: list[StageReport] = []
-    """Where the model is cut into several."""
+    """Reports of the stages, where the model is cut into several."""
     faults: list[FaultReport] = []
     tokens_per_given_second: float | None = None
-    """Of all nodes: what the nodes that are alive get done; see `NodeReport.given_seconds`."""
+    """Tokens per second of all nodes while they are alive; see `NodeReport.given_seconds`."""
     beside: Beside | None = None
-    """The clean run that it was compared with."""
+    """Comparison with the clean run."""
 
 
 class Merged(msgspec.Struct, frozen=True):
-    """What the mean of all replicas is worth; see `farandole.testnet.merge`."""
+    """The losses and spread of the mean of all replicas; see `farandole.testnet.merge`."""
 
     loss_start: float
     loss: float
@@ -167,7 +167,7 @@ _AS_RECORDED: Final = (
 
 
 def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeReport:
-    """One node's part."""
+    """Return the report of one node."""
     status = record.status
     recorded: dict[str, Any] = {name: getattr(record, name) for name in _AS_RECORDED}
     recorded |= {name: record.total(name) for name in COUNTERS}
@@ -195,7 +195,7 @@ def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeRe
 
 
 def stage_reports(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[StageReport]:
-    """Each stage's part; none where the model is not cut."""
+    """Return the report of each stage; none where the model is not cut."""
     num_stages = scenario.manifest(0).model.num_stages
     return [_stage_report(stage, nodes) for stage in range(num_stages)] if num_stages > 1 else []
 
@@ -226,7 +226,7 @@ def make_report(
     problems: Sequence[str] = (),
     faults: Sequence[FaultReport] = (),
 ) -> PlayReport:
-    """Sum up and judge; ``problems`` are reasons against a pass that the nodes' figures do not show."""
+    """Sum up and judge a play; ``problems`` are reasons against a pass that the nodes' figures do not show."""
     reasons = [*problems, *_reasons(scenario, nodes, merged), *_heal_problems(scenario, faults)]
     tokens = sum(node.tokens for node in nodes)
     return PlayReport(
@@ -261,7 +261,7 @@ def _heal_problems(scenario: Scenario, faults: Sequence[FaultReport]) -> list[st
 
 
 def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
-    """Whether all live nodes, of which there is at least one, have the same root."""
+    """Return whether all live nodes have the same root; False if there are none."""
     roots = {node.state_root for node in nodes if node.is_alive}
     return len(roots) == 1 and "" not in roots
 
@@ -313,7 +313,7 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
 
 
 def ideal_exchange_seconds(scenario: Scenario, node: NodeReport) -> float:
-    """What its home's line allows: its contribution at the slower rate, and a round trip."""
+    """Return the seconds that the home's line needs for its contribution at the slower rate, and a round trip."""
     home = scenario.home[node.index % len(scenario.home)]
     rate = min(home.up_mbit or math.inf, home.down_mbit or math.inf) * BYTES_PER_MBIT
     return node.exchange_bytes / rate + 4 * home.delay_ms / 1e3
@@ -340,7 +340,7 @@ def _growth_problems(most: float, growth: Growth) -> Iterator[str]:
 
 
 def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:
-    """Every stage has somebody at the end, and nobody ever held the whole model."""
+    """Report stages without a provider at the end, and nodes that held the whole model."""
     stages = stage_reports(scenario, nodes)
     problems = [f"nobody holds stage {stage.stage}" for stage in stages if not stage.providers]
     if stages:
@@ -352,13 +352,13 @@ def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str
 
 
 def _rounds_missed(node: NodeReport, rounds: int) -> list[int]:
-    """From the first round that it took part in."""
+    """Return the rounds that a node missed after the first one that it took part in."""
     taken = {round_index for round_index, _ in node.losses}
     return [index for index in range(min(taken, default=0), rounds) if index not in taken]
 
 
 def _speed_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:
-    """In rounds boxed in time, the slowest take fewer inner steps than the fastest."""
+    """Report slow nodes that took as many inner steps as faster ones, where rounds have a fixed duration."""
     alive = [node for node in nodes if node.is_alive]
     fastest = [node for node in alive if scenario.slowness(node.index) == min(scenario.slow, default=1.0)]
     slowest = [node for node in alive if scenario.slowness(node.index) == max(scenario.slow, default=1.0)]

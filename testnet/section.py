@@ -1,10 +1,10 @@
-"""Sections of a document that commands write: what stands between two comments, each on a line of its own.
+"""Sections of a document that commands write: the text between two comments, each on a line of its own.
 
     <!-- begin exchange -->
     <!-- end exchange -->
 
-What people write stands outside and stays as it is. So measuring again replaces the figures, all of them, together with
-the command and the machine that they come from, and nothing is pasted by hand.
+Text outside the sections is never changed. A new measurement replaces all figures of a section, together with the
+command and the machine that they come from, so nothing is pasted by hand.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Section:
     name: str
 
     def check(self) -> None:
-        """Raises `SectionError` if the section could not be written: asked before hours of measuring."""
+        """Raise `SectionError` if the section could not be written; for a check before hours of measuring."""
         self._parts()
 
     def write(self, content: str) -> None:
-        """Replace what the section says, atomically, in the document as it is now. Raises `SectionError`."""
+        """Replace the section's content, atomically, in the document's present version. Raises `SectionError`."""
         head, tail = self._parts()
         document = self.document.resolve()
         partial = document.with_name(document.name + ".part")
@@ -60,7 +60,7 @@ class Section:
             raise SectionError(f"cannot write {self.document}: {error}") from error
 
     def _parts(self) -> tuple[str, str]:
-        """The document up to the section's begin, and from its end on, both with their comments."""
+        """Return the document up to the section's begin, and from its end on, both with their comments."""
         try:
             text = self.document.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
@@ -78,7 +78,7 @@ class Section:
 
 
 def compose(setting: Mapping[str, object], *parts: str) -> str:
-    """A section's content: the command, on what it ran, and its tables and words."""
+    """Return a section's content: the command, its machine, and its tables and words."""
     words = ", ".join(f"{name} {value}" for name, value in setting.items() if name not in ("command", "date"))
     origin = textwrap.fill(f"Measured on {setting['date']}: {words}.", LINE_WIDTH, break_on_hyphens=False)
     return "\n\n".join([f"    {setting['command']}", origin, *parts]) + "\n"

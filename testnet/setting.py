@@ -1,4 +1,4 @@
-"""By which command, when and on what something was measured: nothing is published without it."""
+"""The setting of a measurement: command, date and machine. No figure is published without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 
 def setting() -> dict[str, str | int | float]:
-    """As of now; taken before measuring, as the load is what others make of the machine."""
+    """Return the present setting; call it before measuring, so that the load is only from other processes."""
     return {
         "command": shlex.join(["farandole", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),

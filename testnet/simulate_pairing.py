@@ -1,9 +1,9 @@
 """Pairing under a virtual clock: real training loops, modelled trainers, and the commit of the exchanges.
 
-What is real: every `TrainingLoop`, its `Pairing` and each message of that, and the `Outcomes` that initiators answer
-from. What is modelled: inner steps (each node has its own speed), transfers (a random delay), and the commit's messages
-(`_Exchange` below follows `farandole.node.bulk.exchange_service`, its shares of the deadline included). Messages may be
-lost; then, as with a connection that breaks, both ends are told a little later.
+Real: every `TrainingLoop`, its `Pairing` and each message of that, and the `Outcomes` that initiators answer from.
+Modelled: inner steps (each node has its own speed), transfers (a random delay), and the commit's messages (`_Exchange`
+below follows `farandole.node.bulk.exchange_service`, its shares of the deadline included). Messages may be lost; then,
+as with a connection that breaks, both ends get notice a little later.
 
     report = simulate(PairingScenario(num_nodes=8, rounds=RoundConfig(round_seconds=20.0)), seed=7)
 """
@@ -37,9 +37,9 @@ from .simulation import Network, SimulatedTimer, Simulation
 
 # The outer step, between an exchange's end and the next round.
 OUTER_STEP_SECONDS = 0.2
-# A connection that broke is noticed after this; a death at the latest after the other (the run state's heartbeats).
+# A broken connection is noticed after the first, a death after at most the second (the run state's heartbeats).
 BREAK_SECONDS, DEATH_SECONDS = 0.5, 6.0
-# No trainer computes: any model will do.
+# No trainer computes, so any model is suitable.
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 PREPARED = messages.Prepared("none", 0, 0, bytes(32), 0, 0, 0, resumed=messages.Saved(0, 0, 0))
 RESOLVE_INTERVAL = 0.5
@@ -51,60 +51,60 @@ PARTNER_INTERVAL = 2.0
 
 @dataclass(frozen=True)
 class PairingScenario:
-    """What is simulated."""
+    """The parameters of a simulation."""
 
     num_nodes: int
     rounds: RoundConfig
     seconds: float = 600.0
     step_seconds: tuple[float, float] = (0.5, 0.5)
-    """An inner step of the fastest and of the slowest node; the others lie evenly between, by their speeds."""
+    """Seconds of an inner step of the fastest and the slowest node; the other speeds are evenly spaced between."""
     start_spread: float = 0.0
-    """Nodes start their first round within so many seconds."""
+    """Nodes start their first round within this number of seconds."""
     transfer_seconds: tuple[float, float] = (0.2, 1.0)
     loss: float = 0.0
     """Share of messages that break their connection instead of arriving."""
     num_deaths: int = 0
     num_late: int = 0
-    """Nodes, on top of the others, that join at random times."""
+    """Number of nodes, in addition to the others, that join at random times."""
     num_fragments: int = 1
     num_capturing: int = 0
-    """Hostile members, on top of the others: see `_Coalition`."""
+    """Number of hostile members, in addition to the others: see `_Coalition`."""
     do_capturing_exchange: bool = False
 
 
 @dataclass
 class PairingReport:
-    """What came of it."""
+    """The result of a simulation."""
 
     rounds: int = 0
-    """Finished, of all nodes together."""
+    """Finished rounds of all nodes together."""
     alone: int = 0
     longest_wait: float = 0.0
     """Seconds from a contribution's readiness to the outcome of its round."""
     mean_wait: float = 0.0
     utilisation: float = 0.0
-    """Share of the nodes' time that went into inner steps, over all rounds but each node's last."""
+    """Share of the nodes' time spent in inner steps, over all rounds but each node's last."""
     coherence: float = 0.0
-    """Of the phases at the end: 1 when all nodes start their rounds together, about N^-0.5 when they do not at all."""
+    """Coherence of the phases at the end: 1 if all nodes start rounds together, about N^-0.5 for independent starts."""
     disagreements: int = 0
-    """Sessions that one living node believes committed and the other not, or that were of two fragments."""
+    """Sessions that only one of two living nodes believes committed, or whose sides had different fragments."""
     steps_too_many: int = 0
-    """Outer steps that a node took beside the one that each of its rounds has."""
+    """Outer steps of a node in excess of one per round."""
     fragments: Counter[int] = field(default_factory=Counter)
     """Contributions exchanged, by fragment."""
     pairs: Counter[frozenset[bytes]] = field(default_factory=Counter)
     repeats: float = 0.0
     """Share of exchanges with the same partner as in the exchange before."""
     messages_per_round: float = 0.0
-    """Sent by honest nodes, for each round of theirs."""
+    """Messages of honest nodes per round of theirs."""
     captured: Counter[int] = field(default_factory=Counter)
     """Rounds whose partner was a capturing member, by index."""
     rounds_at: Counter[int] = field(default_factory=Counter)
-    """Rounds finished, by index."""
+    """Finished rounds, by index."""
     trace: str = ""
 
     def captured_share(self, num_rounds: int) -> float:
-        """Share of all nodes' first rounds that went to capturing members."""
+        """Return the share of all nodes' first rounds that went to capturing members."""
         first = [index for index in self.rounds_at if index < num_rounds]
         return sum(self.captured[index] for index in first) / sum(self.rounds_at[index] for index in first)
 
@@ -174,7 +174,7 @@ class _World:
             node.handle(pairing_events.PeersChanged((alive | self.capturers) - {name}))
 
     def send(self, source: bytes, destination: bytes, payload: bytes) -> None:
-        """Send, or break the connection: then both are told."""
+        """Send a message, or break the connection, of which both ends get notice."""
         if self.rng.random() >= self.scenario.loss:
             self.network.send(source, destination, payload)
             return
@@ -204,7 +204,7 @@ class _World:
         return abs(sum(cmath.exp(2j * math.pi * trainer.started_at / period) for trainer in alive)) / len(alive)
 
     def disagree(self, beliefs: dict[bytes, bool]) -> bool:
-        """Whether two nodes that both live believe different things of a session that both are done with."""
+        """Return whether two living nodes disagree on a session that both are done with."""
         living = [committed for name, committed in beliefs.items() if self.nodes[name].is_alive]
         return len(living) == 2 and living[0] is not living[1]
 
@@ -215,9 +215,9 @@ _PAIRING, _EXCHANGE = b"p", b"x"
 class _Coalition:
     """Greedy members that act as one: they propose to every node all the time, and agree to every proposal.
 
-    Of all of them, the one whose turn at a node comes first proposes to it, and in every second proposal any of them:
-    a node that refuses both refuses the others too, so the others save their messages. A node that has a partner is
-    left alone for a while.
+    Proposals to a node alternate between two senders: the member whose turn at the node comes first, and a random one.
+    A node that refuses both refuses the other members too, so these save their messages. A node that has a partner gets
+    no proposals for a while.
     """
 
     def __init__(self, world: _World, names: list[bytes]) -> None:
@@ -293,7 +293,7 @@ class _Coalition:
 
 
 class _Trainer:
-    """A modelled trainer: its inner steps take their time, and so does the outer step."""
+    """A modelled trainer: its inner steps take time, and so does the outer step."""
 
     def __init__(self, simulation: Simulation, rounds: RoundConfig, step_seconds: float, node: _Node) -> None:
         self.started_at = simulation.now
@@ -301,7 +301,7 @@ class _Trainer:
         self.period = rounds.round_seconds or 1.0
         """Seconds between the starts of the last two rounds."""
         self.inner_seconds = self.inner_seconds_before = 0.0
-        """Spent in inner steps: altogether, and before the present round."""
+        """Seconds spent in inner steps: in all, and before the present round."""
         self.fragment = 0
         self._simulation = simulation
         self._rounds = rounds
@@ -309,13 +309,13 @@ class _Trainer:
         self._node = node
         self._round = -1
         self._awaits_outcome = False
-        """Of the newest contribution: the next one is made after its outer step."""
+        """Whether the newest contribution's outcome is pending; the next one is made after its outer step."""
         self._steps_ended_at: float | None = None
-        """And so they have to wait."""
+        """When the inner steps ended, if their contribution has to wait for an outcome."""
         self._steps_end: SimulatedTimer | None = None
 
     def obey(self, command: messages.Command) -> None:
-        """Take a command of the training loop."""
+        """Carry out a command of the training loop."""
         match command:
             case messages.Train(round_index):
                 self._start_steps(round_index)
@@ -390,7 +390,7 @@ class _Node:
         self.outcomes = Outcomes()
         self.exchanges: dict[bytes, _Exchange] = {}
         self.hellos: set[bytes] = set()
-        """Sessions whose stream has come before they were expected."""
+        """Sessions whose stream arrived before they were expected."""
         self.is_alive = True
         self.born_at = world.simulation.now
         self.meetings = self.repeats = 0
@@ -405,7 +405,7 @@ class _Node:
         return self.world.simulation.now
 
     def start(self) -> None:
-        """Begin to train, if it lives."""
+        """Begin to train, if the node is alive."""
         if self.is_alive:
             self.born_at = self.now
             self.handle(training_events.LoopBegan(TrainingState()))
@@ -448,7 +448,7 @@ class _Node:
         self.exchanges[start.session].begin()
 
     def _note_outcome(self, step: messages.TakeOuterStep) -> None:
-        """The outcome of a round is known."""
+        """Record the outcome of a round."""
         world = self.world
         world.report.steps_too_many += step.round <= self._finished
         self._finished = step.round
@@ -495,7 +495,7 @@ class _Verb(IntEnum):
 
 
 class _Exchange:
-    """One side of a session: the transfer is a delay, the commit is played in full."""
+    """One side of a session: the transfer is a delay, the commit is simulated in full."""
 
     def __init__(self, node: _Node, start: pairing_events.StartExchange) -> None:
         self.node = node
@@ -543,7 +543,7 @@ class _Exchange:
             self.end(False)
 
     def break_off(self) -> None:
-        """The stream broke: an initiator that has not decided aborts, a responder in doubt asks."""
+        """Handle a broken stream: an initiator that has not decided aborts, a responder in doubt asks."""
         if self.has_accepted:
             self.ask()
         else:

@@ -1,8 +1,8 @@
 """A seeded discrete-event simulator: a virtual clock and a network that delays, loses, duplicates and partitions.
 
-Real state machines run under it by the thousand in one process, and nothing in it depends on the machine: two runs of
-one scenario with one seed make the same events in the same order, and `Simulation.trace` is equal on both (it is a
-running hash of every delivery). What goes over `Network` is bytes, so every message is really encoded and decoded.
+Thousands of real state machines run under it in one process, and nothing in it depends on the machine: two runs of one
+scenario with one seed make the same events in the same order, and `Simulation.trace`, a running hash of every delivery,
+is equal in both. Messages over `Network` are bytes, so every message is really encoded and decoded.
 
     simulation = Simulation(seed=7)
     network = Network(simulation, latency=(0.02, 0.2), loss=0.05)
@@ -11,8 +11,8 @@ running hash of every delivery). What goes over `Network` is bytes, so every mes
     simulation.call_at(1.0, lambda: network.send(alice, bob, b"ping"))
     simulation.run_until(60.0)
 
-`Network.kill` is a crash (what is on its way to or from the node is lost), `attach` a start or restart, `partition`
-cuts the network into groups until `heal`. `Clock` is a node's own idea of the time, wrong by an offset and a drift.
+`Network.kill` is a crash (messages on the way to or from the node are lost), `attach` a start or restart, `partition`
+cuts the network into groups until `heal`. `Clock` is a node's own clock, wrong by an offset and a drift.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ UNIX_EPOCH = 1_750_000_000.0
 
 @dataclass(order=True, slots=True)
 class SimulatedTimer:
-    """One call that is to happen; ordered by time, then by the order in which it was asked for."""
+    """A scheduled call; ordered by time, then by the order of scheduling."""
 
     at: float
     sequence: int
     call: Callable[[], object] | None = field(compare=False)
 
     def cancel(self) -> None:
-        """The call will not happen; harmless if it has."""
+        """Cancel the call; has no effect after the call."""
         self.call = None
 
 
 class Simulation:
-    """The virtual clock, the queue of calls, and the one source of chance."""
+    """The virtual clock, the queue of calls, and the only source of randomness."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -70,7 +70,7 @@ class Simulation:
         return self.call_at(self.now + delay, call)
 
     def call_every(self, period: float, call: Callable[[], bool], jitter: float = 0.0) -> None:
-        """Call about every ``period`` seconds, first at a random point of one, until it returns False."""
+        """Call about every ``period`` seconds, first at a random point of one, until ``call`` returns False."""
 
         def repeat() -> None:
             if call():
@@ -79,7 +79,7 @@ class Simulation:
         self.call_after(period * self.rng.random(), repeat)
 
     def at_most_every(self, seconds: float, ask: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns a question for `run_until` that passes on to ``ask``, a slow one, no more often than that."""
+        """Return a `run_until` condition that evaluates ``ask``, a slow one, at most once in ``seconds``."""
         next_at = self.now
 
         def question() -> bool:
@@ -92,18 +92,18 @@ class Simulation:
         return question
 
     def record(self, *parts: bytes) -> None:
-        """Take something that happened into the trace, with its time."""
+        """Add an event and its time to the trace."""
         self._trace.update(repr(self.now).encode())
         for part in parts:
             self._trace.update(len(part).to_bytes(4, "big") + part)
 
     @property
     def trace(self) -> str:
-        """Hex of the hash of everything that was recorded; equal for equal runs."""
+        """Return the hex hash of all recorded events; equal for equal runs."""
         return self._trace.hexdigest()
 
     def run_until(self, end: float, done: Callable[[], bool] | None = None) -> bool:
-        """Let everything happen up to virtual second ``end``, or until ``done()`` (asked after each call).
+        """Run all calls up to virtual second ``end``, or until ``done()`` is true (evaluated after each call).
 
         Returns whether ``done()`` was reached; without ``done``, False.
         """
@@ -121,14 +121,14 @@ class Simulation:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one node has sent, lost messages included."""
+    """The messages that one node has sent, lost ones included."""
 
     messages: int = 0
     num_bytes: int = 0
 
 
 class Network:
-    """Datagrams between nodes that are named by bytes (in farandole, public keys)."""
+    """A network for datagrams between nodes that are named by bytes (in farandole, public keys)."""
 
     def __init__(
         self,
@@ -140,7 +140,8 @@ class Network:
     ) -> None:
         """``latency``: seconds, drawn for each message. ``loss`` and ``duplicates`` are shares of the messages.
 
-        ``ordered``: what one node sends another arrives in order, as over one stream; else each takes its own time.
+        ``ordered``: messages from one node to another arrive in order, as over one stream; otherwise delays are
+        independent.
         """
         self.simulation = simulation
         self.latency = latency
@@ -155,29 +156,29 @@ class Network:
         self._arrives_at: dict[tuple[bytes, bytes], float] = {}
 
     def attach(self, node: bytes, receive: Receive) -> None:
-        """The node lives from now on, and gets its messages through ``receive``."""
+        """Start the node's life; ``receive`` gets its messages."""
         self._receivers[node] = receive
         self._lives[node] = self._lives.get(node, 0) + 1
         self.traffic.setdefault(node, Traffic())
 
     def kill(self, node: bytes) -> None:
-        """The node is gone at once; what is on its way to it or from it never arrives. Its timers are its owner's."""
+        """End the node's life at once; messages on the way are lost. The owner must cancel the node's timers."""
         self._receivers.pop(node, None)
 
     def is_alive(self, node: bytes) -> bool:
-        """Whether the node is attached."""
+        """Return whether the node is attached."""
         return node in self._receivers
 
     def partition(self, groups: Iterable[Iterable[bytes]]) -> None:
-        """Only nodes of one group hear each other; nodes in no group make a group of their own together."""
+        """Let only nodes of one group hear each other; nodes in no group form a group of their own together."""
         self._group_of = {node: index for index, group in enumerate(groups) for node in group}
 
     def heal(self) -> None:
-        """Everybody hears everybody again."""
+        """Undo `partition`: all nodes hear each other again."""
         self._group_of = {}
 
     def can_hear(self, source: bytes, destination: bytes) -> bool:
-        """Whether both live, on one side of every partition."""
+        """Return whether both nodes live, on one side of every partition."""
         return (
             source in self._receivers
             and destination in self._receivers
@@ -185,9 +186,9 @@ class Network:
         )
 
     def send(self, source: bytes, destination: bytes, payload: bytes, is_stream: bool = False) -> None:
-        """Send; nobody tells the sender whether it arrives.
+        """Send a message, without any notice of delivery to the sender.
 
-        ``is_stream``: as on a stream, what is lost is sent again after a while; so loss is delay, mostly.
+        ``is_stream``: lost messages are sent again after a while, as on a stream; so loss mostly becomes delay.
         """
         traffic = self.traffic.setdefault(source, Traffic())
         traffic.messages += 1
@@ -199,7 +200,7 @@ class Network:
                 return
         if not self.can_hear(source, destination):
             return
-        # RFC 6298: the time-out doubles with each
+        # RFC 6298: the timeout doubles with each.
         delay = RETRANSMISSION_SECONDS * (2**num_lost - 1)
         copies = 2 if not is_stream and self._rng.random() < self.duplicates else 1
         lives = (self._lives[source], self._lives[destination])
@@ -211,7 +212,7 @@ class Network:
             self.simulation.call_at(at, lambda: self._deliver(source, destination, payload, lives))
 
     def _deliver(self, source: bytes, destination: bytes, payload: bytes, lives: tuple[int, int]) -> None:
-        """Hand over what arrives, if both are still in the life in which it was sent."""
+        """Deliver a message, if both nodes are still in the life in which it was sent."""
         if not self.can_hear(source, destination) or lives != (self._lives[source], self._lives[destination]):
             return
         self.simulation.record(source, destination, hashlib.sha256(payload).digest())
@@ -228,9 +229,9 @@ class Clock:
         self.drift = drift
 
     def monotonic(self) -> float:
-        """Seconds since the simulation began, as this node counts them."""
+        """Return the seconds since the simulation began, by this node's clock."""
         return self._simulation.now * (1.0 + self.drift)
 
     def unix(self) -> float:
-        """What this node takes for Unix time."""
+        """Return the Unix time by this node's clock."""
         return UNIX_EPOCH + self.monotonic() + self.offset

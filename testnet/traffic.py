@@ -1,4 +1,4 @@
-"""What runs send and need: the figures of ``docs/faq.md``, computed from codecs, presets and the planner."""
+"""The traffic and needs of runs: the figures of ``docs/faq.md``, computed from codecs, presets and the planner."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROUND_SECONDS: Final = 60
 
 
 def contribution_bytes(model: str, codec: str) -> int:
-    """Of one exchange, one way: a preset's whole parameters in a codec."""
+    """Return the bytes of one exchange, one way: a preset's whole parameters in a codec."""
     return encoded_bytes(codec, num_parameters(preset(model)))
 
 
 def traffic_table() -> str:
-    """A row for each preset: what one exchange sends, what rounds of a minute make of it, one way, and the line."""
+    """Return a row for each preset: an exchange, an hour of rounds of a minute, both one way, and the line needed."""
     heads = "".join(f" {codec} |" for codec in CODECS)
     lines = [f"| model |{heads} in an hour, int8 | Mbit/s needed, int8 |", "|---" * (len(CODECS) + 3) + "|"]
     for model in PRESETS:
@@ -34,7 +34,7 @@ def traffic_table() -> str:
 
 
 def needs_table() -> str:
-    """A row for each preset: what members need, with the settings that suit a line of 20 Mbit/s."""
+    """Return a row for each preset: a member's needs, with the settings that suit a line of 20 Mbit/s."""
     lines = [
         "| model | memory, on the CPU | GPU's memory | memory beside it | disk | a newcomer downloads |",
         "|---" * 6 + "|",
@@ -47,6 +47,6 @@ def needs_table() -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Three digits, as people say them."""
+    """Format a size with three digits and a unit."""
     power = next(power for power in (1, 2, 3) if power == 3 or num_bytes < 999.5 * 1_000**power)
     return f"{num_bytes / 1_000**power:#.3g}".rstrip(".") + " " + ("kB", "MB", "GB")[power - 1]

@@ -1,4 +1,4 @@
-"""Stages that nobody holds: when that was, and for how long."""
+"""Stages without a provider: when, and for how long."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Vacancies:
-    """Fed with the stages whose trainers run; a stage counts from the first time that it is held."""
+    """Tracks the stages whose trainers run; a stage counts from its first provider on."""
 
     seconds: dict[int, float] = field(default_factory=dict)
-    """The longest that each stage was held by nobody, as far as it is over."""
+    """The longest completed time without a provider, by stage."""
     _held: set[int] = field(default_factory=set)
     _empty_since: dict[int, float] = field(default_factory=dict)
 
     def observe(self, held: Collection[int], now: float) -> list[str]:
-        """What is new, in words."""
+        """Record which stages are held, and return a line for each change."""
         news = []
         for stage in sorted(self._held.difference(held, self._empty_since)):
             self._empty_since[stage] = now
@@ -29,7 +29,7 @@ class Vacancies:
         return news
 
     def problems(self, limit: float, now: float) -> list[str]:
-        """Stages that were, or have been, empty for too long."""
+        """Return stages that were, or have been, without a provider for too long."""
         longest = {**self.seconds}
         for stage, since in self._empty_since.items():
             longest[stage] = max(now - since, longest.get(stage, 0.0))

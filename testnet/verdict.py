@@ -1,4 +1,4 @@
-"""What a play came to, in words."""
+"""The result of a play, in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .report import PlayReport
 
 
 def course_lines(report: PlayReport) -> Iterator[str]:
-    """What was trained and exchanged, and over which links."""
+    """Yield lines on training, exchanges, and links."""
     exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
     yield (
         f"{len(report.nodes)} nodes, {count(report.tokens)} tokens in {duration(report.seconds)} "
@@ -29,13 +29,13 @@ def course_lines(report: PlayReport) -> Iterator[str]:
         yield f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths}"
     if any(node.home for node in report.nodes):
         links = Counter(path for node in report.nodes for path in node.links.values())
-        # Each has two ends, which at that moment may not have said the same of it.
+        # The two ends of a link may have reported different paths at that moment.
         ways = ", ".join(f"{(number + 1) // 2} {path}" for path, number in sorted(links.items()))
         yield f"links between homes: {ways or 'none'}"
 
 
 def stage_lines(report: PlayReport) -> Iterator[str]:
-    """One line a stage."""
+    """Yield one line per stage."""
     for stage in report.stages:
         busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
         yield (

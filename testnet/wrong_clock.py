@@ -1,7 +1,7 @@
-"""Clocks that are wrong, by libfaketime: a library that is loaded before libc and answers what time it is.
+"""Wrong clocks, by libfaketime: a library that is loaded before libc and replaces its clock functions.
 
 The time of day comes from a file in the node's folder, read once a second at most, so a clock can be set while its node
-runs. Monotonic clocks are left as they are: on a real machine, too, setting the clock moves no time-out.
+runs. Monotonic clocks are unchanged: on a real machine, too, setting the clock moves no timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NoFaketimeError(FarandoleError):
 
 
 def library() -> Path:
-    """Where libfaketime is; `NoFaketimeError` says how to get it."""
+    """Return the path of libfaketime; `NoFaketimeError` says how to install it."""
     for folder in _FOLDERS:
         for name in _NAMES:
             for found in (*Path(folder).glob(f"faketime/{name}"), *Path(folder).glob(f"*/faketime/{name}")):
@@ -30,12 +30,12 @@ def library() -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """For a node whose clock is to be set, which is right at first. Raises `NoFaketimeError`."""
+    """Return the variables of a node whose clock can be set, and is right at first. Raises `NoFaketimeError`."""
     set_clock(home)
     return {
         "LD_PRELOAD": str(library()),
         "FAKETIME_TIMESTAMP_FILE": str(home / _FILE),
-        "FAKETIME_CACHE_DURATION": "1",  # else the file is opened at each call, a fifth of what a small node computes
+        "FAKETIME_CACHE_DURATION": "1",  # else the file is opened at each call, a fifth of a small node's CPU time
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "NO_FAKE_STAT": "1",
     }
@@ -47,4 +47,4 @@ def set_clock(home: Path, offset: float = 0.0, drift: float = 0.0) -> None:
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     new = home / f"{_FILE}.new"
     new.write_text(f"{offset:+f}{speed}\n")
-    new.replace(home / _FILE)  # in one step: somebody may be reading it
+    new.replace(home / _FILE)  # atomic: the node may be reading it

@@ -1,8 +1,8 @@
-"""How long tests wait."""
+"""Timeouts of tests."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# For what should happen soon, in seconds: a hang takes longer, and nothing else does, on a machine as busy as can be.
+# Seconds for anything that should happen soon: only a hang takes longer, even on a very busy machine.
 PATIENCE: Final = 300.0

@@ -1,4 +1,4 @@
-"""The example that teaches NoLoCo runs, and averaging keeps its replicas together."""
+"""The example that teaches NoLoCo runs, and averaging keeps its replicas close to each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The folders stay at the top level; setuptools maps them. An unlisted package works when editable and is missing
-from the wheel, so the list is checked against the disk."""
+"""Packaging: folders stay at the top level, and setuptools maps them. An unlisted package works in an editable install
+and is missing from the wheel, so the list is compared with the disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Benchmarks and attack tools are no part of what a volunteer installs.
+# Benchmarks and attack tools are not part of what a volunteer installs.
 FROM_SOURCE_ALONE = {"farandole.testnet.bench", "farandole.testnet.zoo"}
-# What the image and releases are made of, with hashes; CUDA's apart.
+# Pinned packages, with hashes, of the image and of releases; CUDA's in a separate file.
 LOCKS = ("requirements.lock", "requirements-cuda.lock")
 
 
@@ -33,7 +33,7 @@ def test_every_package_on_disk_is_listed() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The contents of the wheel, built from a copy of the source: builds write into the folder of the source."""
+    """Return the contents of the wheel, built from a copy of the source: a build writes into the source folder."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -119,7 +119,7 @@ def test_the_image_is_built_of_all_that_the_package_needs() -> None:
 
 
 def pins(name: str) -> dict[str, str]:
-    """Package -> version."""
+    """Return package -> version."""
     found = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\n]+)", (ROOT / name).read_text(), re.MULTILINE)
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found}
 
@@ -140,5 +140,5 @@ def test_the_locks_hold_what_was_tested_with_hashes() -> None:
 
 
 def test_the_image_takes_no_package_from_two_indexes() -> None:
-    """Of two indexes pip takes the newer version, whoever put it there."""
+    """Given two indexes pip takes the newer version, from either of them, so an attacker could upload one."""
     assert "extra-index-url" not in (ROOT / "Dockerfile").read_text().lower()

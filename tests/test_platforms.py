@@ -1,4 +1,4 @@
-"""What only some systems have is used in `farandole.node.base.system` alone, which has a substitute for it."""
+"""Features of only some systems are used only in `farandole.node.base.system`, which has a substitute for each."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ NAMES: Final = {
     "trio": {"open_unix_socket"},
     "faulthandler": {"register"},
 }
-ARGUMENTS: Final = {"group", "pass_fds", "preexec_fn", "start_new_session", "umask", "user"}  # of processes
+ARGUMENTS: Final = {"group", "pass_fds", "preexec_fn", "start_new_session", "umask", "user"}  # of process calls
 CALLS: Final = {"Popen", "call", "check_call", "check_output", "open_process", "run", "run_process"}
 FOLDERS: Final = ("/bin", "/dev", "/etc", "/proc", "/sbin", "/sys", "/tmp", "/usr", "/var")
 
-# Where it may be, and why nothing stands in for it there.
+# Where else such features are allowed, and why no substitute is needed.
 EXEMPT: Final = {
     "node/base/system": "the one place of a node",
     "testnet/groups.py": "the one place of a testnet",
@@ -90,7 +90,7 @@ def _uses(tree: ast.AST) -> Iterator[str]:
 
 
 def uses_of(path: Path) -> set[str]:
-    """What a file uses that only some systems have."""
+    """Return the features of a file that only some systems have."""
     return set(_uses(ast.parse(path.read_text(encoding="utf-8"))))
 
 

@@ -1,4 +1,4 @@
-"""A file as blocks of one size with a hash each: what a checkpoint is proved by, and how it moves between nodes."""
+"""A file as blocks of one size with a hash each, for verifying a checkpoint and for moving it between nodes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from farandole.protocol.blocks import BLOCK_BYTES, HASH_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What is in a file."""
+    """The size and the block hashes of a file."""
 
     size: int
     """Bytes."""
     hashes: bytes
-    """SHA-256 of each `BLOCK_BYTES` of it, one after the other; the last block may be shorter."""
+    """SHA-256 of each block of `BLOCK_BYTES`, concatenated; the last block may be shorter."""
 
 
 class BlockHasher:
-    """Hashes a file's bytes in their order."""
+    """A hasher of a file's blocks; bytes are added in order."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -28,7 +28,7 @@ class BlockHasher:
         self._block = hashlib.sha256()
 
     def update(self, data: memoryview) -> None:
-        """The next bytes, (n,) of one byte each."""
+        """Add the next bytes, (n,) of one byte each."""
         while data:
             room = BLOCK_BYTES - self._size % BLOCK_BYTES
             piece, data = data[:room], data[room:]
@@ -39,13 +39,13 @@ class BlockHasher:
                 self._block = hashlib.sha256()
 
     def content(self) -> Content:
-        """Of all bytes so far."""
+        """Return the content of all bytes added."""
         rest = self._block.digest() if self._size % BLOCK_BYTES else b""
         return Content(self._size, bytes(self._hashes) + rest)
 
 
 def content_of(path: Path) -> Content:
-    """Of a file, which is read once; raises `OSError`."""
+    """Return the content of a file, which is read once; raises `OSError`."""
     hasher, buffer = BlockHasher(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_read := file.readinto(buffer):
@@ -54,7 +54,7 @@ def content_of(path: Path) -> Content:
 
 
 def first_difference(content: Content, hashes: bytes) -> int | None:
-    """Index of the first block that is not as ``hashes`` has it, None if all are."""
+    """Return the index of the first block that differs from ``hashes``; None if all blocks match."""
     if content.hashes == hashes:
         return None
     starts = range(0, max(len(content.hashes), len(hashes)), HASH_BYTES)

@@ -1,4 +1,4 @@
-"""How a tensor travels: as fp32, bf16, fp16, in blocks of int8 or int4, or in part. Its length gives its size.
+"""Codecs for tensors on the wire: fp32, bf16, fp16, blocks of int8 or int4, or topk. The length determines the size.
 
     fp32   4 bytes an element, exact
     bf16   2 bytes an element, |x - decoded| <= 2^-8 |x| for normal numbers (rounded to the nearest)
@@ -12,9 +12,9 @@
 
 Bytes are little-endian. Encoding is deterministic, and decoding uses exact operations only, so both partners decode
 the same numbers from the same bytes on any machine. int8 of the weights lost nothing against fp32 in measurements of
-NoLoCo (BENCHMARKS.md), at a quarter of the traffic. int4's error is larger than a round's progress, so that without
-error feedback (`Replica`) progress is rounded away. Values that are not finite, or so large that rounding might make
-them so, are refused on both ends.
+NoLoCo (BENCHMARKS.md), at a quarter of the traffic. int4's error is larger than a round's progress; a replica's own
+progress survives it, because own contributions stay exact (`farandole.training.outer_state`). Values that are not
+finite, or so large that rounding might make them so, are refused on both ends.
 
 What other codecs cost, and why they were rejected, is in docs/decisions.md. topk is for the slowest links: where
 int8, or half of the weights in int8 twice as often, fits the connection, these learn more.
@@ -45,19 +45,19 @@ Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 
 class Form(Protocol):
-    """How a codec lays out numbers in bytes. Tensors of one call are on one device."""
+    """A codec's layout of numbers in bytes. All tensors of one call are on the same device."""
 
     def size(self, num_elements: int) -> int:
-        """Bytes that so many elements take; those of a multiple of a block do not depend on what follows."""
+        """Return the bytes that ``num_elements`` take; whole blocks' bytes do not depend on the elements after them."""
 
     def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
-        """Write ``values`` (n,) fp32 into ``out`` (size(n),) uint8; topk needs to know what was ``last`` sent (n,).
+        """Write ``values`` (n,) fp32 into ``out`` (size(n),) uint8; topk needs the values sent ``last`` (n,).
 
         Raises `CodecError` if a value is not finite, or too large.
         """
 
     def decode(self, data: Tensor, values: Tensor) -> None:
-        """Read ``data`` (size(n),) uint8 into ``values`` (n,) fp32, which keep what topk did not send.
+        """Read ``data`` (size(n),) uint8 into ``values`` (n,) fp32; elements that topk did not send keep their values.
 
         Raises `CodecError` if a value is not finite.
         """
@@ -65,7 +65,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """Numbers of a floating-point type of PyTorch's."""
+    """A form with one PyTorch floating-point number per element."""
 
     name: str
     dtype: torch.dtype
@@ -86,8 +86,8 @@ class _Plain:
 
 
 def _is_within(values: Tensor, limit: float) -> bool:
-    """Whether no value (n,) is larger than ``limit``, or NaN."""
-    # One pass without temporaries: a sum of squares shows at once that all are far from fp32's end, as they always are.
+    """Return whether no value (n,) is NaN or exceeds ``limit`` in magnitude."""
+    # One pass without temporaries: in practice the sum of squares shows that all values are far below the limit.
     if float(values @ values) <= min(limit * limit, 2.0**127):
         return True
     return bool((values.abs() <= limit).all())
@@ -95,7 +95,7 @@ def _is_within(values: Tensor, limit: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Integers in -levels..levels, times a scale that each block of elements has."""
+    """A form with integers in -levels..levels, times one scale per block of elements."""
 
     layout: CodecSize
     levels: int
@@ -123,7 +123,7 @@ class _Blocks:
             out[self.size(whole) :].copy_(row[0, : len(out) - self.size(whole)])
 
     def _encode_blocks(self, blocks: Tensor, rows: Tensor) -> None:
-        """``blocks`` (b, length) into ``rows`` (b, bytes of a block)."""
+        """Encode ``blocks`` (b, length) into ``rows`` (b, bytes of a block)."""
         largest = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())  # (b, 1)
         if not bool((largest <= MAX_MAGNITUDE).all()):  # false for NaN as well
             raise CodecError("a value to be sent is not finite, or too large for blocks")
@@ -150,7 +150,7 @@ class _Blocks:
             values[whole:].copy_(block[0, : len(values) - whole])
 
     def _decode_blocks(self, rows: Tensor, blocks: Tensor) -> None:
-        """``rows`` (b, bytes of a block) into ``blocks`` (b, length)."""
+        """Decode ``rows`` (b, bytes of a block) into ``blocks`` (b, length)."""
         scales = rows[:, :SCALE_BYTES].contiguous().view(torch.float32)  # (b, 1)
         if not bool(((scales >= MIN_SCALE) & (scales <= MAX_MAGNITUDE / self.levels * 2)).all()):
             raise CodecError("a scale received is not a finite positive number")
@@ -170,11 +170,11 @@ _FORMS: dict[str, Form] = {
     "int8": _Blocks(SIZES["int8"], 127),
     "int4": _Blocks(SIZES["int4"], 7),
 }
-CODECS = tuple(_FORMS)  # those that send every element; and there is topk
+CODECS = tuple(_FORMS)  # codecs that send every element; topk sends a part
 
 
 def form_of(codec: str, topk: int = DEFAULT_TOPK) -> Form:
-    """Raises `CodecError` if there is no codec of this name."""
+    """Return the form of a codec; raises `CodecError` if there is no codec of this name."""
     if codec == "topk":
         return TopK(topk)
     try:
@@ -184,25 +184,26 @@ def form_of(codec: str, topk: int = DEFAULT_TOPK) -> Form:
 
 
 def encoded_size(codec: str, num_elements: int) -> int:
-    """Bytes that ``num_elements`` fp32 numbers take."""
+    """Return the bytes that ``num_elements`` fp32 numbers take."""
     return form_of(codec).size(num_elements)
 
 
 def slices(num_elements: int) -> Iterator[slice]:
-    """A vector of so many elements in the parts that are encoded and decoded at a time; each but the last is of whole
-    blocks, so that it has bytes of its own: `bytes_of`.
+    """Split a vector of ``num_elements`` into the parts that are encoded and decoded at a time.
+
+    Each part except the last consists of whole blocks, so that its bytes (`bytes_of`) are separate.
     """
     for start in range(0, num_elements, _SLICE):
         yield slice(start, min(start + _SLICE, num_elements))
 
 
 def bytes_of(form: Form, part: slice) -> slice:
-    """Where in the bytes the elements of one of `slices` lie."""
+    """Return the byte range of a part yielded by `slices`."""
     return slice(form.size(part.start), form.size(part.stop))
 
 
 def bytes_to_fill(form: Form, num_elements: int, out: Buffer) -> Tensor:
-    """The start of the writable ``out`` that so many elements take: (bytes,) uint8, the same memory.
+    """Return the start of the writable ``out`` that ``num_elements`` take: (bytes,) uint8, the same memory.
 
     Raises `CodecError` if ``out`` is too small.
     """
@@ -213,12 +214,12 @@ def bytes_to_fill(form: Form, num_elements: int, out: Buffer) -> Tensor:
 
 
 def bytes_to_read(data: npt.NDArray[np.uint8]) -> Tensor:
-    """(bytes,) uint8, the same memory where PyTorch can use it: aligned, and writable."""
+    """Return ``data`` as (bytes,) uint8; the same memory if PyTorch can use it (aligned and writable), else a copy."""
     return torch.from_numpy(data if data.flags.writeable and not data.ctypes.data % 4 else data.copy())
 
 
 def check_length(form: Form, num_elements: int, num_bytes: int) -> None:
-    """Raises `CodecError` if so many bytes are not what so many elements take."""
+    """Raise `CodecError` if ``num_elements`` do not take exactly ``num_bytes``."""
     if num_bytes != form.size(num_elements):
         raise CodecError(f"{num_elements} elements take {form.size(num_elements)} bytes, not {num_bytes}")
 
@@ -236,9 +237,9 @@ def encode(codec: str, values: Tensor, out: Buffer) -> int:
 
 
 def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | str = "cpu") -> Tensor:
-    """The (n,) fp32 numbers that ``data`` holds, on ``device``.
+    """Return the (n,) fp32 numbers in ``data``, on ``device``.
 
-    Raises `CodecError` if ``data`` has another length than n elements take, or holds a value that is not finite.
+    Raises `CodecError` if the length of ``data`` is not the size of n elements, or a value is not finite.
     """
     form = form_of(codec)
     source = np.frombuffer(data, dtype=np.uint8)

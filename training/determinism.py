@@ -36,10 +36,10 @@ def build() -> str:
 
 
 def device_class(device: torch.device) -> str:
-    """Class of the processor, at most 48 characters: those of one class and `build` compute the same bits.
+    """Return the processor's class, at most 48 characters: processors of one class and `build` compute the same bits.
 
-    The vendor's family and model of it, as libraries choose their code by these, and PyTorch's vector instructions. Of
-    GPUs it was not measured: `farandole.protocol.audits` compares none.
+    It consists of the vendor's family and model, by which libraries choose their code, and PyTorch's vector
+    instructions. GPUs were not measured: `farandole.protocol.audits` compares none.
     """
     if device.type != "cpu":
         return f"{device.type} {torch.cuda.get_device_name(device)}"[:48]

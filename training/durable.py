@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever the machine stops."""
+"""Atomic and durable files: complete or absent, whenever the machine stops."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TEMPORARY_SUFFIX: Final = ".tmp"
 
 
 class WholeFile(FileIO):
-    """Without a buffer, and writes all that it is given."""
+    """An unbuffered file whose `write` writes all of its argument."""
 
     def write(self, data: Buffer) -> int:
-        """Returns its size in bytes. A disk that is almost full takes some of it first, and then refuses the rest."""
+        """Write all of ``data`` and return its size in bytes. A nearly full disk writes a part and refuses the rest."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         while rest:
@@ -32,12 +32,11 @@ class WholeFile(FileIO):
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[WholeFile]:
-    """A new file, which takes its place at ``path`` when the block ends, once it is on the disk for good.
+    """Yield a new file that replaces ``path`` when the block ends, once it is durable.
 
-    Until then it has a name that no other ever had. Where making it durable fails, it is given up: asked again, the
-    system may say that all is well, though what it could not write is lost (Rebello et al., "Can Applications Recover
-    from fsync Failures?", USENIX ATC 2020). Raises `OSError`. Then what was at ``path`` is there still; or the new
-    file, if the folder alone could not be made durable.
+    Until then it has a unique temporary name. If fsync fails, the file is discarded: a second fsync may succeed though
+    the unwritten data is lost (Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020).
+    Raises `OSError`. The old file is then still at ``path``; the new file is there if only the folder's fsync failed.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
     temporary = Path(name)
@@ -46,7 +45,7 @@ def replacing(path: Path) -> Iterator[WholeFile]:
             yield file
             sync_file(descriptor)
         temporary.replace(path)
-    except BaseException:  # whatever it is: half a file is of use to nobody
+    except BaseException:  # for any exception: half a file is useless
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
@@ -54,10 +53,10 @@ def replacing(path: Path) -> Iterator[WholeFile]:
 
 
 def sync_file(descriptor: int) -> None:
-    """Make what was written to it durable; raises `OSError`, after which it is not to be asked again.
+    """Make what was written to a file durable; raises `OSError`, after which it must not be called again for this file.
 
-    On macOS fsync is done when the drive has the data, which loses with its power what it has not written itself
-    (fsync(2) there); where the file system can tell it to, it is told.
+    On macOS fsync returns when the drive has the data, and the drive loses unwritten data with its power (fsync(2)
+    there). `F_FULLFSYNC` makes the drive write it, where the file system supports that.
     """
     if sys.platform == "darwin":
         import fcntl
@@ -73,9 +72,9 @@ def sync_file(descriptor: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed and removed in it durable; raises `OSError`.
+    """Make creations, renames and removals in a folder durable; raises `OSError`.
 
-    Windows lets nobody do so, and NTFS keeps a journal of it.
+    On Windows it does nothing: Windows does not support it, and NTFS has a journal.
     """
     if sys.platform == "win32":
         return

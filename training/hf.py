@@ -61,8 +61,8 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
 @torch.no_grad()
 def initialise_(module: nn.Module, seed: int, config: PreTrainedConfig) -> None:
     """Fill every parameter, matrices from a generator keyed with (seed, its name), as `_init_weights` of transformers
-    does by its own generator: standard deviation ``initializer_range``, and in GPT-2 over sqrt(2 layers) for those that
-    write into the residual stream.
+    does by its own generator: standard deviation ``initializer_range``, and in GPT-2 over sqrt(2 layers) for the ones
+    that write into the residual stream.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim == 1:

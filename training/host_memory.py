@@ -1,6 +1,6 @@
-"""How much memory this process can get, in all and now: of the machine, and of the control groups that it is in.
+"""The memory that this process can get, in total and now: from the machine, and from its control groups.
 
-A container's limit is a control group's: the kernel kills who goes beyond it, though the machine has plenty. Both
+A container's limit is a control group's: the kernel kills a process beyond it, even if the machine has plenty. Both
 versions of Linux' control groups are read (Documentation/admin-guide/cgroup-v1/memory.rst, cgroup-v2.rst), and of each
 the groups above, whose limits hold as well. Within a container its group is often mounted as if it were the root.
 """
@@ -18,7 +18,7 @@ _VERSION_2: Final = ("", "memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """What the system can give without swapping or killing; None where it does not say. It promises more than it has.
+    """Return the bytes available without swapping or killing; None if unknown. The system promises more than it has.
 
     ``root``: where ``proc`` and ``sys`` are.
     """
@@ -26,7 +26,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def total_bytes(root: Path = Path("/")) -> int | None:
-    """What this process could get at most, if nothing else ran; None where the system does not say."""
+    """Return the most bytes that this process could get if nothing else ran; None if unknown."""
     return min([*_of_machine(root, "MemTotal:"), *(limit for _, limit in _of_groups(root))], default=None)
 
 

@@ -1,29 +1,30 @@
-"""What activations and gradients from each neighbour look like, and which of them are unlike those before.
+"""Outlier detection for activations and gradients from neighbours, by statistics of earlier microbatches.
 
-A stage cannot know what a neighbour should have computed. What it has is what came before, and what other nodes of the
-same stage send (Sentinel, arXiv 2603.03592, keeps running means of activations and gradients and measures distances).
-Two numbers are kept of each microbatch, besides a few means by sender:
+A stage cannot know what a neighbour should have computed. It can compare with earlier microbatches and with what other
+nodes of the same stage send (Sentinel, arXiv 2603.03592, keeps running means of activations and gradients and measures
+distances). Two quantities are kept of each microbatch, in addition to a few means by sender:
 
-- its *level*, the logarithm of the mean norm of a token's activation. Of gradients, of the mean of |gradient| times
-  |activation|: that product varies a third to a half as much between microbatches, since layers after a norm scale
-  gradients by the inverse of the activation;
-- its *direction*, a vector whose cosine with the mean direction of earlier microbatches is near 1 if all is well, -1 if
-  the sign is reversed, and 0 for noise, whatever the norm. Of activations it is the mean of the tokens' vectors, and
-  their correlation with random projections of themselves.
+- its *level*, the logarithm of the mean norm of a token's activation. For gradients, it is the logarithm of the mean of
+  |gradient| times |activation|: this product varies a third to a half as much between microbatches, since layers after
+  a norm scale gradients by the inverse of the activation;
+- its *direction*, a vector whose cosine with the mean direction of earlier microbatches is near 1 for honest senders,
+  -1 if the sign is reversed, and 0 for noise, regardless of the norm. For activations it is the mean of the tokens'
+  vectors and their correlation with random projections of themselves.
 
-Of gradients the direction is the correlation of their signs with random projections of the activations that were sent.
-Their mean over all tokens would not do: it goes to zero as training proceeds, since a parameter could follow it, and
-its cosine falls to 0.1 standard deviations above zero. That of signs does not: most tokens are predicted well and have
-small gradients in a usual direction, a few have large ones in others. It stays 1 to 4 standard deviations above zero.
-One microbatch tells little and ten tell enough: evidence is summed by sender (CUSUM, Page 1954).
+For gradients the direction is the correlation of their signs with random projections of the activations that were sent.
+The gradients' mean over all tokens is not usable: it goes to zero as training proceeds, since a parameter could follow
+it, and its cosine falls to 0.1 standard deviations above zero. The cosine of signs stays 1 to 4 standard deviations
+above zero: most tokens are predicted well and have small gradients in a usual direction, and a few have large gradients
+in other directions. One microbatch gives little evidence and ten give enough, so evidence is summed by sender (CUSUM,
+Page 1954).
 
 **What an attacker can do.** It does not know the projections, which each node draws for itself. Outliers are not
-learned, and the expected direction is the median of the senders' where there are three or more, so a minority does not
-move it. A level within `SLACK` deviations of the usual, a factor of 1.5 at least, gives no evidence, and a sender that
-has nobody beside it may drift by that much every few microbatches, as honest ones do in the first inner steps. A few
-falsified microbatches in ten are not noticed if none is an outlier by itself. Of two senders who disagree from their
-first microbatch on, none is believed. Where the cosine of honest gradients is within half a deviation of zero, neither
-reversed gradients nor noise is noticed.
+learned, and with three or more senders the expected direction is the median of theirs, so a minority does not move it.
+A level within `SLACK` deviations of the usual (at least a factor of 1.5) gives no evidence. A sole sender may drift by
+this much every few microbatches, as honest senders do in the first inner steps. A few falsified microbatches in ten are
+not detected if none is an outlier by itself. If two senders disagree from their first microbatch on, neither is
+trusted. Where the cosine of honest gradients is within half a deviation of zero, neither reversed gradients nor noise
+is detected.
 """
 
 from __future__ import annotations
@@ -40,40 +41,41 @@ from torch.linalg import vector_norm
 
 # Random directions onto which activations are projected: 32 detect hardly more than 8, and cost four times as much.
 NUM_PROJECTIONS: Final = 8
-# Of the mean, in the direction of activations: a reversed sign turns it, and leaves their correlation with themselves.
+# Weight of the mean in the direction of activations: a reversed sign flips the mean, but not their self-correlation.
 MEAN_WEIGHT: Final = math.sqrt(3.0)
-# Senders whose directions are kept, the newest ones: as many as the next hops of a node.
+# Number of senders whose directions are kept, the most recent ones: as many as a node has next hops.
 MAX_SENDERS: Final = 8
-# Microbatches by which the usual is known.
+# Microbatches after which the usual values are known.
 NUM_WARM: Final = 16
 # Microbatches of a sender after which its direction counts.
 MIN_KNOWN: Final = 8
-# The level is compared with the median of the newest ones: a third of them may be hostile, and the level may change
-# by a factor of e in 100 microbatches, as it does in the first inner steps.
+# The level is compared with the median of this number of recent levels: a third of them may be hostile, and the level
+# may change by a factor of e in 100 microbatches, as it does in the first inner steps.
 NUM_LEVELS: Final = 16
-# Of the running mean of a sender's direction: its newest 20 microbatches. Of the usual cosine and the deviations: the
-# newest 50, so that what is falsified and not noticed yet moves them little.
+# Rate of the running mean of a sender's direction (its newest 20 microbatches), and rate of the usual cosine and the
+# deviations (the newest 50, so that falsified microbatches that are not detected yet move them little).
 RATE: Final = 0.05
 SLOW_RATE: Final = 0.02
 # Least standard deviations of level and cosine: replicas of a stage differ by this much between outer steps.
 LEAST_LEVEL: Final = 0.2
 LEAST_COSINE: Final = 0.1
-# What is an outlier at once: e^3 = 20 times as large or as small (the gradients of an unsteady model are 5 times so
-# now and then), or a cosine below zero that is so many standard deviations from the usual. What is learned.
+# An outlier by itself: e^3 = 20 times larger or smaller than usual (the gradients of an unstable model occasionally
+# differ by a factor of 5), or a cosine below zero and `OUTLIER_COSINE` standard deviations from the usual. A microbatch
+# below `USUAL` deviations is learned.
 OUTLIER_LEVEL: Final = 3.0
 OUTLIER_COSINE: Final = 8.0
 USUAL: Final = 2.5
-# Deviations are summed, by sender, as far as they exceed a slack: half of those that noise (its cosine is 0) and a
-# level of three times the usual would have, within these limits. From `MAX_SUMS` on (larger, smaller, turned ones)
-# all that comes is an outlier: the level of honest gradients wanders for longer than their direction.
+# Deviations are summed, by sender, as far as they exceed a slack: half of the deviation that noise (its cosine is 0) or
+# a level of three times the usual would have, within these limits. Once a sum reaches `MAX_SUMS` (larger, smaller,
+# turned), all microbatches are outliers: the level of honest gradients wanders for longer than their direction.
 SLACK: Final = (0.5, 2.0)
 SMALL_LEVEL: Final = math.log(3.0)
 MAX_DEVIATION: Final = 4.0
-# A usual cosine within half a deviation of zero tells nothing of the direction, so no evidence is summed.
+# A usual cosine within half a deviation of zero gives no information on the direction, so no evidence is summed.
 LEAST_SIGNAL: Final = 0.5
 MAX_SUMS: Final = (32.0, 32.0, 16.0)
-# After so many outliers, and nothing else, this node begins anew: there is no other sender to compare with. A sender
-# that is avoided after three of them, for longer each time, has been so for two and a half minutes.
+# After this number of consecutive outliers the statistics are reset: there is no other sender to compare with. A sender
+# that is avoided after three of them, for longer each time, has then been avoided for two and a half minutes.
 MAX_REFUSED: Final = 12
 _TINY: Final = 1e-30
 
@@ -83,17 +85,17 @@ _FAULTS: Final = ("are larger than usual", "are smaller than usual", "point else
 
 @dataclass(slots=True)
 class _Sender:
-    """What is known of one peer."""
+    """The statistics of one sender."""
 
     num_known: int = 0
     direction: Tensor = field(default_factory=lambda: torch.zeros(0))
     """Running mean of its microbatches' directions."""
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Evidence, for each of `_FAULTS`, in shares of `MAX_SUMS`."""
+    """Evidence for each of `_FAULTS`, as a share of `MAX_SUMS`."""
 
 
 class UsualTraffic:
-    """What the microbatches of one kind look like, from all peers that send them."""
+    """The statistics of one kind of microbatches, from all peers that send them."""
 
     def __init__(self) -> None:
         self.num_resets = 0
@@ -109,7 +111,7 @@ class UsualTraffic:
         self._expected = torch.zeros(0)
 
     def judge(self, peer: bytes, level: float, direction: Tensor) -> str:
-        """Why a microbatch is an outlier; empty if it is not: then it is learned. ``direction`` has norm 1."""
+        """Return why a microbatch is an outlier, or an empty string and learn it. ``direction`` has norm 1."""
         if not self._num_seen:
             self._learn(self._sender(peer), level, direction)
             return ""
@@ -155,13 +157,13 @@ class UsualTraffic:
             sender.sums[fault] = min(max(sender.sums[fault] + excess / MAX_SUMS[fault], 0.0), 1.0)
 
     def _is_common(self, sender: _Sender) -> bool:
-        """Whether most senders deviate as this one does: then the model has changed."""
+        """Return whether most senders deviate as this one does, which means that the model has changed."""
         fault = sender.sums.index(max(sender.sums))
         num_alike = sum(other.sums[fault] >= 0.25 for other in self._senders.values())
         return len(self._senders) > 1 and 2 * num_alike > len(self._senders)
 
     def _note(self, distance: float, cosine: float, by_level: float, by_cosine: float) -> None:
-        """Running means of the cosine, and of absolute deviations (1.25 of which are a standard deviation)."""
+        """Update the means of the cosine and of absolute deviations (1.25 of which are a standard deviation)."""
         rate = max(SLOW_RATE, 1 / self._num_seen)
         self._cosine += rate * (cosine - self._cosine)
         off_level, off_cosine = min(abs(distance), USUAL * by_level), min(abs(cosine - self._cosine), USUAL * by_cosine)
@@ -179,7 +181,7 @@ class UsualTraffic:
             self._expected = self._expect()
 
     def _expect(self) -> Tensor:
-        """The direction of the next microbatch, of norm 1: the median of those of known senders."""
+        """Return the expected direction of the next microbatch, of norm 1: the median over known senders."""
         first = [sender for sender in self._senders.values() if sender.num_known]
         known = [sender for sender in first if sender.num_known >= MIN_KNOWN] or first
         directions = torch.stack([_unit(sender.direction) for sender in known])
@@ -187,39 +189,42 @@ class UsualTraffic:
 
 
 class LinkStatistics:
-    """Judges what comes over a node's links. ``width``: of activations; ``generator`` draws the projections."""
+    """Judge of a node's incoming activations and gradients.
+
+    ``width`` is the activations' width; ``generator`` draws the projections.
+    """
 
     def __init__(self, width: int, device: torch.device, generator: torch.Generator | None = None) -> None:
         if generator is None:
             generator = torch.Generator()
-            generator.seed()  # of the operating system
+            generator.seed()  # seed from the operating system
         projections = torch.randn(width, NUM_PROJECTIONS, generator=generator) / math.sqrt(width)
         self._projections = projections.to(device)
         self.usual: dict[Kind, UsualTraffic] = {"activations": UsualTraffic(), "gradients": UsualTraffic()}
 
     def mark(self, activations: Tensor) -> Tensor:
-        """What is kept of activations (B, T, C) until their gradient comes.
+        """Return what is kept of activations (B, T, C) until their gradient arrives.
 
-        (B T, 1 + P): the norm of each token's, and their random projections divided by it.
+        It is (B T, 1 + P): the norm of each token's activation, and its random projections divided by the norm.
         """
         tokens = activations.detach().flatten(0, -2)
         norms = _norms(tokens)
         return torch.cat((norms, tokens @ self._projections / norms), 1)
 
     def judge_activations(self, peer: bytes, activations: Tensor) -> str:
-        """Why activations (B, T, C) are outliers; empty if they are not."""
+        """Return why activations (B, T, C) are outliers; empty if they are not."""
         tokens = activations.detach().flatten(0, -2)
         norms = _norms(tokens)
         weights = torch.cat((torch.ones_like(norms), tokens @ self._projections / norms), 1) / norms
         return self._judge("activations", peer, norms.mean(), weights.T @ tokens)
 
     def judge_gradient(self, peer: bytes, gradient: Tensor, mark: Tensor) -> str:
-        """Why the gradient (B, T, C) of activations with this mark is an outlier; empty if it is not."""
+        """Return why the gradient (B, T, C) of activations with this mark is an outlier; empty if it is not."""
         tokens = gradient.detach().flatten(0, -2)
         return self._judge("gradients", peer, (mark[:, :1] * _norms(tokens)).mean(), mark[:, 1:].T @ tokens.sign())
 
     def _judge(self, kind: Kind, peer: bytes, mean_norm: Tensor, sums: Tensor) -> str:
-        """``sums``: P rows of C numbers; where there is one more, the first is the mean."""
+        """Judge by ``sums``: P rows of C numbers; if there are P + 1 rows, the first is the mean."""
         numbers = torch.cat((mean_norm[None], sums.flatten())).float().cpu()
         split = (len(sums) - NUM_PROJECTIONS) * sums.size(1)
         mean, correlation = (_unit(part) for part in numbers[1:].split([split, len(numbers) - 1 - split]))
@@ -229,7 +234,7 @@ class LinkStatistics:
 
 
 def _norms(tokens: Tensor) -> Tensor:
-    """(N, 1) for (N, C), none of them zero."""
+    """Return the norms (N, 1) of vectors (N, C), none of them zero."""
     norms: Tensor = vector_norm(tokens.detach(), dim=1, keepdim=True)
     return norms.clamp_min(_TINY)
 

@@ -1,7 +1,7 @@
 """How long the parts of a model take on this machine: one microbatch forward and backward, as a stage computes it.
 
-For whoever makes a run, to cut its model by (`farandole.protocol.cut`): multiplications can be counted, but a norm, a
-rotary embedding or a loss over a large vocabulary takes more time than it has of them, on each device in its own way.
+A run's creator cuts the model by these times (`farandole.protocol.cut`). Multiplications can be counted, but a norm, a
+rotary embedding or a loss over a large vocabulary takes more time than their count suggests, depending on the device.
 
 One part is in memory at a time, a layer or both ends, so a model can be measured that no device holds. All layers of a
 model are of one kind and shape (`farandole.protocol.parts`), so one of them is timed for all. What happens once an
@@ -26,7 +26,7 @@ from .stages import as_stage, build_module
 
 # The first calls choose kernels and get memory from the system.
 NUM_WARM_UPS = 2
-# Of so many the median counts: whatever else the machine does falls into some of them.
+# Number of measurements whose median is taken: other work of the machine affects some of them.
 NUM_REPEATS = 7
 # Of the weights: what they are does not matter.
 _SEED = 0
@@ -47,7 +47,7 @@ def measure(
 
 
 def layer_seconds(module: nn.Module, model: ModelConfig, pipeline: PipelineConfig, device: Device) -> float:
-    """Of one microbatch through the layers of a `StageModule`, and its gradient back."""
+    """Return the seconds of one microbatch through the layers of a `StageModule`, forward and backward."""
     stage = as_stage(_prepared(module, device))
     shape = (pipeline.microbatch_size, model.context, model.width)
     x = torch.randn(shape, device=device.torch_device, requires_grad=True)
@@ -60,7 +60,7 @@ def layer_seconds(module: nn.Module, model: ModelConfig, pipeline: PipelineConfi
 
 
 def ends_seconds(module: nn.Module, model: ModelConfig, pipeline: PipelineConfig, device: Device) -> float:
-    """Of one microbatch through a `StageModule`'s embedding, head and loss, and the gradients of both back."""
+    """Return the seconds of one microbatch through a `StageModule`'s embedding, head and loss, forward and backward."""
     stage = as_stage(_prepared(module, device))
     shape = (pipeline.microbatch_size, model.context, model.width)
     tokens = torch.randint(model.vocabulary, (shape[0], shape[1] + 1), device=device.torch_device)
@@ -111,7 +111,7 @@ def _median_seconds(work: Callable[[], None], device: Device) -> float:
 
 
 def _wait_for(device: Device) -> None:
-    """Until it has computed what it was given."""
+    """Wait until the device has finished its queued work."""
     match device.torch_device.type:
         case "cuda":
             torch.cuda.synchronize(device.torch_device)

@@ -18,7 +18,7 @@ _WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory for what was tried: smaller tensors might do."""
+    """Return whether an operation failed for lack of memory: smaller tensors might fit."""
     match error:
         case MemoryError() | torch.cuda.OutOfMemoryError():
             return True

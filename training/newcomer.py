@@ -1,6 +1,6 @@
-"""Whether a peer's weights are fit to go on from: judged by what a newcomer knows itself, before its first round.
+"""Judge whether a peer's weights are fit to continue from, by what a newcomer knows itself before its first round.
 
-A newcomer has no history with any peer, so it has no yardstick but weights of its own. The run's initial weights follow
+A newcomer has no history with any peer, so it can compare only with its own weights. The run's initial weights follow
 from the manifest, so every node has them: weights that have learnt anything have a smaller loss on held-out text. A
 node that was away has its last checkpoint as well. Both are liars' best cases: what passes is at most as bad as a fresh
 start, or a little worse than what the node has, and costs the node alone some rounds.
@@ -22,21 +22,21 @@ from farandole.protocol.vectors import OPTIMIZER_VECTORS
 from .engine import Engine
 from .errors import DataError
 
-# Held-out batches: the same ones for all that is compared, so few are enough to tell noise from what has learnt.
+# Held-out batches: the same ones for all compared weights, so few are enough to distinguish noise from trained weights.
 JUDGED_BATCHES: Final = 2
 # By which share of the loss the weights may be worse than the initial ones, which the first steps of a run may be; and
 # than this node's own, which know its own text best. Of a smaller loss than LEAST_LOSS, in nats a token, of this.
 WORSE_THAN_INITIAL: Final = 0.05
 WORSE_THAN_OWN: Final = 0.25
 LEAST_LOSS: Final = 1.0
-# How many times larger than the initial weights the weights, and the outer rule's vectors, may be: those of trained
-# transformers are about ten times as large.
+# How many times larger than the initial weights the weights, and the outer rule's vectors, may be: the weights of
+# trained transformers are about ten times as large.
 MAX_GROWTH: Final = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """How good an engine's weights are."""
+    """The quality of an engine's weights."""
 
     loss: float | None
     """On held-out text, in nats a token; None: not known."""

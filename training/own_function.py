@@ -1,7 +1,7 @@
 """A run's own code, by name: imported only where the node's owner has installed it and allowed it. Imports no torch.
 
-A manifest comes from the network, and an import runs code. So a name counts only if it is one of those that the owner
-gave, to the letter, and it is looked up among what is installed (the trainer has no current folder on its path).
+A manifest comes from the network, and an import runs code. So a name is accepted only if the owner gave exactly this
+name, and it is looked up among installed packages (the trainer has no current folder on its path).
 """
 
 from __future__ import annotations

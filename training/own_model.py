@@ -6,8 +6,8 @@ The function is given a dict, the run's ``config`` with ``context`` and ``vocabu
 - `SectionedModel`, an object that makes the model's parts one by one. It trains whole, and can be cut into stages too.
 
 Each part is made while PyTorch draws from a generator keyed with the run's seed and the part's name, so that every node
-makes the same ones, and a stage the same as the whole. Whoever makes the run has the model tried once beforehand
-(`farandole.training.own_trial`); every node compares the parameters with those that the manifest states.
+makes the same ones, and a stage the same as the whole. The run's creator tries the model once beforehand
+(`farandole.training.own_trial`); every node compares the parameters with the manifest's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ends(Protocol):
 
 @runtime_checkable
 class SectionedModel(Protocol):
-    """How a model is made part by part. All layers are of one kind: their parameters have the same names and shapes."""
+    """A maker of a model's parts. All layers are of one kind: their parameters have the same names and shapes."""
 
     width: int
     """C, of what goes from layer to layer."""
@@ -107,7 +107,7 @@ def build_own_model(
 def call(
     maker: Maker, config: Mapping[str, Any], context: int, vocabulary: int, seed: int
 ) -> nn.Module | SectionedModel:
-    """What the function makes of the run's settings; raises `TrainingError` if it is neither of the two."""
+    """Call the function with the run's settings; raises `TrainingError` if its result is neither of the two types."""
     made = make_part(lambda: maker({**config, "context": context, "vocabulary": vocabulary}), seed, "whole")
     if isinstance(made, nn.Module | SectionedModel):
         return made
@@ -123,7 +123,7 @@ def make_layer(sections: SectionedModel, index: int, seed: int) -> nn.Module:
 
 
 def make_part(make: Callable[[], _T], seed: int, part: str) -> _T:
-    """What foreign code makes while PyTorch draws from a generator of its own; raises `TrainingError` if it fails."""
+    """Call foreign code while PyTorch draws from a separate generator; raises `TrainingError` if the code fails."""
     digest = hashlib.sha256(f"farandole/own/1\n{seed}\n{part}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -141,7 +141,7 @@ def shapes_in(module: nn.Module) -> Shapes:
 
 
 def require_fit(module: nn.Module, *, is_cut: bool = False) -> nn.Module:
-    """The same module; raises `TrainingError` if it has what training here cannot do."""
+    """Return the module; raises `TrainingError` if it has a feature that training does not support."""
     for name, parameter in module.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise TrainingError(

@@ -1,4 +1,4 @@
-"""A first trial of one's own model, by whoever makes a run: what it is made of, and whether it can be trained at all.
+"""A first trial of a user's own model by a run's creator: its parameters, and whether it can be trained at all.
 
 Next-token training says nothing of a model that sees the next token, and averaging says nothing of weights that began
 apart. Both would train, with a fine loss, for nothing. So both are looked for here, on the CPU: of a model in sections
@@ -20,14 +20,14 @@ from .own_model import OwnStage, SectionedModel, Shapes, call, make_layer, make_
 
 # Of logits, when a token after them changes: what another order of adding may do to them.
 _CAUSAL_TOLERANCE = 1e-3
-# A trial's texts are shorter than the run's where these would take more than so many logits: 256 MiB.
+# A trial's texts are shorter than the run's where these would take more than this number of logits: 256 MiB.
 _MAX_LOGITS = 2**26
 _SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a function makes, as a manifest states it."""
+    """The description of a function's model for a manifest."""
 
     ends: Shapes
     layer: Shapes
@@ -41,7 +41,7 @@ class Tried:
 def try_own_model(
     function: str, config: Mapping[str, Any], context: int, vocabulary: int, allowed: Collection[str]
 ) -> Tried:
-    """Make the model and see that it can be trained; raises `TrainingError`, which names what is to be mended."""
+    """Create the model and check that it can be trained; raises `TrainingError`, which names what to fix."""
     length = min(context, max(2, _MAX_LOGITS // vocabulary))
     maker = load_function(function, "", allowed)
     made = call(maker, config, context, vocabulary, _SEED)
@@ -61,7 +61,7 @@ def try_own_model(
 
 
 def _require_sections(sections: SectionedModel, stage: OwnStage, length: int) -> None:
-    """What `SectionedModel` promises, of every layer."""
+    """Raise `TrainingError` unless every layer fulfils `SectionedModel`."""
     if missing := [name for name in ("embed", "logits") if not callable(getattr(stage.ends, name, None))]:
         raise TrainingError(f"what the model's ends() returns has no method {missing[0]}")
     first = shapes_in(stage.layers["0"])

@@ -18,7 +18,7 @@ _OTHERS: Final = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "u
 
 
 def suffix_of(path: Path) -> str:
-    """Of what is in the file, in small letters: ``.jsonl`` of ``a.jsonl.gz``."""
+    """Return the suffix of the unpacked file, in lower case: ``.jsonl`` for ``a.jsonl.gz``."""
     return Path(path.stem if path.suffix.lower() == SUFFIX else path).suffix.lower()
 
 
@@ -33,7 +33,7 @@ def require_readable(path: Path, suffixes: frozenset[str]) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[io.BufferedIOBase, Callable[[], float]]]:
-    """What is in the file, and what tells the share of it that is read, 0 to 1.
+    """Yield the unpacked file and a function that returns the share of it that is read, 0 to 1.
 
     Raises `OSError`, and `DataError` where a packed file is damaged.
     """

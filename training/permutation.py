@@ -19,7 +19,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 def permute(places: npt.NDArray[np.int64], length: int, *key: bytes) -> npt.NDArray[np.int64]:
-    """What stands at ``places`` (each below ``length``, at most 2^62) in the order of the numbers below ``length``."""
+    """Return the numbers at ``places`` (each below ``length``, at most 2^62) in the permutation of that length."""
     half = np.uint64(max(1, (length - 1).bit_length() + 1 >> 1))
     keys = np.frombuffer(keyed_digest(b"farandole/permutation/1", key), dtype="<u8").astype(np.uint64)[:_NUM_ROUNDS]
     values = _feistel(places.astype(np.uint64), half, keys)

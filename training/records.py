@@ -56,7 +56,7 @@ def _json_text(decoder: msgspec.json.Decoder[Any], line: bytes, path: Path, numb
 
 
 def _what_is_wrong(line: bytes, field: str) -> str:
-    """With a line, and what to do about it."""
+    """Return what is wrong with a line, and what to do about it."""
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -92,7 +92,7 @@ def parquet_records(path: Path, field: str) -> Records:
 
 
 def dataset_records(path: Path, field: str) -> Records:
-    """The same of a data set in a folder, which is mapped into memory."""
+    """Yield the column's text of each row of a data set in a folder, which is mapped into memory."""
     try:
         from datasets import Dataset, load_from_disk
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""Replays of rounds: anybody's inner steps again, from the state in which they began, and the hashes of what comes out.
+"""Replays of rounds: repeat any author's inner steps from the state in which they began, and hash the results.
 
 A round's batches follow from its author and the numbers of its inner steps, so a checkpoint of its start is all that a
 replay needs. Where the run is deterministic and both processors are of one class (`farandole.training.determinism`),
-the hashes are those of the author. A replay has a replica of its own: memory for about eight copies of the model.
+the hashes equal the author's. A replay has a separate replica: memory for about eight copies of the model.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .stages import build_module
 
 
 def replay_round(own: Learner, manifest: Manifest, command: Replay, until: Until) -> Replayed:
-    """What came of a round, with the text and the device of ``own``, which stays as it is.
+    """Replay a round with the text and the device of ``own``, which is not changed; return the result.
 
-    ``until`` is asked before each inner step; if it says True before the last one, the replay has a problem.
+    ``until`` is called before each inner step; if it returns True before the last one, the replay reports a problem.
     """
     try:
         learner = _learner_at(own, manifest, command)

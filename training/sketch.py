@@ -22,7 +22,7 @@ from farandole.protocol.vectors import SLOW
 Read = Callable[[int, int], bytes]
 """The bytes of a file from an offset to another. May raise `OSError`."""
 
-# Weights that are read at a time, 4 MiB, and added at a time: numpy holds the interpreter meanwhile, 0.4 ms.
+# Weights that are read at a time, 4 MiB, and added at a time: during an addition numpy holds the interpreter, 0.4 ms.
 _PIECE: Final = 1 << 20
 _STEP: Final = 1 << 16
 _PER_DRAW: Final = 4  # weights for each 64 bits
@@ -35,7 +35,7 @@ def header_of(read: Read, size: int) -> Header:
 
 
 class Sketcher:
-    """Makes one sketch, piece by piece, so that whoever runs it may stop between two."""
+    """The computation of one sketch, piece by piece, so that the caller may stop between two pieces."""
 
     def __init__(self, read: Read, header: Header, seed: bytes) -> None:
         """``seed``: 32 bytes."""
@@ -65,7 +65,7 @@ class Sketcher:
 
     @property
     def sketch(self) -> bytes:
-        """`farandole.protocol.sketches.SKETCH_BYTES` bytes, of what was added so far."""
+        """Return the sketch of all added pieces, `farandole.protocol.sketches.SKETCH_BYTES` bytes."""
         with np.errstate(over="ignore"):
             return self._buckets.astype("<f4").tobytes()
 

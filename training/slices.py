@@ -1,8 +1,8 @@
-"""What a trainer draws next where the run counts epochs, and what it has trained on.
+"""The queue of slices that a trainer draws where the run counts epochs, and the slices that it has trained on.
 
-Which slices are this node's, the mesh process says (`farandole.protocol.leases`), again and again, as it knows it: what
-has been drawn since is not drawn again. A slice may be trained on in several *parts*, microbatches that travel through
-a model's stages; one that is lost on its way is drawn again, and the slice is done when all its parts are.
+The mesh process assigns this node's slices (`farandole.protocol.leases`) repeatedly, as far as it knows: slices that
+have been drawn since are not drawn again. A slice may be trained on in several *parts*, microbatches that travel
+through a model's stages. A lost part is drawn again, and the slice is done when all its parts are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SliceQueue:
         self._trained: list[Range] = []
 
     def assign(self, epoch: int, ranges: Iterable[Range]) -> None:
-        """From now on these are to be drawn, in this order, as far as they were not; what is begun is finished."""
+        """Replace the slices to draw, in this order, without the ones already drawn; begun slices are finished."""
         if epoch != self.epoch:
             self.epoch = epoch
             for collection in (self._parts, self._missing, self._drawn, self._trained):
@@ -44,7 +44,7 @@ class SliceQueue:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something to draw."""
+        """Return whether there is a slice to draw."""
         return bool(self._parts or self._ranges)
 
     def draw(self) -> tuple[int, int, int]:
@@ -62,7 +62,7 @@ class SliceQueue:
         return self.epoch, index, part
 
     def settle(self, epoch: int, index: int, part: int, *, is_kept: bool) -> None:
-        """A part that was drawn is trained on, or lost, and to be drawn again."""
+        """Mark a drawn part as trained on, or as lost, which makes it available again."""
         if epoch != self.epoch or index not in self._missing:
             return
         if not is_kept:
@@ -74,7 +74,7 @@ class SliceQueue:
             _append(self._trained, index)
 
     def take_trained(self) -> list[Range]:
-        """What has been trained on since this was last asked."""
+        """Return the slices that have been trained on since the last call."""
         trained, self._trained = self._trained, []
         return trained
 

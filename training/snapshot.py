@@ -35,7 +35,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """What a checkpoint takes, but for its header."""
+        """Return the size of a checkpoint without its header, in bytes."""
         return sum(tensor.nbytes for tensor in self.state.values())
 
     def save(self, path: Path) -> Content:

@@ -4,8 +4,8 @@ What a file is, its name says: ``.jsonl`` and ``.ndjson`` are records, a JSON ob
 folder with ``state.json`` and ``dataset_info.json`` is a data set that Hugging Face ``datasets`` has saved; all else is
 text, or binary and left out. Records and text may be packed by gzip (``.jsonl.gz``); packed otherwise they are refused.
 
-A document of text has its file's name. A record has the hash of its text for a name: wherever it lies, and in whatever
-format, it is the same document, so all nodes hold out the same ones.
+A document of text has its file's name, by which documents are ordered. A record has the hash of its text for a name:
+wherever it lies, and in whatever format, it is the same document.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]
 
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
 _KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-# What nobody means to be left out because it is packed.
+# Suffixes of files that must not be skipped silently because they are packed.
 _UNPACKED: Final = frozenset({".txt", ".json", *_KINDS})
 _READERS: Final = {"jsonl": json_records, "parquet": parquet_records, "dataset": dataset_records}
 # What `datasets` writes into a folder; and into one with several splits, each of which is such a folder.
@@ -47,7 +47,7 @@ _TRAINING_SPLIT: Final = "train"
 
 
 def no_progress(position: int, size: int) -> None:
-    """For who wants to hear nothing."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,10 @@ def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[TextSource]:
 
 
 def _file(path: Path, name: str) -> Iterator[TextSource]:
-    """Nothing if it is no regular file (a pipe would hang us), or is gone. `DataError` if it is packed oddly."""
+    """Yield the source, unless it is no regular file (a pipe would block) or is gone.
+
+    Raises `DataError` if it is packed in an unsupported way.
+    """
     try:
         if path.is_file():
             about = path.stat()
@@ -175,7 +178,7 @@ def _split_in(folder: Path) -> str:
 
 
 def _ordered(found: Iterable[TextSource]) -> list[TextSource]:
-    """By name; where several have one name, by what is in them."""
+    """Sort by name; sort sources of the same name by their content."""
     by_name: dict[str, list[TextSource]] = {}
     for number, source in enumerate(found):
         if number == MAX_SOURCES:

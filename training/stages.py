@@ -1,8 +1,8 @@
 """A model cut into stages: contiguous layers, and for stage 0 both ends of the model as well.
 
 Stage 0 embeds the tokens, and it is to stage 0 that the last stage's output returns: it makes the logits and the loss
-(`farandole.training.stage_worker`). So the targets stay with whoever drew them, and weights that the embedding and the
-head share have one owner, at whom both ends' gradients arrive.
+(`farandole.training.stage_worker`). So the targets stay with the replica that drew them, and weights that the embedding
+and the head share have one owner, where both ends' gradients arrive.
 
 Where the model is cut, `farandole.protocol.cut` says. Initial weights follow from the seed and a parameter's name
 (`model.initialise_`), so on one kind of processor all stages together are the whole model, bit for bit.
@@ -24,7 +24,9 @@ from .own_model import build_own_model
 
 
 class StageModule(Protocol):
-    """What a stage computes: `farandole.training.model.Transformer`, or a stage of `farandole.training.hf` or
+    """The computation of a stage.
+
+    It is `farandole.training.model.Transformer`, or a stage of `farandole.training.hf` or
     `farandole.training.own_model`.
     """
 
@@ -73,5 +75,5 @@ def build_stage(model: ModelConfig, seed: int, stage: int, allowed_models: Colle
 
 
 def as_stage(module: nn.Module) -> StageModule:
-    """The same module, by what it computes."""
+    """Return the same module, typed as a `StageModule`."""
     return cast("StageModule", module)

@@ -5,8 +5,8 @@ bytes for 256 elements. The last block, of r elements, sends min(k, r) of them. 
 values, so it decodes into a copy of these. The sender remembers what it last sent of every element: what is left out
 moves on, and has its turn when it is further off than its neighbours. That memory is this codec's error feedback.
 
-So two partners agree, to the last bit, where both have sent. Where one has, the other alone moves, half the way if
-their shares are equal; and where none has, nothing happens: their means are not one mean.
+So two partners agree, to the codec's rounding, where both have sent. Where one has, the other alone moves, half the
+way if their shares are equal; and where none has, nothing happens: their means are not one mean.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class TopK:
     k: int
 
     def size(self, num_elements: int) -> int:
-        """Bytes that so many elements take."""
+        """Return the bytes that ``num_elements`` take."""
         return topk_bytes(self.k, num_elements)
 
     def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
-        """Write those of ``values`` (n,) fp32 that are furthest from what was ``last`` sent (n,), by default zeros."""
+        """Write the ``values`` (n,) fp32 that are furthest from the ones sent ``last`` (n,), by default zeros."""
         last = torch.zeros_like(values) if last is None else last
         whole = len(values) - len(values) % TOPK_BLOCK
         if whole:

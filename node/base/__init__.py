@@ -1,1 +1,1 @@
-"""What every room of a node may use: settings, errors, timers, the control socket, and what differs between systems."""
+"""The base of all node packages: settings, errors, timers, the control socket, and differences between systems."""

@@ -1,4 +1,4 @@
-"""When what failed with a peer is worth another attempt: soon at first, ever later, and at once on another path."""
+"""Backoff per peer: pauses between attempts grow with each failure, and a new path is tried at once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-# More than any node meets in the time of the longest pause; who is forgotten is tried again.
+# More than any node meets in the time of the longest pause; a forgotten peer is tried again.
 MAX_PEERS: Final = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class _Failures:
-    """Of one peer, without a success between them."""
+    """One peer's failures in a row."""
 
     path: tuple[str, ...]
     count: int
@@ -23,9 +23,9 @@ class _Failures:
 
 
 def pauses(first: float, longest: float, rng: Random) -> Iterator[float]:
-    """Seconds between attempts, without end: doubling up to the longest, each half to one and a half of that.
+    """Yield seconds between attempts, without end: doubling up to ``longest``, with a random factor of 0.5 to 1.5.
 
-    Many who have lost the same peer at the same moment thus come back at different ones.
+    So nodes that lost the same peer at the same moment come back at different moments.
     """
     pause = first
     while True:
@@ -34,25 +34,25 @@ def pauses(first: float, longest: float, rng: Random) -> Iterator[float]:
 
 
 class Backoff:
-    """Of many peers. A path is whatever an attempt depends on; where it changes, earlier failures say nothing."""
+    """Backoff of many peers. A path is whatever an attempt depends on; a new path makes earlier failures void."""
 
     def __init__(self, first: float, longest: float) -> None:
-        """Seconds without an attempt after the first failure, which double with each further one up to the longest."""
+        """``first``: seconds to pause after the first failure; they double with each further one up to ``longest``."""
         self._first = first
         self._longest = longest
         self._failures: OrderedDict[bytes, _Failures] = OrderedDict()
 
     def is_due(self, peer: bytes, path: Sequence[str], now: float) -> bool:
-        """Whether to try."""
+        """Return whether an attempt is due."""
         failures = self._of(peer, path)
         return failures is None or failures.due_at <= now
 
     def has_failed(self, peer: bytes, path: Sequence[str]) -> bool:
-        """Whether the last attempt on this path came to nothing, however long ago."""
+        """Return whether the last attempt on this path failed, at any time."""
         return self._of(peer, path) is not None
 
     def note_failure(self, peer: bytes, path: Sequence[str], now: float) -> tuple[int, float]:
-        """Returns how many there were in a row, and the seconds until the next attempt."""
+        """Record a failure; return the number of failures in a row, and the seconds until the next attempt."""
         before = self._of(peer, path)
         count = before.count + 1 if before else 1
         pause = min(2 * before.pause, self._longest) if before else self._first

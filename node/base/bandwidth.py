@@ -1,16 +1,16 @@
-"""How fast a node sends and receives: caps that bulk waits for, and that control traffic only counts against.
+"""Bandwidth caps: bulk waits for them, control traffic only counts against them.
 
-A volunteer's line is shared with other people, and its queues are long: whatever is sent faster than the line takes it
-waits there, control messages behind bulk. So bulk (contributions, checkpoints) asks a token bucket before each small
-piece, and leaves evenly. Control messages (gossip, pairing, DHT, pings) never wait: what the bucket has not for them is
-a debt, which is paid from what nobody uses and by the bulk that comes next. A flood of them may exceed any cap, and
+A volunteer's line is shared with other people, and its queues are long: data that is sent faster than the line's rate
+queues there, control messages behind bulk. So bulk (contributions, checkpoints) asks a token bucket before each small
+piece and is sent evenly. Control messages (gossip, pairing, DHT, pings) never wait: tokens that the bucket lacks for
+them are a debt, which is paid from unused tokens and by the next bulk. A flood of them may exceed any cap, and
 must not silence an exchange, whose partner would take that for a broken channel (`SILENT_FOR` in conversation.py). So
-bulk pays in small coin: a share of the rate is always its own, whatever the debt is.
+bulk pays in small amounts: it always keeps a share of the rate, whatever the debt is.
 
-A reservation takes its tokens at once and is told how long to wait until they are there (Turner's leaky bucket as a
-meter, by times instead of queues). So pieces leave in the order in which they were asked for: a flow that has one
-piece at a time outstanding gets its turn between the others', none starves, and a wait needs nobody to wake it.
-What reserves may run in threads; so there is a lock, held for a few instructions.
+A reservation takes its tokens at once and returns the seconds to wait until they are there (Turner's leaky bucket as a
+meter, by times instead of queues). So pieces leave in the order of their reservations: a flow with one outstanding
+piece at a time gets its turn between the others', none starves, and no task has to wake a waiting one.
+Reservations may come from several threads, so there is a lock, held for a few instructions.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from farandole.protocol.record_layer import MAX_SEALED_BYTES
 
 from .figures import BYTES_PER_MBIT
 
-# What may leave at once after a rest: wakeups may be late by so much before the rate suffers, and a line that is as
-# fast as the cap is busy for no longer before it takes a control message.
+# Burst after an idle time: wakeups may be late by up to this time before the rate suffers, and a line that is as fast
+# as the cap is busy for no longer before it takes a control message.
 BURST_SECONDS = 0.05
-# Reserved at once: so much of the rate that the machine wakes up 200 times a second at most, but no less than what is
-# worth a record of its own on a bulk channel, and no more than the longest one.
+# Size of one reservation: large enough that the machine wakes up at most 200 times a second, at least as many bytes as
+# justify a record of their own on a bulk channel, and at most the longest record.
 QUANTUM_SECONDS = 0.005
 MIN_QUANTUM, MAX_QUANTUM = 4_096, MAX_SEALED_BYTES
-# Control traffic beyond the cap is bulk's loss for so long; whoever floods a node does not slow its training for ever.
+# Control traffic over the cap slows bulk for at most this time; a flood does not slow a node's training for ever.
 MAX_DEBT_SECONDS = 30.0
-# What bulk keeps of the rate while it pays for control traffic. A piece then waits five times as long as without: 25 ms
+# Share of the rate that bulk keeps while it pays for control traffic. A piece then waits five times as long: 25 ms
 # where it is `QUANTUM_SECONDS`, 0.3 s where it is `MIN_QUANTUM` at 0.5 Mbit/s. With one contribution and as many
 # checkpoints as are served at once, that is far less than the 3 s of silence that an exchange of 30 s allows.
 BULK_SHARE = 0.2
-# What others' traffic through this node keeps of a capped rate while the node's own wants all of it: a tenth lets their
-# pings and control messages through in time, and takes little from who pays for the line.
+# Share of a capped rate that other peers' traffic through this node keeps while the node's own wants all of it: a tenth
+# lets their pings and control messages through in time, and takes little from the node's owner.
 OTHERS_SHARE = 0.1
-# How often others' traffic looks whether the node's own leaves it something.
+# Interval at which other peers' traffic checks whether the node's own leaves it bandwidth.
 OTHERS_PAUSE = 0.02
-# The rates that people see are means over so many seconds.
+# The displayed rates are means over this number of seconds.
 METER_SECONDS = 10
-# Written by us and not yet sent by the kernel, at least: a record, as trio has it for its own sockets.
+# Least limit of bytes written and not yet sent by the kernel: a record, as trio sets it for its own sockets.
 MIN_UNSENT_BYTES = 16_384
 
 
@@ -71,24 +71,24 @@ class Meter:
             self._slots.append((second, count))
 
     def per_second(self, now: float) -> float:
-        """The mean over the last full seconds and the one that has begun."""
+        """Return the mean over the last full seconds and the present one."""
         second = math.floor(now)
         total = sum(count for at, count in self._slots if at > second - METER_SECONDS)
         return total / (METER_SECONDS - 1 + now - second)
 
 
 class _Account:
-    """A token bucket that bulk empties in turn, and what control owes it. Not for several threads."""
+    """A token bucket for bulk, with the debt of control traffic. It is not thread-safe."""
 
     def __init__(self, capacity: float, rate: float, now: float) -> None:
         self._capacity = capacity
         self._rate = rate
-        self._tokens = capacity  # less than none: bulk has reserved those to come
+        self._tokens = capacity  # negative: bulk has reserved future tokens
         self._debt = 0.0  # of control; there are no tokens then
         self._at = now
 
     def reserve(self, count: int, now: float) -> float:
-        """Take tokens for bulk, and of the debt as many as `BULK_SHARE` says; the seconds until they are there."""
+        """Take tokens for bulk, and pay debt as `BULK_SHARE` allows; return the seconds until the tokens are there."""
         self._refill(now)
         paid = min(self._debt, count * (1 / BULK_SHARE - 1))
         self._debt -= paid
@@ -96,14 +96,14 @@ class _Account:
         return max(0.0, -self._tokens / self._rate)
 
     def charge(self, count: int, now: float) -> None:
-        """Take the tokens there are for control; the rest is owed."""
+        """Take the available tokens for control; the rest becomes debt."""
         self._refill(now)
         taken = min(max(self._tokens, 0.0), count)
         self._tokens -= taken
         self._debt = min(self._debt + count - taken, MAX_DEBT_SECONDS * self._rate)
 
     def has(self, count: int, now: float) -> bool:
-        """Whether so many tokens are there that nobody has reserved or is owed."""
+        """Return whether ``count`` tokens are there that are neither reserved nor owed."""
         self._refill(now)
         return self._tokens >= count and not self._debt
 
@@ -112,14 +112,14 @@ class _Account:
             return
         self._tokens += (now - self._at) * self._rate
         self._at = now
-        if self._tokens > 0:  # that no bulk waits for
+        if self._tokens > 0:  # tokens for which no bulk waits
             paid = min(self._debt, self._tokens)
             self._debt -= paid
             self._tokens = min(self._tokens - paid, self._capacity)
 
 
 class Shaper:
-    """One direction of all that a node moves. Without a cap nothing waits."""
+    """Shapes one direction of a node's traffic. Without a cap nothing waits."""
 
     def __init__(self, rate: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         """``rate``: bytes a second, 0 for no cap; ``clock``: seconds, never backwards."""
@@ -138,9 +138,9 @@ class Shaper:
         self._meter = Meter()
 
     def reserve(self, count: int) -> float:
-        """Bulk's way, from any thread: the seconds to wait before ``count`` bytes (at most `quantum`) may move.
+        """Reserve ``count`` bytes (at most `quantum`) of bulk, from any thread; return the seconds to wait before.
 
-        Reserved is reserved, even if they then do not move; a flow has one reservation at a time.
+        A reservation stays even if the bytes then do not move; a flow has one reservation at a time.
         """
         with self._lock:
             now = self._clock()
@@ -148,7 +148,7 @@ class Shaper:
             return 0.0 if self._account is None else self._account.reserve(count, now)
 
     def charge(self, count: int) -> None:
-        """Control's way: ``count`` bytes have moved or do so now, whatever the cap says."""
+        """Count ``count`` bytes of control traffic that have moved or do so now, whatever the cap is."""
         with self._lock:
             now = self._clock()
             self._add(count, now)
@@ -160,25 +160,25 @@ class Shaper:
         self._meter.add(count, now)
 
     def has(self, count: int) -> bool:
-        """Whether so many bytes could move at once, and nobody waits for them."""
+        """Return whether ``count`` bytes could move at once without delaying a reservation."""
         with self._lock:
             return self._account is None or self._account.has(count, self._clock())
 
     async def wait(self, count: int) -> float:
-        """`reserve` and wait; returns the seconds to be waited, which no peer is to blame for."""
+        """`reserve` and wait; return the seconds that the reservation required, which are no peer's fault."""
         seconds = self.reserve(count)
         if seconds > 0:  # else whatever follows yields to other tasks
             await trio.sleep(seconds)
         return seconds
 
     def per_second(self) -> float:
-        """Bytes a second of late, bulk and control."""
+        """Return the recent rate in bytes a second, bulk and control."""
         with self._lock:
             return self._meter.per_second(self._clock())
 
 
 class Leftover:
-    """What a node leaves of one direction for the traffic of others, and at least `OTHERS_SHARE` of a cap."""
+    """The bandwidth that a node leaves to other peers' traffic in one direction: at least `OTHERS_SHARE` of a cap."""
 
     def __init__(self, shaper: Shaper) -> None:
         self._shaper = shaper
@@ -186,7 +186,7 @@ class Leftover:
         self._turns = trio.Lock()
 
     async def wait(self, count: int) -> None:
-        """Until ``count`` bytes (at most the shaper's quantum) may move; who asks first goes first."""
+        """Wait until ``count`` bytes (at most the shaper's quantum) may move; first come, first served."""
         async with self._turns:
             while not self._shaper.has(count):
                 left = self._share_due_at - trio.current_time()
@@ -205,24 +205,24 @@ class Shaping:
     up: Shaper = field(default_factory=Shaper)
     down: Shaper = field(default_factory=Shaper)
     may_spend: Callable[[int], bool] = field(default=lambda num_bytes: True, kw_only=True)
-    """Whether bulk of so many bytes, both ways together, may begin now (`farandole.node.loop.traffic`)."""
+    """Whether bulk of this number of bytes, both ways together, may begin now (`farandole.node.loop.traffic`)."""
 
     @classmethod
     def of_mbit(cls, up: float, down: float) -> Shaping:
-        """By caps in Mbit/s, 0 for none."""
+        """Make both shapers from caps in Mbit/s, 0 for none."""
         return cls(Shaper(up * BYTES_PER_MBIT), Shaper(down * BYTES_PER_MBIT))
 
     def fit_buffers(self, connection: socket.socket) -> None:
-        """Keep what waits to be sent in the kernel of a connection for bulk small where there is a cap.
+        """Keep the kernel's send buffer of a bulk connection small where there is a cap.
 
-        What waits to be read needs no help: for a reader that pauses, Linux keeps to 60 kB by itself.
+        The receive buffer needs no limit: for a reader that pauses, Linux keeps to 60 kB by itself.
         """
         if self.up.rate:
             limit_unsent(connection, max(MIN_UNSENT_BYTES, self.up.quantum))
 
 
 def limit_unsent(connection: socket.socket, max_bytes: int) -> None:
-    """Let no more wait in the kernel before it is sent, where the system can say so."""
+    """Limit a connection's unsent bytes in the kernel to ``max_bytes``, where the system supports it."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max_bytes)

@@ -23,15 +23,15 @@ from .system.endpoint import Endpoint, bound_endpoint, connect
 
 # Requests name a method and a few settings.
 MAX_REQUEST_BYTES: Final = 64 * 1024
-# The members of the largest run (4,096 authors) at about 600 bytes each, and room.
+# The members of the largest run (4,096 authors) at about 600 bytes each, with a reserve.
 MAX_RESPONSE_BYTES: Final = 16 * 1024 * 1024
-# A person, a `status --watch` or two, a monitoring script; more is a script gone wild.
+# A person, a `status --watch` or two, a monitoring script; more come from a broken script.
 MAX_CONNECTIONS: Final = 32
 REQUEST_TIMEOUT: Final = 30.0
 IDLE_TIMEOUT: Final = 300.0
-# Where no descriptor is free, one may be soon.
+# Pause after a failed accept: if no descriptor is free, one may be soon.
 ACCEPT_PAUSE: Final = 0.1
-# Whoever must say a token says it at once.
+# A client that needs a token sends it at once.
 TOKEN_TIMEOUT: Final = 5.0
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ async def _serve_connection(
 
 
 async def _is_owner(stream: trio.SocketStream, buffer: bytearray, endpoint: Endpoint) -> bool:
-    """Whether the first line is the token; if not, nothing that follows is read."""
+    """Return whether the first line is the token; if not, nothing that follows is read."""
     with trio.fail_after(TOKEN_TIMEOUT):
         line = await _receive_line(stream, buffer)
         if line is not None and hmac.compare_digest(line, endpoint.token):
@@ -125,7 +125,7 @@ async def _is_owner(stream: trio.SocketStream, buffer: bytearray, endpoint: Endp
 
 
 async def _receive_line(stream: trio.SocketStream, buffer: bytearray) -> bytes | None:
-    """The next line, without its end; None when the client is through (or says too much)."""
+    """Return the next line without its end; None when the client is done (or sends too much)."""
     searched = 0
     while (end := buffer.find(b"\n", searched)) < 0:
         searched = len(buffer)
@@ -167,7 +167,7 @@ async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:
         raise
     except trio.TooSlowError as error:
         raise ControlError("timeout", f"{request.method} took more than {REQUEST_TIMEOUT:g} s") from error
-    except Exception as error:  # whatever a handler raises costs whoever asked his answer, and not the node
+    except Exception as error:  # whatever a handler raises fails this request, and not the node
         _log.exception("the control method %s failed", request.method)
         raise ControlError("internal", f"{request.method} failed: {error!r}; see the node's log") from error
 
@@ -176,7 +176,7 @@ async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:
 
 
 def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) -> Any:
-    """Ask the daemon that runs in ``home``; the decoded JSON of its answer.
+    """Ask the daemon that runs in ``home``; return the decoded JSON of its answer.
 
     Raises `NoNodeError` if there is none (or it is silent for ``timeout`` seconds), `ControlError` if it
     refuses.
@@ -185,7 +185,7 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
     raw = _exchange(home, request, timeout)
     try:
         response = msgspec.json.decode(raw, type=_Response)
-    except msgspec.MsgspecError as error:  # a port that was a node's may be another program's now
+    except msgspec.MsgspecError as error:  # another program may use a node's former port now
         raise NoNodeError(f"what answers for {home} is no node") from error
     if response.error is not msgspec.UNSET:
         raise ControlError(response.error.code, response.error.message)

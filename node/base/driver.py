@@ -1,7 +1,7 @@
 """Driver of a sans-IO state machine: passes events in with the time, carries outputs out in order, keeps one timer.
 
 Carrying out an output may cause the next event at once: a message that cannot be queued is a lost peer. The outputs
-of such an event come after those that are still waiting, and the machine is never entered twice.
+of such an event are queued behind the pending ones, and the machine is never entered twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StateMachine(Protocol[_EventT, _OutputT]):
     """A state machine of `farandole.protocol`."""
 
     def handle(self, event: _EventT, now: float, /) -> Iterable[_OutputT]:
-        """Returns what to do about an event; ``now`` is monotonic seconds."""
+        """Return the outputs for an event; ``now`` is monotonic seconds."""
 
 
 class Driver(Generic[EventT, OutputT]):

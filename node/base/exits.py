@@ -6,7 +6,7 @@ import enum
 
 
 class Exit(enum.IntEnum):
-    """How a command ended."""
+    """The exit code of a command."""
 
     meaning: str
     """For people, in the reference."""
@@ -14,7 +14,7 @@ class Exit(enum.IntEnum):
     """What to do about it, for people; empty where there is nothing to do."""
 
     def __new__(cls, code: int, meaning: str, remedy: str = "") -> Exit:
-        """A member from its lines below."""
+        """Make a member from its line below: code, meaning, remedy."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning

@@ -1,4 +1,4 @@
-"""Numbers as people read them on a screen."""
+"""Formatting and parsing of numbers for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MULTIPLES: Final = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def count(value: float) -> str:
-    """``950``, ``12.3 k``, ``1.20 M``: three figures."""
+    """Format a count with three figures: ``950``, ``12.3 k``, ``1.20 M``."""
     for unit, letter in _LARGE:
         if abs(value) >= unit * 0.9995:
             scaled = value / unit
@@ -25,13 +25,13 @@ def count(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """``950 B``, ``1.20 MB`` (decimal, as networks count)."""
+    """Format a size: ``950 B``, ``1.20 MB`` (decimal, as networks count)."""
     text = count(num_bytes)
     return f"{text}B" if " " in text else f"{text} B"
 
 
 def duration(seconds: float) -> str:
-    """``0.3 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``, ``3 d 4 h``."""
+    """Format a duration: ``0.3 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``, ``3 d 4 h``."""
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f} s"
     total = round(seconds)
@@ -47,12 +47,12 @@ def duration(seconds: float) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Three decimals, or a dash."""
+    """Format a loss with three decimals; a dash for None."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of the values in at most ``width`` characters, from their least (low) to their largest (high)."""
+    """Draw the values in at most ``width`` characters, from their least (low) to their largest (high)."""
     if not values:
         return ""
     points = _averaged(values, width)
@@ -62,20 +62,20 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _averaged(values: Sequence[float], width: int) -> list[float]:
-    """At most ``width`` means of neighbours."""
+    """Reduce the values to at most ``width`` means of neighbours."""
     width = min(width, len(values))
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
 def mbit(rate: float) -> str:
-    """A rate in bytes a second as ``20 Mbit/s``, ``0.5 Mbit/s``."""
+    """Format a rate in bytes a second as ``20 Mbit/s``, ``0.5 Mbit/s``."""
     value = rate / BYTES_PER_MBIT
     return f"{value:.3g} Mbit/s" if value < 1_000 else f"{value:.0f} Mbit/s"
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of ``20Mbit``, ``1 Gbit/s`` or ``20`` (Mbit/s); `ValueError` if it is none."""
+    """Return the bytes a second of ``20Mbit``, ``1 Gbit/s`` or ``20`` (Mbit/s); raise `ValueError` if it is no rate."""
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise ValueError(f"{text!r} is no rate: write 20Mbit, 500kbit or 1Gbit")
@@ -83,7 +83,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_size(text: str) -> float:
-    """Bytes of ``24GB``, ``24GiB``, ``800MB`` or ``24`` (GB); `ValueError` if it is none."""
+    """Return the bytes of ``24GB``, ``24GiB``, ``800MB`` or ``24`` (GB); raise `ValueError` if it is no size."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise ValueError(f"{text!r} is no size: write 24GB, 24GiB or 800MB")

@@ -20,7 +20,7 @@ from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, open_binary, others_m
 from .system.locking import HeldError, locked_file
 
 KEY_BYTES = 32
-# A node's files that others of the machine have no business with, as far as they may be there already.
+# A node's private files, which may already exist with a wider mode.
 _PRIVATE = ("store.sqlite*", "log*", "rounds.jsonl*", "dashboard.json")
 
 
@@ -33,7 +33,7 @@ class IdentityInUseError(IdentityError):
 
 
 def make_home(path: Path) -> None:
-    """Make a node's folder, for its owner alone; `IdentityError` if that cannot be."""
+    """Make a node's folder, private to its owner; raise `IdentityError` if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -43,10 +43,10 @@ def make_home(path: Path) -> None:
 
 
 def keep_private(home: Path) -> None:
-    """Make what this process and its children write their owner's alone, and what others of a node's files are there.
+    """Make new files of this process and its children, and the node's existing private files, private to their owner.
 
-    So is the folder itself, if it is this user's and holds a node's store or nothing. Any other one serves another
-    purpose too, and stays as it is. Raises `IdentityError` if it cannot be used.
+    The folder itself becomes private, too, if it is this user's and holds a node's store or nothing. Any other folder
+    may serve another purpose too, and stays as it is. Raises `IdentityError` if it cannot be used.
     """
     os.umask(0o777 & ~OWNER_ALONE_FOLDER)
     make_home(home)
@@ -62,7 +62,7 @@ def keep_private(home: Path) -> None:
 
 
 def load_or_create_key(path: Path) -> Ed25519PrivateKey:
-    """The node's key; made on first use with mode 0600.
+    """Return the node's key; made on first use with mode 0600.
 
     Raises `IdentityError` if the file is not a key, can be read by others, or cannot be made.
     """

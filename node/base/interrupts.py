@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C ends the block as if it had come to its end. In the main thread alone.
+    """Let Ctrl-C end the block as if it had come to its end. Works only in the main thread.
 
     Python drops a `KeyboardInterrupt` that is raised while it calls back an object's finaliser, or a weak reference's
-    (each import has one). So the block gets an event as well, which it is to look at whenever it waits.
+    (each import has one). So the block gets an event as well, which it must check whenever it waits.
     """
     is_interrupted = threading.Event()
 

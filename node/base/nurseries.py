@@ -1,4 +1,4 @@
-"""Nurseries of services, whose tasks deal with their own errors; and what comes out of nurseries at the end."""
+"""Nurseries of services, whose tasks handle their own errors; and the errors that nurseries raise at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farandole.protocol.errors import FarandoleError
 
 @asynccontextmanager
 async def open_service_nursery() -> AsyncIterator[trio.Nursery]:
-    """A nursery whose block's own error comes out as it is, not in a group, when it is the only one.
+    """Open a nursery that raises its block's own error without a group, if it is the only one.
 
     When the block ends, so do the tasks.
     """
@@ -27,7 +27,7 @@ async def open_service_nursery() -> AsyncIterator[trio.Nursery]:
 
 
 def own_error(group: BaseExceptionGroup[BaseException]) -> FarandoleError | None:
-    """The first of the errors that farandole raises on purpose, out of its groups; None if others are among them."""
+    """Return the first `FarandoleError` in nested groups; None if the groups contain other errors."""
     ours, others = group.split(FarandoleError)
     if ours is None or others is not None:
         return None

@@ -25,9 +25,9 @@ class QuietHoursError(FarandoleError):
 
 @dataclass(frozen=True, slots=True)
 class QuietHours:
-    """From ``begin`` to ``end``, minutes after midnight, on days that begin on ``days`` (0: Monday).
+    """Hours from ``begin`` to ``end``, in minutes after midnight, that begin on ``days`` (0: Monday).
 
-    An end that is not after the beginning is one of the day after.
+    An ``end`` that is not after ``begin`` is on the next day.
     """
 
     days: frozenset[int]
@@ -35,7 +35,7 @@ class QuietHours:
     end: int
 
     def end_of(self, now: datetime) -> datetime | None:
-        """When the hours end in which ``now`` is, None if it is in none."""
+        """Return the end of the hours that contain ``now``, or None if they do not contain it."""
         midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
         length = timedelta(minutes=(self.end - self.begin) % (24 * 60) or 24 * 60)
         for day in (midnight - _DAY, midnight):
@@ -46,7 +46,7 @@ class QuietHours:
 
 
 def parse_quiet_hours(text: str) -> QuietHours:
-    """Raises `QuietHoursError`."""
+    """Parse quiet hours. Raises `QuietHoursError`."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise QuietHoursError(f"{text!r} is no quiet hours: write 22:00-07:30, or Sat-Sun 09:00-18:00")
@@ -59,7 +59,7 @@ def parse_quiet_hours(text: str) -> QuietHours:
 
 
 def split_quiet_hours(texts: Sequence[str]) -> list[str]:
-    """Each of several hours by itself: those of an environment variable come cut at every space. `QuietHoursError`."""
+    """Split texts into one per hours: an environment variable is cut at every space. Raises `QuietHoursError`."""
     whole = " ".join(texts)
     found = [match.group() for match in _FORM.finditer(whole)]
     if _FORM.sub("", whole).strip():  # something else is in it: to be named as it was given
@@ -77,7 +77,7 @@ def _minutes(time: str, text: str) -> int:
 
 
 def quiet_until(hours: Sequence[QuietHours], now: datetime) -> datetime | None:
-    """When this node trains again, None if it may now; hours that follow each other are one."""
+    """Return when this node trains again, or None if it may train now; adjacent hours are joined."""
     until = now
     while (end := max((end for span in hours if (end := span.end_of(until)) is not None), default=None)) is not None:
         until = end

@@ -1,4 +1,4 @@
-"""Commands that do something in the mesh and end: run in trio, ended by Ctrl-C in good order."""
+"""Runs commands that do something in the mesh and end: in trio, with a clean stop on Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What services use of a `farandole.node.mesh.host.Host` and its streams: so they, and their tests, need no libp2p."""
+"""Interface of `farandole.node.mesh.host.Host` and its streams, so that services and their tests need no libp2p."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import trio
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser
 
-# What a stream hands over at once: all that one pass of the connection's reader has taken in, so that a reader that
-# keeps up never has more unread.
+# Most bytes that a stream hands over at once: all that one pass of the connection's reader has read, so a reader that
+# keeps up leaves nothing unread.
 READ_BYTES = 256 * 1024
 DIAL_TIMEOUT = 8.0
-# What was sent still has to leave; nobody waits for more.
+# Time for sent data to leave; no more data is expected.
 CLOSE_TIMEOUT = 2.0
 
 
@@ -22,7 +22,7 @@ class Stream(Protocol):
     """A stream to a peer."""
 
     is_bulk: bool
-    """That its user keeps to the node's caps (`farandole.node.base.bandwidth`)."""
+    """Whether its user keeps to the node's bandwidth caps (`farandole.node.base.bandwidth`)."""
 
     @property
     def peer(self) -> bytes:
@@ -36,7 +36,7 @@ class Stream(Protocol):
         """Send all of it, or raise `trio.BrokenResourceError`."""
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        """At least a byte, none at the end; or raise `trio.BrokenResourceError`."""
+        """Return at least one byte, or none at the end of the stream; raise `trio.BrokenResourceError`."""
 
     async def aclose(self) -> None:
         """Close both sides; forcefully if cancelled."""
@@ -49,13 +49,13 @@ class StreamHost(Protocol):
         """Serve incoming streams."""
 
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
-        """Open a stream, connecting if need be, or raise `PeerUnreachableError`."""
+        """Open a stream, connecting if needed, or raise `PeerUnreachableError`."""
 
 
 async def read_exactly(read: Callable[[int], Awaitable[bytes | bytearray]], size: int) -> bytes:
     """Read ``size`` bytes and no more; `RemoteProtocolError` if the stream ends before.
 
-    ``read``: gives that many bytes or fewer, none at the end.
+    ``read``: returns at most the requested number of bytes, none at the end.
     """
     received = bytearray()
     while len(received) < size:
@@ -77,6 +77,6 @@ async def receive_frame(stream: Stream, parser: FrameParser) -> bytes:
 
 
 async def close_stream(stream: Stream) -> None:
-    """Close, so that what was sent still arrives; break it off if that takes too long, or when cancelled."""
+    """Close, so that sent data still arrives; abort if that takes too long, or when cancelled."""
     with trio.move_on_after(CLOSE_TIMEOUT):
         await stream.aclose()

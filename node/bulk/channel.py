@@ -1,22 +1,22 @@
 """A bulk channel: one TCP connection with sealed records, on which worker threads move memory both ways at once.
 
-Why not TLS: its records have 16 KiB, Python's ssl brings the OpenSSL that the system has, and a connection of it must
-not be read and written at the same moment. The OpenSSL that `cryptography` brings encrypts with the widest vectors of
-the processor, and records of 256 KiB (`farandole.protocol.record_layer`) cost little beside that: 0.4 CPU seconds a
-gigabyte at the sender and at the receiver, hash included, where TLS took 0.7 and 1.0; and 0.7 of a raw socket's rate,
-where TLS had 0.3 (`farandole testnet bench exchange`, one way, 256 MB and more, a core for each end). What else TLS
-has, authentication and an agreement on keys, has happened by then on the libp2p stream: `farandole.protocol.bulk` says
-how, and what somebody on the path can do.
+Why not TLS: its records have 16 KiB, Python's ssl uses the system's OpenSSL, and a TLS connection must not be read and
+written at the same moment. The OpenSSL inside `cryptography` encrypts with the widest vectors of the processor, and the
+overhead of 256 KiB records (`farandole.protocol.record_layer`) is small: 0.4 CPU seconds a gigabyte at the sender and
+at the receiver, hash included, where TLS took 0.7 and 1.0; and 0.7 of a raw socket's rate, where TLS had 0.3
+(`farandole testnet bench exchange`, one way, 256 MB and more, a core for each end). The rest of TLS, authentication and
+key agreement, happens before on the libp2p stream: `farandole.protocol.bulk` describes it, and what an attacker on the
+path can do.
 
-The directions share nothing but the socket. What is sent is encrypted into memory that stays in the core's cache; what
-comes is received into such memory, decrypted straight to its place, and hashed before it leaves the cache. All this
-lets go of the interpreter's lock, so the event loop goes on meanwhile (`cryptography` before its release 50 holds it,
-for 30 microseconds a record).
+The directions share only the socket. Outgoing data is encrypted into memory that stays in the core's cache. Incoming
+data is received into such memory, decrypted straight to its place, and hashed before it leaves the cache. All this
+releases the interpreter's lock, so the event loop runs on (`cryptography` before release 50 holds the lock, for 30
+microseconds a record).
 
-Where the node has caps, the threads move as much at a time as `farandole.node.base.bandwidth` lets them, and records
-are as short as that.
+If the node has bandwidth caps, the threads move as much at a time as `farandole.node.base.bandwidth` allows, and
+records have this length.
 
-Cancellation shuts the socket down, which ends the threads, and waits for them: when a call returns or raises, nobody
+Cancellation shuts the socket down, which ends the threads, and waits for them: when a call returns or raises, no thread
 touches the caller's memory any more.
 """
 
@@ -38,7 +38,7 @@ from farandole.protocol.record_layer import OVERHEAD_BYTES, Opener, Sealer
 from ..base.bandwidth import Shaping, limit_unsent
 from ..base.system.sockets import prefer_congestion_control
 
-# The first record of each end: it has the keys. That of the answerer says too that the channel can be called for.
+# The first record of each end proves that it has the keys. The answerer's also says that it is ready for calls.
 _READY = b"ready"
 
 
@@ -47,16 +47,17 @@ class ChannelError(FarandoleError):
 
 
 def prefer_bbr(connection: socket.socket) -> None:
-    """Have TCP go by the rate that it sees instead of by losses (BBR, Cardwell et al., ACM Queue 2016), if it may.
+    """Set TCP's congestion control to BBR (Cardwell et al., ACM Queue 2016), if allowed.
 
-    CUBIC takes each lost packet for congestion: over 5 Mbit/s, 200 ms and 5 % loss 1 MB took it 14 to 29 s and BBR
-    3 to 4 s. Linux only, and for root, or where the system allows it (``net.ipv4.tcp_allowed_congestion_control``).
+    BBR goes by the rate that it measures instead of by losses. CUBIC takes each lost packet for congestion: over
+    5 Mbit/s, 200 ms and 5 % loss 1 MB took it 14 to 29 s and BBR 3 to 4 s. Linux only, and for root, or where the
+    system allows it (``net.ipv4.tcp_allowed_congestion_control``).
     """
     prefer_congestion_control(connection, "bbr")
 
 
 class BulkChannel:
-    """An authenticated connection with ``peer``, named by both ends by the session in which it was negotiated."""
+    """An authenticated connection with ``peer``; both ends name it by the session in which it was negotiated."""
 
     def __init__(
         self, peer: bytes, session: bytes, connection: socket.socket, secrets: Secrets, shaping: Shaping
@@ -66,23 +67,23 @@ class BulkChannel:
         self.opened_at = trio.current_time()
         self.idle_since = 0.0
         self.num_sent = 0
-        """Bytes given to it so far, whether they have arrived or not."""
+        """Bytes passed to it up to now, whether they have arrived or not."""
         self.num_received = 0
-        """Bytes of the wire that have come so far, whether they turn out to be the peer's or not."""
+        """Bytes received from the wire up to now, whether they prove to be the peer's or not."""
         self.seconds_held_up = 0.0
-        """For how long in all this node's own cap has held up what comes; a pause counts when it begins."""
+        """Total delay of incoming data by this node's own cap; a pause counts when it begins."""
         self._connection = connection
         prefer_bbr(connection)
         self._shaping = shaping
         self._sealer, self._opener = Sealer(secrets.sealing, time.monotonic()), Opener(secrets.opening)
-        self._is_between_records = True  # as far as what is sent goes
+        self._is_between_records = True  # of what is sent
         self._num_reserved = 0  # bytes that may be received
         self._is_broken_off = threading.Event()
         self._threads = trio.CapacityLimiter(2)
 
     @property
     def is_fit(self) -> bool:
-        """Whether an idle channel may be used again: it is open, and nothing has come that nobody asked for."""
+        """Return whether an idle channel may be used again: it is open, and no unexpected data has come."""
         if self._is_broken_off.is_set() or not self._opener.is_clean:
             return False
         try:
@@ -96,7 +97,7 @@ class BulkChannel:
 
     @contextlib.contextmanager
     def _without_waiting(self) -> Iterator[None]:
-        """Nothing may be moving. A flag for the one call (MSG_DONTWAIT) Windows has not."""
+        """Make the socket non-blocking for the block, since Windows has no MSG_DONTWAIT. No thread may be active."""
         self._connection.setblocking(False)
         try:
             yield
@@ -104,22 +105,22 @@ class BulkChannel:
             self._connection.setblocking(True)
 
     def limit_unsent(self, max_bytes: int) -> None:
-        """Let no more wait in the kernel before it is sent, where the system can say so."""
+        """Limit the unsent bytes in the kernel, if the system supports it."""
         limit_unsent(self._connection, max_bytes)
 
     async def send(self, data: memoryview) -> None:
-        """Send all of it. Raises `ChannelError`. A channel that broke or was cancelled is no longer fit."""
+        """Send all of it; raise `ChannelError` on failure. A channel that broke or was cancelled is no longer fit."""
         await self._run(lambda: self._send(data))
 
     async def receive(self, incoming: Incoming) -> None:
-        """Fill it to its end, hashing what comes, and noting how far that is. Otherwise as `send`.
+        """Fill ``incoming`` to its end, hashing the data and noting the progress. Otherwise as `send`.
 
         After an error the memory beyond its position is undefined.
         """
         await self._run(lambda: self._receive(incoming))
 
     async def receive_into(self, memory: memoryview) -> bytes:
-        """Fill the memory; returns the BLAKE3 of what was received. Otherwise as `send`."""
+        """Fill the memory; return the BLAKE3 of what was received. Otherwise as `send`."""
         incoming = Incoming(memory)
         await self.receive(incoming)
         return incoming.digest()
@@ -134,7 +135,7 @@ class BulkChannel:
         await self._run(self._confirm)
 
     def close(self) -> None:
-        """Close at once, and say so by a final record if the connection takes it. Nothing may be moving."""
+        """Close at once, with a final record if the connection takes it. No thread may be active."""
         if self._is_between_records and not self._is_broken_off.is_set():
             with contextlib.suppress(OSError), self._without_waiting():
                 self._connection.send(self._sealer.finish(time.monotonic()))
@@ -162,7 +163,7 @@ class BulkChannel:
                 self._read_when_due()
 
     def _read_when_due(self) -> None:
-        """Read from the wire; what was reserved and did not come is for the next time."""
+        """Read from the wire when the cap allows it; bytes that were reserved and not read count for the next time."""
         shaper = self._shaping.down
         if not self._num_reserved:
             self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
@@ -221,7 +222,7 @@ class BulkChannel:
             raise ChannelError(str(failure) or repr(failure)) from failure
 
     def _break_off(self) -> None:
-        """End the threads, and whatever the other end does with the connection."""
+        """End the threads, and the connection at the other end."""
         self._is_broken_off.set()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -230,9 +231,9 @@ class BulkChannel:
 async def open_channel(
     peer: bytes, session: bytes, connection: socket.socket, secrets: Secrets, is_asker: bool, shaping: Shaping
 ) -> BulkChannel:
-    """A channel over a connected socket, which is taken over, and closed if this raises `ChannelError` or is cancelled.
+    """Open a channel over a connected socket; take the socket over, and close it on `ChannelError` or cancellation.
 
-    Both ends have shown then that they have the secrets; but the answerer's calls `BulkChannel.announce` when it is
+    Afterwards both ends have proved that they have the secrets. The answerer calls `BulkChannel.announce` when it is
     ready for calls, and only then the asker's channel opens.
     """
     channel = BulkChannel(peer, session, connection, secrets, shaping)
@@ -246,7 +247,7 @@ async def open_channel(
     except OSError as error:
         channel.close()
         raise ChannelError(f"no channel: {error}") from error
-    except BaseException:  # cancelled, too: nobody else has the channel yet
+    except BaseException:  # also when cancelled: nothing else owns the channel yet
         channel.close()
         raise
     return channel

@@ -1,8 +1,9 @@
 """Carries out exchanges: one session of `farandole.protocol.exchange` over one stream, with a deadline on every wait.
 
-`ExchangeService.run` returns by its deadline whatever the partner does: dies, freezes, lies, or never comes. What a
-partner does wrong is in the result's reason, never an exception. Contributions go in and out of memory that the caller
-holds. Here is how sessions find their streams; what is said over one is in `farandole.node.bulk.exchange_session`.
+`ExchangeService.run` returns by its deadline whatever the partner does: dies, freezes, lies, or never comes. A
+partner's faults are in the result's reason, never an exception. Contributions go in and out of memory that the caller
+holds. This module matches sessions with their streams; the messages of a session are in
+`farandole.node.bulk.exchange_session`.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from .transport import Channels, Transport
 
 EXCHANGE_PROTOCOL = "/farandole/exchange/1"
 RESOLVE_PROTOCOL = "/farandole/resolve/1"
-# Streams that have not said yet which session they belong to, or whose session is not expected yet. Of honest peers
-# there is one at a time: the partner, whose Begin is on its way on another stream.
+# Streams that have not named their session yet, or whose session is not expected yet. Honest peers have one at a time:
+# the partner's, while its Begin is on its way on another stream.
 MAX_UNCLAIMED = 32
-# As many of them may be one peer's: its last round's, given up, and this one's.
+# Unclaimed streams of one peer: its last round's, given up, and this one's.
 MAX_UNCLAIMED_PER_PEER = 4
 # How long such a stream may stay: the partner's Begin was sent before it was opened.
 CLAIM_TIMEOUT = 5.0
@@ -53,18 +54,18 @@ RESOLVE_TIMEOUT, RESOLVE_INTERVAL = 5.0, 0.5
 
 @dataclass(frozen=True, slots=True)
 class ExchangeResult:
-    """How a session ended for this node."""
+    """The result of a session for this node."""
 
     session: bytes
     partner: bytes
     round: int
-    """Our own."""
+    """This node's own round."""
     committed: bool
-    """The partner's contribution is to be used; it lies whole in the incoming memory."""
+    """Whether to use the partner's contribution; then all of it is in the incoming memory."""
     reason: str
     """Why it was not committed, for people; empty if it was."""
     bytes_sent: int
-    """On the stream, framing included, and on the channel."""
+    """Bytes on the stream, framing included, and on the channel."""
     bytes_received: int
     seconds: float
     partner_round: int
@@ -72,19 +73,19 @@ class ExchangeResult:
     partner_size: int
     """Bytes of the contribution received; 0, like the two above, if it was not committed."""
     path: str
-    """"bulk" if the contributions moved, or were to move, over a bulk channel, else "stream"."""
+    """The string "bulk" if the contributions moved, or were to move, over a bulk channel, else "stream"."""
     partner_digest: bytes = b""
     """BLAKE3 of that contribution."""
     is_broken: bool = False
-    """It was not committed, and nobody refused a contribution."""
+    """Whether it was not committed, and neither side refused a contribution."""
 
 
 class ExchangeService:
-    """All exchanges of one node: opens streams as initiator, matches incoming ones to the sessions it expects."""
+    """The exchanges of one node: opens streams as initiator, matches incoming ones to the sessions it expects."""
 
     def __init__(self, host: StreamHost, channels: Channels[Any] | None = None, shaping: Shaping | None = None) -> None:
         self.channels = channels
-        """Ways beside the streams; without them everything goes over the streams."""
+        """Bulk channels in addition to the streams; without them everything goes over the streams."""
         self._host = host
         self._shaping = shaping or Shaping()
         self._outcomes = Outcomes()
@@ -98,11 +99,11 @@ class ExchangeService:
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether contributions are under way."""
+        """Return whether contributions are under way."""
         return bool(self._running)
 
     async def wait_quiet(self) -> None:
-        """Until none are."""
+        """Wait until no contributions are under way."""
         while self._running:
             await self._one_ended.wait()
 
@@ -115,11 +116,11 @@ class ExchangeService:
         judge: Judge,
         on_advance: Callable[[int], None] | None = None,
     ) -> ExchangeResult:
-        """Exchange contributions as `Pairing` has asked; returns by ``start.deadline``.
+        """Exchange contributions as `Pairing` has asked; return by ``start.deadline``.
 
         ``offer`` describes ``outgoing``; the partner's contribution is received into ``incoming`` and then judged;
-        ``on_advance`` gets how many bytes of it are there, by whichever thread receives them.
-        Nothing in ``incoming`` counts unless the result is committed. ``start.deadline`` is of `trio.current_time`.
+        ``on_advance`` gets the number of bytes of it that have arrived, in whichever thread receives them.
+        ``incoming`` is valid only if the result is committed. ``start.deadline`` is of `trio.current_time`.
         """
         exchange = Exchange(start.is_initiator, offer, incoming, on_advance)
         transport = Transport(start.peer, self.channels)
@@ -170,9 +171,9 @@ class ExchangeService:
         )
 
     def give_up(self, reason: str) -> None:
-        """End whatever runs and is not decided, and tell the partners why; `run` returns soon.
+        """End every running session that is not decided, and send the partners the reason; `run` returns soon.
 
-        A responder that has promised to commit goes on asking for the decision.
+        A responder that has promised to commit keeps asking for the decision.
         """
         for session, scope in self._running.items():
             if session.bulk is not None:
@@ -208,7 +209,7 @@ class ExchangeService:
         return reason
 
     async def _serve_exchange(self, stream: Stream) -> None:
-        """An incoming stream: find the session that expects it, and keep it open until that is over."""
+        """Handle an incoming stream: find the session that expects it, and keep it open until the session is over."""
         try:
             expected = await self._claim_in_time(stream)
             if expected is not None:
@@ -241,7 +242,7 @@ class ExchangeService:
         return expected
 
     async def _resolve(self, start: StartExchange, session: ExchangeSession) -> str:
-        """We have promised to commit and do not know the decision: ask until the deadline."""
+        """Ask for the decision until the deadline; this node has promised to commit and does not know it."""
         while True:
             outcome: Outcome = "undecided"
             with trio.move_on_after(RESOLVE_TIMEOUT):
@@ -252,7 +253,7 @@ class ExchangeService:
             await trio.sleep(RESOLVE_INTERVAL)
 
     async def _ask(self, peer: bytes, session: bytes) -> Outcome:
-        """One question; "undecided" if there is no answer."""
+        """Ask the initiator once; return "undecided" if there is no answer."""
         try:
             stream = await self._host.open_stream(peer, RESOLVE_PROTOCOL, RESOLVE_TIMEOUT)
         except PeerUnreachableError:
@@ -266,7 +267,7 @@ class ExchangeService:
             await close_stream(stream)
 
     async def _serve_resolve(self, stream: Stream) -> None:
-        """A responder in doubt asks; one question a stream."""
+        """Answer a responder in doubt; one question per stream."""
         try:
             with (
                 trio.move_on_after(RESOLVE_TIMEOUT),
@@ -281,18 +282,18 @@ class ExchangeService:
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    """A session that this node awaits as responder, and the stream that has come for it."""
+    """A session that this node expects as responder, and the stream that has come for it."""
 
     peer: bytes
     arrived: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
     stream: Stream | None = None
     received: bytes = b""
-    """What was read from the stream so far: the offer, and perhaps more."""
+    """The bytes read from the stream up to now: the offer, and perhaps more."""
 
 
 async def _receive_offer(stream: Stream) -> tuple[bytes, Offer]:
-    """Read until the offer is complete: all that was read, and the offer. `RemoteProtocolError` if it is none."""
+    """Read until the offer is complete; return all bytes and the offer; `RemoteProtocolError` if it is invalid."""
     received = b""
     while (offer := peek_offer(received)) is None:
         more = await stream.receive_some(READ_BYTES)

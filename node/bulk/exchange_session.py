@@ -1,7 +1,7 @@
 """One session of `farandole.protocol.exchange` over its stream: a pipe that moves the contributions, and the script.
 
-Both contributions are worked on in the trainer process, which encodes the own one while it is sent (`Outgoing`), and
-decodes the partner's while it arrives. How far either is stands in the memory that both processes share.
+The trainer process works on both contributions: it encodes its own while it is sent (`Outgoing`), and decodes the
+partner's while it arrives. The progress of each is in the memory that both processes share.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from ..base.figures import duration, mbit, size
 from ..base.streams import Stream
 from .pipe import BulkPipe, Patience
 
-# How often to look, in seconds, while there is nothing to send: in that time a trainer encodes a few megabytes.
+# How often to check, in seconds, while there is nothing to send: in that time a trainer encodes a few megabytes.
 LOOK_INTERVAL: Final = 0.002
 # The share of the time to the deadline in which a bulk channel has to open.
 ROUTE_UNTIL = 0.2
-# So long nothing may come over a channel, as a share of the whole time: a NAT has forgotten it, or the partner is
-# frozen. A line that loses packets is silent for a second or two.
+# How long a channel may be silent, as a share of the whole time; then a NAT has forgotten it, or the partner is frozen.
+# A line that loses packets is silent for a second or two.
 SILENT_FOR = 0.15
-# What the protocol lets a partner say in a session: each message once.
+# Messages that a partner may send in a session: each once.
 MAX_MESSAGES = 5
-# The decision is taken, or there is nothing more to decide: so long is the partner helped to know it.
+# Time to deliver the decision, or the reason of an abort, to the partner.
 FAREWELL_TIMEOUT = 2.0
-# How a reason begins that is a verdict on a contribution: the partner of whoever says so need not look for another.
+# Prefix of a reason that is a verdict on a contribution: the side that receives it need not look for another partner.
 REFUSED = "refused: "
-# The reason if the time was over before both contributions were. What is told here has figures (`too_slow`).
+# The reason if the time ended before both contributions were done. This node's own result has figures (`too_slow`).
 TOO_LONG = "the contributions took too long"
-# A partner that says so before this share of the time cannot mean it: then its word is passed on as its word.
+# A partner that gives this reason before this share of the time is wrong: its reason is passed on as the partner's.
 SLOW_FROM = DATA_UNTIL / 2
 
 
 class Outgoing:
-    """The own contribution: ``memory`` is filled from the front, and nothing beyond `num_ready` is to be read.
+    """The contribution of this node: ``memory`` is filled from the front, and only `num_ready` bytes may be read.
 
-    ``look`` returns how many bytes are ready, for what is filled by another process.
+    ``look`` returns how many bytes are ready, if another process fills the memory.
     """
 
     def __init__(self, memory: memoryview, look: Callable[[], int] = lambda: 0) -> None:
@@ -67,45 +67,45 @@ class Outgoing:
 
     @classmethod
     def whole(cls, memory: memoryview, digest: bytes) -> Outgoing:
-        """One that is encoded already."""
+        """Make a contribution that is encoded already."""
         outgoing = cls(memory)
         outgoing.seal(digest)
         return outgoing
 
     @property
     def num_ready(self) -> int:
-        """Bytes that are ready."""
+        """The number of bytes that are ready."""
         return max(self._num_ready, self._look())
 
     def advance(self, num_ready: int, digest: bytes | None = None) -> None:
-        """So many bytes are ready now; with the hash, all are."""
+        """Note that ``num_ready`` bytes are ready now; with the hash, all are."""
         self._num_ready, self.digest = num_ready, digest
         self._more.set()
         self._more = trio.Event()
 
     def seal(self, digest: bytes) -> None:
-        """All is ready, and this is its hash."""
+        """Note that all is ready, with its hash."""
         self.advance(self.memory.nbytes, digest)
 
     async def wait_beyond(self, position: int) -> int:
-        """Wait until more than ``position`` bytes are ready; returns how many are."""
+        """Wait until more than ``position`` bytes are ready; return how many are."""
         while (num_ready := self.num_ready) <= position:
             with trio.move_on_after(LOOK_INTERVAL):
                 await self._more.wait()
         return num_ready
 
     async def wait_whole(self) -> bytes:
-        """Wait until all is ready; returns its hash."""
+        """Wait until all is ready; return its hash."""
         while self.digest is None:
             await self._more.wait()
         return self.digest
 
 
 class Judge(Protocol):
-    """Who judges the partner's contribution. What it saw of one that does not commit, it forgets."""
+    """Judges the partner's contribution. It forgets what it saw of a contribution that is not committed."""
 
     async def refusal(self, size: int, tokens: int) -> str | None:
-        """All of it is there, with its hash: why it is refused, or None. ``tokens``: what its offer claims."""
+        """Return why the complete contribution is refused, or None. ``tokens``: the number that its offer claims."""
 
 
 class _FailedError(Exception):
@@ -121,7 +121,7 @@ class _TooSlowError(_FailedError):
 
 
 class ExchangeSession:
-    """One session while its stream lasts."""
+    """A session for as long as its stream lasts."""
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class ExchangeSession:
     ) -> None:
         self.is_committed = False
         self.is_refused = False
-        """By either side; else what does not commit has only broken."""
+        """Whether either side refused a contribution; else a session that does not commit has only broken."""
         self.is_too_slow = False
-        """Whether it failed because the contributions took too long, by this node's word or by its partner's."""
+        """Whether it failed because the contributions took too long, as this node or its partner reports."""
         self.bulk: BulkPipe | None = None
-        """Once there is a stream."""
+        """None until there is a stream."""
         self._exchange = exchange
         self._outgoing = outgoing
         self._judge = judge
@@ -152,19 +152,19 @@ class ExchangeSession:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether this node has promised to commit and must ask for the decision."""
+        """Return whether this node has promised to commit and must ask for the decision."""
         return self._exchange.is_in_doubt and not self.is_committed
 
     @property
     def data_by(self) -> float:
-        """When both contributions must be in and screened."""
+        """The time by which both contributions must be received and screened."""
         return self._at(DATA_UNTIL)
 
     def _at(self, share: float) -> float:
         return self._started_at + share * (self._deadline - self._started_at)
 
     async def hold(self, stream: Stream, received: bytes) -> str:
-        """Hold the session over this stream, of which ``received`` was read. Why it failed; "" if it did not."""
+        """Run the session over this stream, of which ``received`` was read; return why it failed, or ""."""
         bulk = self.bulk = self._open_pipe(self._exchange.pipe, stream)
         reason = ""
         async with trio.open_nursery() as nursery:
@@ -183,7 +183,7 @@ class ExchangeSession:
         return reason
 
     def give_up(self, reason: str) -> None:
-        """End the session that is held, if it is not decided; the partner is told why."""
+        """End the running session, if it is not decided, and send the partner the reason."""
         self._end(_FailedError(reason))
 
     def _end(self, failure: _FailedError) -> None:
@@ -191,7 +191,7 @@ class ExchangeSession:
         self._script.cancel()
 
     def close(self) -> None:
-        """The session is over: its channel is kept for others if it was committed."""
+        """Close the session: its channel is kept for others if it was committed."""
         if self.bulk is not None:
             self.bulk.close(is_clean=self.is_committed)
 
@@ -229,7 +229,7 @@ class ExchangeSession:
             await self._read_offer()
 
     async def _read_offer(self) -> None:
-        """The lesser of both partners' deadlines holds for both."""
+        """Read the partner's offer; the earlier deadline of the two holds for both."""
         theirs = await self._next()
         if isinstance(theirs, Offer):
             self._deadline = min(self._deadline, trio.current_time() + theirs.seconds_left)
@@ -238,7 +238,7 @@ class ExchangeSession:
         decide_by = self._at(DECIDE_UNTIL)
         with _until(decide_by, "the partner's verdict took too long"):
             await self._next()  # the table lets nothing come but Accepted
-        if trio.current_time() >= decide_by:  # we were frozen meanwhile
+        if trio.current_time() >= decide_by:  # this process was frozen in between
             raise _FailedError("too late to decide")
         self.is_committed = self._outcomes.decide(self._exchange.offer.session, committed=True)
         with trio.move_on_after(FAREWELL_TIMEOUT), contextlib.suppress(_FailedError):
@@ -255,7 +255,7 @@ class ExchangeSession:
             await bulk.drain()
 
     async def _abort(self, bulk: BulkPipe, reason: str) -> None:
-        """Tell the partner, if it still listens and we have not promised to commit."""
+        """Send the partner the reason, if the stream is open and this node has not promised to commit."""
         if self._exchange.can_abort and not bulk.is_over:
             with trio.move_on_after(FAREWELL_TIMEOUT):
                 self._say(bulk, Aborted(reason_of(reason)))
@@ -268,7 +268,7 @@ class ExchangeSession:
             bulk.post(self._exchange.send(message))
 
     async def _next(self) -> Control:
-        """The next message: the protocol's table lets no other come than may."""
+        """Return the next message; the protocol's table lets only allowed messages through."""
         try:
             return await self._messages.receive()
         except trio.EndOfChannel:
@@ -285,7 +285,7 @@ class ExchangeSession:
             self._heard.send_nowait(message)
 
     async def _run(self, bulk: BulkPipe, received: bytes) -> None:
-        """Until the stream ends or the partner breaks the protocol; what it said before is still read."""
+        """Run until the stream ends or the partner breaks the protocol; earlier messages are still read."""
         try:
             await bulk.run(self._hear, lambda name: None, received)
             self._failure = _FailedError("the partner closed the stream")
@@ -306,7 +306,7 @@ def _until(deadline: float, reason: str, kind: type[_FailedError] = _FailedError
 
 
 def too_slow(num_bytes: int, seconds: float, sent: int, received: int) -> str:
-    """Why contributions of ``num_bytes`` each way took too long, of which so many were ``sent`` and ``received``."""
+    """Explain why ``num_bytes`` each way took too long, when ``sent`` and ``received`` of them had moved."""
     late = [(sent, "up"), (received, "down")]
     rates = [f"{mbit(moved / seconds)} {way}" for moved, way in late if moved < num_bytes and seconds > 0]
     if not rates:  # all was there, and the verdict was not

@@ -1,12 +1,12 @@
-"""Bulk channels of one node: opened with a partner when an exchange asks, kept for the next one, closed when idle.
+"""The bulk channels of one node: opened with a partner for an exchange, kept for the next one, closed when idle.
 
-`BulkService.acquire` never raises for what a peer or the network does: without a channel the exchange goes over its
-libp2p stream. Nobody is served who is not expected: a node answers proposals only of a peer with which it awaits an
+`BulkService.acquire` never raises for a fault of a peer or the network: without a channel the exchange goes over its
+libp2p stream. Only expected peers are served: a node answers proposals only from a peer with which it expects an
 exchange (`expecting`), and reads from TCP connections only while it negotiates.
 
-The dials of one negotiation (`farandole.protocol.bulk`) start together: from any port, as firewalls like it best, and a
-moment later from the listener's own port too, where two such dials meet in the middle and open a way through NATs that
-keep ports (TCP simultaneous open, RFC 5382).
+The dials of one negotiation (`farandole.protocol.bulk`) start together: from any port, which firewalls like best, and a
+moment later also from the listener's own port. Two dials of the second kind meet in the middle and open a way through
+NATs that keep ports (TCP simultaneous open, RFC 5382).
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ BULK_PROTOCOL = "/farandole/bulk/3"
 # From the proposal to the channel: two round trips on the stream, a TCP handshake, greetings and ready records, over a
 # bad line.
 OPEN_TIMEOUT = 5.0
-# A peer that could not be reached so is left alone for a while: its exchanges start without the wait. A failure may be
-# chance (a lost packet, a busy peer), so the first pause lasts a few of these waits; one NAT that lets nothing through
-# costs a wait every ten minutes in the end. Ten seconds doubled are 600 at the seventh failure.
+# After a failure, a peer is left alone for a while: its exchanges start without the wait. A failure may be chance (a
+# lost packet, a busy peer), so the first pause lasts a few of these waits. A NAT that lets nothing through costs a wait
+# every ten minutes in the end. Ten seconds doubled are 600 at the seventh failure.
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 10.0, 600.0
-# Longer than a round of most runs; a NAT forgets a connection after a quarter of an hour at the earliest, mostly.
+# Longer than a round of most runs; most NATs forget a connection after a quarter of an hour at the earliest.
 IDLE_TIMEOUT = 300.0
-# After this a channel is not kept: the next one is negotiated with keys that no part of this one's tell.
+# After this time a channel is not kept: the next one gets independent keys.
 MAX_AGE = 3_600.0
 # A node exchanges with one partner at a time, and meets it again by chance.
 MAX_IDLE = 8
@@ -74,9 +74,9 @@ MAX_IDLE = 8
 GREETING_TIMEOUT = 3.0
 # Connections that have not greeted yet. A partner opens one or two from each of its addresses.
 MAX_UNPROVEN, MAX_UNPROVEN_PER_ADDRESS = 32, 8
-# After an accept that failed for want of descriptors.
+# After an accept that failed because descriptors ran out.
 ACCEPT_PAUSE = 0.5
-# Connections that wait for the answerer's choice; it makes one.
+# Connections that wait for the answerer, which chooses one.
 MAX_CANDIDATES = 2 * MAX_OFFERED
 # Before a dial from the listener's port: most plain dials have answered by then.
 PUNCH_AFTER = 0.3
@@ -84,44 +84,44 @@ _CHOSEN = b"\x01"
 
 
 class BulkHost(StreamHost, Protocol):
-    """A host whose name and addresses, and those of its peers, are known."""
+    """A host that knows its name and addresses, and its peers' addresses."""
 
     @property
     def author(self) -> bytes:
-        """This node's public key."""
+        """The public key of this node."""
 
     @property
     def addresses(self) -> list[str]:
-        """Where this node can be dialled, as multiaddrs."""
+        """Multiaddrs where this node can be dialled."""
 
     @property
     def observed_ips(self) -> list[str]:
-        """As whom others see this node."""
+        """IP addresses of this node as others see them."""
 
     @property
     def bulk_ports(self) -> set[int]:
-        """Where to say on which ports channels are awaited."""
+        """The set to which the ports of bulk listeners are added."""
 
     @property
     def mapped(self) -> Mapping[int, tuple[str, int]]:
-        """Ports of this machine -> where its router sends on to them."""
+        """Ports of this machine -> the outer address that the router forwards to them."""
 
     def remote_addresses(self, peer: bytes) -> list[str]:
-        """The other ends of the connections to a peer, as multiaddrs."""
+        """Return the other ends of the connections to a peer, as multiaddrs."""
 
 
 class PeerReach(Protocol):
-    """What is used of a `farandole.node.mesh.reach.connectivity.Connectivity`."""
+    """The part of `farandole.node.mesh.reach.connectivity.Connectivity` that is used here."""
 
     def is_out_of_reach(self, peer: bytes) -> bool:
-        """Whether attempts have shown that nothing but relays leads to a peer."""
+        """Return whether attempts have shown that a peer is reachable only through relays."""
 
     def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[Address]]:
-        """As whom others see a port of this machine, where its router changes ports, for as long as a block runs."""
+        """Yield a port's outer addresses as peers see them, while the block runs; empty if the router keeps ports."""
 
 
 class BulkService:
-    """All bulk channels of one node; made by `open_bulk`."""
+    """The bulk channels of one node; made by `open_bulk`."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class BulkService:
         self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._expected: Counter[bytes] = Counter()
-        self._races: dict[bytes, _Race] = {}  # by session; at most one a peer that is expected, or was asked
+        self._races: dict[bytes, _Race] = {}  # by session; at most one per peer that is expected, or was asked
         self._unproven: Counter[str] = Counter()
         self._is_closed = False
         host.set_handler(BULK_PROTOCOL, self._answer)
 
-    # What exchanges ask for
+    # For exchanges
 
     @contextlib.contextmanager
     def expecting(self, peer: bytes) -> Iterator[None]:
@@ -158,9 +158,9 @@ class BulkService:
                 del self._expected[peer]
 
     async def acquire(self, peer: bytes) -> BulkChannel | None:
-        """A channel with a peer that expects us, kept or new; None if there is none in `OPEN_TIMEOUT`, or no way to it.
+        """Return a kept or new channel with a peer that expects us; None if there is no way, or none in `OPEN_TIMEOUT`.
 
-        Whoever gets a channel gives it back by `release` or `discard`.
+        The caller gives the channel back with `release` or `discard`.
         """
         for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
             if (fit := self.take(peer, kept.session)) is not None:
@@ -176,7 +176,7 @@ class BulkService:
                 channel = await self._ask(peer)
         except (ChannelError, PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError) as error:
             reason = str(error)
-        finally:  # also where the caller's time is up, which may be less
+        finally:  # also when the caller's time is up, which may be less
             if channel is None:
                 self._note_failure(peer, reason)
         return channel
@@ -192,12 +192,12 @@ class BulkService:
         )
 
     def _path(self, peer: bytes) -> list[str]:
-        """What a channel depends on: the addresses here, and at the other ends of the peer's connections."""
+        """Return what a channel depends on: the addresses here, and at the other ends of the peer's connections."""
         own = (*self._host.observed_ips, *interfaces(self._host))
         return [*sorted(own), "", *sorted(self._host.remote_addresses(peer))]
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
-        """The channel that the peer has acquired, by its name; None if it is not here or no longer fit."""
+        """Return the channel that the peer has acquired, by its name; None if it is not here or no longer fit."""
         channel = self._idle.get(session)
         if channel is None or channel.peer != peer:
             return None
@@ -208,7 +208,7 @@ class BulkService:
         return channel
 
     def release(self, channel: BulkChannel) -> None:
-        """Keep a channel, on which nothing is under way in either direction, for the next one; close an old one."""
+        """Keep a channel without data under way in either direction for the next exchange; close an old one."""
         now = trio.current_time()
         if self._is_closed or now - channel.opened_at > MAX_AGE:
             return channel.close()
@@ -239,14 +239,14 @@ class BulkService:
                         channel = await self._run_race(race, stream, theirs, key, is_asker=True)
                 finally:
                     await close_stream(stream)
-        except BaseException:  # cancelled while the stream closes, too: nobody else has the channel yet
+        except BaseException:  # also when cancelled while the stream closes: nothing else owns the channel yet
             if channel is not None:
                 channel.close()
             raise
         return channel
 
     async def _answer(self, stream: Stream) -> None:
-        """A peer proposes a channel; the stream closes when that is done."""
+        """Answer a peer's proposal of a channel; the stream closes at the end."""
         try:
             if self._expected[stream.peer]:
                 with trio.move_on_after(OPEN_TIMEOUT):
@@ -260,7 +260,7 @@ class BulkService:
             await close_stream(stream)
 
     async def _take_part(self, stream: Stream, theirs: Proposal, observed: list[Address]) -> None:
-        """In the negotiation that a peer has begun."""
+        """Take part in the negotiation that a peer has begun."""
         key = X25519PrivateKey.generate()
         proposal = self._propose(theirs.session, key, observed)
         with self._race(proposal, stream.peer) as race:
@@ -271,7 +271,7 @@ class BulkService:
 
     @contextlib.asynccontextmanager
     async def _observed(self) -> AsyncIterator[list[Address]]:
-        """As whom others see the listener, as far as that has to be asked."""
+        """Yield the addresses that others see for the listener, if peers have to be asked for them."""
         listener = self._listeners.get(socket.AF_INET)
         if listener is None or self._reach is None:
             yield []
@@ -280,13 +280,15 @@ class BulkService:
             yield observed
 
     def _is_busy(self, peer: bytes, session: bytes) -> bool:
-        """One negotiation with a peer at a time; and no name for two channels."""
+        """Return whether the peer has a negotiation already, or the session's name is in use."""
         return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
 
     def _propose(self, session: bytes, key: X25519PrivateKey, observed: list[Address]) -> Proposal:
-        """What this node offers: where its router sends on; what others have observed of the listener; as whom they see
-        this node, and its interfaces, with the port that listens, since most NATs keep ports where they can (RFC 4787,
-        4.2.1). And its half of the keys.
+        """Make this node's proposal: its addresses and its half of the keys.
+
+        The addresses are: the ones that the router forwards; the ones that others have observed for the listener; the
+        IP addresses that others see, and the interfaces', each with the listener's port, since most NATs keep ports if
+        they can (RFC 4787, 4.2.1).
         """
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
         ips = dict.fromkeys((*self._host.observed_ips, *interfaces(self._host)))
@@ -302,7 +304,7 @@ class BulkService:
 
     @contextlib.contextmanager
     def _race(self, proposal: Proposal, peer: bytes) -> Iterator[_Race]:
-        """From now on, until the block ends, connections that greet for this session are let in."""
+        """Let connections in that greet for this session, until the block ends."""
         race = self._races[proposal.session] = _Race(peer, proposal)
         try:
             yield race
@@ -313,7 +315,7 @@ class BulkService:
     async def _run_race(
         self, race: _Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, is_asker: bool
     ) -> BulkChannel:
-        """Dial, let the answerer choose, confirm the keys; give up if the peer does, and closes the stream."""
+        """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
         us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
         channel_secrets = agree(key, us, them, Binding(self._run_id, stream.handshake_hash), is_asker)
         race.begin(theirs)
@@ -335,7 +337,7 @@ class BulkService:
     # Connections
 
     async def _dial(self, race: _Race, address: Address, is_punch: bool) -> None:
-        """One attempt, from the listener's port if it is to punch."""
+        """Dial once; from the listener's port if ``is_punch``."""
         family = _family(address[0])
         connection = trio.socket.socket(family, socket.SOCK_STREAM)
         race.adopt(connection)
@@ -354,7 +356,7 @@ class BulkService:
                 race.offer(connection)
 
     async def _admit(self, connection: trio.socket.SocketType, address: str) -> None:
-        """A connection has come: it greets for a race that is on, or is closed."""
+        """Handle an inbound connection: it greets for a running race, or is closed."""
         self._unproven[address] += 1
         try:
             with trio.move_on_after(GREETING_TIMEOUT), contextlib.suppress(OSError):
@@ -367,7 +369,7 @@ class BulkService:
                     race.offer(connection)
                     return
             connection.close()
-        except BaseException:  # cancelled, too: nobody else has the socket yet
+        except BaseException:  # also when cancelled: nothing else owns the socket yet
             connection.close()
             raise
         finally:
@@ -376,7 +378,7 @@ class BulkService:
                 del self._unproven[address]
 
     async def listen(self, listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
-        """Let connections in, few at a time, and none at all while nothing is negotiated."""
+        """Accept a bounded number of connections at a time, and none while nothing is negotiated."""
         while True:
             try:
                 connection, (address, *_) = await listener.accept()
@@ -391,7 +393,7 @@ class BulkService:
                 nursery.start_soon(self._admit, connection, address)
 
     async def close_idle(self) -> None:
-        """Close kept channels in time, and at once those that the peer has closed."""
+        """Close kept channels when they expire, and at once if the peer has closed them."""
         while True:
             await trio.sleep(IDLE_TIMEOUT / 4)
             for channel in list(self._idle.values()):
@@ -405,13 +407,13 @@ class BulkService:
             self._idle.popitem()[1].close()
 
     def end(self) -> None:
-        """The same, and from now on keep none: the host's handlers may end later, and release theirs."""
+        """Close all kept channels and keep no more: the host's handlers may end later, and release theirs."""
         self._is_closed = True
         self.close()
 
 
 class _Race:
-    """Connections of one negotiation, of which the answerer chooses one."""
+    """The connections of one negotiation, of which the answerer chooses one."""
 
     def __init__(self, peer: bytes, proposal: Proposal) -> None:
         self.peer = peer
@@ -425,28 +427,28 @@ class _Race:
         self._offers, self._offered = trio.open_memory_channel[trio.socket.SocketType](MAX_CANDIDATES)
 
     def begin(self, theirs: Proposal) -> None:
-        """The other end's proposal is here."""
+        """Begin with the other end's proposal."""
         self.their_token = theirs.token
         self.is_on.set()
 
     def is_greeted_by(self, received: bytes) -> bool:
-        """Whether it is the other end that has sent these bytes."""
+        """Return whether the other end has sent these bytes."""
         return is_greeting(received, self.session, self.proposal.token)
 
     def adopt(self, connection: trio.socket.SocketType) -> None:
-        """Close this one at the end, unless it is the one; at once if that has been."""
+        """Close this connection at the end, unless it is chosen; at once if the race has ended."""
         if self._has_ended:
             connection.close()
         else:
             self._connections.add(connection)
 
     def offer(self, connection: trio.socket.SocketType) -> None:
-        """Both have greeted on this one. It is passed over if too many came before, or the race is over."""
+        """Add a connection on which both have greeted. It is skipped if too many came before, or the race is over."""
         with contextlib.suppress(trio.WouldBlock, trio.BrokenResourceError):
             self._offers.send_nowait(connection)
 
     async def choose(self) -> None:
-        """The answerer's part: the first that comes and takes the news."""
+        """Choose as the answerer: the first connection that takes the message."""
         while True:
             connection = await self._offered.receive()
             with contextlib.suppress(OSError):
@@ -454,7 +456,7 @@ class _Race:
                 return self._take(connection)
 
     async def await_choice(self) -> None:
-        """The asker's part: the one on which the answerer says so."""
+        """Wait as the asker for the connection on which the answerer announces its choice."""
 
         async def listen_to(connection: trio.socket.SocketType) -> None:
             with contextlib.suppress(OSError):
@@ -471,12 +473,12 @@ class _Race:
         self._chosen = socket.socket(fileno=connection.detach())
 
     def claim(self) -> socket.socket | None:
-        """The one that was chosen, from now on the caller's."""
+        """Return the chosen connection, which the caller then owns."""
         chosen, self._chosen = self._chosen, None
         return chosen
 
     def end(self) -> None:
-        """Close what was not chosen or not claimed, and what comes too late."""
+        """Close the connections that were not chosen or not claimed, and late ones."""
         self._has_ended = True
         self._offered.close()
         if self._chosen is not None:
@@ -489,7 +491,7 @@ class _Race:
 async def open_bulk(
     host: BulkHost, run_id: bytes, shaping: Shaping | None = None, reach: PeerReach | None = None
 ) -> AsyncIterator[BulkService]:
-    """Bulk channels of a run for as long as the block runs; listens where the host does, on any ports."""
+    """Open a run's bulk channels for as long as the block runs; listen at the host's addresses, on any ports."""
     listeners = _open_listeners(interfaces(host))
     service = BulkService(host, run_id, listeners, shaping or Shaping(), reach)
     ports = {listener.getsockname()[1] for listener in listeners.values()}
@@ -508,7 +510,7 @@ async def open_bulk(
 
 
 def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.SocketType]:
-    """One a family: on the one address of the host's, or on all if it has several. None where that fails."""
+    """Open one listener per family: on the host's one address, or on all if it has several; skip failures."""
     listeners: dict[socket.AddressFamily, trio.socket.SocketType] = {}
     for family, wildcard in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         own = [ip for ip in ips if _family(ip) is family]
@@ -530,7 +532,7 @@ def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.So
 
 
 def interfaces(host: BulkHost) -> list[str]:
-    """The IP addresses that the host announces, without names and relays."""
+    """Return the IP addresses that the host announces, without names and relays."""
     return _direct_ips(host.addresses)
 
 
@@ -544,7 +546,7 @@ def _family(ip: str) -> socket.AddressFamily:
 
 
 async def _send_all(connection: trio.socket.SocketType, data: bytes) -> None:
-    """A few bytes, which a fresh connection takes at once."""
+    """Send a few bytes, which a fresh connection takes at once."""
     if await connection.send(data) != len(data):
         raise OSError("the connection takes nothing")
 

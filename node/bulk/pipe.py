@@ -1,10 +1,10 @@
 """Drives a pipe (`farandole.protocol.pipe`): one task reads the stream, one writes to it, and one moves the transfers.
 
-They move over a bulk channel where one opens, by threads, and else over the stream, a chunk at a time. A channel that
-breaks or falls silent is replaced by another or by the stream, and the rest goes over that one. Whoever sends may still
-be filling the memory meanwhile.
+Transfers move over a bulk channel if one opens, in threads, and otherwise over the stream, a chunk at a time. A channel
+that breaks or falls silent is replaced by another or by the stream, and the rest goes over that one. The sender may
+still be filling the memory during the transfer.
 
-Messages go out in the order in which they were posted. Nothing cancels one in the middle but the end of the pipe.
+Messages go out in the order in which they were posted. Only the end of the pipe cancels one in the middle.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ from .transport import Channel, Transport
 
 logger = logging.getLogger(__name__)
 
-# How often a channel is looked at in the time for which it may be silent.
+# How often a channel is checked in the time for which it may be silent.
 SILENT_CHECKS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a pipe waits, in seconds."""
+    """Timeouts of a pipe, in seconds."""
 
     route: float
-    """For a bulk channel to open."""
+    """Time for a bulk channel to open."""
     silent: float = math.inf
-    """For anything to come over a channel: a NAT has forgotten it, or the peer is frozen."""
+    """Time without data over a channel, after which a NAT has forgotten it, or the peer is frozen."""
     answer: float = math.inf
-    """For the other end to agree on a route, beside the time for a channel to open."""
+    """Time for the other end to agree on a route, in addition to the time for a channel to open."""
     write: float = math.inf
-    """For one message or chunk to be taken by the stream."""
+    """Time for the stream to take one message or chunk."""
 
 
 class Source(Protocol):
-    """What is sent: ``memory`` is filled from the front."""
+    """The data of a transfer: ``memory`` is filled from the front."""
 
     @property
     def memory(self) -> memoryview:
-        """All of it; nothing beyond what is ready may be read."""
+        """The whole memory; only bytes that are ready may be read."""
 
     async def wait_beyond(self, position: int) -> int:
-        """Wait until more than ``position`` bytes are ready; returns how many are."""
+        """Wait until more than ``position`` bytes are ready; return how many are."""
 
     async def wait_whole(self) -> bytes:
-        """Wait until all is ready; returns its BLAKE3. Used by hashed pipes alone."""
+        """Wait until all is ready; return its BLAKE3. Only hashed pipes use it."""
 
 
 class Whole:
-    """A source that is ready; of pipes without hashes."""
+    """A source that is complete from the start, for pipes without hashes."""
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory.cast("B")
 
     async def wait_beyond(self, position: int) -> int:
-        """Everything is ready."""
+        """Return the size: everything is ready."""
         return self.memory.nbytes
 
     async def wait_whole(self) -> bytes:
@@ -91,19 +91,19 @@ class Whole:
 
 
 class Pacing(Protocol):
-    """How fast transfers are sent."""
+    """Sets the rate at which transfers are sent."""
 
     def piece_bytes(self, is_channel: bool) -> int:
-        """The most bytes of the next piece."""
+        """Return the maximum size of the next piece in bytes."""
 
     async def rest(self, num_bytes: int, seconds: float) -> None:
-        """A piece has taken so long: wait before the next one."""
+        """Wait before the next piece; the last one had ``num_bytes`` and took ``seconds``."""
 
 
 class BulkPipe:
-    """One end of a pipe over a stream and, where there is one, a bulk channel.
+    """One end of a pipe over a stream and, if there is one, a bulk channel.
 
-    ``max_unsent``: bytes that may wait in the kernel of a channel, if not any number.
+    ``max_unsent``: limit on the bytes that wait in the kernel of a channel; None: no limit.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class BulkPipe:
         stream.is_bulk = True
 
     def begin(self, patience: Patience) -> None:
-        """From now on transfers may move."""
+        """Let transfers move from now on."""
         self._patience = patience
         if self.pipe.step is Step.IDLE:
             self.pipe.begin()
@@ -152,9 +152,11 @@ class BulkPipe:
     ) -> None:
         """Read, write and move until the stream ends; ``received`` was read from it before.
 
-        ``on_message`` gets the user's messages, and holds up the stream while it runs: it must not wait for a transfer.
-        ``on_received`` gets the names of transfers that have come. Raises `RemoteProtocolError`, `trio.TooSlowError`,
-        `trio.BrokenResourceError`, `trio.ClosedResourceError`, and the `FarandoleError` that either of the two raises.
+        ``on_message`` gets the user's messages, and blocks the stream while it runs: it must not wait for a transfer.
+        ``on_received`` gets the names of transfers that have arrived.
+
+        Raises `RemoteProtocolError`, `trio.TooSlowError`, `trio.BrokenResourceError`, `trio.ClosedResourceError`, and
+        the `FarandoleError` that either of the two raises.
         """
         failures: list[Exception] = []
 
@@ -176,33 +178,33 @@ class BulkPipe:
         if failures:
             raise failures[0]
 
-    # What its user asks for
+    # For the pipe's user
 
     def post(self, data: bytes) -> None:
-        """Write a frame of the pipe's after those posted before; its user bounds how many there are."""
+        """Write a frame after the ones posted before; the user of the pipe bounds their number."""
         self._shaping.up.charge(len(data))
         self._posted.append(data)
         self._notify()
 
     @property
     def num_posted(self) -> int:
-        """Frames that were posted and are not written yet."""
+        """The number of frames that were posted and are not written yet."""
         return len(self._posted)
 
     async def drain(self) -> None:
-        """Wait until everything posted is written, or nobody takes it any more."""
+        """Wait until everything posted is written, or the stream takes nothing any more."""
         await self._until(lambda: not self._posted)
 
     def add(self, source: Source) -> None:
-        """The source of the transfer that was offered last."""
+        """Add the source of the transfer that was offered last."""
         self._sources.append((self.pipe.outgoing.end, source))
         self._notify()
 
     async def send(self, announce: Callable[[], tuple[bytes, Source] | None]) -> None:
-        """Send a transfer; returns when all of it is sent, whether it has arrived or not.
+        """Send a transfer; return when all of it is sent, whether it has arrived or not.
 
-        ``announce`` offers it when it is its turn, and returns the frame that says so and its source; None if it is not
-        to be sent.
+        ``announce`` offers the transfer when its turn comes, and returns the frame that announces it and its source;
+        None cancels it.
         """
         await self._until(lambda: self.pipe.can_offer)
         if (announced := announce()) is None:
@@ -214,14 +216,14 @@ class BulkPipe:
         await self._until(lambda: self.pipe.num_sent >= end and not self._is_sending)
 
     async def wait_delivered(self) -> None:
-        """Wait until everything that was offered is on the stream, or known to be at the other end.
+        """Wait until every offered transfer is on the stream, or known to be at the other end.
 
         Raises `trio.ClosedResourceError` if that never happens, since `run` has ended; so does `wait_received`.
         """
         await self._until_or_over(lambda: not (self.pipe.outgoing.is_open or self._is_sending or self._posted))
 
     async def wait_received(self) -> None:
-        """Wait until everything that was announced is here."""
+        """Wait until every announced transfer is here."""
         await self._until_or_over(lambda: not self.pipe.incoming.is_open)
 
     async def wait_routed(self) -> None:
@@ -229,19 +231,19 @@ class BulkPipe:
         await self._until(lambda: self.pipe.step in (Step.CHANNEL, Step.STREAM))
 
     def close(self, is_clean: bool = True) -> None:
-        """Keep the channel for other pipes if nothing is to come over it any more, and else close it."""
+        """Keep the channel for other pipes if nothing more can come over it; otherwise close it."""
         is_idle = not self.pipe.incoming.is_open and not self.pipe.outgoing.is_open and not self._is_sending
         (self._transport.keep if is_clean and is_idle else self._transport.discard)()
 
     @property
     def progress(self) -> int:
-        """Bytes that have come so far over stream and channel, from any start."""
+        """Bytes received up to now over stream and channel, counted from an arbitrary start."""
         channel = self._transport.channel
         return self.bytes_received + (0 if channel is None else channel.num_received)
 
     @property
     def seconds_capped(self) -> float:
-        """Seconds that this node's own cap has delayed what comes, over stream and channel, from any start."""
+        """Seconds that this node's cap has delayed incoming data on stream and channel, from an arbitrary start."""
         channel = self._transport.channel
         return self.seconds_held_up + (0.0 if channel is None else channel.seconds_held_up)
 
@@ -282,7 +284,7 @@ class BulkPipe:
             self._notify()
 
     async def _put(self, data: bytes) -> None:
-        """Write to the stream. What it takes no more is dropped: what the other end said before is still to be read."""
+        """Write to the stream. If it is broken, drop the data: earlier messages of the other end must still be read."""
         if self._is_broken:
             await trio.lowlevel.checkpoint()
             return
@@ -311,7 +313,7 @@ class BulkPipe:
         await self._send_over_stream()
 
     async def _agree(self, on_received: Callable[[int], None]) -> None:
-        """Agree on the next route; nothing moves meanwhile."""
+        """Agree on the next route; nothing moves during this time."""
         pipe, patience = self.pipe, self._patience
         assert patience is not None, "transfers may move"
         if pipe.is_opener:
@@ -333,7 +335,7 @@ class BulkPipe:
         self.post(self.pipe.send(message))
 
     async def _move_over(self, channel: Channel, on_received: Callable[[int], None]) -> None:
-        """Move over a channel until another route is needed. No thread is at work any more then."""
+        """Move over a channel until another route is needed. Then no thread is active any more."""
         self._is_stuck = False
         async with open_service_nursery() as nursery:
             nursery.start_soon(self._send_over, channel)
@@ -364,7 +366,7 @@ class BulkPipe:
         self._notify()
 
     async def _fill(self, channel: Channel, incoming: Incoming) -> None:
-        """Receive to the end, or as far as the channel goes."""
+        """Receive to the end, or until the channel breaks or is silent."""
         before = incoming.position
         try:
             async with trio.open_nursery() as nursery:
@@ -378,7 +380,7 @@ class BulkPipe:
             self.bytes_received += incoming.position - before
 
     async def _cancel_when_silent(self, channel: Channel, scope: trio.CancelScope) -> None:
-        """By what comes at all: on a slow line, what counts comes in pieces of seconds."""
+        """Cancel when no bytes come at all: on a slow line, a whole record takes seconds."""
         assert self._patience is not None, "transfers may move"
         patience = self._patience.silent
         before, heard_at = channel.num_received, trio.current_time()
@@ -391,9 +393,9 @@ class BulkPipe:
                 return scope.cancel()
 
     def _settle_whole(self, on_received: Callable[[int], None]) -> None:
-        """If all of a transfer has come over the channel, compare its hash, and report it.
+        """Compare the hash of a transfer, and report it, if all of it has come over the channel.
 
-        For when no thread receives any more: it would hash at the same time.
+        Call it only when no thread receives any more, since the thread would hash at the same time.
         """
         pipe = self.pipe
         head = pipe.incoming.open[0] if pipe.incoming.open else None
@@ -407,7 +409,7 @@ class BulkPipe:
     # Sending
 
     async def _seal_all(self) -> None:
-        """Say the hash of each source of a hashed pipe when it is ready."""
+        """Send the hash of each source of a hashed pipe when it is ready."""
         if not self.pipe.is_hashed:
             return
         while True:
@@ -417,7 +419,7 @@ class BulkPipe:
             self._send(Sealed(await source.wait_whole()))
 
     async def _next_piece(self, most: int) -> memoryview:
-        """What is sent next, at most so many bytes: it is ready, and the hash is said before the last of a transfer."""
+        """Return the next bytes to send, at most ``most``; the hash is sent before the last piece of a transfer."""
         flow = self.pipe.outgoing
         await self._until(lambda: self.pipe.num_sent < flow.end)
         while self._sources[0][0] <= flow.settled:
@@ -446,8 +448,8 @@ class BulkPipe:
                 piece = await self._next_piece(self._piece_bytes(is_channel=True))
                 began_at, end, self._is_sending = trio.current_time(), self.pipe.num_sent + piece.nbytes, True
                 await channel.send(piece)
-                if self.pipe.step is not Step.REPLACING:  # then the other end has said where to go on
-                    self.pipe.num_sent = max(self.pipe.num_sent, end)  # it may have reported all of it meanwhile
+                if self.pipe.step is not Step.REPLACING:  # else the other end has said where to continue
+                    self.pipe.num_sent = max(self.pipe.num_sent, end)  # it may have reported all of it already
                 self._is_sending = False
                 self._notify()
                 await self._rest(piece.nbytes, began_at)
@@ -473,7 +475,7 @@ class BulkPipe:
             finally:
                 self._is_sending = False
                 self._writing.release()
-            if self.pipe.num_sent >= self.pipe.outgoing.head_end:  # in between, nobody waits for a chunk
+            if self.pipe.num_sent >= self.pipe.outgoing.head_end:  # until then, no task waits for a chunk
                 self._notify()
             await self._rest(piece.nbytes, began_at)
 

@@ -11,7 +11,7 @@ from farandole.protocol.incoming import Incoming
 
 
 class Channel(Protocol):
-    """What is used of a `farandole.node.bulk.channel.BulkChannel`."""
+    """The part of `farandole.node.bulk.channel.BulkChannel` that is used here."""
 
     @property
     def session(self) -> bytes:
@@ -19,40 +19,40 @@ class Channel(Protocol):
 
     @property
     def num_sent(self) -> int:
-        """Bytes sent over it so far, whether they have arrived or not."""
+        """Bytes sent over it up to now, whether they have arrived or not."""
 
     @property
     def num_received(self) -> int:
-        """Bytes that have come over it so far, whether they turn out to be the peer's or not."""
+        """Bytes received over it up to now, whether they prove to be the peer's or not."""
 
     @property
     def seconds_held_up(self) -> float:
-        """Seconds that this node's own cap has delayed what comes over it."""
+        """Seconds that this node's own cap has delayed incoming data."""
 
     def limit_unsent(self, max_bytes: int) -> None:
-        """Let no more wait in the kernel before it is sent, where the system can say so."""
+        """Limit the unsent bytes in the kernel, if the system supports it."""
 
     async def send(self, data: memoryview) -> None:
         """Send all, or raise `ChannelError`."""
 
     async def receive(self, incoming: Incoming) -> None:
-        """Fill it to its end, or raise `ChannelError`. Nothing touches its memory once this is over."""
+        """Fill ``incoming`` to its end, or raise `ChannelError`. Its memory is not touched after the call."""
 
 
 C = TypeVar("C", bound=Channel)
 
 
 class Channels(Protocol[C]):
-    """What is used of a `farandole.node.bulk.negotiation.BulkService`."""
+    """The part of `farandole.node.bulk.negotiation.BulkService` that is used here."""
 
     def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
-        """While the block runs, the peer may open channels."""
+        """Let the peer open channels while the block runs."""
 
     async def acquire(self, peer: bytes) -> C | None:
-        """A channel with the peer, if there is a way."""
+        """Return a channel with the peer, or None if there is no way."""
 
     def take(self, peer: bytes, session: bytes) -> C | None:
-        """The channel that the peer has acquired."""
+        """Return the channel that the peer has acquired, if it is here."""
 
     def release(self, channel: C) -> None:
         """Keep it for the next exchange."""
@@ -62,7 +62,7 @@ class Channels(Protocol[C]):
 
 
 class Transport:
-    """The bulk channel of one pipe, if it comes to one; another one when that breaks."""
+    """The bulk channel of one pipe, if one opens; another one when that breaks."""
 
     def __init__(self, peer: bytes, channels: Channels[Any] | None) -> None:
         self.channel: Channel | None = None
@@ -70,30 +70,30 @@ class Transport:
         self._channels = channels
 
     def expecting(self) -> contextlib.AbstractContextManager[None]:
-        """The peer may open channels while the block runs."""
+        """Let the peer open channels while the block runs."""
         return self._channels.expecting(self._peer) if self._channels else contextlib.nullcontext()
 
     async def open(self, until: float) -> bytes | None:
-        """Open a channel, which may take until then: its name, or None where there is none."""
+        """Open a channel, for at most until the time ``until``; return its name, or None if there is none."""
         if self._channels is not None:
             with trio.move_on_at(until):
                 self.channel = await self._channels.acquire(self._peer)
         return self._name
 
     def take(self, proposed: bytes | None) -> bytes | None:
-        """Take the channel that the peer has opened: its name, or None where it is not here."""
+        """Take the channel that the peer has opened; return its name, or None if it is not here."""
         if self._channels is not None and proposed is not None:
             self.channel = self._channels.take(self._peer, proposed)
         return self._name
 
     def keep(self) -> None:
-        """Give the channel back for the next pipe: nothing more comes over it for this one."""
+        """Give the channel back for the next pipe; nothing more may come over it for this one."""
         channel, self.channel = self.channel, None
         if channel is not None and self._channels is not None:
             self._channels.release(channel)
 
     def discard(self) -> None:
-        """Close the channel, over which something may still come."""
+        """Close a channel over which data may still come."""
         channel, self.channel = self.channel, None
         if channel is not None and self._channels is not None:
             self._channels.discard(channel)

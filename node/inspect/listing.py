@@ -1,4 +1,4 @@
-"""Which checkpoints there are: on this disk, and in the run as its members tell."""
+"""Lists of checkpoints: on this disk, and in the run as its members report."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class CheckpointOffer(msgspec.Struct, frozen=True):
 
 
 def local_checkpoints(folder: Path) -> list[LocalCheckpoint]:
-    """The files in a node's folder of checkpoints, the newest of each stage first."""
+    """List the files in a node's folder of checkpoints, the newest of each stage first."""
     looked_at = map(_look_at, folder.glob("stage-*.safetensors") if folder.is_dir() else ())
     found = [each for each in looked_at if each is not None]
     return sorted(found, key=lambda each: (each.stage or 0, -(each.round or 0)))
 
 
 def _look_at(path: Path) -> LocalCheckpoint | None:
-    """Its header; `farandole checkpoint verify` looks at all of it. None: a node has removed it meanwhile."""
+    """Read its header; `farandole checkpoint verify` reads all of it. None: a node has just removed it."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def _look_at(path: Path) -> LocalCheckpoint | None:
 
 
 def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[CheckpointOffer]:
-    """What members say, by checkpoint; the newest of each stage first."""
+    """Group members' notices by checkpoint; the newest of each stage first."""
     told: dict[tuple[int, int, bytes], tuple[CheckpointNotice, list[str]]] = {}
     for holder, notice in notices:
         _, holders = told.setdefault((notice.stage, -notice.round, notice.id), (notice, []))
@@ -88,7 +88,7 @@ def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[Checkpo
 
 
 def node_offers(home: Path) -> list[CheckpointOffer] | None:
-    """What the node that runs here knows; None if none does."""
+    """Return the offers that the node that runs here knows; None if no node runs here."""
     try:
         return msgspec.convert(call(home, "checkpoints"), list[CheckpointOffer])
     except NoNodeError:
@@ -96,6 +96,6 @@ def node_offers(home: Path) -> list[CheckpointOffer] | None:
 
 
 async def visit_offers(settings: NodeSettings, say: Callable[[str], None]) -> list[CheckpointOffer]:
-    """What the members of the invite's run say. Raises `JoinError` if none can be reached."""
+    """Return the offers of the members of the invite's run. Raises `JoinError` if none can be reached."""
     async with open_visit(settings, Shaping(), say) as visit:
         return offers_of(visit.notices())

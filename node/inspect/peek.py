@@ -1,8 +1,8 @@
-"""Looking into a run without being of it: what `farandole checkpoint list` and `pull` do with an invite.
+"""Visits to a run without membership: `farandole checkpoint list` and `pull` make them with an invite.
 
-A visitor has a key of its own, for one visit: the home's may be in use by a node, and two hosts of one name would take
+A visitor has a key of its own for one visit: a node may be using the home's, and two hosts of one name would take
 each other's connections. The home's key signs a pass for it (`farandole.protocol.invitations.VisitorPass`), by which a
-run for its members lets it in. It announces nothing, so no node counts on it; it hears the run state by anti-entropy.
+members-only run lets it in. It announces nothing, so no node counts on it; it gets the run state by anti-entropy.
 
     host -> connectivity -> manifest -> run state
 """
@@ -45,7 +45,7 @@ from ..state.store import open_store
 from ..status.journal import Journal
 from ..store.provider import Conditions
 
-# A person waits: whoever restarts, or has a line that loses packets, is dialled again soon, and that is all.
+# A person waits: a peer that restarts, or whose line loses packets, is dialled again soon, up to this number of times.
 DIAL_ATTEMPTS: Final = 3
 DIAL_PAUSE: Final = 2.0
 # For peers that answer to say what the run is, and for the DHT to name some that can.
@@ -58,7 +58,7 @@ VISIT_SECONDS: Final = 86_400.0
 
 @dataclass(frozen=True)
 class Visit:
-    """What a visitor has, while the visit lasts."""
+    """A visitor's connection to a run, while the visit lasts."""
 
     conditions: Conditions
     manifest: Manifest
@@ -66,33 +66,33 @@ class Visit:
     gossip: GossipService
 
     def live(self) -> frozenset[bytes]:
-        """The live members."""
+        """Return the live members."""
         members = self.gossip.state.members()
         return frozenset(peer for peer in self.gossip.liveness.live(trio.current_time()) if peer in members)
 
     def members_of(self, stage: int) -> frozenset[bytes]:
-        """The live members that hold a stage."""
+        """Return the live members that hold a stage."""
         members = self.gossip.state.members()
         return frozenset(peer for peer in self.live() if members[peer].stage == stage)
 
     def rounds_of(self, stage: int) -> list[int]:
-        """In which the live members of a stage say that they train; the paused are in none."""
+        """Return the rounds in which the live members of a stage report that they train, without paused members."""
         members = self.gossip.state.members()
         training = (peer for peer in self.members_of(stage) if not members[peer].is_paused)
         beats = (self.gossip.state.payload(peer, Beat) for peer in training)
         return [beat.round for beat in beats if beat is not None]
 
     def notices(self) -> list[tuple[bytes, CheckpointNotice]]:
-        """What live members say that they hold."""
+        """Return the checkpoints that live members report."""
         live, notices = self.live(), self.gossip.state.entries(Kind.CHECKPOINT)
         return [(entry.author, entry.payload) for entry in notices if entry.author in live]
 
 
 @asynccontextmanager
 async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[str], None]) -> AsyncIterator[Visit]:
-    """As long as the block runs; of the settings those count that say which run it is, and how to connect.
+    """Visit the run within the block; of the settings, the ones that name the run and the connection are used.
 
-    ``say`` tells a person whom it tries. Raises `JoinError` once all have refused, or have not answered in time.
+    ``say`` prints which peers it tries. Raises `JoinError` once all have refused, or have not answered in time.
     """
     key, journal, invite = Ed25519PrivateKey.generate(), Journal(say), decode_invite(settings.invite or "")
     peers = peers_at((*invite.addresses, *settings.bootstrap))
@@ -123,13 +123,13 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
 
 
 def _pass(settings: NodeSettings, key: Ed25519PrivateKey, run_id: bytes) -> VisitorPass:
-    """A pass for a key, signed with the home's key; with the key itself if the home has none, to be told why not."""
+    """Make a pass signed with the home's key; without one, with ``key`` itself, so that a refusal gives its reason."""
     member = load_or_create_key(settings.key) if settings.key.exists() else key
     return sign_pass(member, run_id, public_bytes(key), int(time.time() + VISIT_SECONDS))
 
 
 async def _reach(host: Host, target: Target, journal: Journal) -> None:
-    """Connect to somebody whom the invite names, or who is found in the local network meanwhile."""
+    """Connect to a peer that the invite names, or that is found in the local network while dialling."""
     places = ", ".join(addresses[0].rpartition("/p2p/")[0] for addresses in target.peers.values())
     journal.say(f"dialling whom the invite names: {places}" if places else "looking for members in the local network")
     failures: dict[bytes, str] = {}

@@ -1,8 +1,8 @@
-"""Taking a whole model out of a run: every stage's checkpoint from its members, put together in a folder.
+"""Download of a whole model from a run: every stage's checkpoint from its members, put together in a folder.
 
-The members of each stage are asked for their newest checkpoint, which they save anew if it is old; the newest of these
-that is not far beyond the others is fetched, from all who hold a copy. With ``merge`` several replicas of each stage
-are, and their mean is what is kept.
+The members of each stage are asked for their newest checkpoint, and save a new one if it is old. The newest of these
+that is not far ahead of the others is fetched, from all peers that hold a copy. With ``merge``, several replicas of
+each stage are fetched, and their mean is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .peek import Visit, open_visit
 
 # Members of a stage that are asked at once for their newest checkpoint: each may have to save one.
 MAX_ASKED: Final = 8
-# How often a stage that nobody gives is tried, and how long one waits between.
+# Number of attempts to fetch a stage that no peer serves, and the wait between them.
 ATTEMPTS: Final = 5
 RETRY_SECONDS: Final = 5.0
 
@@ -51,7 +51,7 @@ class PullError(FarandoleError):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A checkpoint that somebody has."""
+    """A checkpoint that a peer holds."""
 
     signed: SignedIndex
     index: Index
@@ -77,7 +77,7 @@ async def pull(
 
 @dataclass(frozen=True)
 class Pull:
-    """One pull of a run's model to a folder. ``say`` tells a person what happens, ``show`` how far a download is."""
+    """One pull of a run's model to a folder. ``say`` prints progress for people, ``show`` a download's progress."""
 
     visit: Visit
     to: Path
@@ -98,7 +98,7 @@ class Pull:
         return (*required, *OPTIMIZER_VECTORS) if self.with_optimizer else required
 
     async def run(self) -> bytes:
-        """Fetch and write everything; the checkpoint's id. What was fetched before an interruption is not again.
+        """Fetch and write everything; return the checkpoint's id. Downloads resume after an interruption.
 
         Raises `PullError` or `ConsolidatedError`.
         """
@@ -106,7 +106,7 @@ class Pull:
             self.parts.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConsolidatedError(f"cannot write {self.parts}: {error.strerror}") from error
-        epochs = self._epochs()  # before the weights, which then have all of what it says
+        epochs = self._epochs()  # before the weights, which then cover all of this progress
         stages = [await self.fetch_stage(stage) for stage in range(self.visit.manifest.model.num_stages)]
         self.say("putting the stages together" if len(stages) > 1 or self.merge > 1 else "writing the model")
         checkpoint_id = await trio.to_thread.run_sync(
@@ -116,7 +116,7 @@ class Pull:
         return checkpoint_id
 
     def _epochs(self) -> EpochsConfig | None:
-        """How far the run is in its data, by what its members say."""
+        """Return the run's progress in its data, as its members report it."""
         visit = self.visit
         if not visit.manifest.data.epochs:
             return None
@@ -131,7 +131,7 @@ class Pull:
         )
 
     async def fetch_stage(self, stage: int) -> list[Path]:
-        """Download one stage's checkpoints into `parts`; their files. Raises `PullError`."""
+        """Download one stage's checkpoints into `parts`; return their files. Raises `PullError`."""
         problem = ""
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -154,9 +154,9 @@ class Pull:
         return "the model" if self.visit.manifest.model.num_stages == 1 else f"stage {stage}"
 
     async def find(self, stage: int) -> tuple[list[_Found], str]:
-        """As many checkpoints as are wanted, of different replicas; and what was wrong with others.
+        """Find up to ``merge`` checkpoints of different replicas; return them, and the failures of other peers.
 
-        The newest, but for those of which an earlier attempt has some blocks, as long as somebody has them.
+        A checkpoint of which an earlier attempt has some blocks comes first, if a peer still holds it; then the newest.
         """
         manifest = self.visit.manifest
         max_bytes = max_checkpoint_bytes(manifest.outer, stage_parameters(manifest.model, stage))
@@ -197,9 +197,9 @@ class Pull:
         return list(chosen.values())[: self.merge]
 
     def _is_likely(self, one: _Found) -> bool:
-        """Whether its round is not far beyond those in which most members say that they train.
+        """Return whether its round is not far ahead of the rounds that most members report.
 
-        Or whoever says the highest number would be taken for the whole run.
+        Otherwise the peer that reports the highest number would stand for the whole run.
         """
         rounds = self.visit.rounds_of(one.index.stage)
         if not rounds or one.index.round <= (usual := statistics.median_low(rounds)) + MAX_ROUNDS_BEHIND:

@@ -1,4 +1,4 @@
-"""Checkpoints as people see them."""
+"""Lists of checkpoints for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .listing import CheckpointOffer, LocalCheckpoint
 def checkpoints_screen(
     folder: Path, local: Sequence[LocalCheckpoint], offers: Sequence[CheckpointOffer] | None
 ) -> Group:
-    """What is here, and what the run has (None: nobody knows, as no node runs here)."""
+    """Show the checkpoints here, and the run's (None: unknown, because no node runs here)."""
     parts: list[RenderableType] = [_local_table(folder, local) if local else f"no checkpoint in {folder}"]
     if offers is None:
         parts.append("no node runs here; what a run's members hold, an invite shows: farandole checkpoint list INVITE")

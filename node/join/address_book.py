@@ -1,11 +1,11 @@
-"""The address book: members that this node has reached, and where, for when nobody whom it was told of answers.
+"""The address book: members that this node has reached, and their addresses, in case no other known peer answers.
 
-It lives in the node's store, which is of one run. What a peer announced is in it, so what is read back is checked like
+It is in the node's store, which is of one run. It contains what peers announced, so what is read back is checked like
 anything from outside, and only ever dialled. A peer that this node has not reached for two months is forgotten.
 
-Anybody can come by under a thousand keys, and so be all that was reached last (an eclipse: Heilman et al., "Eclipse
+An attacker can come by under a thousand keys, and so be all that was reached last (an eclipse: Heilman et al., "Eclipse
 Attacks on Bitcoin's Peer-to-Peer Network", USENIX Security 2015, section 4). An exchange costs a round of training. So
-peers with which exchanges were committed have half of the book, and half of those that are dialled, to themselves.
+half of the book, and half of the dialled peers, are reserved for peers with which exchanges were committed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..state.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 
-# A few hundred kilobytes on disk. The peers reached longest ago make room, but up to half of all for partners.
+# A few hundred kilobytes on disk. The peers reached longest ago make room, except partners in up to half of the book.
 MAX_PEERS: Final = 1_024
 MAX_KEPT_PARTNERS: Final = MAX_PEERS // 2
-# Of one peer: a few interfaces in two families, and a relay or two.
+# For one peer: a few interfaces in two address families, and a relay or two.
 MAX_ADDRESSES: Final = 16
 MAX_ADDRESS_CHARS: Final = 512
-# Given to dial at a start: peers with whom exchanges were committed, in any order, the latest, and some of the others.
-# So a crowd of newcomers, which may be one stranger, does not stand between a node and those that it knew before. If
-# none of all these answers, this machine is offline. All of them together can be dialled in 48 s, 16 at a time.
+# Dialled at a start: partners, with which exchanges were committed, in random order; the latest; and some of the
+# others. So a crowd of newcomers, which may be one attacker, does not come between a node and the peers that it knew
+# before. If none of all these answers, this machine is offline. All of them can be dialled in 48 s, 16 at a time.
 NUM_PARTNERS: Final = 48
 NUM_LATEST: Final = 24
 NUM_OTHERS: Final = 24
 # Home addresses change within weeks, but a machine with a fixed one may well be switched off for a summer.
 MAX_AGE: Final = 60 * 86_400.0
-# Whoever is new is written at once, times alone as often as this.
+# New peers are written at once, updates of times alone at this interval.
 SAVE_INTERVAL: Final = 600.0
 
 _Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]*$")]
@@ -56,7 +56,7 @@ class _Entry:
 
 
 class AddressBook:
-    """See the head of the file. `load` it first; `save` it now and then, which writes no more than it must."""
+    """The address book of one node. `load` it first; call `save` at times: it writes no more than it must."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class AddressBook:
         self._saved_at = clock()
 
     async def load(self) -> None:
-        """Take in what is stored. What is damaged is left out, and a broken disk leaves the book empty: a warning."""
+        """Load what is stored. Damaged rows are left out, and a broken disk leaves the book empty, with a warning."""
         try:
             rows = await self._store.load_peers()
         except StoreError as error:
@@ -99,9 +99,9 @@ class AddressBook:
         self._forget()
 
     def note_reached(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """That there is a connection to a peer (its public key) now, and where it can be dialled, the best first.
+        """Note that there is a connection to a peer (its public key) now, and its addresses, the best first.
 
-        Without any address nothing is noted: it could not be dialled.
+        Without any address nothing is noted, because the peer could not be dialled.
         """
         usable = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS][:MAX_ADDRESSES]
         if not usable:
@@ -112,7 +112,7 @@ class AddressBook:
         self._unsaved.add(peer)
 
     def peers(self) -> dict[bytes, list[str]]:
-        """Whom to dial -> at which addresses: the latest first, then some of the partners, then some of the others."""
+        """Return the peers to dial with their addresses: the latest first, then some partners, then some others."""
         latest = self._latest_first()
         chosen = latest[:NUM_LATEST]
         for are_partners, number in ((True, NUM_PARTNERS), (False, NUM_OTHERS)):
@@ -121,7 +121,7 @@ class AddressBook:
         return {peer: list(self._entries[peer].addresses) for peer in chosen}
 
     async def save(self, *, is_last: bool = False) -> None:
-        """Write what is new, if somebody is, or if it is time, or for the last time. Raises `StoreError`."""
+        """Write the changes, if there is a new peer, if it is time, or if ``is_last``. Raises `StoreError`."""
         self._forget()
         is_due = self._is_urgent or is_last or self._clock() - self._saved_at >= SAVE_INTERVAL
         if not self._unsaved or not is_due:
@@ -134,7 +134,7 @@ class AddressBook:
         ]
         try:
             await self._store.save_peers(kept, unsaved - self._entries.keys())
-        except BaseException:  # cancelled, too: what is not written is written the next time
+        except BaseException:  # also a cancellation: what is not written is written the next time
             self._unsaved |= unsaved
             raise
         self._is_urgent = False

@@ -1,6 +1,7 @@
 """Compares a checkpoint that is being fetched with other members' weights (`farandole.protocol.sketches`).
 
-The members are asked when the checkpoint's index is here, which fixes its weights, and compute while it is fetched.
+The members are asked when the checkpoint's index has arrived, which fixes its weights. They compute while it is
+fetched.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ..base.nurseries import open_service_nursery
 from ..store.sketches import ask_for_sketch, sketch_path
 from .downloads import Downloads
 
-# For a member to be dialled and to save its weights, and for each byte of these: to read it from a slow disk, sketch it
-# in 2 s a gigabyte, and to wait for another newcomer's sketch.
+# For a member to be dialled and to save its weights, and for each byte of these: to read it from a slow disk, to sketch
+# it in 2 s a gigabyte, and to wait for another newcomer's sketch.
 ANSWER_TIMEOUT: Final = 15.0
 SECONDS_PER_BYTE: Final = 30e-9
 
@@ -70,7 +71,7 @@ class Comparison:
     async def judge(self, path: Path) -> Judgement:
         """Compare the checkpoint, which is at ``path`` now, with the sketches of all members that answer in time.
 
-        A file that cannot be read is left to the trainer, which says why.
+        A file that cannot be read is left to the trainer, which reports why.
         """
         await self._has_all.wait()
         if not self._sketches:
@@ -85,9 +86,9 @@ class Comparison:
 
 @asynccontextmanager
 async def open_comparison(downloads: Downloads, index: Index, holders: frozenset[bytes]) -> AsyncIterator[Comparison]:
-    """Ask members about a checkpoint for as long as the block runs; ``holders`` have it, by their own word."""
+    """Ask members about a checkpoint while the block runs; ``holders`` state that they have it."""
     membership = downloads.membership
-    training = membership.nodes_of_stages()[index.stage] - {index.author}  # the paused have old weights
+    training = membership.nodes_of_stages()[index.stage] - {index.author}  # paused members have old weights
     members = [member for member in membership.donors(0, index.stage) if member in training]
     judges = choose_judges(members, {index.author, *holders}, membership.networks())
     comparison = Comparison(downloads, index, judges)

@@ -1,4 +1,4 @@
-"""Downloads of one node: a checkpoint from members that hold it, and where these are few, from others in the DHT."""
+"""Downloads of one node: a checkpoint from members that hold it, and if they are few, from providers in the DHT."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..store.provider import Conditions
 from ..store.weight_files import WeightFiles
 from .bootstrap import reachable_providers
 
-# What a line is taken to carry until a download has been measured, bytes a second: 10 Mbit/s.
+# The assumed rate of a line until a download has been measured, bytes a second: 10 Mbit/s.
 USUAL_RATE: Final = 1.25e6
 # With fewer donors than this in the run state, the DHT is asked for more.
 ENOUGH_DONORS: Final = 2
@@ -32,7 +32,7 @@ ENOUGH_DONORS: Final = 2
 
 @dataclass
 class Downloads:
-    """Fetches from checkpoints what a newcomer needs; remembers how fast that was."""
+    """Fetches from checkpoints what a newcomer needs; remembers the rate."""
 
     host: Host
     conditions: Conditions
@@ -40,20 +40,20 @@ class Downloads:
     membership: Membership
     journal: Journal
     rate: float = field(init=False)
-    """Bytes a second, of the last download; before the first one, the cap, or a guess."""
+    """The last download's rate in bytes a second; before the first one, the cap, or a guess."""
     is_measured: bool = field(init=False, default=False)
-    """Whether a download has measured it."""
+    """Whether a download has measured the rate."""
 
     def __post_init__(self) -> None:
         self.rate = self.conditions.shaping.down.rate or USUAL_RATE
 
     def _accuse(self, donor: bytes, reason: str) -> None:
-        """A donor that gives bytes which its index contradicts is not believed for a while."""
+        """Take credit from a donor that gives bytes which its index contradicts: it is not believed for a while."""
         self.journal.warn(f"{short_name(donor)} {reason}")
         self.membership.credit.lose([donor], trio.current_time())
 
     async def ask(self, donor: bytes, stage: int, known: bytes | None = None) -> tuple[SignedIndex, Index]:
-        """The index of a donor's newest checkpoint of a stage, or of the one ``known`` by its id.
+        """Ask a donor for the index of its newest checkpoint of a stage, or of the one with the id ``known``.
 
         Raises `PeerUnreachableError`.
         """
@@ -62,9 +62,9 @@ class Downloads:
     async def fetch(
         self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], path: Path, show: Show, *, is_copy: bool
     ) -> Fetched | None:
-        """Fetch from these donors and all others that hold the checkpoint; None, after a warning, if that fails.
+        """Fetch from these donors and all others that hold the checkpoint; on failure, warn and return None.
 
-        ``is_copy``: as blocks for other nodes, in no hurry; else as a file for this node's trainer.
+        ``is_copy``: as blocks for other nodes, with low priority; else as a file for this node's trainer.
         """
         began_at, membership = trio.current_time(), self.membership
         in_dht: list[bytes] = []

@@ -1,7 +1,7 @@
-"""What this node gives to others: its trainer's checkpoints, and the copy that it keeps of another's.
+"""What this node gives to others: its trainer's checkpoints, and the copy that it keeps of another node's.
 
-`farandole.protocol.copies` says which ones have copies: of every stage one, at two more nodes, or, where the model is
-cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost.
+`farandole.protocol.copies` decides which checkpoints are copied: one of every stage, at two more nodes, or, if the
+model is cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from ..store.library import Library
 from ..store.provider import DonorBusyError, fresh_save_timeout
 from .downloads import Downloads
 
-# A newcomer that asks for weights waits for the answer (`store.provider.ANSWER_TIMEOUT`); a save must be shorter. A
-# large checkpoint has longer, at both ends (`store.provider.fresh_save_timeout`).
+# A newcomer that asks for weights waits for the answer (`store.provider.ANSWER_TIMEOUT`); a save must be shorter. For a
+# large checkpoint both ends wait longer (`store.provider.fresh_save_timeout`).
 FRESH_SAVE_TIMEOUT: Final = 6.0
-# What a node says that it holds lives for a day (`farandole.protocol.entries`), and a copy of a stage that no node
-# holds any more may wait longer than that for one.
+# An announcement of a held checkpoint lives for a day (`farandole.protocol.entries`), and a copy of a stage that no
+# node holds any more may have to wait longer than that for a node.
 TELL_INTERVAL: Final = 6 * 3_600.0
 # Copies take no more than this share of the time for downloads, however large the stage or slow the line.
 COPY_SHARE: Final = 0.1
-# A copy that is more rounds behind when it is here than newcomers take is not worth the line. A node whose line proves
-# to be so slow looks again after this, in seconds: it may have become faster.
+# A copy that arrives more rounds behind than newcomers accept is not worth its traffic. A node whose line is that slow
+# looks again after this, in seconds: it may have become faster.
 SLOW_COPY_INTERVAL: Final = 86_400.0
-# How often a node looks whether there is something new to copy, in seconds; a member announces one a minute, or more.
+# The interval of looks for something new to copy, in seconds; a member announces a checkpoint a minute, or more.
 COPY_INTERVAL: Final = 5.0
-# For so long an author that did not give the checkpoint to copy is passed over: the next copy is another's then.
+# An author that did not give the checkpoint to copy is skipped for this long: the next copy is another author's.
 PASS_OVER_SECONDS: Final = 300.0
-# How often it tells the DHT of another one: twenty peers keep each, for hours, and the run state has the newest.
+# The interval for announcing another one to the DHT: twenty peers keep each, for hours, and the run state has the
+# newest.
 PROVIDE_INTERVAL: Final = 600.0
 
 
 class Giving:
-    """Finds what others ask for in the library, and has the trainer save anew for them."""
+    """Finds the checkpoints that others ask for in the library, and has the trainer save again for them."""
 
     def __init__(self, library: Library, membership: Membership, journal: Journal) -> None:
         self.trainer_stage: int | None = None
-        """Of the trainer that was last started."""
+        """The stage of the trainer that was last started."""
         self.save_rate: float | None = None
-        """Bytes a second at which the last checkpoint was written; None: none was measured."""
+        """Bytes a second at which the last checkpoint was written; None if none was measured."""
         self._library = library
         self._membership = membership
         self._journal = journal
@@ -67,7 +68,7 @@ class Giving:
         self._save_wanted = trio.Event()
 
     async def find(self, question: Question) -> Holding | None:
-        """What is asked for, held for the peer that asks; the newest is saved anew when it is old."""
+        """Return what is asked for, held for the peer that asks; the newest is saved again when it is old."""
         if question.id is not None:
             found = self._library.find(question.id)
         elif question.stage == self._membership.stage:
@@ -77,14 +78,14 @@ class Giving:
         return found.hold() if found is not None and found.index.stage == question.stage else None
 
     async def find_own(self, stage: int) -> Holding | None:
-        """This node's own newest checkpoint of a stage, saved again when it is old, held for the caller."""
+        """Return this node's own newest checkpoint of a stage, saved again when it is old, held for the caller."""
         found = await self._fresh_checkpoint() if stage == self._membership.stage else None
         return found.hold() if found is not None and found.index.stage == stage else None
 
     async def _fresh_checkpoint(self) -> Holding | None:
         newest = self._library.newest
         if newest is None or self._journal.state.round - newest.index.round > MAX_ROUNDS_OLDER:
-            if self._has_saved.is_set():  # else another newcomer waits for the same
+            if self._has_saved.is_set():  # otherwise another newcomer waits for the same save
                 self._has_saved = trio.Event()
             self._save_wanted.set()
             with trio.move_on_after(self._patience()):
@@ -92,9 +93,9 @@ class Giving:
         return self._library.newest
 
     def _patience(self) -> float:
-        """How long a newcomer's question waits for a save; not at all if it takes too long and there is an older one.
+        """Return how long a newcomer waits for a save; 0 if a save takes too long and there is an older checkpoint.
 
-        The next newcomer gets what is saved then.
+        The next newcomer gets the checkpoint that is saved then.
         """
         size = self._library.max_bytes
         patience = FRESH_SAVE_TIMEOUT + fresh_save_timeout(size)
@@ -107,16 +108,16 @@ class Giving:
         self._save_wanted = trio.Event()
 
     def note_saved(self, saved: Saved) -> None:
-        """The trainer has written a checkpoint, or goes on from it."""
+        """Note that the trainer has written a checkpoint, or resumes from it."""
         stage = self._membership.stage
         if saved.seconds > 0:
             self.save_rate = saved.size / saved.seconds
-        if self.trainer_stage == stage:  # else it is about to end: this node has moved
+        if self.trainer_stage == stage:  # otherwise it is about to end, because this node has moved
             self._unopened = saved, stage
             self._has_unopened.set()
 
     def forget_saved(self) -> None:
-        """This node has another stage now: what it saved is not of that."""
+        """Close the checkpoints of the stage that this node has left."""
         self._library.forget_own()
 
     async def run(self) -> None:
@@ -139,7 +140,7 @@ class Giving:
 
 
 class CopyKeeper:
-    """Keeps the copy in the library new, and announces it in the DHT."""
+    """Keeps the copy in the library up to date, and announces it in the DHT."""
 
     def __init__(self, downloads: Downloads, library: Library) -> None:
         self._downloads = downloads
@@ -171,7 +172,7 @@ class CopyKeeper:
 
     async def _copy_newest(self) -> None:
         if not self._has_room():
-            if self._library.copy is not None:  # the text that was tokenised meanwhile needs its room
+            if self._library.copy is not None:  # the text that was tokenised since needs its room
                 await self._library.give_up_copies()
             return
         stage = self._files.copied_stage(self._membership.stage)
@@ -193,14 +194,14 @@ class CopyKeeper:
         path = self._library.copy_path(stage, signed.id)
         with contextlib.suppress(OSError):  # the download says what is wrong
             await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))
-        await self._library.forget_begun(path)  # on a slow line there may be a newer one ever again before one is whole
+        await self._library.forget_begun(path)  # on a slow line newer ones may keep coming before one is complete
         if await self._downloads.fetch(signed, index, (author,), path, lambda progress: None, is_copy=True) is not None:
             await self._library.keep_copy(path, signed, index)
 
     def _is_in_vain(self, stage: int) -> bool:
-        """Whether a copy would be too old for newcomers when it is here, at the rate of the last download.
+        """Return whether a copy would be too old for newcomers on arrival, at the rate of the last download.
 
-        Where the model is cut, an old copy is better than none: it is all that is left of a stage that has died out.
+        If the model is cut, an old copy is better than none: it is all that is left of a stage that has died out.
         """
         downloads, now = self._downloads, trio.current_time()
         round_seconds = self._files.manifest.rounds.round_seconds
@@ -221,7 +222,7 @@ class CopyKeeper:
         return False
 
     def _choose(self, stage: int) -> tuple[bytes, CheckpointNotice] | None:
-        """Whose checkpoint of a stage this node is to copy, and which one that is."""
+        """Choose the author and the checkpoint of a stage that this node must copy; None if there is none."""
         conditions, own, membership = self._downloads.conditions, self._downloads.host.author, self._membership
         now, announced = trio.current_time(), membership.announced(stage)
         self._passed_over = {peer: until for peer, until in self._passed_over.items() if until > now}
@@ -236,7 +237,7 @@ class CopyKeeper:
         return author, announced[author]
 
     async def _provide(self) -> None:
-        """Tell the DHT of the copied checkpoint, in which there may be more to be found than in the run state."""
+        """Announce the copied checkpoint in the DHT, which may have more providers than the run state knows."""
         newest, held = self._library.newest, self._library.copy
         host, run_id = self._downloads.host, self._downloads.conditions.run_id
         if newest is not None and self._membership.holders(newest.index.stage, newest.id):

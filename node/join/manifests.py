@@ -1,7 +1,7 @@
-"""Serving and fetching the run's manifest, which a newcomer asks a member for first.
+"""Serves and fetches the run's manifest, a newcomer's first question to a member.
 
-One question on a stream of its own: the run id (32 bytes). An empty frame answers "not here", else one frame holds the
-manifest, which the run id proves.
+A question has a stream of its own: the run id (32 bytes). An empty frame answers "not here"; otherwise one frame holds
+the manifest, which the run id proves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def serve_manifest(host: StreamHost, run_id: bytes, manifest: bytes) -> None:
 
 
 async def fetch_manifest(host: StreamHost, peer: bytes, run_id: bytes) -> bytes:
-    """The manifest's bytes as a peer gives them; the caller verifies them against the run id.
+    """Ask a peer for the manifest's bytes; the caller verifies them against the run id.
 
     Raises `PeerUnreachableError` if this peer does not give it; another may.
     """

@@ -16,7 +16,7 @@ from ..base.control import call
 from ..status.status import NodeStatus
 from .invite_addresses import choose_bootstrap_addresses
 
-# An invite to a run of invited members is good for a week if nothing else is said.
+# An invite to a run of invited members is good for a week by default.
 INVITE_SECONDS: Final = 7 * 86_400.0
 
 
@@ -28,11 +28,11 @@ def own_invite(
     seconds: float = INVITE_SECONDS,
     quota: int = 0,
 ) -> str:
-    """An invite to the run of the node that runs here, by its own addresses if none are given.
+    """Make an invite to the run of the node that runs here, with its own addresses if none are given.
 
-    If the run is for invited members, it is for ``uses`` of them, who have ``seconds`` to join, and each of whom may
-    invite ``quota`` others. Raises `NoNodeError` if no node runs, `ControlError` if it may not invite, and
-    `ManifestError` while it has not found its run.
+    If the run is for invited members, it is for ``uses`` of them. They have ``seconds`` to join, and each may invite
+    ``quota`` others. Raises `NoNodeError` if no node runs, `ControlError` if it may not invite, and `ManifestError`
+    while it has not found its run.
     """
     node = _running_node(home)
     secret = bytes.fromhex(call(home, "invite", uses=uses, expires_at=time.time() + seconds, quota=quota))
@@ -40,7 +40,7 @@ def own_invite(
 
 
 def visit_invite(home: Path) -> str:
-    """An invite for a command of this machine, to the run of the node that runs here: it admits no other.
+    """Make an invite for a command of this machine, to the run of the node that runs here: it admits no other node.
 
     The home's key signs for the command (`farandole.protocol.invitations.VisitorPass`). Raises as `own_invite`.
     """

@@ -1,11 +1,11 @@
 """Weights for this node's trainer: whether it needs newer ones than it has, and which members give them.
 
-A newcomer takes a checkpoint that several members hold, from all of them at once, or else the newest of one, who saves
-it anew if it is old; where the run state knows of too few, the DHT may know of more.
+A newcomer takes a checkpoint that several members hold, from all of them at once. Else it takes one member's newest,
+who saves it again if it is old. If the run state knows too few holders, the DHT may know more.
 
-What a member claims is put to the test here. Weights that are far from those of most other members
-(`farandole.protocol.sketches`) are not given to the trainer. A member that says that it is ahead and gives no weights,
-or weights that other members or the trainer find unfit, is not believed for a while (`farandole.protocol.believing`).
+Members' claims are tested here. Weights that are far from most other members' (`farandole.protocol.sketches`) are not
+given to the trainer. A member is not believed for a while (`farandole.protocol.believing`) if it claims to be ahead and
+gives no weights, or weights that other members or the trainer find unfit.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ WEIGHTS_RETRY: Final = 2.0
 # How long a node waits until it has reached one of the members that were heard to have trained: a few rounds of dials.
 CONTACT_TIMEOUT: Final = 20.0
 CONTACT_INTERVAL: Final = 0.2
-# Who holds copies of so many checkpoints that were unfit is doubted, as their authors are: an honest member may copy
-# one, since it judges none that it keeps for others.
+# A holder of copies of this many unfit checkpoints is doubted, as their authors are: an honest member may copy one,
+# since it judges none that it keeps for others.
 MAX_UNFIT_COPIES: Final = 2
-# A stage of which no member says that it has weights begins from the run's seed after this: two announcements' time.
+# A stage of which no member announces weights begins from the run's seed after this: two announcements' time.
 SEED_AFTER: Final = 20.0
-# Weights that are far from those of the only other member that answers are taken after this: time to hear of others.
+# Weights that are far from the only other answering member's are taken after this: time to hear of others.
 DISPUTED_AFTER: Final = 20.0
 # Members that are asked for their newest checkpoint in one turn, one after the other, each for as long as it takes to
-# see that it does not answer. In the next turn they are others.
+# see that it does not answer. The next turn asks others.
 MAX_ASKED: Final = 8
-# How often a person at the terminal reads of a download's progress, in seconds.
+# The interval for showing a download's progress at the terminal, in seconds.
 SAY_INTERVAL: Final = 10.0
 
 
 _Found = tuple[SignedIndex, Index, tuple[bytes, ...]]
-"""A checkpoint, and who has it."""
+"""A checkpoint, and its holders."""
 
 
 class Weights:
-    """The weights of one node; those of its trainer are its own business, the others that of its parts."""
+    """The weights of one node: finds its trainer's, and has `giving` and the copies serve other nodes."""
 
     def __init__(self, key: Ed25519PrivateKey, downloads: Downloads) -> None:
         self.files = downloads.files
@@ -77,29 +77,29 @@ class Weights:
         self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
         self._on_trial: tuple[Index, Sequence[bytes]] | None = None  # what was taken last, and its donors
         self._unfit_copies: Counter[bytes] = Counter()  # by donor
-        self._refused: set[bytes] = set()  # authors of weights that were far from most others', since some are sought
-        self._disputed: dict[bytes, _Found] = {}  # by author: what was far from the only member's that answered
-        self._asked_in_vain: set[bytes] = set()  # since weights are sought
+        self._refused: set[bytes] = set()  # authors of weights that were far from most others', in this search
+        self._disputed: dict[bytes, _Found] = {}  # by author: what was far from the only answering member's
+        self._asked_in_vain: set[bytes] = set()  # in this search
 
     async def run(self) -> None:
-        """Give what others ask for, and keep copies, until cancelled."""
+        """Serve other nodes, and keep copies, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.giving.run)
             nursery.start_soon(self._copies.run)
 
     def download_seconds(self, stage: int) -> float:
-        """What fetching a stage may take this node."""
+        """Return the seconds that fetching a stage may take this node."""
         return self.files.required_bytes(stage) / self._downloads.rate
 
     async def rounds(self) -> tuple[int | None, int | None]:
-        """The rounds of this node's own checkpoint of its stage, and of the one that was fetched, if they are here."""
+        """Return the rounds of this node's own checkpoint of its stage, and of the fetched one, if they are here."""
         return await trio.to_thread.run_sync(self.files.rounds, self._membership.stage)
 
     async def obtain(self) -> None:
-        """Before each start of the trainer: where the run is under way, weights that are not too old for it.
+        """Get weights that are not too old, if the run is under way; call it before each start of the trainer.
 
-        Raises `JoinError` if the run is under way, this node has none, and no member gives any; `DiskError` if there
-        may not be room for any.
+        Raises `JoinError` if the run is under way, this node has none, and no member gives any; `DiskError` if even the
+        minimum of checkpoints does not fit the disk limit.
         """
         journal, membership, stage = self._journal, self._membership, self._membership.stage
         await trio.to_thread.run_sync(self.files.clean, stage)
@@ -126,14 +126,14 @@ class Weights:
         journal.warn("members that claim to be far on gave no weights; the others begin, and so does this node")
 
     async def _await_contact(self) -> None:
-        """What members say that were only heard of is not believed: give this node the time to reach one of them."""
+        """Wait for contact with a member that trains, because members that were only heard of are not believed."""
         with trio.move_on_after(CONTACT_TIMEOUT):
             while self._membership.awaits_contact():
                 self._journal.enter("fetching weights", "dialling members that train", "a member that answers")
                 await trio.sleep(CONTACT_INTERVAL)
 
     def _is_behind(self, newest: int | None) -> bool:
-        """Whether the weights that are here, of this round, are too old."""
+        """Return whether the weights that are here, of this round, are too old."""
         return self._membership.current_round() - (newest or 0) > (0 if newest is None else MAX_ROUNDS_BEHIND)
 
     def _begin_seeking(self) -> None:
@@ -142,7 +142,7 @@ class Weights:
         self._disputed.clear()
 
     async def _seek(self, stage: int, own_round: int | None, newest: int | None) -> bool:
-        """Look for weights until some are here, or it is in vain, or none are needed: then a warning has said so."""
+        """Look for weights until some are here, or the search fails, or none are needed (then with a warning)."""
         journal = self._journal
         began_at = trio.current_time()
         has_asked_dht = False
@@ -172,7 +172,7 @@ class Weights:
         return False
 
     def _note_verdict(self, own_round: int | None, fetched_round: int | None) -> None:
-        """What was taken last is gone, though it did not become this node's own: the trainer judged it unfit."""
+        """Doubt what was taken last if it is gone without becoming this node's own: the trainer judged it unfit."""
         if self._on_trial is None or fetched_round is not None:
             return
         (index, donors), self._on_trial = self._on_trial, None
@@ -182,9 +182,9 @@ class Weights:
         self._journal.warn(f"the weights of round {index.round} are unfit: {names} is not believed for a while")
 
     def _doubt(self, index: Index, donors: Sequence[bytes]) -> str:
-        """Take credit for unfit weights from their author, and from donors whose copies were unfit before; the names.
+        """Take credit for unfit weights from their author, and from repeat donors of unfit copies; return the names.
 
-        Donors judge none of the copies that they keep.
+        Donors do not judge the copies that they keep.
         """
         self._unfit_copies.update(donors)
         doubted = {index.author, *(donor for donor in donors if self._unfit_copies[donor] >= MAX_UNFIT_COPIES)}
@@ -192,18 +192,18 @@ class Weights:
         return ", ".join(sorted(map(short_name, doubted)))
 
     async def fetch_ahead(self, stage: int) -> bool:
-        """Before a move, beside the training: whether weights of the stage are here now, or no member has any."""
+        """Fetch a stage's weights before a move, during training; return whether they are here or no member has any."""
         self._begin_seeking()
         return await self._fetch(stage, 0, lambda progress: None) or (
             self._is_unheard_of(stage) and not self._membership.donors(0, stage)
         )
 
     def _is_unheard_of(self, stage: int) -> bool:
-        """Whether no member says that it has weights of this stage of a model that is cut."""
+        """Return whether no member announces weights of this stage of a model that is cut."""
         return self.files.num_stages > 1 and not self._membership.notices(stage)
 
     async def _fetch(self, stage: int, after: int, show: Show) -> bool:
-        """What several have, or a member's newest, or a copy of one that is gone; whether that went well."""
+        """Fetch what several have, or a member's newest, or a copy of a lost member's; return whether it succeeded."""
         membership = self._membership
         notices = membership.notices(stage)
         oldest = max(after, membership.current_round() - MAX_ROUNDS_BEHIND - 1)
@@ -226,13 +226,13 @@ class Weights:
         return Choice(notice.id, notice.round, tuple(self._membership.holders(notice.stage, notice.id)))
 
     def _begun(self, notices: Mapping[bytes, Sequence[CheckpointNotice]], stage: int, after: int) -> Choice | None:
-        """A checkpoint that an earlier attempt, or life, has in part, and a member has whole."""
+        """Return a checkpoint that an earlier attempt, or life, has fetched in part, and a member has whole."""
         told, path = itertools.chain.from_iterable(notices.values()), self.files.fetched(stage)
         begun = (each for each in told if each.round > after and has_partial(path, each.id))
         return next(map(self._choice_of, begun), None)
 
     async def _fetch_chosen(self, choice: Choice, stage: int, show: Show) -> bool:
-        """A checkpoint by its id; its index from the first holder that gives it."""
+        """Fetch a checkpoint by its id; its index comes from the first holder that gives it."""
         for holder in choice.holders:
             found = await self._ask(holder, stage, choice.id)
             if found is not None:
@@ -240,7 +240,7 @@ class Weights:
         return False
 
     async def _fetch_newest(self, donors: Iterable[bytes], stage: int, show: Show) -> bool:
-        """The newest checkpoint of one of these; from others too, if they hold it."""
+        """Fetch the newest checkpoint of one of these; from others too, if they hold it."""
         again: list[tuple[SignedIndex, Index, tuple[bytes]]] = []
         for donor in donors:
             found = await self._ask(donor, stage)
@@ -266,7 +266,7 @@ class Weights:
             return None
 
     async def _take_disputed(self, show: Show) -> bool:
-        """Weights that one other member's disagree with, of authors in random order: there are no better ones."""
+        """Take weights that one other member's disagree with, of authors in random order: there are no better ones."""
         for signed, index, donors in random.sample(list(self._disputed.values()), len(self._disputed)):
             if await self._take(signed, index, donors, show, is_last_resort=True):
                 return True
@@ -275,7 +275,7 @@ class Weights:
     async def _take(
         self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], show: Show, *, is_last_resort: bool = False
     ) -> bool:
-        """Fetch what this node's trainer needs of a stage's checkpoint; whether that went well."""
+        """Fetch what this node's trainer needs of a stage's checkpoint; return whether it succeeded."""
         if index.author in self._refused or (index.author in self._disputed and not is_last_resort):
             return False
         path, is_fit = self.files.fetched(index.stage), False
@@ -300,7 +300,7 @@ class Weights:
         return True
 
     async def _is_fit(self, found: _Found, fetched: Fetched, comparison: Comparison, *, is_last_resort: bool) -> bool:
-        """Whether what was fetched is of the round that its author says, and like other members' weights."""
+        """Return whether fetched weights are of the round that their author states, and like other members' weights."""
         signed, index, _ = found
         self._taken.add(signed.id)
         if (await self.rounds())[1] not in (None, index.round):
@@ -314,10 +314,10 @@ class Weights:
         return verdict is not Verdict.UNFIT
 
     async def _compare(self, comparison: Comparison, index: Index, donors: Sequence[bytes]) -> Verdict:
-        """Compare weights that were fetched with other members', and say what comes of it.
+        """Compare weights that were fetched with other members', and report the result.
 
-        If most of these are far, their author is doubted. If the only member that answers is, that may be the liar:
-        neither is doubted, so that neither can have the other's word discounted.
+        If most of these are far, the author is doubted. If the only answering member's are, that member may be the
+        liar: neither is doubted, so that neither can have the other's word discounted.
         """
         journal = self._journal
         if journal.state.phase == "fetching weights":  # not while this node trains, and would move to another stage
@@ -340,7 +340,7 @@ class Weights:
         return judgement.verdict
 
     async def _take_own_copy(self, stage: int, after: int, show: Show) -> bool:
-        """The copy that this node kept for others: its blocks are verified again, and no peer is asked."""
+        """Take the copy that this node kept for others: its blocks are verified again, and no peer is asked."""
         copy = self._library.copy
         if copy is None or copy.index.stage != stage or copy.index.round <= after:
             return False
@@ -354,7 +354,7 @@ class Weights:
 
 
 def _shown_by(journal: Journal) -> Show:
-    """Shows a download's progress: always on the journal, now and then to the person at the terminal."""
+    """Show a download's progress: always on the journal, now and then to the person at the terminal."""
     say_at = trio.current_time() + SAY_INTERVAL
 
     def show(progress: FetchProgress) -> None:

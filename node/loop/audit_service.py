@@ -1,6 +1,6 @@
-"""Keeps this node's audits: publishes its commitments, gives their starts, has others' rounds replayed.
+"""Keeps this node's audits: publishes its commitments, gives their starts, has other nodes' rounds replayed.
 
-`farandole.protocol.audits` decides which, and what follows; here its words are carried out.
+`farandole.protocol.audits` decides which, and what follows; this module does the I/O.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .pause.pause import Rest
 
 logger = logging.getLogger(__name__)
 
-# Rounds that wait to be committed to. More means that the disk hangs; these are not committed to.
+# Rounds that wait for their commitment. More means that the disk hangs; the excess gets no commitment.
 MAX_QUEUED: Final = 16
 FAULT: Final = "fault"
-"""The reason to rest (`Rest`) of a machine that computes wrongly."""
+"""The name of the reason (`Rest`) for a machine that computes wrongly."""
 
 
 class AuditKeeper:
-    """One node's audits, in a run that has them for ``rate`` of all rounds; ``rest`` begins if its machine errs."""
+    """One node's audits, in a run that audits ``rate`` of all rounds; ``rest`` begins if this machine errs."""
 
     def __init__(
         self, author: bytes, rate: float, gossip: GossipService, downloads: Downloads, starts: Starts, rest: Rest
@@ -55,55 +55,55 @@ class AuditKeeper:
         self._recorded, self._to_commit = trio.open_memory_channel[Recorded](MAX_QUEUED)
         self._wanted, self._to_fetch = trio.open_memory_channel[machine.FetchStart](1)
         self._fetched: tuple[SignedIndex, Index] | None = None
-        self._accusations: dict[bytes, Accusation] = {}  # own ones that are to be published
+        self._accusations: dict[bytes, Accusation] = {}  # own ones that must be published
         self._avoided: dict[bytes, machine.Avoid] = {}
         self._changed = trio.Event()
-        self._counts = {True: 0, False: 0}  # is it an own round -> replayed ones that were right
+        self._counts = {True: 0, False: 0}  # whether the round is an own one -> number of correct replays
 
     def status(self) -> AuditStatus:
-        """For people."""
+        """Return the counts of replayed rounds and the avoided peers, for display."""
         avoided = {peer_id_of(peer): self._avoided[peer].reason for peer in self.avoided}
         return AuditStatus(self._counts[True], self._counts[False], avoided)
 
     @property
     def avoided(self) -> frozenset[bytes]:
-        """Members that are not to be met."""
+        """Return the members that must not be paired with."""
         return frozenset(peer for peer, avoid in self._avoided.items() if avoid.until > trio.current_time())
 
     async def avoided_changed(self) -> None:
-        """Wait until there is another."""
+        """Wait until another member is avoided."""
         await self._changed.wait()
 
     # The trainer
 
     def begin(self, ask: Callable[[Replay], None]) -> None:
-        """A trainer is ready, which replays what it is asked to."""
+        """Note that a trainer is ready; ``ask`` has it replay a round."""
         self._ask = ask
 
     def note_recorded(self, recorded: Recorded) -> None:
-        """The trainer has recorded a round."""
+        """Queue a round that the trainer has recorded."""
         try:
             self._recorded.send_nowait(recorded)
         except trio.WouldBlock:
             logger.warning("round %d is not committed to: others wait already", recorded.round)
 
     def note_replayed(self, replayed: Replayed) -> None:
-        """The trainer has replayed what it was asked to."""
+        """Pass on the result of a replay that the trainer was asked for."""
         self._driver.handle(replayed)
 
     def note_received(self, peer: bytes, round_index: int, digest: bytes) -> None:
-        """A peer's contribution, with this BLAKE3, is used: of that round, by its word."""
+        """Note that a peer's contribution with this BLAKE3 digest is used, of the round that the peer states."""
         self._driver.handle(machine.ContributionReceived(peer, round_index, digest))
 
     def end(self) -> None:
-        """There is no trainer."""
+        """Note that there is no trainer any more."""
         self._ask = None
         self._driver.handle(machine.TrainerGone())
 
     # The run
 
     async def run(self) -> None:
-        """Publish, fetch, and hear accusations, until cancelled."""
+        """Publish, fetch, and process accusations, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._commit)
             nursery.start_soon(self._fetch)
@@ -124,14 +124,14 @@ class AuditKeeper:
                 await self._gossip.publish(Kind.ACCUSATION, index, accusation)
 
     def _claims(self) -> Iterator[RoundClaim]:
-        """Of the other members that are there."""
+        """Yield the commitments of the other live members."""
         live = self._downloads.membership.live - {self._author}
         for entry in self._gossip.state.entries(Kind.COMMITMENT):
             if entry.author in live:
                 yield RoundClaim(entry.author, entry.payload, entry.signed)
 
     async def _fetch(self) -> None:
-        """The starts that are wanted, one after the other."""
+        """Fetch the starts that are wanted, one after the other."""
         async for wanted in self._to_fetch:
             try:
                 self._driver.handle(machine.StartFetched(str(await self._fetch_from(wanted))))
@@ -143,7 +143,7 @@ class AuditKeeper:
                 self._driver.handle(machine.StartFetched(is_excused=not is_current))
 
     async def _fetch_from(self, wanted: machine.FetchStart) -> Path:
-        """Raises `PeerUnreachableError` if none of the donors gives it."""
+        """Fetch a start from one of its donors. Raises `PeerUnreachableError` if none gives it."""
         checkpoint_id, conditions = wanted.claim.commitment.start, self._downloads.conditions
         path = await self._starts.make_room(checkpoint_id)
         max_bytes = self._downloads.files.max_bytes(0)
@@ -159,7 +159,7 @@ class AuditKeeper:
         return path
 
     async def _hear(self) -> None:
-        """Commitments, and accusations, each once."""
+        """Process commitments, and each accusation once."""
         heard: set[bytes] = set()
         while True:
             self._driver.handle(machine.CommitmentsHeard(list(self._claims()), self._downloads.membership.live))
@@ -171,7 +171,7 @@ class AuditKeeper:
             await self._gossip.changed()
 
     def _claim_of(self, accusation: Accusation) -> RoundClaim | None:
-        """The commitment that an accusation has in it, if it is genuine."""
+        """Return the commitment that an accusation contains, None if it is not genuine."""
         signed = Signed(accusation.author, accusation.body, accusation.signature)
         try:
             entry: Entry = self._gossip.state.checker.check(signed)

@@ -1,10 +1,10 @@
-"""Keeps this node's leases of the data: told the trainer, said in the run state, remembered on disk.
+"""Keeps this node's leases of the data: passed to the trainer, published in the run state, and saved on disk.
 
-The leases outlive trainers: one that starts anew goes on where the last one stopped. A node that holds no part of the
-model that draws data has none, and learns from the others when all epochs are over.
+The leases outlive trainers: a restarted trainer goes on where the last one stopped. A node whose part of the model
+draws no data has no leases, and learns from the others when all epochs are over.
 
-A slice counts as done when an inner step has been taken on it. What a node loses when it dies is then what every round
-loses with it, the inner steps since its last outer step.
+A slice counts as done when an inner step has been taken on it. A node that dies then loses what every round loses with
+it, the inner steps since its last outer step.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ from ..status.status import DataStatus
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 1.0
-# The run state has the same for an hour; this is for runs in which all have been away for longer.
+# The run state keeps the same for an hour; this is for runs from which all nodes have been away for longer.
 SAVE_SECONDS: Final = 10.0
 LEASES_FACT: Final = "leases"
 SALT_BYTES: Final = 16
 
 _Saved = tuple[bytes, list[tuple[int, Lease]]]
-"""Whose text, and what `Leases.saved` gave."""
+"""The hash of the text, and what `Leases.saved` gave."""
 
 
 class Publisher(Protocol):
-    """Writes this node's entries: of `farandole.node.state.gossip.GossipService` what is used here."""
+    """Writes this node's entries: the part of `farandole.node.state.gossip.GossipService` that is used here."""
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
-        """Say something to the run."""
+        """Publish an entry to the run."""
 
 
 class FactStore(Protocol):
-    """Keeps small facts on disk: what `farandole.node.state.store.Store` is, as far as it is used here."""
+    """Keeps small facts on disk: the part of `farandole.node.state.store.Store` that is used here."""
 
     async def get_fact(self, name: str) -> bytes | None:
-        """What was put, or None."""
+        """Return the stored value, or None."""
 
     async def put_fact(self, name: str, value: bytes) -> None:
-        """On disk when it returns."""
+        """Store a value; it is on disk on return."""
 
 
 class Others(Protocol):
-    """The other members: what `farandole.node.state.membership.Membership` is, as far as it is used here."""
+    """The other members: the part of `farandole.node.state.membership.Membership` that is used here."""
 
     partners: Partners
-    """With whom this node has committed exchanges, in earlier lives as well."""
+    """The members with which this node has committed exchanges, in earlier lives as well."""
 
     def origins(self) -> frozenset[bytes]:
-        """The live members that draw data."""
+        """Return the live members that draw data."""
 
 
 class LeaseKeeper:
-    """One node's leases. For runs that count epochs.
+    """One node's leases, in a run that counts epochs.
 
-    ``liveness`` knows the heartbeats' period.
+    ``liveness`` provides the heartbeats' period.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LeaseKeeper:
         self._saved_at = 0.0
 
     def status(self) -> DataStatus | None:
-        """For people; None at a node that has no leases."""
+        """Return the state of the data, for display; None at a node that has no leases."""
         leases = self._leases
         if leases is None:
             return None
@@ -127,7 +127,7 @@ class LeaseKeeper:
         )
 
     async def restore(self) -> None:
-        """What an earlier life has saved; before a trainer begins."""
+        """Read what an earlier life has saved; call it before a trainer begins."""
         try:
             raw = await self._store.get_fact(LEASES_FACT)
             if raw is not None:
@@ -136,7 +136,7 @@ class LeaseKeeper:
             self._journal.warn(f"what was leased of the data is not known any more: {error}")
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the run and keep the leases, until cancelled."""
         while True:
             self._tick()
             await self._say()
@@ -145,7 +145,7 @@ class LeaseKeeper:
             await trio.sleep(TICK_SECONDS)
 
     async def leave(self) -> None:
-        """Hand the leases over: a next life has none of them."""
+        """Give the leases back to the run, so that a next life has none of them."""
         self._driver.handle(Left())
         await self._say()
         await self._save()
@@ -153,7 +153,7 @@ class LeaseKeeper:
     # Trainers
 
     def begin(self, prepared: messages.Prepared, send: Callable[[messages.DrawSlices], None]) -> None:
-        """A trainer is ready. One without slices holds a stage that draws none: its node's leases are given back."""
+        """Start with a ready trainer. One without slices holds a stage that draws none: the leases are given back."""
         if not prepared.num_slices:
             self._driver.handle(Left())
             self._leases = None
@@ -185,7 +185,7 @@ class LeaseKeeper:
             self._driver.handle(event)
 
     def _go_on_from_start(self) -> None:
-        """Where the run was from whose checkpoint this one starts: as if this node itself had said so."""
+        """Take over the progress of the run whose checkpoint this run starts from, as if this node had published it."""
         leases, start = self._leases, self._manifest.start
         assert leases is not None, "they have begun"
         if start is None or start.epochs is None:
@@ -203,12 +203,12 @@ class LeaseKeeper:
             self._journal.say(f"the data goes on in {where}, {share:.0%} of it done")
 
     def trained(self, report: messages.SlicesTrained) -> None:
-        """The trainer has trained on slices."""
+        """Note that the trainer has trained on slices."""
         logger.debug("trained on slices of epoch %d: %s", report.epoch, report.ranges)
         self._driver.handle(report)
 
     def end(self) -> None:
-        """The trainer is gone."""
+        """Note that the trainer is gone."""
         self._send = None
 
     # The machine
@@ -232,7 +232,7 @@ class LeaseKeeper:
             )
 
     def _ticked(self) -> Ticked:
-        """Who lives, and whose word counts for how much."""
+        """Return the event: live members that draw data, the proven ones, and the speeds that weigh their claims."""
         origins = self._others.origins()
         found = ((author, self._state.payload(author, Beat)) for author in origins)
         beats = {author: beat for author, beat in found if beat is not None}
@@ -244,7 +244,7 @@ class LeaseKeeper:
         return Ticked(origins, self._liveness.period, proven, speeds)
 
     def _note_others(self) -> None:
-        """Whether those who draw data have come to the end of it."""
+        """Note when the members that draw data have reached its end."""
         said = (self._state.payload(author, Lease) for author in self._others.origins())
         epoch = median_epoch(lease for lease in said if lease is not None)
         if epoch is not None and epoch >= self._manifest.data.epochs:
@@ -262,7 +262,7 @@ class LeaseKeeper:
                     self._journal.say(f"epoch {epoch + 1} of {self._manifest.data.epochs} begins")
 
     async def _say(self) -> None:
-        """In order, though `leave` may come while `run` is at it."""
+        """Publish in order, since `leave` may be called while `run` is publishing."""
         while self._unsaid:
             announce = self._unsaid.popleft()
             await self._publisher.publish(Kind.LEASE, announce.index, announce.lease)

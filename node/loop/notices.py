@@ -1,11 +1,11 @@
-"""Notices of the run's creator: a message to all members, or the word that they pause, go on, or stop training.
+"""Notices of the run's creator: a message to all members, or an order to pause, resume or stop training.
 
 The creator's node publishes them, and renews daily what still holds. Each other node shows them and rests or stops as
-they say, unless its owner has set ``ignore_notices``: the machine is theirs. A pause ends, too, when its entry expires,
-a week after the creator's node was last there: a creator who is gone stops nobody for good.
+ordered, unless its owner has set ``ignore_notices``: the machine is the owner's. A pause ends, too, when its entry
+expires, a week after the creator's node was last there: a creator who is gone stops no node for good.
 
-Slot 0 has what holds now (pause, resume, stop), slot 1 the newest message. That a notice is the creator's, and newer
-than the last, the run state has checked.
+Slot 0 has what holds now (pause, resume, stop), slot 1 the newest message. The run state has checked that a notice is
+the creator's and newer than the last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .pause.pause import Rest
 
 STATE_SLOT, MESSAGE_SLOT = 0, 1
 RENEW_INTERVAL: Final = 86_400.0
-# An entry that expires is news of which no entry tells.
+# No entry arrives when an entry expires, so the board looks at this interval.
 LOOK_INTERVAL: Final = 30.0
 NOTICE_REASON: Final = "notice"
 _DEEDS: Final = {"pause": "paused", "stop": "stopped"}
@@ -54,7 +54,7 @@ class NoticeBoard:
 
     @property
     def words(self) -> str:
-        """What the creator says, for people; empty: nothing."""
+        """Return the text of the creator's notices, for display; empty: none."""
         state, message = self._shown
         told = [_words(state)] if state is not None and state.action in _DEEDS else []
         return "; ".join([*told, message.text] if message is not None and message.text else told)
@@ -67,11 +67,11 @@ class NoticeBoard:
             notice = msgspec.convert([action, text], Notice)
         except msgspec.ValidationError as error:
             raise NoticeError(f"a notice has at most 256 characters, all of them ASCII: {error}") from error
-        self._renewed_at = trio.current_time()  # what waits to be written must not be replaced by what was before
+        self._renewed_at = trio.current_time()  # a renewal must not replace the notice that waits to be written
         await self._gossip.publish(Kind.NOTICE, MESSAGE_SLOT if action == "say" else STATE_SLOT, notice)
 
     def begin(self) -> None:
-        """Before the training: what holds already. In a run that was stopped no trainer starts."""
+        """Take in the notices that hold already, before training starts. In a stopped run no trainer starts."""
         self._look(is_training=False)
 
     async def run(self) -> None:
@@ -106,7 +106,7 @@ class NoticeBoard:
             self._rest.end(NOTICE_REASON)
 
     async def _renew(self) -> None:
-        """Keep a pause or a stop from expiring while the creator's node is there: in each of its lives, and daily."""
+        """Keep a pause or a stop from expiring while the creator's node is there: at each start, and daily."""
         state, now = self._shown[0], trio.current_time()
         if self._author != self._creator or state is None or state.action not in _DEEDS:
             return
@@ -116,7 +116,7 @@ class NoticeBoard:
 
 
 def _words(state: Notice | None) -> str:
-    """What a notice has done, for people."""
+    """Describe what a notice does, for display."""
     if state is None:
         return ""
     deed = _DEEDS.get(state.action, "resumed")

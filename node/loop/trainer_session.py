@@ -1,6 +1,6 @@
-"""One trainer process in use: commands on their way to it, exchanges of its contributions, and its verdicts on others'.
+"""One trainer process in use: its commands, exchanges of its contributions, and its verdicts on others'.
 
-The exchange may begin as soon as the encoding of the contribution does, and sends what is encoded as it is; the trainer
+The exchange may begin as soon as the encoding of the contribution does, and sends data as they are encoded. The trainer
 decodes what the partner has sent while the rest arrives. Only the verdict and the outer step wait for all of it.
 """
 
@@ -42,7 +42,7 @@ class TrainerSession:
     ) -> None:
         self.trainer = trainer
         self.nursery = nursery
-        """What runs here ends with the trainer."""
+        """The nursery of the session; its tasks end with the trainer."""
         self._stage = stage
         self._config = config
         self._exchanges = exchanges
@@ -52,7 +52,7 @@ class TrainerSession:
         self._contribution: tuple[messages.Contributed, Outgoing] | None = None
         self._verdict: trio.MemorySendChannel[messages.Screened] | None = None
         self.clip = 1.0
-        """Of the contribution that was judged last: how far towards it the mean goes."""
+        """How far the mean moves towards the contribution that was judged last."""
         self._encoded = SharedCounter(trainer.outgoing)
         self._arrived = SharedCounter(trainer.incoming)
         self._num_exchanges = 0
@@ -63,22 +63,22 @@ class TrainerSession:
 
     async def send_commands(self) -> None:
         """Send what is queued, until cancelled or the trainer is gone."""
-        with contextlib.suppress(TrainerError):  # who receives reports sees the same death
+        with contextlib.suppress(TrainerError):  # the receiver of reports sees the same death
             async for command in self._queued:
                 await self.trainer.send(command)
 
     def contribute(self, report: messages.Contributed) -> None:
-        """Take in that a contribution is being encoded."""
+        """Note that a contribution is being encoded."""
         memory = memoryview(self.trainer.outgoing)[: report.size]
         self._contribution = report, Outgoing(memory, lambda: self._encoded.count_of(report.round))
 
     def seal(self, report: messages.Encoded) -> None:
-        """Take in that the contribution is encoded."""
+        """Note that the contribution is encoded."""
         assert self._contribution is not None, "what is encoded was contributed"
         self._contribution[1].seal(report.digest)
 
     async def exchange(self, start: StartExchange) -> ExchangeResult:
-        """Move both contributions, and have the partner's judged."""
+        """Exchange both contributions, and have the partner's judged."""
         assert self._contribution is not None, "an exchange follows a contribution"
         contributed, outgoing = self._contribution
         offer = Offer(
@@ -98,7 +98,7 @@ class TrainerSession:
         return await self._exchanges.run(start, offer, outgoing, incoming, _Judge(self, start.peer), arrive)
 
     async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
-        """Have the trainer judge what was received; returns None, or why it is refused."""
+        """Have the trainer judge what was received; return None, or why it is refused."""
         self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
         self.send(messages.Screen(size, self._num_exchanges, peer, tokens, self._is_suspected(peer)))
         try:
@@ -116,12 +116,12 @@ class TrainerSession:
 
 
 class _Judge:
-    """The trainer's judgement on a partner's contribution, as `farandole.node.bulk.exchange_session.Judge`."""
+    """The trainer's judgement on a partner's contribution. Implements `farandole.node.bulk.exchange_session.Judge`."""
 
     def __init__(self, session: TrainerSession, peer: bytes) -> None:
         self._session = session
         self._peer = peer
 
     async def refusal(self, size: int, tokens: int) -> str | None:
-        """Returns the verdict on all of it: None, or why it is refused."""
+        """Return the verdict on all of it: None, or why it is refused."""
         return await self._session.screen(self._peer, size, tokens)

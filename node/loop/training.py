@@ -1,6 +1,6 @@
 """Driver of the training loop: carries out in a node what `farandole.protocol.training_loop` decides.
 
-Trainer processes, exchanges, pairing messages, the timer and the display are here; what to do when is not.
+Trainer processes, exchanges, pairing messages, the timer and the display are here; the decisions are not.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .trainer_session import TrainerSession
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
 MAX_PAIRING_MESSAGE: Final = 256
-# Seconds between two looks at whether there is traffic for an exchange: a partner is found in less than a round.
+# Seconds between two checks whether there is traffic for an exchange: a partner is found in less than a round.
 TRAFFIC_INTERVAL: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the training of a node needs of its other parts."""
+    """The other parts of a node that its training needs."""
 
     prepare: Callable[[], Awaitable[messages.Prepare]]
-    """Puts weights in place, and returns what the next trainer is told first; its stage may be another than before."""
+    """Puts weights in place, and returns the first command for the next trainer; its stage may have changed."""
     on_saved: Callable[[messages.Saved], None]
     """Called with each checkpoint that is written or resumed from."""
     is_suspected: Callable[[bytes], bool]
@@ -54,24 +54,23 @@ class Surroundings:
     current_round: Callable[[], int]
     """Returns the round that the others are in, for a trainer that begins; 0 without others."""
     partners_round: Callable[[], int]
-    """Returns the round in which the partners of earlier exchanges are: they alone end a trainer. 0 without them."""
+    """Returns the round of the partners of earlier exchanges: only they end a trainer. 0 without partners."""
     on_committed: Callable[[bytes], None]
     """Called with each partner of an exchange that was committed."""
     may_spend: Callable[[int], bool] = lambda num_bytes: True
-    """Returns whether there is traffic for an exchange of so many bytes."""
+    """Returns whether there is traffic for an exchange of ``num_bytes``."""
     audits: AuditKeeper | None = None
-    """Where the run has audits."""
+    """The audits, if the run has them."""
     stopped: trio.Event = field(default_factory=trio.Event)
     """Set when the run's creator stops the run."""
     door: ScriptDoor | None = None
-    """Where a loop of the owner's attaches, in runs that such loops train."""
+    """The door at which a loop of the owner's attaches, in runs that such loops train."""
 
 
 class Training:
     """Trains until every round is done, or the node leaves.
 
-    ``pipeline`` gives a stage's trainer its work; ``leases`` say what of the data it trains on, in runs that count
-    epochs.
+    ``pipeline`` gives a stage's trainer its work; ``leases`` decide which data it trains on, in runs that count epochs.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Training:
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
 
     async def run(self) -> None:
-        """Train until it is over; raises `TrainerError` when no trainer can be had here."""
+        """Train until it is over; raises `TrainerError` when no trainer can run here."""
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._driver.run)
@@ -124,7 +123,7 @@ class Training:
             raise TrainerError(self._error)
 
     async def leave(self) -> None:
-        """Meet no partner any more, end the exchange that runs, save what the last outer step gave, and end."""
+        """Stop pairing, end the exchange that runs, save what the last outer step gave, and end."""
         self.handle(machine.LeaveAsked())
         await self._over.wait()
 
@@ -133,7 +132,7 @@ class Training:
         self.handle(machine.SaveAsked())
 
     def restart_trainer(self) -> None:
-        """Start another trainer with what is prepared then; what was not saved is lost."""
+        """Start another trainer with the weights that are there at that time; unsaved work is lost."""
         self.handle(machine.RestartAsked())
 
     def set_peers(self, peers: frozenset[bytes]) -> None:
@@ -141,7 +140,7 @@ class Training:
         self.handle(pairing.PeersChanged(peers))
 
     def lose_peer(self, peer: bytes) -> None:
-        """Take in that a connection broke, or a message was not delivered."""
+        """Note that a connection broke, or a message was not delivered."""
         self.handle(pairing.PeerLost(peer))
 
     def handle(self, event: machine.Event) -> None:
@@ -215,7 +214,7 @@ class Training:
     # The trainer
 
     async def _live(self, life: trio.CancelScope) -> None:
-        """One trainer process, from its weights to its end."""
+        """Run one trainer process, from its weights to its end."""
         ended = machine.TrainerEnded()
         with life:
             try:
@@ -229,7 +228,7 @@ class Training:
 
     @contextlib.asynccontextmanager
     async def _open_trainer(self) -> AsyncIterator[tuple[Trainer, messages.Prepare]]:
-        """Start a trainer process, or wait for a loop to attach, whose weights are looked for once it is there."""
+        """Start a trainer process, or wait for a loop to attach, whose weights are sought only once it is there."""
         door, journal = self._surroundings.door, self._journal
         if door is None:
             prepare = await self._surroundings.prepare()
@@ -246,7 +245,7 @@ class Training:
                 yield attached, prepare
 
     def _note_pid(self, pid: int) -> None:
-        """From now on what this process takes of the machine is this node's doing."""
+        """Publish the trainer's process id, so that its use of the machine counts as this node's own."""
         self._journal.update(trainer_pid=pid)
 
     def _show_preparing(self, preparing: messages.Preparing) -> None:
@@ -259,7 +258,7 @@ class Training:
             journal.say(words)
 
     async def _use(self, trainer: Trainer, prepare: messages.Prepare) -> None:
-        """Pass on what the trainer reports until it ends. Raises `TrainerError` if it dies."""
+        """Pass on the trainer's reports until it ends. Raises `TrainerError` if it dies."""
         failure: TrainerError | None = None
         async with trio.open_nursery() as nursery:
             self._session = session = TrainerSession(
@@ -309,7 +308,7 @@ class Training:
         self.handle(machine.TrainerReady(prepared, prepare.stage, prepare.microbatch))
 
     def _hear(self, session: TrainerSession, report: messages.Report) -> None:
-        """Pass a report to the part that it is for; most are for the loop."""
+        """Pass a report to the part that handles it; most go to the loop."""
         match report:
             case messages.Encoded():
                 session.seal(report)
@@ -377,7 +376,7 @@ class Training:
 
 
 def show(journal: Journal, output: machine.Output) -> None:
-    """Write an output that is for people, or for heartbeats, into the journal."""
+    """Write an output for display, or for heartbeats, into the journal."""
     match output:
         case machine.Publish(training):
             journal.publish(training)

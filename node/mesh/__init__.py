@@ -1,4 +1,4 @@
-"""The libp2p host: connections, streams, the DHT, relays, hole punching. Only this room imports libp2p."""
+"""The libp2p host: connections, streams, the DHT, relays, hole punching. Only this package imports libp2p."""
 
 from .lean_import import import_lean
 

@@ -1,12 +1,13 @@
-"""Who may begin a handshake, and whose goes on: strangers compete here, and each for itself.
+"""Admission of inbound handshakes: which may begin, and which goes on next.
 
-A handshake costs this node about 2 ms, and a stranger next to nothing. So unfinished ones are few, and when there are
-too many, the one makes room that has kept us waiting for longest, at the address, and in the network, that has most.
-Refusing newcomers instead would let anybody with enough silent sockets keep everybody out. Where nobody keeps us
-waiting, we are the ones who are slow: then the newcomer is refused, since making room would only let nobody finish.
+A handshake costs this node about 2 ms, and a stranger next to nothing. So the number of unfinished handshakes is
+bounded. At the bound, the handshake that has kept us waiting for longest is dropped: at the address, and in the
+network, that has most. Refusing newcomers instead would let an attacker with enough silent sockets keep all others
+out. If no handshake keeps us waiting, this node is the slow side. Then the newcomer is refused, since making room would
+only prevent every handshake from finishing.
 
-What is read before authentication is taken up a few steps a pass of the event loop, the addresses by turns: a flood
-from one delays neither the others nor the peers that are connected.
+Each pass of the event loop processes a few steps of unauthenticated handshakes, round-robin over the addresses: a flood
+from one address delays neither the others nor connected peers.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ MAX_HANDSHAKES_PER_ADDRESS: Final = 64
 MAX_HANDSHAKES: Final = 256
 # Steps of handshakes in one pass of the event loop: each takes up to 1 ms, which is how long everything else waits.
 STEPS_PER_PASS: Final = 2
-# A peer that floods is kept out, and comes back under another key, at no cost. So after a flood strangers from the same
-# network are let in one in so many seconds, for so long. What a peer may send until it is a flood takes this node up to
-# 0.6 s: 6 % of a core. Behind one network may be many homes, whose strangers wait meanwhile, or find no room while the
-# flood lasts: so this holds for networks of the internet, and not for this machine's own and its neighbours.
+# A peer that floods is shut out, and can come back under another key at no cost. So after a flood, one stranger from
+# the same network is let in per `STRANGER_SECONDS`, for `AFTERMATH_SECONDS`. What a peer may send before it is a flood
+# costs this node up to 0.6 s: 6 % of a core. A network may hold many homes, whose strangers wait during this time, or
+# find no room while the flood lasts: so it applies to internet networks, not to this machine's own and its neighbours.
 STRANGER_SECONDS: Final = 10.0
 AFTERMATH_SECONDS: Final = 600.0
-# Networks that are remembered, those of the last floods.
+# Flooded networks that are remembered, the latest ones.
 MAX_FLOODED: Final = 1_024
 
 
 class Site(NamedTuple):
-    """Where a connection comes from."""
+    """The origin of a connection."""
 
     network: str
-    """What one stranger may have whole: an IPv4 /24, an IPv6 /48."""
+    """The block that one stranger may own: an IPv4 /24, an IPv6 /48."""
     address: str
     """An IPv4 address, or an IPv6 /64 (one customer has 2^64 addresses)."""
 
     @property
     def is_global(self) -> bool:
-        """Whether it is one of the internet's, and not of this machine, of a local network, or unknown."""
+        """Return whether this is a public address: not this machine's, a local network's, or unknown."""
         return bool(self.address) and ipaddress.ip_network(self.address).is_global
 
 
 def site_of(host: str) -> Site:
-    """The site of an IP address; of one that is none, the site of all such."""
+    """Return the site of an IP address; all invalid addresses share one site."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -80,7 +81,7 @@ class Handshakes:
         return len(self._pending)
 
     def make_room(self, site: Site) -> bool:
-        """Whether a newcomer from there may begin; another may be closed for it."""
+        """Return whether a newcomer from this site may begin a handshake; may drop another one for it."""
         neighbours = [pending for pending in self._pending if pending.site.address == site.address]
         if len(neighbours) >= MAX_HANDSHAKES_PER_ADDRESS:
             return self._drop_slowest(neighbours)
@@ -98,11 +99,11 @@ class Handshakes:
         return busiest != site.network
 
     def add(self, pending: Pending) -> None:
-        """One begins."""
+        """Add a handshake that begins."""
         self._pending.add(pending)
 
     def remove(self, pending: Pending) -> None:
-        """One is over."""
+        """Remove a handshake that is over."""
         self._pending.discard(pending)
 
     def _drop_slowest(self, crowd: list[Pending]) -> bool:
@@ -118,14 +119,14 @@ class Handshakes:
 
 
 class FloodedNetworks:
-    """Where floods came from. Times are in seconds, of any monotonic clock."""
+    """The networks from which floods came. Times are in seconds, of any monotonic clock."""
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
         self._next_at: dict[str, float] = {}
 
     def note(self, site: Site, now: float) -> None:
-        """A peer there has flooded."""
+        """Note that a peer at this site has flooded this node."""
         if not site.is_global:
             return
         self._until.pop(site.network, None)
@@ -136,7 +137,7 @@ class FloodedNetworks:
             del self._until[oldest], self._next_at[oldest]
 
     def lets_in(self, site: Site, now: float) -> bool:
-        """Whether a stranger from there may come in; the next one may only later."""
+        """Return whether a stranger from this site may come in now; if so, the next one has to wait."""
         if self._until.get(site.network, 0.0) <= now:
             return True
         if self._next_at[site.network] > now:
@@ -146,7 +147,7 @@ class FloodedNetworks:
 
 
 class Turns:
-    """Lets handshakes go on, `STEPS_PER_PASS` at a time, the addresses by turns."""
+    """Lets handshakes go on, `STEPS_PER_PASS` in each pass of the event loop, round-robin over the addresses."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Site, deque[trio.Event]] = OrderedDict()
@@ -160,7 +161,7 @@ class Turns:
         await turn.wait()
 
     async def run(self) -> None:
-        """Until cancelled. Who has stopped waiting wastes a turn."""
+        """Grant turns until cancelled. A waiter that was cancelled still uses up its turn."""
         while True:
             for _ in range(STEPS_PER_PASS):
                 if not self._waiting:

@@ -1,4 +1,4 @@
-"""Opens connections to addresses that this node knows from others alone (`farandole.protocol.dial_caution`)."""
+"""Opens connections to addresses that this node knows only from other peers (`farandole.protocol.dial_caution`)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..base.errors import PeerUnreachableError
 
 
 class CautiousDials:
-    """``in_use`` gives the IP addresses where this node has business already."""
+    """``in_use`` returns the IP addresses that this node already uses."""
 
     def __init__(self, in_use: Callable[[], Iterable[str]]) -> None:
         self._in_use = in_use
         self._budget = DialBudget()
 
     def allows(self, host: str, port: int) -> bool:
-        """Whether an address may be dialled on a peer's word; False for a name, which may be anybody's tomorrow."""
+        """Return whether an address from a peer may be dialled; False for a name, which may resolve elsewhere later."""
         return may_dial(host, port, self._in_use())
 
     async def open(self, target: tuple[str, int]) -> tuple[trio.SocketStream, tuple[str, int]]:
-        """A TCP connection, and the IP address and port where it leads.
+        """Return a TCP connection, and the IP address and port that it leads to.
 
-        A name is looked up, and what it stands for is judged. Call `succeed` when the peer has proved itself. Raises
-        `PeerUnreachableError` where caution forbids it now, `OSError` if it comes to none.
+        A name is resolved, and its IP address is checked. Call `succeed` when the peer has authenticated itself. Raises
+        `PeerUnreachableError` if caution forbids the dial now, `OSError` if the dial fails.
         """
         host, port = await self._look_up(*target)
         if not self.allows(host, port):
@@ -37,7 +37,7 @@ class CautiousDials:
         return await trio.open_tcp_stream(host, port), (host, port)
 
     def succeed(self, host: str, port: int) -> None:
-        """Some peer has proved itself there, be it the right one."""
+        """Note that a peer has authenticated itself there, the expected one or another."""
         self._budget.succeed(host, port)
 
     async def _look_up(self, host: str, port: int) -> tuple[str, int]:

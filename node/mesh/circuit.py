@@ -9,15 +9,15 @@ import trio
 from .libp2p_stream import Stream
 from .raw_link import RawLink
 
-# Of a relay's limits: what is left then, three of 16 GiB and an hour of six, is for what is under way.
+# Fraction of a relay's limits: what is left then, three of 16 GiB and an hour of six, is for transfers under way.
 WORN_AT: Final = 0.8
 
 
 class Circuit(RawLink):
     """A stream to a relay, which copies it to a peer and back.
 
-    The connection over it shapes what it moves, as every connection does; so the stream below does not, and goes
-    behind what this node has to say to the relay itself.
+    The connection over it shapes its own traffic, as every connection does. So the stream below is not shaped, and has
+    lower priority than what this node sends to the relay itself.
     """
 
     is_relayed = True
@@ -25,7 +25,7 @@ class Circuit(RawLink):
     def __init__(self, stream: Stream, address: str, max_bytes: int = 0, max_seconds: int = 0) -> None:
         """``address``: the other end, a multiaddr with ``/p2p-circuit`` at its end; the limits, 0 for none.
 
-        The limits are the relay's word, at which it breaks the circuit off.
+        The relay states the limits, and breaks the circuit off when one is reached.
         """
         super().__init__(stream, address, None)
         self._max_bytes = max_bytes
@@ -37,7 +37,7 @@ class Circuit(RawLink):
 
     @property
     def is_worn(self) -> bool:
-        """Whether it nears a limit, and another should take its place."""
+        """Return whether the circuit is near a limit and needs a replacement."""
         age = trio.current_time() - self._opened_at
         has_moved = bool(self._max_bytes) and self._num_moved >= WORN_AT * self._max_bytes
         return has_moved or (bool(self._max_seconds) and age >= WORN_AT * self._max_seconds)

@@ -1,4 +1,4 @@
-"""A connection that owns its tasks and those of its streams."""
+"""A connection that owns its tasks and its streams' tasks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# For the last words of a connection; a peer that does not take them is cut off.
+# For the last frames of a connection; a peer that does not read them is cut off.
 CLOSE_TIMEOUT = 1.0
-# Streams of one connection whose protocol is not agreed yet, and how fast they begin: so many at once, then so many a
-# second. More than any protocol here opens; what comes beyond waits its turn.
+# Streams of one connection whose protocol is not agreed yet, and the rate at which they begin: a burst, then a number a
+# second. More than any protocol here opens; streams over the limit wait.
 MAX_NEGOTIATIONS_PER_CONNECTION = 32
 STREAM_BURST, STREAMS_PER_SECOND = 128.0, 32.0
 # Handlers at work for one connection; a stream's handler may outlive the stream for a moment.
@@ -35,14 +35,14 @@ MAX_HANDLERS_PER_CONNECTION = 256
 HANDLER_GRACE = 5.0
 
 ServeStream = Callable[[Stream, Callable[[], None]], Awaitable[None]]
-"""Serves a stream that the peer has opened, and calls back when its protocol is agreed or is not: once, always."""
+"""Serves a stream that the peer has opened; calls back exactly once, when its protocol is agreed or refused."""
 
 
 class Connection:
     """One connection; its streams and tasks end with it."""
 
     def __init__(self, muxed: MuxedConn, pool: ConnectionPool, *, is_outbound: bool, is_punched: bool = False) -> None:
-        """``is_outbound``: whether this node dialled; ``is_punched``: whether it came about through a hole."""
+        """``is_outbound``: whether this node dialled; ``is_punched``: whether a hole punch made it."""
         self.muxed = muxed
         self.peer = muxed.peer
         self.link = muxed.link
@@ -51,7 +51,7 @@ class Connection:
         self.opened_at = trio.current_time()
         self.finished = trio.Event()
         self.num_negotiating = 0
-        """Streams of the peer's whose protocol is not agreed yet."""
+        """Streams that the peer has opened and whose protocol is not agreed yet."""
         self.is_introduced = False
         """Whether the peer has admitted this node (`farandole.node.mesh.gate`)."""
         self.introducing = trio.Lock()
@@ -61,16 +61,16 @@ class Connection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has ended, or is about to."""
+        """Return whether the connection has ended, or is about to."""
         return self._is_asked_to_end.is_set()
 
     @property
     def is_in_use(self) -> bool:
-        """Whether some stream speaks a protocol: on one that only this end has opened, the peer may say nothing."""
+        """Return whether a stream has an agreed protocol; a stream that the peer has not answered does not count."""
         return any(stream.protocol for stream in self.muxed.streams)
 
     async def run(self) -> None:
-        """Until either end closes, or the watchdog gives the peer up. Raises nothing."""
+        """Run until either end closes, or the watchdog gives the peer up. Raises nothing."""
         try:
             async with trio.open_nursery() as handlers:
                 handlers.start_soon(self._serve_streams)
@@ -97,7 +97,7 @@ class Connection:
         await self.link.close()
 
     async def open_stream(self, protocol: str) -> Stream:
-        """A new stream; `PeerUnreachableError` if there is none of this protocol."""
+        """Open a stream of this protocol; raise `PeerUnreachableError` if that fails."""
         if self._pool.gate is not None:
             await self._pool.gate.introduce(self, protocol)
         try:
@@ -121,7 +121,7 @@ class Connection:
         self.muxed.abort()
 
     async def _serve_streams(self) -> None:
-        """Begin what the peer opens, no faster than the bounds say; the rest waits at the connection."""
+        """Serve the streams that the peer opens, within the rate limits; further streams wait in the connection."""
         pace = TokenBucket(STREAM_BURST, STREAMS_PER_SECOND, trio.current_time())
         async with trio.open_nursery() as nursery:
             with suppress(trio.BrokenResourceError):
@@ -135,7 +135,7 @@ class Connection:
                         pace.take(trio.current_time())
                         if not is_needed:
                             await self._pool.turns.take(self.link.site)
-                    # What a stranger has left behind when the connection ended is nobody's.
+                    # Streams that a stranger left behind when its connection ended are dropped.
                     is_left = self.muxed.event_closed.is_set() and not is_needed
                     if is_left or len(nursery.child_tasks) >= MAX_HANDLERS_PER_CONNECTION:
                         stream.reset()
@@ -149,7 +149,7 @@ class Connection:
         self._negotiations.release()
 
     async def _watch(self) -> None:
-        """Give up a peer that answers nothing: frozen, unplugged, or gone without a word.
+        """Give up a peer that does not answer: frozen, unplugged, or gone without closing.
 
         Anything received counts as an answer, since a pong may queue behind much data.
         """

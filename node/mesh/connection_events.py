@@ -1,4 +1,4 @@
-"""News of connections that come and go."""
+"""Events of connections that open and close."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import trio
 
 
 class ConnectionEvents:
-    """Who came and who went, for one subscriber: an async iterator of (peer, is_connected).
+    """Connects and disconnects of peers, for one subscriber: an async iterator of (peer, is_connected).
 
-    It holds the latest of every peer that changed and was not asked for yet, so it is bounded by the peers that there
-    are, whatever the subscriber does. It starts with the peers that are connected already.
+    It holds the latest unread change of every peer, so the number of peers bounds it, whatever the subscriber does. It
+    starts with the peers that are connected already.
     """
 
     def __init__(self, connected: Iterable[bytes]) -> None:
@@ -20,7 +20,7 @@ class ConnectionEvents:
         self._wakeup = trio.Event()
 
     def put(self, peer: bytes, is_connected: bool) -> None:
-        """Note a change."""
+        """Record a change."""
         self._changed[peer] = is_connected
         self._changed.move_to_end(peer)
         self._wakeup.set()

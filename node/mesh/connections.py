@@ -1,4 +1,4 @@
-"""The connections of one host: who is let in, who makes room, who hears of it."""
+"""The connections of one host: admission, eviction, and notification of subscribers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Connections in all: a node keeps a dozen and dials partners beside them. With unfinished handshakes and bulk channels
+# Connections in all: a node keeps a dozen and dials partners in addition. With unfinished handshakes and bulk channels
 # they fit into the 1,024 descriptors that a process has by default.
 MAX_CONNECTIONS = 512
-# Both ends may dial at once, and a peer that restarted dials before its old connections are found dead.
+# Both ends may dial at once, and a peer that restarts dials before its old connections are found dead.
 MAX_CONNECTIONS_PER_PEER = 4
-# Peers that are kept out; the oldest is let in again when there are more.
+# Peers that are shut out; when there are more, the oldest is let in again.
 MAX_SHUT_OUT = 1024
 
 
 class ConnectionPool:
-    """All live connections, by peer."""
+    """The live connections of one host, by peer."""
 
     def __init__(self, nursery: trio.Nursery, serve: ServeStream, ping_interval: float, ping_timeout: float) -> None:
         """``nursery``: runs the connections; ``serve``: serves the streams that peers open."""
@@ -49,7 +49,7 @@ class ConnectionPool:
         self.max_connections = MAX_CONNECTIONS
         self.gate: Gate | None = None
         self.is_offline = False
-        """Whether connections are refused, those that come and those that are under way."""
+        """Whether connections are refused, both new ones and ones being made."""
         self.budget = UnreadBudget(self.is_needed)
         self.turns = Turns()
         self._nursery = nursery
@@ -64,15 +64,15 @@ class ConnectionPool:
 
     @property
     def live(self) -> list[Connection]:
-        """All connections that are not about to end."""
+        """The connections that are not about to end."""
         return [conn for peer in self._by_peer for conn in self.of(peer)]
 
     def of(self, peer: bytes) -> list[Connection]:
-        """The live connections to a peer."""
+        """Return the live connections to a peer."""
         return [conn for conn in self._by_peer.get(peer, ()) if not conn.is_closed]
 
     def best(self, peer: bytes) -> Connection:
-        """The connection that new streams take: a direct one, of these the busiest; else the newest of relayed ones.
+        """Return the connection for new streams: the busiest direct one, else the newest relayed one.
 
         (A circuit is replaced before it ends.) Raises `PeerUnreachableError` if there is none.
         """
@@ -87,10 +87,10 @@ class ConnectionPool:
             raise PeerUnreachableError(f"there is no connection to {peer_id_of(peer)}")
         return best
 
-    # Who is let in
+    # Admission
 
     async def add(self, muxed: MuxedConn, *, is_outbound: bool, is_punched: bool = False) -> Connection:
-        """Run a multiplexed connection and tell subscribers; `PeerUnreachableError` if it is one too many."""
+        """Run a multiplexed connection and notify subscribers; raise `PeerUnreachableError` if it is refused."""
         if self.is_offline:
             await muxed.link.close()
             raise PeerUnreachableError("this node is offline for now")
@@ -120,9 +120,9 @@ class ConnectionPool:
         return not is_known and not self._flooded.lets_in(muxed.link.site, trio.current_time())
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
-        """End every connection to a peer that has flooded this node, and have none for so long.
+        """End every connection to a peer that has flooded this node, and refuse new ones for ``seconds``.
 
-        Strangers from the same network come in one by one from now on, with pauses.
+        From now on, strangers from the same network are let in one at a time, with pauses.
         """
         self._shut_out.pop(peer, None)
         self._shut_out[peer] = trio.current_time() + seconds
@@ -133,11 +133,11 @@ class ConnectionPool:
             conn.end()
 
     def is_shut_out(self, peer: bytes) -> bool:
-        """Whether there may be no connection to a peer for now."""
+        """Return whether connections to a peer are refused for now."""
         return self._shut_out.get(peer, 0.0) > trio.current_time()
 
     def remove(self, conn: Connection) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         siblings = self._by_peer.get(conn.peer, [])
         if conn in siblings:
             siblings.remove(conn)
@@ -148,20 +148,20 @@ class ConnectionPool:
     def protect(self, is_needed: Callable[[bytes], bool]) -> None:
         """Keep connections to peers for which this is true when there are too many. Each call adds peers.
 
-        All others are strangers: these share what memory there is for data that nobody has read.
+        All other peers are strangers: they share the memory for unread data.
         """
         self._needs.append(is_needed)
 
     def is_needed(self, peer: bytes) -> bool:
-        """Whether the node needs the connection to a peer (`protect`)."""
+        """Return whether the node needs the connection to a peer (`protect`)."""
         return any(is_needed(peer) for is_needed in self._needs)
 
     def _make_room(self, newcomer: bytes) -> bool:
-        """End the connection that is of least use; or say no: all the others are of more use than the newcomer's.
+        """End the least useful connection; return False if all the others are more useful than the newcomer's.
 
-        Peers that the node needs stay. Of strangers, those from where most come from go first, as a stranger with many
-        keys has not as many networks; then those without streams, such as one that a lookup in the DHT left; then
-        those that have been here for longest.
+        Peers that the node needs stay. Of strangers, the ones from the network with most connections go first, as a
+        stranger with many keys does not have as many networks; then the ones without streams, such as one that a lookup
+        in the DHT left; then the oldest.
         """
         live = self.live
         strangers = [conn for conn in live if not self.is_needed(conn.peer)]
@@ -181,7 +181,7 @@ class ConnectionPool:
             return False
         return True
 
-    # Who hears of it
+    # Notification
 
     @property
     def connected(self) -> frozenset[bytes]:
@@ -190,7 +190,7 @@ class ConnectionPool:
 
     @contextmanager
     def events(self) -> Iterator[ConnectionEvents]:
-        """Subscribe to connections coming and going, beginning with those that are there."""
+        """Subscribe to connects and disconnects, starting with the peers that are connected."""
         events = ConnectionEvents(self._told_connected)
         self._subscribers.add(events)
         try:
@@ -199,7 +199,7 @@ class ConnectionPool:
             self._subscribers.discard(events)
 
     async def wait_for_change(self) -> None:
-        """Until a connection has come or gone."""
+        """Wait until a connection is opened or closed."""
         await self._changed.wait()
 
     def _note_change(self, peer: bytes) -> None:
@@ -218,11 +218,11 @@ class ConnectionPool:
     # How a peer's streams travel
 
     def network_of(self, peer: bytes) -> str:
-        """Where a connected peer is, an IPv4 /24 or an IPv6 /48; empty for one behind a relay, or not connected."""
+        """Return the network of a connected peer, an IPv4 /24 or an IPv6 /48; "" if relayed or not connected."""
         return next((conn.link.site.network for conn in self.of(peer)), "")
 
     def path(self, peer: bytes) -> str:
-        """How a peer's streams travel: "direct", "punched" (directly, through a hole), "relayed"; or "": not at all."""
+        """Return how a peer's streams travel: "direct", "punched" (through a hole), "relayed"; "": no connection."""
         connections = self.of(peer)
         direct = [conn for conn in connections if not conn.link.is_relayed]
         if direct:
@@ -230,19 +230,19 @@ class ConnectionPool:
         return "relayed" if connections else ""
 
     def round_trip(self, peer: bytes) -> float | None:
-        """Seconds to a peer and back, as last measured on the way that its streams take; None if not yet."""
+        """Return seconds to a peer and back, last measured on the path that its streams take; None if not yet."""
         is_relayed = self.path(peer) == "relayed"
         measured = (conn.muxed.round_trip for conn in self.of(peer) if conn.link.is_relayed == is_relayed)
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
     def is_called_by(self, peer: bytes) -> bool:
-        """Whether it was the peer who made the relayed connection that there is to it."""
+        """Return whether the peer made the relayed connection to it."""
         return any(conn.link.is_relayed and not conn.is_outbound for conn in self.of(peer))
 
     def retire_relayed(self, peer: bytes, after: float) -> None:
         """End the relayed connections to a peer that is connected directly.
 
-        Those on which bulk is under way last until there has been a direct one for ``after`` seconds.
+        Connections with bulk under way last until there has been a direct one for ``after`` seconds.
         """
         live = self.of(peer)
         since = min((conn.opened_at for conn in live if not conn.link.is_relayed), default=math.inf)
@@ -251,9 +251,9 @@ class ConnectionPool:
                 _retire(conn, since + after)
 
     def worn_circuit(self, peer: bytes, after: float) -> Circuit | None:
-        """A circuit that we dialled, that nears its limits, and that another should take the place of, if there is one.
+        """Return a circuit that this node dialled, that nears its limits and has no replacement yet, if any.
 
-        Circuits that have been replaced end, as those of `retire_relayed` do.
+        Replaced circuits end, under the conditions of `retire_relayed`.
         """
         relayed = [conn for conn in self.of(peer) if conn.link.is_relayed]
         newest_at = max((conn.opened_at for conn in relayed), default=math.inf)
@@ -279,13 +279,13 @@ class ConnectionPool:
 
 
 def _retire(conn: Connection, at: float) -> None:
-    """End a connection, at once or at that time if there is bulk under way."""
+    """End a connection: at once, or at the time ``at`` if bulk is under way."""
     if trio.current_time() >= at or not any(stream.is_bulk for stream in conn.muxed.streams):
         conn.end()
 
 
 class Acceptor:
-    """The listening sockets of one host, and the handshakes of connections that come."""
+    """The listening sockets of one host, and the handshakes of inbound connections."""
 
     def __init__(self, nursery: trio.Nursery, pool: ConnectionPool, upgrader: Upgrader, rendezvous: Rendezvous) -> None:
         self.handshakes = Handshakes()
@@ -301,7 +301,7 @@ class Acceptor:
         return [listener.bound for listener in self._listeners]
 
     async def listen(self, host: str, port: int) -> None:
-        """Accept connections at an address of this machine; `OSError` if it cannot be had."""
+        """Accept connections at an address of this machine; raise `OSError` if it is not available."""
         listener = Listener(host, port)
         self._listeners.append(listener)
         self._nursery.start_soon(listener.serve, self._admit)
@@ -313,7 +313,7 @@ class Acceptor:
             self._listeners.pop().close()
 
     def _admit(self, connection: socket.socket, host: str) -> None:
-        """A connection has come: begin its handshake, or refuse it."""
+        """Begin the handshake of an inbound connection, or refuse it."""
         if self._pool.is_offline or not self.handshakes.make_room(site_of(host)):
             connection.close()
             return

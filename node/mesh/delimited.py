@@ -1,4 +1,4 @@
-"""Protobuf messages on a stream, each behind its length as a varint, as libp2p's protocols have them."""
+"""Protobuf messages on a stream, each prefixed with its length as a varint, as in libp2p's protocols."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ M = TypeVar("M", bound=Message)
 
 
 def encode_delimited(message: Message) -> bytes:
-    """A message behind its length."""
+    """Return a message with its length in front."""
     return encode_varint_prefixed(message.SerializeToString())
 
 
 async def read_delimited(read: Callable[[int], Awaitable[bytes | bytearray]], max_bytes: int) -> bytes | None:
-    """What follows its length, or None if the peer says no more; `RemoteProtocolError` if it is longer, or cut short.
+    """Return the bytes after the length, or None at the end; `RemoteProtocolError` if too long or cut short.
 
-    Nothing behind it is read. (The library's functions for that either allocate whatever length they read, or treat
-    the end of the stream and half a message alike.) ``read`` gives that many bytes or fewer, none at the end.
+    Nothing after the message is read. (The library's functions for this either allocate whatever length they read, or
+    do not distinguish the end of the stream from half a message.) ``read`` returns at most that many bytes, none at the
+    end.
     """
     size = shift = 0
     while True:
@@ -44,7 +45,7 @@ async def read_delimited(read: Callable[[int], Awaitable[bytes | bytearray]], ma
 
 
 async def next_message(stream: Stream, kind: type[M], max_bytes: int) -> M | None:
-    """The next message, or None if the peer says no more; `RemoteProtocolError` for anything else."""
+    """Return the next message, or None at the end of the stream; `RemoteProtocolError` for anything else."""
     payload = await read_delimited(stream.receive_some, max_bytes)
     if payload is None:
         return None
@@ -57,7 +58,7 @@ async def next_message(stream: Stream, kind: type[M], max_bytes: int) -> M | Non
 
 
 async def receive_message(stream: Stream, kind: type[M], max_bytes: int) -> M:
-    """The next message, as `next_message` where one must come."""
+    """Return the next message, as `next_message`; the end of the stream is an error."""
     message = await next_message(stream, kind, max_bytes)
     if message is None:
         raise RemoteProtocolError("the stream ended before its message")
@@ -65,12 +66,12 @@ async def receive_message(stream: Stream, kind: type[M], max_bytes: int) -> M:
 
 
 def multiaddr_bytes(addresses: Iterable[str]) -> list[bytes]:
-    """Multiaddrs as messages carry them."""
+    """Encode multiaddrs as messages carry them."""
     return [Multiaddr(address).to_bytes() for address in addresses]
 
 
 def multiaddr_texts(addresses: Iterable[bytes]) -> list[str]:
-    """The first `MAX_ADDRESSES` multiaddrs of a message as text, without those that are none or too long."""
+    """Decode the first `MAX_ADDRESSES` multiaddrs of a message as text; skip invalid and too long ones."""
     texts = (_text_of(address) for address in addresses if len(address) <= MAX_ADDRESS_BYTES)
     return list(itertools.islice(filter(is_multiaddr, texts), MAX_ADDRESSES))
 

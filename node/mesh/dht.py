@@ -1,7 +1,7 @@
-"""Who provides what, in a Kademlia DHT of farandole's own: announcing keys, finding the providers of one, answering.
+"""A Kademlia DHT of farandole's own: announces keys, finds the providers of a key, answers other nodes.
 
-Decisions and records are in `farandole.protocol.kademlia`. Many peers are asked at once, so a frozen one holds up no
-other. Answers are hints: a provider proves itself when it is dialled.
+Decisions and records are in `farandole.protocol.kademlia`. Many peers are asked at once, so a frozen one does not
+delay the others. Answers are hints: a provider authenticates itself when it is dialled.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
-# A question is a key, with a provider's addresses at most: a few kilobytes.
+# A question is a key, with at most one provider's addresses: a few kilobytes.
 MAX_QUESTION_BYTES: Final = 32 * 1024
-# An answer has twenty peers and twenty providers, with as many addresses as anybody dials.
+# An answer has twenty peers and twenty providers, with at most `MAX_ADDRESSES` addresses each.
 MAX_ANSWER_BYTES: Final = 512 * 1024
 MAX_KEY_BYTES: Final = 128
-# What is answered here: nobody keeps values.
+# Messages that are answered here; this DHT stores no values.
 KINDS: Final = (Message.ADD_PROVIDER, Message.GET_PROVIDERS, Message.FIND_NODE, Message.PING)
 # A key's multihash says that it is a SHA-256: function 0x12, 32 bytes.
 _MULTIHASH_PREFIX: Final = b"\x12\x20"
@@ -57,28 +57,28 @@ STREAM_TIMEOUT: Final = 10.0
 MAX_STREAMS_PER_PEER: Final = 3
 # One question: a dial, a round trip. A frozen peer takes all of it.
 QUERY_TIMEOUT: Final = 8.0
-# Announcements that are taken from one peer: so many at once, then so many a second. In a small network all go to the
-# same peers, so a node spaces its own.
+# Announcements accepted from one peer: a burst, then a number a second. In a small network all go to the same peers, so
+# a node spaces its own.
 ANNOUNCEMENT_BURST, ANNOUNCEMENTS_PER_SECOND = 10.0, 1.0
 ANNOUNCEMENT_INTERVAL = 1.1
 ANNOUNCEMENT_TIMEOUT: Final = 20.0
-# How long to wait before an announcement that reached nobody is tried again; a new connection shortens it.
+# Pause before an announcement that reached no peer is tried again; a new connection shortens it.
 RETRY_INTERVAL: Final = 60.0
 REFRESH_INTERVAL: Final = 600.0
-# Once somebody is found, those who have not answered get this much longer.
+# When a provider is found, the peers that have not answered get this much more time.
 LAGGARDS_TIMEOUT = 1.0
 MAX_PROVIDERS: Final = 20
 
 
 def multihash_of(key: bytes) -> bytes:
-    """The key as the DHT wants it."""
+    """Return the key as a multihash, the DHT's form of a key."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
     return _MULTIHASH_PREFIX + key
 
 
 class Dht:
-    """This node's part in the DHT, as a server; `run` keeps it going."""
+    """The DHT server of this node; `run` keeps it up to date."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -86,7 +86,7 @@ class Dht:
         self._records = ProviderRecords()
         self._num_served: Counter[bytes] = Counter()
         self._announcements = PeerMeters(ANNOUNCEMENT_BURST, ANNOUNCEMENTS_PER_SECOND)
-        self._announced_at: dict[bytes, float] = {}  # when each key that we provide was last told to somebody
+        self._announced_at: dict[bytes, float] = {}  # when each key that we provide last reached a peer
         self._pace = trio.Lock()
         self._announce_after = -math.inf
         self._refreshed_at = -math.inf
@@ -94,7 +94,7 @@ class Dht:
         host.set_handler(KAD_PROTOCOL, self._serve)
 
     def note_connection(self) -> None:
-        """A peer came: look around from it, and tell it what nobody was there to hear."""
+        """Note a new connection: refresh the table, and announce the keys that have reached no peer yet."""
         self._news.set()
 
     async def run(self) -> None:
@@ -126,8 +126,8 @@ class Dht:
     async def provide(self, key: bytes) -> None:
         """Announce that this node provides a key, and keep it announced.
 
-        Returns after the first announcement, whether or not it reached anybody. Announcements are paced, so many keys
-        at once take a second each.
+        Returns after the first announcement, whether or not it reached a peer. Announcements are paced: with many keys
+        at once, each takes a second.
         """
         multihash_of(key)
         self._announced_at.setdefault(key, -1.0)
@@ -135,14 +135,14 @@ class Dht:
             await self._announce(key)
 
     def withdraw(self, key: bytes) -> None:
-        """Announce a key no more, and say so to those who ask this node; what others keep of it expires."""
+        """Stop announcing a key, and stop reporting it to peers that ask; records at other nodes expire."""
         self._announced_at.pop(key, None)
 
     async def _announce(self, key: bytes) -> None:
         async with self._pace:
             await trio.sleep_until(self._announce_after)
             if key not in self._announced_at:
-                return  # withdrawn meanwhile
+                return  # withdrawn during the pause
             self._announce_after = trio.current_time() + ANNOUNCEMENT_INTERVAL
             with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
                 await self._tell_closest(key)
@@ -164,7 +164,7 @@ class Dht:
     # Finding
 
     async def find_providers(self, key: bytes, seconds: float) -> list[tuple[bytes, list[str]]]:
-        """Peers that say they provide a key, with their addresses, asked in parallel within this many seconds."""
+        """Return peers that claim to provide a key, with addresses, asked in parallel within ``seconds``."""
         multihash = multihash_of(key)
         answers: list[Sequence[PeerAddresses]] = []
         scope = trio.CancelScope(deadline=trio.current_time() + seconds)
@@ -183,7 +183,7 @@ class Dht:
     async def _look_up(
         self, target: int, question: Message, note: Callable[[Message], None] = lambda answer: None
     ) -> list[bytes]:
-        """Ask the question of ever closer peers; returns the closest that have answered."""
+        """Ask ever closer peers the question; return the closest ones that have answered."""
         known = (*self._table.closest(target), *self._host.connected)
         lookup = Lookup(target, known, self._host.author)
         news = trio.Event()
@@ -209,7 +209,7 @@ class Dht:
         return lookup.closest
 
     async def _query(self, peer: bytes, question: Message) -> Message | None:
-        """A peer's answer; None if it gives none."""
+        """Return a peer's answer, or None if there is none."""
         try:
             with trio.fail_after(QUERY_TIMEOUT):
                 stream = await self._host.open_stream(peer, KAD_PROTOCOL, QUERY_TIMEOUT)
@@ -251,7 +251,7 @@ class Dht:
             if not self._announcements.of(peer, now).take(now):
                 raise RemoteProtocolError("too many announcements")
             for provider in _peers(question.providerPeers):
-                if provider.peer == peer:  # nobody speaks for another
+                if provider.peer == peer:  # a peer may announce only itself
                     self._records.add(question.key, provider, now)
             return answer
         if question.type == Message.GET_PROVIDERS:
@@ -272,7 +272,7 @@ def _named(peer: bytes, addresses: Sequence[str]) -> Message.Peer:
 
 
 def _peers(peers: Iterable[Message.Peer]) -> list[PeerAddresses]:
-    """Those of a message that farandole can name: peers with Ed25519 keys. More than an honest one has are dropped."""
+    """Return the peers of a message that have Ed25519 keys; drop more than an honest message has."""
     known: list[PeerAddresses] = []
     for peer in itertools.islice(peers, BUCKET_SIZE):
         with suppress(RemoteProtocolError):
@@ -281,7 +281,7 @@ def _peers(peers: Iterable[Message.Peer]) -> list[PeerAddresses]:
 
 
 def by_turns(answers: Sequence[Sequence[PeerAddresses]]) -> list[tuple[bytes, list[str]]]:
-    """The first `MAX_PROVIDERS`, one of each answer after the other: no answer keeps the others' out."""
+    """Return the first `MAX_PROVIDERS`, taken from the answers in turn: no answer crowds out the others."""
     found: dict[bytes, list[str]] = {}
     for provider in itertools.chain.from_iterable(itertools.zip_longest(*answers)):
         if provider is not None:

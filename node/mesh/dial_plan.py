@@ -1,4 +1,4 @@
-"""Which of a peer's addresses to try, and when."""
+"""The order and time of dials of a peer's addresses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..base.errors import PeerUnreachableError
 from .known_addresses import MAX_ADDRESSES
 from .yamux import MuxedConn
 
-# A relay carries what cannot go directly: its turn comes when all direct attempts have failed, or have had three round
-# trips of the slowest lines.
+# A relay carries what cannot go directly: relays are tried when all direct attempts have failed, or have had three
+# round trips of the slowest lines.
 DIRECT_HEAD_START = 1.0
 MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES
 
@@ -24,7 +24,7 @@ _DIALABLE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/(
 
 
 def dial_target(address: str, peer: bytes) -> tuple[str, int] | None:
-    """Host and port of a TCP multiaddr, or None: another transport, through a relay, another peer's, or nonsense."""
+    """Return host and port of a TCP multiaddr; None for another transport, a relay, another peer, or nonsense."""
     match = _DIALABLE.fullmatch(address)
     if match is None:
         return None
@@ -40,16 +40,16 @@ def dial_target(address: str, peer: bytes) -> tuple[str, int] | None:
 
 
 def is_circuit_to(address: str, peer: bytes) -> bool:
-    """Whether this is an address through a relay, other than the peer itself, that leads to the peer."""
+    """Return whether this is an address of the peer through a relay that is not the peer itself."""
     circuit = parse_circuit(address)
     return circuit is not None and circuit.peer in (None, peer) and circuit.relay != peer
 
 
 class Dial:
-    """One attempt to reach a peer, shared by all who want that."""
+    """One attempt to reach a peer, shared by all callers that dial it."""
 
     def __init__(self, is_direct: bool, own: Iterable[tuple[str, int]]) -> None:
-        """``own``: where this node itself listens; the homes behind most routers have the same private addresses."""
+        """``own``: where this node itself listens; homes behind most routers use the same private addresses."""
         self.is_direct = is_direct
         self._own = frozenset(own)
         self.began_at = trio.current_time()
@@ -59,16 +59,16 @@ class Dial:
         self.winner: tuple[str, MuxedConn] | None = None
         self.failures: list[str] = []
         self.error: PeerUnreachableError | None = None
-        self._num_direct = self._num_relayed = 0  # tried so far, of the addresses of either kind
+        self._num_direct = self._num_relayed = 0  # addresses of each kind tried up to now
 
     def offer(self, addresses: Iterable[str]) -> None:
-        """Try these too."""
+        """Add addresses to try."""
         fresh = [address for address in addresses if address not in self.addresses]
         self.addresses += fresh[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
         self.news.set()
 
     def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
-        """The next to try, if any is to be tried now; relays when it is their turn."""
+        """Return the next address to try now, if any; relays come after the direct ones."""
         direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
         if self._num_direct < len(direct):
             self._num_direct += 1

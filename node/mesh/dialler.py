@@ -1,6 +1,6 @@
-"""Makes connections for a host. Dialling is our own ("happy eyeballs", RFC 8305).
+"""Makes connections for a host, with its own implementation of "happy eyeballs" (RFC 8305).
 
-Every address of a peer is tried, each 150 ms after the one before or at once when that one failed, and the first that
+Every address of a peer is tried, each 150 ms after the previous one, or at once when that one failed. The first that
 is authenticated and multiplexed wins.
 """
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT = 8.0
 # Between two addresses of one peer: RFC 8305 recommends 250 ms and allows 100.
 DIAL_STAGGER = 0.15
-# Before further attempts at an address whose node hangs up before it has authenticated itself, in seconds, each half to
-# one and a half of it.
+# Pauses, in seconds, before further attempts at an address whose node hangs up before it has authenticated itself. Each
+# is multiplied by 0.5 to 1.5.
 REDIAL_PAUSES = (0.1, 0.2, 0.4, 0.4)
 
 
@@ -42,7 +42,7 @@ class Dialler:
         self._dials: dict[tuple[bytes, bool], Dial] = {}
 
     async def dial(self, peer: bytes, addresses: Sequence[str], *, is_direct: bool) -> PeerUnreachableError | None:
-        """Dial a peer together with all who want that at this moment; returns what stood against it."""
+        """Dial a peer, together with all callers that dial it now; return the error, if any."""
         dial = self._dials.get((peer, is_direct))
         if dial is None:
             dial = self._dials[peer, is_direct] = Dial(is_direct, self._host.own.interfaces)
@@ -52,7 +52,7 @@ class Dialler:
         return dial.error
 
     def offer(self, peer: bytes, addresses: Sequence[str]) -> None:
-        """Whoever dials this peer at this moment tries these too."""
+        """Add addresses to the dials of this peer that are running."""
         for (dialled, _), dial in self._dials.items():
             if dialled == peer:
                 dial.offer(addresses)
@@ -114,7 +114,7 @@ class Dialler:
                     return
 
     async def _dial_patiently(self, peer: bytes, address: str) -> MuxedConn:
-        """Dial again where the other end hangs up at once: it refuses some while too many dial it."""
+        """Dial again if the other end hangs up at once: a peer refuses some while too many dial it."""
         for pause in REDIAL_PAUSES:
             try:
                 return await self._host.dial_one(peer, address)
@@ -127,6 +127,6 @@ class Dialler:
 
 
 async def _discard(muxed: MuxedConn) -> None:
-    """Close a connection that nothing runs yet, cancelled or not: nobody else has its socket."""
+    """Close a connection that no task runs yet, cancelled or not: nothing else owns its socket."""
     with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
         await muxed.link.close()

@@ -57,11 +57,11 @@ PUBLIC_PROTOCOLS: Final = frozenset(
 HELPERS_PROTOCOLS: Final = frozenset((HOP_PROTOCOL, DIALBACK_PROTOCOL))
 INTRODUCTION_TIMEOUT: Final = 10.0
 MAX_INTRODUCTION_BYTES: Final = 1_024
-# A sentence, which is shown to people.
+# A sentence that is shown to people.
 MAX_REFUSAL_CHARS: Final = 200
 # Seats of one's invitation that are tried before a person is asked for another invite: each costs a round trip.
 MAX_SEATS_TRIED: Final = 64
-# Between two looks for peers that were revoked.
+# Between two checks for revoked peers.
 LOOK_INTERVAL: Final = 1.0
 
 _Why = Literal["", "seat", "run", "admission"]
@@ -69,20 +69,20 @@ _Proof = Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the dialling side says, as `encode_introduction` writes it."""
+    """The message of the dialling side, as `encode_introduction` writes it."""
 
     run_id: Annotated[bytes, msgspec.Meta(min_length=RUN_ID_BYTES, max_length=RUN_ID_BYTES)]
     admission: _Proof
-    """Empty: the run's creator, and listed members, need none."""
+    """Empty for the run's creator and for listed members, who need none."""
     visitor_pass: Annotated[bytes, msgspec.Meta(max_length=MAX_PASS_BYTES)] = b""
-    """A visitor's, encoded. Introductions of others end before this field."""
+    """A visitor's pass, encoded. Other introductions end before this field."""
 
 
 class IntroductionAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is answered."""
+    """The answer to an introduction."""
 
     refusal: Annotated[str, msgspec.Meta(max_length=MAX_REFUSAL_CHARS)]
-    """For people; empty: welcome."""
+    """For people; empty if the peer is admitted."""
     why: _Why
     """What the refusal is about: the seat, and another one of the invitation may be free; the run id; the admission."""
     admission: _Proof
@@ -96,7 +96,7 @@ decode_introduction_answer: Final = MessageDecoder[IntroductionAnswer](
 
 
 def encode_introduction(introduction: Introduction) -> bytes:
-    """At most `MAX_INTRODUCTION_BYTES`; without a pass, as older releases know it."""
+    """Encode in at most `MAX_INTRODUCTION_BYTES`; without a pass, in the format of older releases."""
     fields = introduction.run_id, introduction.admission, introduction.visitor_pass
     return encode(fields if introduction.visitor_pass else fields[:2])
 
@@ -110,13 +110,13 @@ class Gate:
         self.refusal = ""
         """Why a member did not admit this node, if none has since."""
         self.on_refused: Callable[[bytes, str], None] = lambda peer, refusal: None
-        """Called with who does not admit this node, and why by its own word."""
+        """Called with the peer that does not admit this node, and the reason that it gives."""
         self._host = host
         self._run_id = b""
         self.roster: Roster | None = None
-        """Who is a member; None: anybody may speak to this node."""
+        """The members; None: any peer may open streams to this node."""
         self.knows_members = False
-        """Whether the roster has the run state's members: a peer that is not on it is a newcomer then."""
+        """Whether the roster has the run state's members; then a peer that is not on it is a newcomer."""
         self._secret: InviteSecret | None = None
         self._pass = b""
         host.handlers.set(ADMISSION_PROTOCOL, self._serve, MAX_INTRODUCTION_BYTES)
@@ -124,9 +124,9 @@ class Gate:
     def show(
         self, run_id: bytes, admission: bytes, secret: InviteSecret | None, visitor_pass: VisitorPass | None = None
     ) -> None:
-        """Set what this node introduces itself by: its admission, or a new one if the invite is another.
+        """Set what this node introduces itself with: its admission, or a new one if the invite is another.
 
-        A visitor shows the ``visitor_pass`` that a member has signed; where that is refused, it takes a seat of the
+        A visitor shows the ``visitor_pass`` that a member has signed; if that is refused, it takes a seat of the
         invite.
         """
         self._run_id, self.admission, self._secret = run_id, admission, secret
@@ -141,13 +141,13 @@ class Gate:
         self._run_id, self.roster = run_id, roster
 
     def admits(self, peer: bytes, protocol: str) -> bool:
-        """Whether a peer may open a stream of this protocol."""
+        """Return whether a peer may open a stream of this protocol."""
         return self.roster is None or protocol in PUBLIC_PROTOCOLS or self.roster.admits(peer)
 
     async def introduce(self, conn: Connection, protocol: str) -> None:
         """Exchange admissions with the peer before a stream of this protocol is opened.
 
-        Raises `NotAdmittedError` if either does not, and `PeerUnreachableError` if that could not be found out.
+        Raises `NotAdmittedError` if either side refuses, and `PeerUnreachableError` if the exchange fails.
         """
         shown = self.roster is not None or self.admission or self._secret or self._pass
         if protocol in PUBLIC_PROTOCOLS or not shown:
@@ -197,14 +197,14 @@ class Gate:
             raise PeerUnreachableError(f"{short_name(conn.peer)} answers no introduction: {error!r}") from error
 
     def _take_seat(self, number: int) -> None:
-        """The ``number``-th try; members of one invite begin at different seats."""
+        """Sign an admission for the ``number``-th try; members of one invite begin at different seats."""
         assert self._secret is not None
         invitation = self._secret.invitation
         seat = invitation.first_seat + (self._host.author[0] + number) % invitation.num_seats
         self.admission = encode(self._secret.admit(self._run_id, self._host.author, seat))
 
     def _note_admission(self, peer: bytes, raw: bytes) -> None:
-        """Raises `NotAdmittedError` if a peer shows another's admission, or a forged one."""
+        """Note the peer's admission; raise `NotAdmittedError` if it is another peer's, or forged."""
         if self.roster is None or not raw or self.roster.is_member(peer):
             return
         try:

@@ -1,4 +1,4 @@
-"""What libp2p nodes ask each other first: identify (github.com/libp2p/specs, identify) and ping."""
+"""The first questions of libp2p nodes: identify (github.com/libp2p/specs, identify) and ping."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PUSH_PROTOCOL: Final = "/ipfs/id/push/1.0.0"
 PING_PROTOCOL: Final = "/ipfs/ping/1.0.0"
 PROTOCOL_VERSION: Final = "farandole/1.0.0"
 AGENT_VERSION: Final = f"farandole/{importlib.metadata.version('farandole')}"
-# As much of identify as go-libp2p takes; of ping 4,096 on one stream.
+# As many bytes of identify as go-libp2p takes; of ping 4,096 on one stream.
 MAX_IDENTIFY_BYTES: Final = 8 * 1024
 MAX_PING_BYTES: Final = 128 * 1024
 PING_BYTES: Final = 32
@@ -37,7 +37,7 @@ PING_PAUSE: Final = 60.0
 
 
 class IdentifyService:
-    """Says who this node is, asks peers where they can be dialled, answers pings."""
+    """Reports who this node is, asks peers where they can be dialled, and answers pings."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -46,7 +46,7 @@ class IdentifyService:
         host.handlers.set(PING_PROTOCOL, _answer_pings, MAX_PING_BYTES)
 
     async def ask(self, peer: bytes) -> None:
-        """Ask a connected peer where it can be dialled, and remember that. Raises nothing."""
+        """Ask a connected peer where it can be dialled, and remember the answer. Raises nothing."""
         try:
             with trio.fail_after(IDENTIFY_TIMEOUT):
                 stream = await self._host.open_stream(peer, IDENTIFY_PROTOCOL, IDENTIFY_TIMEOUT, may_dial=False)

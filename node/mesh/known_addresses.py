@@ -1,4 +1,4 @@
-"""Where peers may be reached, as far as a host has heard."""
+"""The addresses of peers that a host has heard of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_KNOWN_PEERS: Final = 4_096
 
 
 def is_multiaddr(address: str) -> bool:
-    """Whether the text is a multiaddr."""
+    """Return whether the text is a multiaddr."""
     try:
         return len(Multiaddr(address).to_bytes()) > 0
     except Exception:  # the library parses hostile text with whatever exception comes
@@ -26,7 +26,7 @@ def is_multiaddr(address: str) -> bool:
 
 
 class KnownAddresses:
-    """The latest addresses of each of the peers that were heard of last."""
+    """The latest addresses of the peers heard of last."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[bytes, dict[str, None]] = OrderedDict()
@@ -35,7 +35,7 @@ class KnownAddresses:
         return len(self._peers)
 
     def add(self, peer: bytes, addresses: Iterable[str]) -> list[str]:
-        """Remember those that are addresses, and return them; the oldest make room."""
+        """Remember the valid addresses, and return them; new ones replace the oldest."""
         known = self._peers.setdefault(peer, {})
         self._peers.move_to_end(peer)
         good = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address)]
@@ -49,5 +49,5 @@ class KnownAddresses:
         return good
 
     def of(self, peer: bytes) -> list[str]:
-        """The addresses known for a peer, the latest first."""
+        """Return the addresses known for a peer, the latest first."""
         return list(reversed(self._peers.get(peer, {})))

@@ -1,8 +1,8 @@
-"""Importing single modules of a package whose ``__init__`` files import everything.
+"""Imports single modules of a package whose ``__init__`` files import everything.
 
-Of libp2p a node uses Noise, peer ids and messages. Python runs a package before any module of it, and libp2p's packages
-load QUIC, TLS certificates, HTTP and DNS clients: 0.3 s of a processor at each start, and 26 MB. So packages are not
-run when they are imported, but when somebody asks one of them for a name that it does not have yet.
+From libp2p a node uses Noise, peer ids and messages. Python runs a package before any module of it, and libp2p's
+packages load QUIC, TLS certificates, HTTP and DNS clients: 0.3 s of a processor at each start, and 26 MB. So a package
+does not run when it is imported, but when a name that it does not have yet is looked up in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 def import_lean(package: str) -> None:
-    """From now on, packages in ``package``, and itself, are run when they are asked for a name. Once is enough."""
+    """Run ``package`` and its subpackages only when a name is looked up in them. Call it once."""
     sys.meta_path.insert(0, _Finder(package))
 
 
@@ -45,7 +45,7 @@ class _LazyLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         def run(name: str) -> object:
-            """What Python calls where the module lacks a name (PEP 562)."""
+            """Look up a name that the module lacks; Python calls this (PEP 562)."""
             if not name.startswith("__") and module.__dict__.pop("__getattr__", None) is not None:
                 self._loader.exec_module(module)
                 return getattr(module, name)

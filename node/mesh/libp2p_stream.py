@@ -1,4 +1,4 @@
-"""One stream of a connection, as trio has streams."""
+"""One stream of a connection, with trio's stream interface."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 class Stream(trio.abc.HalfCloseableStream):
     """One libp2p stream. `BrokenResourceError` means that the peer, or the connection to it, is gone.
 
-    Every wait may be cancelled and taken up again without losing a byte, but a `send_all` that was cancelled has sent
-    an unknown part.
+    Every wait may be cancelled and repeated without losing a byte. A cancelled `send_all` has sent an unknown part of
+    its data.
     """
 
     def __init__(self, state: YamuxStream, conn: MuxedConn) -> None:
         self.state = state
         self.peer = conn.peer
         self.protocol = ""
-        """What both ends have agreed to speak on it; empty before."""
+        """The protocol that both ends have agreed on; empty before."""
         self._conn = conn
         self._changed = trio.Event()
         self._is_closed = False
 
     @property
     def is_bulk(self) -> bool:
-        """Whether the user of the stream keeps to the caps (`farandole.node.base.bandwidth`) for both ways of it.
+        """Return whether the user of the stream keeps to the caps (`farandole.node.base.bandwidth`) in both directions.
 
-        Its data then goes behind all else. On other streams nothing waits for the caps, and everything counts.
+        Its data then has the lowest priority. Other streams do not wait for the caps, but count towards them.
         """
         return self.state.is_bulk
 
@@ -47,25 +47,25 @@ class Stream(trio.abc.HalfCloseableStream):
 
     @property
     def is_relayed(self) -> bool:
-        """Whether a relay carries the connection."""
+        """Return whether a relay carries the connection."""
         return self._conn.link.is_relayed
 
     @property
     def remote_address(self) -> tuple[str, int] | None:
-        """Host and port at the other end of the connection; None where it is relayed."""
+        """Host and port at the other end of the connection; None if it is relayed."""
         return self._conn.link.remote
 
     def limit_window(self, max_bytes: int) -> None:
-        """Let the peer have no more than this under way to us, if that is more than every stream begins with."""
+        """Limit the unread bytes that the peer may send; a stream never gets less than its initial window."""
         self.state.max_window = max_bytes
 
     def limit(self, max_bytes: int) -> None:
-        """Reset the stream when the peer has sent more than this; what it has sent so far counts."""
+        """Reset the stream when the peer has sent more than ``max_bytes``, including what it has sent already."""
         self.state.limit(max_bytes)
         self._conn.note_change(self)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of it, or raise `trio.BrokenResourceError`. Waits for as long as the peer takes nothing."""
+        """Send all data, or raise `trio.BrokenResourceError`. Waits for as long as the peer reads nothing."""
         view, has_waited = memoryview(data).cast("B"), False
         while view:
             self._check_open()
@@ -83,11 +83,11 @@ class Stream(trio.abc.HalfCloseableStream):
             await trio.lowlevel.checkpoint()
 
     async def wait_send_all_might_not_block(self) -> None:
-        """Nothing is known beforehand."""
+        """Return at once: nothing is known beforehand."""
         await trio.lowlevel.checkpoint()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """At least one byte, or b"" when the peer has ended its side; `trio.BrokenResourceError` when it is gone."""
+        """Return at least one byte, or b"" at the end; raise `trio.BrokenResourceError` if the peer is gone."""
         self._check_open()
         await trio.lowlevel.checkpoint()
         while not self.state.num_unread:
@@ -102,14 +102,14 @@ class Stream(trio.abc.HalfCloseableStream):
         return data
 
     async def send_eof(self) -> None:
-        """No more from this side; the peer's side stays open."""
+        """End this side; the peer's side stays open."""
         self._check_open()
         self.state.finish()
         self._conn.note_change(self)
         await trio.lowlevel.checkpoint()
 
     async def aclose(self) -> None:
-        """End both sides. What was sent still arrives, and what comes is refused."""
+        """End both sides. Data that was sent still arrives, and incoming data is refused."""
         if not self._is_closed:
             self._is_closed = True
             self.state.abandon()
@@ -124,7 +124,7 @@ class Stream(trio.abc.HalfCloseableStream):
             self._conn.note_change(self)
 
     def wake(self) -> None:
-        """Its state has changed: readers and writers look again."""
+        """Wake readers and writers after a change of state."""
         self._changed.set()
         self._changed = trio.Event()
 

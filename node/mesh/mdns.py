@@ -1,9 +1,9 @@
-"""Finding others of the same run in the same network, without anything beyond it: multicast DNS (RFC 6762, 6763).
+"""Finds peers of the same run in the local network, without any server: multicast DNS (RFC 6762, 6763).
 
-Each node announces one service a run: its name begins with a hash of the run's id, which it does not give away, its TXT
-record has the peer id, its addresses are those of the interfaces. The library works in threads of its own; what it
-finds comes to trio as names, a bounded number of them. Anybody in the network can answer anything: an answer only ever
-leads to a dial of an address in one of this machine's own networks, where whoever answers has to prove its peer id.
+Each node announces one service per run. Its name begins with a hash of the run's id, which does not reveal the id; its
+TXT record has the peer id; its addresses are the interfaces' addresses. The library works in threads of its own and
+passes a bounded number of names to trio. Any machine in the network can answer anything. So an answer only ever leads
+to a dial of an address in one of this machine's own networks, where the peer has to prove its peer id.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ logger = logging.getLogger(__name__)
 
 SERVICE_TYPE: Final = "_farandole._tcp.local."
 PEER_PROPERTY: Final = b"peer"
-# Names waiting to be looked at, and peers remembered: a classroom; of a flood the rest is dropped.
+# Names waiting to be resolved, and peers remembered: a classroom; in a flood the rest is dropped.
 MAX_NAMES: Final = 64
 MAX_PEERS: Final = 64
-# Of one peer: a few interfaces.
+# Addresses of one peer: a few interfaces.
 MAX_ADDRESSES: Final = 8
-# A run of many in one network needs no mesh of all with all; the others' addresses are known for exchanges.
+# A run of many nodes in one network needs no full mesh; the others' addresses are known for exchanges.
 MAX_CONNECTED: Final = 8
 RESOLVE_TIMEOUT: Final = 3.0
 DIAL_TIMEOUT: Final = 5.0
-# Between two looks at the interfaces, and at who is not connected. A laptop that is opened is back within that.
+# Between two checks of the interfaces, and of disconnected peers. A laptop that is opened is back within that.
 CHECK_INTERVAL: Final = 10.0
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 10.0, 300.0
 
@@ -58,7 +58,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Who answered, by its own word."""
+    """A peer that answered; it is not authenticated."""
 
     peer: bytes
     addresses: list[str]
@@ -66,7 +66,7 @@ class Neighbour:
 
 
 def local_networks() -> list[Network]:
-    """The networks of this machine's interfaces, without loopback and link-local ones."""
+    """Return the networks of this machine's interfaces, without loopback and link-local ones."""
     found: list[Network] = []
     for adapter in ifaddr.get_adapters():
         for ip in adapter.ips:
@@ -80,7 +80,7 @@ def local_networks() -> list[Network]:
 def neighbour_of(
     peer: object, ips: Iterable[str], port: object, networks: Sequence[Network], own: bytes
 ) -> Neighbour | None:
-    """What an answer says, if it is of use: another peer with addresses in these networks."""
+    """Return the neighbour in an answer, if it is another peer with addresses in these networks."""
     if not isinstance(peer, bytes) or not isinstance(port, int) or port not in range(1, 65536):
         return None
     try:
@@ -94,7 +94,7 @@ def neighbour_of(
 
 
 class Mdns:
-    """Announces one host, and dials whom it finds; `open_mdns` runs it."""
+    """Announces one host, and dials the peers that it finds; `open_mdns` runs it."""
 
     def __init__(self, host: Host, run_ids: Sequence[bytes]) -> None:
         self._host = host
@@ -108,7 +108,7 @@ class Mdns:
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
 
     async def run(self) -> None:
-        """Until cancelled; begins anew when the interfaces change."""
+        """Announce and look for peers until cancelled; restart when the interfaces change."""
         while True:
             ips = self._ips()
             if ips:
@@ -119,7 +119,7 @@ class Mdns:
             await trio.sleep(CHECK_INTERVAL)
 
     def _ips(self) -> list[str]:
-        """Where this node listens, beyond this machine."""
+        """Return the IP addresses at which other machines can reach this node."""
         return [ip for ip in self._host.own_ips if not ipaddress.ip_address(ip).is_loopback]
 
     async def _run_at(self, ips: list[str]) -> None:
@@ -174,7 +174,7 @@ class Mdns:
         ]
 
     def note(self, name: str) -> None:
-        """Queue a service name of one of our runs to be resolved; `MAX_NAMES` at most wait."""
+        """Queue a service name of one of our runs for resolution; at most `MAX_NAMES` wait."""
         if any(name.startswith(f"{ours}-") for ours in self._names) and len(self.unresolved) < MAX_NAMES:
             self.unresolved[name] = None
             self._news.set()
@@ -196,7 +196,7 @@ class Mdns:
                     self.take(neighbour)
 
     def take(self, neighbour: Neighbour) -> None:
-        """Remember it; the oldest makes room."""
+        """Remember a neighbour; it replaces the oldest."""
         self.neighbours.pop(neighbour.peer, None)
         self.neighbours[neighbour.peer] = neighbour.addresses
         while len(self.neighbours) > MAX_PEERS:
@@ -227,7 +227,7 @@ class Mdns:
 
 @asynccontextmanager
 async def open_mdns(host: Host, run_ids: Sequence[bytes], *, is_on: bool = True) -> AsyncIterator[None]:
-    """Be found, and find others, of these runs in the networks of this machine for as long as the block runs."""
+    """Announce these runs, and find their peers, in this machine's networks for as long as the block runs."""
     async with open_service_nursery() as nursery:
         if is_on:
             nursery.start_soon(Mdns(host, run_ids).run)

@@ -1,7 +1,7 @@
 """Multistream-select 1.0 (github.com/multiformats/multistream-select): two ends agree on a protocol.
 
-One end proposes protocol ids, and the other repeats the one that it takes, or says that it knows none. Messages are
-short and few, whoever the peer is: py-libp2p 0.8.1 allocates whatever length it reads.
+One end proposes protocol ids, and the other echoes the one that it accepts, or answers that it knows none. Messages are
+bounded in size and number for any peer: py-libp2p 0.8.1 allocates whatever length it reads.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Negotiation:
     """One negotiation on a connection or a stream."""
 
     def __init__(self, receive: Callable[[int], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
-        """``receive``: gives that many bytes or fewer, none at the end."""
+        """``receive``: returns at most that many bytes, none at the end."""
         self._receive = receive
         self._send = send
         self._num_received = 0
 
     async def propose(self, protocol: str) -> None:
-        """Agree on this protocol; raises `ProtocolRefusedError` if the peer does not."""
+        """Agree on this protocol; raise `ProtocolRefusedError` if the peer refuses."""
         await self._say(MULTISTREAM, protocol)
         await self._expect_greeting()
         await self._expect(protocol)
 
     async def answer(self, protocols: Container[str]) -> str:
-        """Take the first protocol that the peer proposes of these; `RemoteProtocolError` if there is none."""
+        """Accept the first proposal that is in ``protocols``; raise `RemoteProtocolError` if there is none."""
         await self._say(MULTISTREAM)
         await self._expect_greeting()
         while (proposal := await self._next()) not in protocols:
@@ -56,17 +56,17 @@ class Negotiation:
         return proposal
 
     async def refuse(self, reason: str) -> None:
-        """Answer the peer's first proposal by a reason, which implementations show as an unexpected answer."""
+        """Answer the peer's first proposal with a reason, which implementations show as an unexpected answer."""
         await self._say(MULTISTREAM)
         await self._expect_greeting()
         await self._next()
         await self._say(reason)
 
     async def find_role(self, protocol: str) -> bool:
-        """Negotiate on an accepted connection, of which a peer that waits for us may be the other end.
+        """Negotiate on an accepted connection whose other end may be a peer that waits for us.
 
-        Whether that is so: it proposes nothing, and we are the initiator. A peer that dials as others do proposes at
-        once.
+        Return whether it waits: then it proposes nothing, and we are the initiator. A peer that dials in the usual way
+        proposes at once.
         """
         await self._say(MULTISTREAM)
         await self._expect_greeting()

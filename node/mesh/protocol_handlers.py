@@ -1,4 +1,4 @@
-"""Which protocols this node serves, and agreeing on one for each stream."""
+"""The protocols that this node serves, and the negotiation of one for each stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProtocolHandlers:
 
     @property
     def protocols(self) -> list[str]:
-        """What this node serves."""
+        """The protocols that this node serves."""
         return list(self._handlers)
 
     def set(self, protocol: str, handler: Handler, max_bytes: int | None = None) -> None:
@@ -35,7 +35,7 @@ class ProtocolHandlers:
         self._handlers[protocol] = (handler, max_bytes)
 
     def remove(self, protocol: str) -> None:
-        """Serve a protocol no more."""
+        """Stop serving a protocol."""
         self._handlers.pop(protocol, None)
 
     async def serve(self, stream: Stream, note_negotiated: Callable[[], None]) -> None:
@@ -65,11 +65,11 @@ class ProtocolHandlers:
 
 
 async def propose(stream: Stream, protocol: str) -> Stream:
-    """Agree on a protocol for a stream that we have opened; raises as `Negotiation.propose`, and resets it then."""
+    """Negotiate a protocol for a stream that we have opened; raise as `Negotiation.propose`, and reset it then."""
     try:
         with trio.fail_after(NEGOTIATION_TIMEOUT):
             await Negotiation(stream.receive_some, stream.send_all).propose(protocol)
-    except BaseException:  # cancelled, too: nobody else knows of the stream
+    except BaseException:  # also when cancelled: nothing else owns the stream
         stream.reset()
         raise
     stream.protocol = protocol

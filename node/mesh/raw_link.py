@@ -1,4 +1,4 @@
-"""What carries a connection: a TCP socket, or a circuit through a relay."""
+"""The carrier of a connection: a TCP socket, or a circuit through a relay."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class RawLink(ABC):
 
     @property
     def is_shaking_hands(self) -> bool:
-        """Whether reads are still counted."""
+        """Return whether reads are still counted."""
         return self._handshake_bytes_left is not None
 
     def finish_handshake(self) -> None:
-        """The peer is authenticated: reads are no longer counted."""
+        """Note that the peer is authenticated: reads are no longer counted."""
         self._handshake_bytes_left = None
 
     async def begin_private(self, network_key: bytes) -> None:
@@ -60,10 +60,10 @@ class RawLink(ABC):
         self._buffer, self._num_taken = self._decryptor.update(self._buffer[self._num_taken :]), 0
 
     async def read(self, n: int | None = None) -> bytes:
-        """Exactly n bytes, or what comes next; `trio.BrokenResourceError` if the connection ends before.
+        """Return exactly n bytes, or what comes next; raise `trio.BrokenResourceError` if the connection ends before.
 
-        libp2p's Noise asks for what is missing a hundred times, also at the end, and gives up where a message comes in
-        more pieces than that: so it gets the whole, or an error.
+        libp2p's Noise asks for missing bytes a hundred times, also at the end, and gives up if a message comes in more
+        pieces than that. So it gets the whole message, or an error.
         """
         num_left = len(self._buffer) - self._num_taken
         if n is None and num_left:
@@ -82,7 +82,7 @@ class RawLink(ABC):
         return data
 
     async def _receive(self) -> bytes:
-        """At least a byte."""
+        """Return at least one byte."""
         left = self._handshake_bytes_left
         if left is not None and left <= 0:
             raise trio.BrokenResourceError("handshake too long")
@@ -94,14 +94,14 @@ class RawLink(ABC):
         return data if self._decryptor is None else self._decryptor.update(data)
 
     async def _receive_some(self, max_bytes: int) -> bytes:
-        """What comes next, b"" at the end; `trio.BrokenResourceError` when the connection is gone, at whichever end."""
+        """Return what comes next, b"" at the end; `trio.BrokenResourceError` if either end closed the connection."""
         try:
             return bytes(await self._carrier.receive_some(max_bytes))
         except trio.ClosedResourceError as error:
             raise trio.BrokenResourceError("connection closed here") from error
 
     async def write(self, data: bytes) -> None:
-        """Send all of it; raises as `_receive_some`."""
+        """Send all of it; raise as `_receive_some`."""
         if self._encryptor is not None:
             data = self._encryptor.update(data)
         try:
@@ -110,7 +110,7 @@ class RawLink(ABC):
             raise trio.BrokenResourceError("connection closed here") from error
 
     async def close(self) -> None:
-        """Close; what was written still goes out, and whoever waits on it is woken."""
+        """Close; written data is still sent, and tasks that wait on the link are woken."""
         await self._carrier.aclose()
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Being reached, and reaching others, through relays: the client's part of Circuit Relay v2.
+"""Uses relays, to be reached and to reach others: the client's part of Circuit Relay v2.
 
-Relays are reached directly, never through another relay, so that no two nodes wait for each other. What a relay says
-of the peer at the other end proves nothing: the handshake over the circuit does.
+Relays are reached directly, never through another relay, so that no two nodes wait for each other. A relay's claim
+about the peer at the other end proves nothing: the handshake over the circuit does.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# To dial a relay, ask it, and have it ask the peer: three round trips beside a dial.
+# To dial a relay, ask it, and have it ask the peer: three round trips in addition to a dial.
 CIRCUIT_TIMEOUT = 7.0
 RESERVE_TIMEOUT = 8.0
-# A relay asks again and again for as long as others dial us; so many handshakes of one relay at once are let through.
+# A relay asks for every peer that dials us; limit on unfinished handshakes of one relay.
 MAX_HANDSHAKES_PER_RELAY = 16
-# No relay gives less: who is told so has a wrong clock, or the relay has, and asks again as soon as that.
+# No relay grants less: if it seems so, one of the two clocks is wrong, and the node asks again after this time.
 MIN_RESERVATION_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Held with a relay for as long as the connection to it lasts."""
+    """A reservation with a relay, held for as long as the connection to it lasts."""
 
     relay: bytes
     address: str
-    """Where it makes us reachable, without our peer id."""
+    """The address that it gives us, without our peer id."""
     expires_at: float
-    """On trio's clock."""
+    """Time on trio's clock."""
 
 
 def seconds_left(expires_at: int, unix: float) -> float:
-    """How long a reservation lasts: the protocol has it in the relay's time of day, which need not be ours."""
+    """Return how long a reservation lasts: it expires at a time of the relay's clock, which may differ from ours."""
     return min(max(expires_at - unix, MIN_RESERVATION_SECONDS), RESERVATION_SECONDS)
 
 
@@ -73,16 +73,16 @@ class RelayClient:
 
     @property
     def reservations(self) -> list[Reservation]:
-        """Those that hold: not expired, and the relay connected."""
+        """The valid reservations: not expired, and with the relay connected."""
         now = trio.current_time()
         return [
             held for held in self._reservations.values() if held.expires_at > now and self._host.is_direct(held.relay)
         ]
 
     async def reserve(self, relay: bytes) -> Reservation:
-        """Ask a relay to pass others on to us, or to go on with it.
+        """Ask a relay for a reservation, or to renew one.
 
-        Raises `PeerUnreachableError` if it does not, or `RemoteProtocolError`.
+        Raises `PeerUnreachableError` if it refuses, or `RemoteProtocolError`.
         """
         try:
             with trio.fail_after(RESERVE_TIMEOUT):
@@ -99,11 +99,11 @@ class RelayClient:
         return held
 
     def forget(self, relay: bytes) -> None:
-        """Accept nothing more from a relay, which is not told; its reservation lapses."""
+        """Accept nothing more from a relay, without notifying it; its reservation lapses."""
         self._reservations.pop(relay, None)
 
     async def _ask(self, relay: bytes, question: HopMessage) -> tuple[Stream, HopMessage]:
-        """The stream on which a relay has agreed, and its answer; `PeerUnreachableError` if it refuses."""
+        """Return the stream on which a relay has agreed, and its answer; raise `PeerUnreachableError` if it refuses."""
         stream = await self._host.open_stream(relay, HOP_PROTOCOL)
         try:
             await stream.send_all(encode_delimited(question))
@@ -116,7 +116,7 @@ class RelayClient:
         return stream, answer
 
     def _address_of(self, relay: bytes, told: Iterable[str]) -> str | None:
-        """Where others shall dial the relay: as we did if we did, else as it says itself."""
+        """Return the relay's address for others: the one that we dialled, if any, else the one that it reports."""
         known = [address.partition("/p2p/")[0] for address in told]
         dialled = [address for address in self._host.remote_addresses(relay) if address in known]
         for address in (*dialled, *known):
@@ -125,9 +125,9 @@ class RelayClient:
         return None
 
     async def open_circuit(self, peer: bytes, address: str, *, is_hearsay: bool = False) -> Circuit:
-        """A circuit to a peer through the relay that the address names; `PeerUnreachableError` if there is none.
+        """Open a circuit to a peer through the relay in the address; raise `PeerUnreachableError` if that fails.
 
-        ``is_hearsay``: others say that the relay is there.
+        ``is_hearsay``: the relay's address comes from other peers.
         """
         target = parse_circuit(address)
         if target is None:
@@ -145,7 +145,7 @@ class RelayClient:
         return Circuit(stream, where, answer.limit.data, answer.limit.duration)
 
     async def _accept(self, stream: Stream) -> None:
-        """A relay passes somebody on to us: shake hands, and keep the circuit for as long as the connection."""
+        """Accept a circuit that a relay offers: do the handshake, and keep the circuit while the connection lasts."""
         relay = stream.peer
         is_busy = self._shaking_hands[relay] >= MAX_HANDSHAKES_PER_RELAY
         if relay not in self._reservations or stream.is_relayed or is_busy:
@@ -156,7 +156,7 @@ class RelayClient:
                 request = await receive_message(stream, StopMessage, MAX_MESSAGE_BYTES)
                 if not request.HasField("type") or request.type != StopMessage.CONNECT:
                     raise RemoteProtocolError("a relay answers what nobody asked")
-                public_key_of_bytes(request.peer.id)  # refuses whom farandole cannot name
+                public_key_of_bytes(request.peer.id)  # refuses a peer without a name in farandole
                 await stream.send_all(encode_delimited(StopMessage(type=StopMessage.STATUS, status=Status.OK)))
             circuit = Circuit(stream, self._reservations[relay].address)
             try:

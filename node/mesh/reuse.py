@@ -1,4 +1,4 @@
-"""Dialling from the port that listens: what a NAT makes of that port is then known, and two such dials can meet."""
+"""Dials from the listening port: then a NAT's mapping of that port is known, and two such dials can meet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..base.system.sockets import prefer_congestion_control, share_port
 
 
 async def connect_from(local: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:
-    """A TCP connection from a listening socket's address; `OSError` if it comes to none."""
+    """Return a TCP connection from a listening socket's address; raise `OSError` if it fails."""
     if not SHARES_PORTS:
         raise OSError("this system cannot dial from a port that listens")
     family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
@@ -22,12 +22,12 @@ async def connect_from(local: tuple[str, int], target: tuple[str, int]) -> trio.
         await connection.bind(local)
         await connection.connect(target)
         calm(connection)
-    except BaseException:  # cancelled, too: nobody else has the socket yet
+    except BaseException:  # also when cancelled: nothing else owns the socket yet
         connection.close()
         raise
     return trio.SocketStream(connection)
 
 
 def calm(connection: trio.socket.SocketType) -> None:
-    """Use CUBIC where there is it: BBR slows what simultaneous open has opened for about ten seconds."""
+    """Use CUBIC if available: BBR slows a connection from a simultaneous open for about ten seconds."""
     prefer_congestion_control(connection, "cubic")

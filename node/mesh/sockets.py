@@ -1,4 +1,4 @@
-"""The TCP sockets under connections, and those that listen for them."""
+"""The TCP sockets of connections, and the listening sockets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .raw_link import RawLink
 
 logger = logging.getLogger(__name__)
 
-# Taken from it in one pass of the event loop; refusing one costs 0.1 ms.
+# Connections accepted in one pass of the event loop; refusing one costs 0.1 ms.
 MAX_ACCEPTS_PER_PASS = 16
-# After an accept that failed for want of descriptors.
+# After an accept that failed because descriptors ran out.
 ACCEPT_PAUSE = 0.5
-# Connections that the kernel keeps ready between two accepts; it caps this by net.core.somaxconn itself.
+# Connections that the kernel queues between two accepts; it caps this by net.core.somaxconn itself.
 LISTEN_BACKLOG = 1024
 
 
 class Socket(RawLink):
-    """A TCP socket. With ``turns``, what comes before the handshake is done is taken up when it is this site's turn."""
+    """A TCP socket. With ``turns``, data before the end of the handshake is processed when its site has a turn."""
 
     def __init__(self, stream: trio.SocketStream, turns: Turns | None = None) -> None:
         try:
@@ -53,7 +53,7 @@ class Socket(RawLink):
             self.waiting_since = math.inf
 
     def leave_nothing(self) -> None:
-        """As `farandole.node.base.system.sockets.leave_nothing`."""
+        """See `farandole.node.base.system.sockets.leave_nothing`."""
         leave_nothing(self._stream)
 
     def abort(self) -> None:
@@ -65,7 +65,7 @@ class Listener:
     """One listening socket."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises `OSError` if the address cannot be had."""
+        """Bind and listen; raise `OSError` if the address is not available."""
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             listen_alone(self._socket)
@@ -75,7 +75,7 @@ class Listener:
             share_port(self._socket)  # once it is bound, so that no second listener can take the same port
             self._socket.listen(LISTEN_BACKLOG)
             self._socket.setblocking(False)
-        except BaseException:  # nobody else has the socket yet
+        except BaseException:  # nothing else owns the socket yet
             self._socket.close()
             raise
         self._serving = trio.CancelScope()
@@ -84,10 +84,10 @@ class Listener:
         """IP address and port."""
 
     async def serve(self, admit: Callable[[socket.socket, str], None]) -> None:
-        """Hand over every connection, with the IP address that it comes from, until `close`."""
+        """Pass every connection, with the IP address that it comes from, to ``admit`` until `close`."""
         with self._serving:
             while True:
-                await trio.lowlevel.checkpoint()  # where `close` has come first, there is nothing to wait for
+                await trio.lowlevel.checkpoint()  # after `close` there is nothing to wait for
                 await trio.lowlevel.wait_readable(self._socket.fileno())
                 try:
                     for _ in range(MAX_ACCEPTS_PER_PASS):

@@ -1,4 +1,4 @@
-"""From a socket or a circuit to an authenticated, multiplexed connection: Noise and yamux, nothing else.
+"""Upgrades a socket or a circuit to an authenticated, multiplexed connection: Noise and yamux, nothing else.
 
 Noise is libp2p's (`libp2p.security.noise`): it reads from a `RawLink` and gives a session to read from and write to.
 Peers are named by Ed25519 keys here, so a peer with another kind of key has no name. It gets the reason as the answer
@@ -37,7 +37,7 @@ YAMUX: Final = "/yamux/1.0.0"
 HANDSHAKE_TIMEOUT = 5.0
 REFUSED_KEY: Final = "farandole: your peer id is refused, peers here need Ed25519 keys"
 
-# The library reports every peer's every fault, at any level; what matters of it is logged here.
+# The library logs every fault of every peer, at any level; the important ones are logged here.
 if "LIBP2P_DEBUG" not in os.environ:
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
@@ -56,7 +56,7 @@ class Upgrader:
         budget: UnreadBudget | None = None,
         network_key: bytes = b"",
     ) -> None:
-        """``network_key``: of a private run; empty: connections are as libp2p's are."""
+        """``network_key``: the key of a private run; empty: connections are standard libp2p."""
         self.network_key = network_key
         pair = create_new_key_pair(key.private_bytes_raw())
         self._noise = Transport(pair, noise_privkey=create_new_x25519_key_pair().private_key)
@@ -64,14 +64,14 @@ class Upgrader:
         self._budget = budget
 
     async def dial(self, link: RawLink, peer: bytes) -> MuxedConn:
-        """Make a connection of a link, as the end that dialled it; nobody but this peer may be at the other end.
+        """Upgrade a link that this end has dialled; only this peer may be at the other end.
 
-        Raises whatever stands against it, and closes the link then.
+        Errors pass through, and close the link.
         """
         return await self._upgrade(link, peer, is_initiator=True)
 
     async def accept(self, link: RawLink, expected: bytes | None = None) -> MuxedConn:
-        """Make a connection of a link that was dialled from elsewhere.
+        """Upgrade a link that the other end has dialled.
 
         ``expected``: a peer that we dial at the same time; it may wait for us to begin. Raises as `dial` does.
         """
@@ -91,14 +91,14 @@ class Upgrader:
                 session, found = await self._authenticate(link, peer if is_initiator else None)
                 over_session = Negotiation(session.read, session.write)
                 await (over_session.propose(YAMUX) if is_initiator else over_session.answer((YAMUX,)))
-        except BaseException:  # cancelled, too: nobody else has the link yet
+        except BaseException:  # also when cancelled: nothing else owns the link yet
             link.abort()
             raise
         link.finish_handshake()
         return MuxedConn(session, link, found, self._shaping, self._budget, is_initiator=is_initiator)
 
     async def authenticate(self, link: RawLink, peer: bytes) -> ISecureConn:
-        """The first half of `dial`, for a caller that only wants to know who answers; it closes the link."""
+        """Do the first half of `dial`, for a caller that only checks the peer's identity; it closes the link."""
         with trio.fail_after(HANDSHAKE_TIMEOUT):
             await self._begin(link)
             await Negotiation(link.read, link.write).propose(NOISE)
@@ -106,12 +106,12 @@ class Upgrader:
             return session
 
     async def _begin(self, link: RawLink) -> None:
-        """In a private run; a circuit is within connections that have begun so."""
+        """Begin the encryption of a private run; a circuit lies inside connections that have it already."""
         if self.network_key and not link.is_relayed:
             await link.begin_private(self.network_key)
 
     async def _authenticate(self, link: RawLink, peer: bytes | None) -> tuple[ISecureConn, bytes]:
-        """The handshake of Noise, as its initiator if the peer is given; returns the session and who answers."""
+        """Do the Noise handshake, as its initiator if the peer is given; return the session and the peer's key."""
         raw = cast("IRawConnection", link)  # of which Noise uses what links have
         if peer is None:
             session = await self._noise.secure_inbound(raw)

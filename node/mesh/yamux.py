@@ -48,7 +48,7 @@ class UnreadBudget:
         self.num_unread = 0
 
     def limit(self) -> None:
-        """If strangers have sent too much, the one with the most loses the stream with the most."""
+        """Reset the fullest stream of the stranger with the most unread data, if strangers have sent too much."""
         if self.num_unread <= MAX_STRANGERS_UNREAD_BYTES:
             return
         strangers = [conn for conn in self.conns if not self.is_needed(conn.peer)]
@@ -69,7 +69,7 @@ class MuxedConn:
         *,
         is_initiator: bool,
     ) -> None:
-        """``session``: encrypts what goes over the link; ``peer``: who is at the other end, proven."""
+        """``session``: encrypts the traffic of the link; ``peer``: the authenticated peer at the other end."""
         self.session = session
         self.link = link
         self.peer = peer
@@ -96,17 +96,17 @@ class MuxedConn:
 
     @property
     def num_unread(self) -> int:
-        """Bytes received and not read."""
+        """Bytes that are received and not read."""
         return self._state.num_unread
 
     @property
     def streams(self) -> list[Stream]:
-        """Streams that are accepted or opened here and on which something may still happen."""
+        """The streams, accepted or opened here, that are not over."""
         return list(self._streams.values())
 
     @property
     def round_trip(self) -> float | None:
-        """Seconds, as last measured; None: not yet."""
+        """The last measured round trip in seconds; None if there is none yet."""
         return self._state.round_trip
 
     async def start(self) -> None:
@@ -169,7 +169,7 @@ class MuxedConn:
                 await trio.lowlevel.checkpoint()
 
     async def close(self) -> None:
-        """Say goodbye and end; waits until what was queued is written, so give it a deadline."""
+        """Send a go-away and end; waits until queued data is written, so give it a deadline."""
         if self.event_started.is_set() and not self.event_closed.is_set():
             self._state.go_away()
             self.note_change()
@@ -178,12 +178,12 @@ class MuxedConn:
         self.abort()
 
     def abort(self) -> None:
-        """End at once, whatever the peer takes or says."""
+        """End at once, without waiting for the peer."""
         self._scope.cancel()
         self.event_closed.set()
 
     async def ping(self) -> float:
-        """Returns the round trip in seconds when the peer has answered."""
+        """Ping the peer; return the round trip in seconds."""
         number = self._state.ping(trio.current_time())
         self._pongs[number] = pong = trio.Event()
         self.note_change()
@@ -194,14 +194,14 @@ class MuxedConn:
         return self.round_trip or 0.0
 
     async def open_stream(self) -> Stream:
-        """A new stream; `trio.BrokenResourceError` when the connection is over."""
+        """Open a stream; raise `trio.BrokenResourceError` if the connection is over."""
         await trio.lowlevel.checkpoint()
         if self.event_closed.is_set() or self._state.has_ended:
             raise trio.BrokenResourceError("connection closed")
         return self._add(self._state.open_stream())
 
     async def accept_stream(self) -> Stream:
-        """The next stream that the peer opens; `trio.BrokenResourceError` when the connection is over."""
+        """Return the next stream that the peer opens; raise `trio.BrokenResourceError` if the connection is over."""
         await trio.lowlevel.checkpoint()
         while (state := self._state.accept_stream()) is None:
             if self.event_closed.is_set():
@@ -218,7 +218,7 @@ class MuxedConn:
         return stream
 
     def reset_fullest(self) -> None:
-        """Reset the stream with the most unread data; end the connection if that is of streams that are over."""
+        """Reset the stream with the most unread data; end the connection if that data is of ended streams."""
         stream_id = self._state.reset_fullest()
         if stream_id is None:
             self.abort()
@@ -226,7 +226,7 @@ class MuxedConn:
             self.note_change(self._streams.get(stream_id))
 
     def note_change(self, stream: Stream | None = None) -> None:
-        """Act on a change of the state, and of this stream: wake its users and the writer, count unread data."""
+        """Handle a change of the state, and of this stream: wake its users and the writer, count unread data."""
         if stream is not None:
             stream.wake()
             if not self._state.is_open(stream.state.stream_id):
@@ -238,7 +238,7 @@ class MuxedConn:
             self._num_unread_budgeted = self._state.num_unread
 
     async def wait_for_room(self) -> None:
-        """Until some of the queue is written, or the connection is over."""
+        """Wait until some of the queue is written, or the connection is over."""
         if self._room.is_set() and not self.event_closed.is_set():
             self._room = trio.Event()
         await self._room.wait()

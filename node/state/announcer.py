@@ -18,23 +18,23 @@ from .gossip import GossipService
 
 # MEMBER and SUSPECTS live an hour: three announcements may be lost.
 MEMBER_INTERVAL = 900.0
-# The run state takes one a minute, the newest: so a young node is counted soon, and an old one as often as may be.
+# The run state accepts one a minute, the newest: a young node is counted soon, and an old one as often as possible.
 PROGRESS_INTERVAL = 10.0
-# Between two looks at the own addresses: until a relay's is told, nobody reaches a node behind NAT.
+# Between two looks at the own addresses: until a relay's address is announced, no peer reaches a node behind NAT.
 ADDRESSES_INTERVAL = 1.0
-# Slots of a node's notices: its own newest checkpoint, and the copy that it keeps of another's.
+# Slots of a node's notices: its own newest checkpoint, and the copy that it keeps of another node's.
 OWN_SLOT = 0
 COPY_SLOT = 1
-START_SLOT = 2  # what the run starts from, where it is not its seed
-# A speed that has changed by this share is told anew.
+START_SLOT = 2  # the checkpoint from which the run starts, if it does not start from its seed
+# A speed that has changed by this share is announced again.
 SPEED_CHANGE = 0.25
 
 
 class Announcer:
     """Publishes this node's entries, from its state.
 
-    ``is_bound``: this node keeps its stage, whatever the run needs. ``is_paused``: whether it has no trainer now,
-    because its owner wants it so.
+    ``is_bound``: this node keeps its stage, whatever the run needs. ``is_paused`` returns whether its owner has paused
+    it, so that it has no trainer now.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Announcer:
             nursery.start_soon(self._announce_addresses)
 
     async def announce(self, *, left: bool = False) -> None:
-        """Tell the run that this node belongs to it, or has left."""
+        """Announce to the run that this node belongs to it, or has left."""
         self._told = self._member(left=left)
         await self._gossip.publish(Kind.MEMBER, 0, self._told)
 
     def _member(self, *, left: bool = False) -> Member:
-        """What there is to say of this node now."""
+        """Return the member entry of this node as it is now."""
         state = self._journal.state
         member = Member(
             stage=state.stage,
@@ -88,11 +88,11 @@ class Announcer:
         return fit_member(member)
 
     async def beat(self) -> None:
-        """One heartbeat."""
+        """Publish one heartbeat."""
         await self._gossip.publish(Kind.BEAT, 0, beat_of(self._journal.state))
 
     async def report_progress(self) -> None:
-        """This node's part of the run's counters."""
+        """Publish this node's part of the run's counters."""
         moved = self._journal.exchanges
         progress = progress_of(self._journal.state, moved.bytes_sent, moved.bytes_received)
         await self._gossip.publish(Kind.PROGRESS, 0, progress)
@@ -104,17 +104,17 @@ class Announcer:
             await self._gossip.publish(Kind.SUSPECTS, 0, self._suspects.entry)
 
     def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
-        """That this node gives a checkpoint, its own or a copy; announced with the next progress."""
+        """Note that this node gives a checkpoint, its own or a copy; it is announced with the next progress."""
         self._unannounced[COPY_SLOT if is_copy else OWN_SLOT] = CheckpointNotice(
             min(index.round, MAX_SMALL), index.stage, checkpoint_id, index.size, index.tokens, index.inner_steps
         )
 
     async def tell_start(self, notice: CheckpointNotice) -> None:
-        """That this node has the checkpoint from which the run starts."""
+        """Announce that this node has the checkpoint from which the run starts."""
         await self._gossip.publish(Kind.CHECKPOINT, START_SLOT, notice)
 
     def note_suspicion(self, peer: bytes, is_suspect: bool) -> None:
-        """Take in whether the screening suspects a peer now; a change is published with the next progress."""
+        """Note whether the screening suspects a peer now; a change is published with the next progress."""
         self._has_new_suspects |= self._suspects.note(peer, is_suspect=is_suspect)
 
     async def _beat(self) -> None:
@@ -140,7 +140,7 @@ class Announcer:
                 await self.announce()
 
     def has_changed(self) -> bool:
-        """Whether others know another address or device of this node than it has, or where it matters another speed."""
+        """Return whether this node's addresses, device or (if it matters) speed differ from the announced ones."""
         member, told = self._member(), self._told
         if (member.addresses, member.device) != (told.addresses, told.device):
             return True

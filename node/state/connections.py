@@ -1,11 +1,11 @@
-"""Connections with members of the run: a few are kept at all times, and one that breaks is looked into.
+"""Connections with members of the run: a few are kept at all times, and each broken one is investigated.
 
 Members that were only heard of are dialled, at random and a few at a time, until this node has reached as many as it
-needs to decide anything by (`TARGET_REACHED`). One that is not to be reached is tried again ever more rarely, so keys
-that nothing answers for cost a bounded number of dials.
+needs for its decisions (`TARGET_REACHED`). An unreachable one is retried at increasing intervals, so keys that no node
+answers for cost a bounded number of dials.
 
-A peer whose connection breaks, and that cannot be dialled again, is taken for dead until its heartbeat advances: so a
-killed process leaves the live set of its neighbours within a dial, not within three heartbeats.
+A peer whose connection breaks, and that cannot be dialled again, is taken for dead until its heartbeat advances. So a
+killed process leaves the live set of its neighbours within one dial, not within three heartbeats.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..mesh.host import Host
 from .membership import Membership
 
 # Members that a node keeps connections with: enough that no partition of a few cuts it off, few enough for a home
-# router. Exchanges dial whom they need beside these.
+# router. Exchanges dial their partners in addition to these.
 TARGET_CONNECTIONS = 12
 KEEP_INTERVAL = 5.0
-# Members that a node dials so as to have reached them; in a run of more, others reach it as well. Pairs that are drawn
-# in a random graph of this degree mix nearly as in a complete one, and a median of so many is off by few.
+# Members that a node dials in order to have reached them; in a larger run, others reach it as well. Pairs that are
+# drawn in a random graph of this degree mix nearly as in a complete one, and a median of this many values is off by
+# few.
 TARGET_REACHED = 32
-# Dials at once. And seconds until a peer is dialled again that was not there, twice as many after each further time, up
-# to a limit.
+# Parallel dials. And seconds until an absent peer is dialled again, doubled after each further failure, up to a limit.
 MAX_DIALS = 16
 FIRST_PAUSE, MAX_PAUSE = 5.0, 600.0
 # A peer whose connection broke is dialled once more before it is taken for dead. In a large run it may have had many
-# connections: all together dial it about so often a second, which costs it a fifth of its time.
+# connections: all nodes together dial it about this often a second, which costs it a fifth of its time.
 SUSPICION_DIAL_TIMEOUT = 3.0
 PROBES_PER_SECOND = 100.0
 
@@ -48,11 +48,11 @@ class ConnectionKeeper:
         self._membership = membership
         self._liveness = liveness
         self._on_lost = on_lost
-        self._failed: dict[bytes, tuple[int, float]] = {}  # peer -> how often in a row, and until when it is left alone
+        self._failed: dict[bytes, tuple[int, float]] = {}  # peer -> failures in a row, and the time of the next dial
         self._rng = random.Random()
 
     async def run(self) -> None:
-        """Keep them until cancelled."""
+        """Keep connections until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_connected)
             with self._host.connection_events() as events:
@@ -70,7 +70,7 @@ class ConnectionKeeper:
             await trio.sleep(KEEP_INTERVAL * self._rng.uniform(0.5, 1.5))
 
     def _choose(self) -> list[bytes]:
-        """Whom to dial now, of those that are due."""
+        """Choose the due peers to dial now."""
         connected, now = self._host.connected, trio.current_time()
         everyone, reached = self._membership.everyone, self._membership.reached
         self._failed = {peer: failed for peer, failed in self._failed.items() if peer in everyone}
@@ -95,7 +95,7 @@ class ConnectionKeeper:
         return True
 
     async def _probe(self, peer: bytes) -> None:
-        """The connection to a live peer broke: find out whether it is the line, or the peer."""
+        """Find out whether a broken connection to a live peer is the line's fault, or the peer is gone."""
         await trio.sleep(self._rng.uniform(0, len(self._membership.everyone) / PROBES_PER_SECOND))
         if not await self._try_connect(peer):
             self._liveness.suspect(peer, trio.current_time())

@@ -34,9 +34,9 @@ from .store import Store, StoreError
 
 RENEW_INTERVAL: Final = 86_400.0
 ADMISSION_FACT: Final = "admission"
-# Seats that this node has given away, so that no two invites are for one seat.
+# Seats that this node has given away, so that no seat is given to two invites.
 SEATS_FACT: Final = "seats"
-# Concatenated keys that the creator has revoked. The run state may be behind: a slot takes a new entry only every 10 s.
+# Concatenated keys that the creator has revoked. The run state may lag: a slot takes a new entry only every 10 s.
 REVOKED_FACT: Final = "revoked"
 
 
@@ -46,7 +46,7 @@ class CredentialsError(FarandoleError):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """This node's part in who is a member of an invited run; ``gate`` has its roster."""
+    """Handles this node's admission, invitations and revocations in an invited run; ``gate`` has the roster."""
 
     key: Ed25519PrivateKey
     run_id: bytes
@@ -60,15 +60,15 @@ class Credentials:
     _lock: trio.Lock = field(default_factory=trio.Lock)
     """Held while seats are given, and while the set of revoked keys changes."""
     _refused_by: set[bytes] = field(default_factory=set)
-    """Members that have said that they do not admit this node: at most as many as it has dialled."""
+    """Members that have refused this node: at most as many as it has dialled."""
 
     @property
     def is_creator(self) -> bool:
-        """Whether this node's key made the run."""
+        """Return whether this node's key made the run."""
         return self.author == self.creator
 
     def admit_self(self) -> None:
-        """Put this node on its own roster. Raises `NotAdmittedError` if its admission is none to this run."""
+        """Put this node on its own roster. Raises `NotAdmittedError` if its admission is not to this run."""
         if self.roster.is_member(self.author):
             return
         try:
@@ -79,7 +79,7 @@ class Credentials:
             raise NotAdmittedError(f"not admitted to this run: {error}") from error
 
     async def publish(self) -> None:
-        """Tell the run how this node was admitted, before anything else."""
+        """Publish how this node was admitted, before any other entry."""
         if self.gate.admission:
             await self.gossip.publish(Kind.ADMISSION, 0, AdmissionProof(self.gate.admission))
             try:
@@ -109,7 +109,7 @@ class Credentials:
                             await self._publish_revoked(await self._revoked())
 
     def _tell_refusal(self, peer: bytes, refusal: str) -> None:
-        """A member that is revoked is disconnected, and may never receive the revocation itself."""
+        """Warn that a peer refused this node: a revoked member is disconnected and may never receive the revocation."""
         if peer not in self._refused_by:
             self._refused_by.add(peer)
             self.journal.warn(
@@ -120,7 +120,7 @@ class Credentials:
     # Inviting
 
     async def invite(self, uses: int, expires_at: float, quota: int) -> InviteSecret:
-        """Sign an invitation for ``uses`` members, each of whom may invite ``quota`` others.
+        """Sign an invitation for ``uses`` members, who may each invite ``quota`` others.
 
         Raises `CredentialsError` if this node may not, and `StoreError`.
         """
@@ -151,7 +151,7 @@ class Credentials:
         return frozenset(key for entry in entries for key in entry.payload.keys)
 
     async def revoke(self, keys: Iterable[bytes]) -> None:
-        """End these memberships, and those that follow from these invites.
+        """End these memberships, and the ones that follow from these invites.
 
         Raises `CredentialsError` if this node is not the creator's, and `StoreError`.
         """

@@ -1,8 +1,8 @@
 """Small frames between peers, over streams that stay open: pairing messages, and the run state's pushes.
 
-Sending never waits and promises nothing: frames to one peer of one protocol arrive in order or not at all, a queue that
-overflows loses its oldest frames (newer ones supersede them in every protocol here), and a stream that fails is opened
-again for what is still queued. Who has to know that a peer did not get something is told (`on_failed`).
+Sending never waits and guarantees nothing. Frames to one peer of one protocol arrive in order or not at all. A full
+queue drops its oldest frames (newer ones supersede them in every protocol here). A stream that fails is opened again
+for what is still queued. A protocol that must know of a failed delivery gets a callback (`on_failed`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Largest frame of a protocol that this node sends without receiving it.
+# The largest frame of a protocol that this node sends without receiving it.
 DEFAULT_MAX_BYTES = 1024 * 1024
-# Waiting for one peer, of one protocol: a push every half second for two minutes, and what they may weigh.
+# The queue for one peer, of one protocol: a push every half second for two minutes, and the size that it may have.
 MAX_QUEUED_FRAMES = 256
 MAX_QUEUED_BYTES = 4 * 1024 * 1024
-# Streams that this node keeps open for sending: a few protocols to every neighbour and partner of late.
+# Streams that this node keeps open for sending: a few protocols to every neighbour and recent partner.
 MAX_OUTGOING = 1024
-# Streams of one protocol that one peer may have open to us: one, and what is left of reconnecting.
+# Streams of one protocol that one peer may have open to this node: one, and leftovers of reconnecting.
 MAX_INCOMING_PER_PEER = 4
 # One write to a stream takes several frames; beyond this they wait for the next.
 BATCH_BYTES = 64 * 1024
 READ_BYTES = 64 * 1024
 SEND_TIMEOUT = 10.0
-# The sender closes a stream that it has not used for so long; the receiver allows it twice that.
+# The sender closes a stream that it has not used for this long; the receiver allows it twice that.
 IDLE_TIMEOUT = 120.0
 # From the first byte of a frame to its last.
 FRAME_TIMEOUT = 30.0
@@ -51,7 +51,7 @@ OnFailed = Callable[[bytes, str], None]
 
 
 class _Outgoing:
-    """What waits for one peer in one protocol."""
+    """The queue for one peer in one protocol."""
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
@@ -59,7 +59,7 @@ class _Outgoing:
         self.wakeup = trio.Event()
 
     def take_batch(self) -> bytes:
-        """The oldest frames, up to `BATCH_BYTES` of them, but at least one."""
+        """Remove and return the oldest frames, up to `BATCH_BYTES` of them, but at least one."""
         batch = [self.pop()]
         size = len(batch[0])
         while self.frames and size + len(self.frames[0]) <= BATCH_BYTES:
@@ -86,14 +86,14 @@ class Messenger:
 
     @property
     def queued_bytes(self) -> dict[tuple[bytes, str], int]:
-        """(peer, protocol) -> bytes that wait to be sent, for each outgoing stream."""
+        """Return the bytes that wait to be sent for each (peer, protocol)."""
         return {key: outgoing.num_bytes for key, outgoing in self._outgoing.items()}
 
     def set_receiver(self, protocol: str, max_bytes: int, receive: Receive, on_failed: OnFailed | None = None) -> None:
         """Hand frames of a protocol, of at most `max_bytes`, to `receive(peer, payload)`.
 
-        A `RemoteProtocolError` from it costs the peer that stream. `on_failed(peer, protocol)` is told of a peer that
-        did not get something sent in this protocol. Both are called from other tasks and must not block.
+        A `RemoteProtocolError` from it costs the peer that stream. `on_failed(peer, protocol)` is called for a peer
+        that did not get something sent in this protocol. Both are called from other tasks and must not block.
         """
         self._max_bytes[protocol] = max_bytes
         if on_failed is not None:
@@ -143,7 +143,7 @@ class Messenger:
             self._fail(peer, protocol)
 
     async def _send_queued(self, stream: Stream, outgoing: _Outgoing) -> None:
-        """Until the queue is empty for long, or the peer has closed its side."""
+        """Send until the queue has been empty for `IDLE_TIMEOUT`, or the peer has closed its side."""
 
         async def watch_for_end() -> None:
             # The peer sends nothing on this stream; all that can come is its end.
@@ -218,6 +218,6 @@ class Messenger:
 
 @asynccontextmanager
 async def open_messenger(host: Host) -> AsyncIterator[Messenger]:
-    """A messenger for as long as the block runs; what is still queued at its end is not sent."""
+    """Open a messenger while the block runs; what is still queued at its end is not sent."""
     async with open_service_nursery() as nursery:
         yield Messenger(host, nursery)

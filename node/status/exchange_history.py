@@ -7,7 +7,7 @@ from typing import Final
 
 from .status import ExchangeStatus
 
-# What the first line of the status, and a screen, look back upon.
+# Newest exchanges that the first line of the status, and a screen, use.
 MAX_EXCHANGES: Final = 16
 # Partners whose exchanges are counted, as many as the run state has authors; the one with the fewest is dropped first.
 MAX_PARTNERS: Final = 4_096

@@ -6,12 +6,12 @@ import math
 from collections import deque
 from typing import Final
 
-# The course of the loss on one screen and in a report; a month's run keeps its newest part here.
+# Points of a curve for one screen or report; a month's run keeps its newest part here.
 MAX_LOSSES: Final = 256
 
 
 class LossHistory:
-    """Points of both curves, each (round, nats a token). A loss that is not finite is no point of a curve."""
+    """Points of both curves, each (round, nats a token). A loss that is not finite is left out."""
 
     def __init__(self) -> None:
         self.training: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)

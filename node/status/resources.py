@@ -1,4 +1,4 @@
-"""What this node takes of its machine: so that a leak is seen before it matters."""
+"""This node's use of its machine, so that a leak is seen before it matters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .status import Resources
 
 
 def measure_resources(trainer_pid: int | None) -> Resources | None:
-    """Of this process, in which trio runs, and of its trainer; None where nobody tells (macOS, Windows)."""
+    """Measure this process, in which trio runs, and its trainer; None where the system does not (macOS, Windows)."""
     memory, descriptors = resident_bytes(os.getpid()), count_descriptors()
     if memory is None or descriptors is None:
         return None

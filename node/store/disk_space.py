@@ -1,11 +1,11 @@
-"""How much of the disk a node's folder takes: at most what its owner allows, with what is dearest kept to the last.
+"""How much of the disk a node's folder takes: at most what its owner allows; the most valuable files go last.
 
-A node would like to have room for its own checkpoints, the one that is being written beside them, a copy of another's,
-which is replaced by a newer one, and its text, tokenised. Where that is more than is allowed, it gives up first the
-copy, which others keep as well; then its second newest checkpoint, which is for the day on which the newest cannot be
-read. With less than the newest and the one that replaces it a node could not go on after a crash: it says so and does
-not begin. Text has what these two leave, and is refused while it is tokenised if it takes more. What is downloaded is
-measured beside what is there, and refused before its weights move.
+A node wants room for its own checkpoints, for the next one while it is written, for a copy of another node's checkpoint
+and its replacement, and for its tokenised text. If that is more than the limit, the node first gives up the copy, which
+others keep as well. Next it gives up its second newest checkpoint, which is the fallback if the newest is unreadable.
+With less room than the newest and its replacement a node could not resume after a crash: it reports that and does not
+start. Text may use the room that these two leave; tokenising fails if it needs more. The size of a download is added to
+what is on the disk, and the download is refused before its weights move.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from farandole.protocol.errors import FarandoleError
 
 from .folder import KEPT
 
-# Beside what is about to be written: the run state, the log, and others' need.
+# Kept free in addition to what is about to be written: for the run state, the log, and other programs.
 SPARE_BYTES: Final = 64 << 20
-# Beside checkpoints, in a node's folder: logs and rounds of 48 MB at most (`farandole.node.base.logs`), and the run
-# state of thousands of nodes.
+# In a node's folder in addition to checkpoints: logs and rounds of 48 MB at most (`farandole.node.base.logs`), and the
+# run state of thousands of nodes.
 OTHER_BYTES: Final = 128_000_000
 # What a disk is taken to write, bytes a second, until a save has been measured: an old hard disk's.
 SLOW_DISK: Final = 100e6
@@ -33,7 +33,7 @@ _SECTOR: Final = 512
 
 
 def save_seconds(num_bytes: int, rate: float | None = None) -> float:
-    """How long a checkpoint takes to be written; ``rate``: bytes a second, as measured, None if no save was."""
+    """Return the seconds to write a checkpoint; ``rate``: bytes a second, as measured, None if no save was."""
     return num_bytes / (rate or SLOW_DISK)
 
 
@@ -43,16 +43,16 @@ class DiskError(FarandoleError):
 
 @dataclass(frozen=True, slots=True)
 class DiskPlan:
-    """What a node keeps."""
+    """The files that a node keeps on its disk."""
 
     num_kept: int = KEPT
-    """Of its own checkpoints, beside one that is being written."""
+    """The number of its own checkpoints, in addition to one that is being written."""
     has_copy: bool = True
-    """Of another's."""
+    """Whether it keeps a copy of another node's checkpoint."""
 
 
 def plan_disk(limit: int, own_bytes: int, copy_bytes: int, text_bytes: int = 0) -> DiskPlan:
-    """By the sizes of an own checkpoint, of a copy, and of all tokenised text, which may be of other runs too.
+    """Plan by the sizes of an own checkpoint, of a copy, and of all tokenised text, of other runs as well.
 
     ``limit``: bytes, 0 for none. Raises `DiskError`.
     """
@@ -67,19 +67,19 @@ def plan_disk(limit: int, own_bytes: int, copy_bytes: int, text_bytes: int = 0) 
 
 
 def text_room(limit: int, own_bytes: int) -> int | None:
-    """What tokenised text may take: all that the least number of checkpoints leaves. None where there is no limit."""
+    """Return the bytes that tokenised text may take: what the minimum of checkpoints leaves. None without a limit."""
     return max(0, limit - OTHER_BYTES - 2 * own_bytes) if limit else None
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What may be written below a folder; without ``limit`` (bytes), what the disk takes."""
+    """The space that may be written to below a folder; without ``limit`` (bytes), what the disk has."""
 
     home: Path = Path()
     limit: int = 0
 
     def check(self, folder: Path, num_bytes: int) -> None:
-        """Raise `OSError` if there is no room for so many bytes more in ``folder``. Blocks for a moment."""
+        """Raise `OSError` if there is no room for ``num_bytes`` more in ``folder``. Blocks for a moment."""
         free = shutil.disk_usage(folder).free
         if free < num_bytes + SPARE_BYTES:
             needed = (num_bytes + SPARE_BYTES) / 1e6
@@ -93,13 +93,13 @@ class Room:
 
 
 def used_bytes(folder: Path) -> int:
-    """What the files below a folder take on the disk, as ``du`` counts: without holes, and links once."""
+    """Return what the files below a folder take on the disk, as ``du`` counts: without holes, and links once."""
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
                 found = os.lstat(os.path.join(parent, name))
-            except FileNotFoundError:  # replaced meanwhile
+            except FileNotFoundError:  # replaced since it was listed
                 continue
             sizes[found.st_dev, found.st_ino] = _SECTOR * getattr(found, "st_blocks", -(-found.st_size // _SECTOR))
     return sum(sizes.values())

@@ -1,8 +1,8 @@
-"""Fetching a checkpoint, or some of its tensors, from all who have it at once.
+"""Fetches a checkpoint, or some of its tensors, from all peers that have it at once.
 
-`farandole.protocol.download` decides whom to ask for what; here its words are carried out. The header comes first, as
-it says where the wanted tensors are; then come their blocks, each verified before it is written to its place. A fetch
-that is cut off, by whatever, goes on where it was when it is begun again (`farandole.node.store.partial_file`).
+`farandole.protocol.download` decides what to ask of which donor; this module does the I/O. The header comes first,
+since it says where the wanted tensors are. Their blocks follow, and each is verified before it is written to its place.
+A fetch that was interrupted resumes when it is started again (`farandole.node.store.partial_file`).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .provider import AbsentError, Conditions, DonorBusyError, DonorError, Takin
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1
-# A download that nobody advances for so long, though nobody is busy, is given up; what is here is kept. Some retries of
-# whoever was lost last; and two of the slowest blocks.
+# A download without progress for this long is given up, unless donors are busy; the blocks that are here are kept. It
+# leaves time for some retries with a lost donor, and for two of the slowest blocks.
 PATIENCE: Final = 20.0
 BLOCK_PATIENCE: Final = 2 * download.BLOCK_TIMEOUT
-# How often the rate that people see is taken, and how much the newest counts in it.
+# How often the displayed rate is measured, and the weight of the newest measurement.
 RATE_SECONDS: Final = 0.5
 RATE_WEIGHT: Final = 0.2
 
-# What comes of a donor that gives nothing (more).
+# The errors of a donor that gives nothing (more).
 LOST: Final = (
     PeerUnreachableError,
     RemoteProtocolError,
@@ -57,19 +57,19 @@ class FetchError(PeerUnreachableError):
 
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
-    """How far a fetch is."""
+    """The progress of a fetch."""
 
     num_bytes: int
-    """That are here, those of an earlier attempt included."""
+    """The bytes that are here, including the ones of an earlier attempt."""
     total: int
     rate: float
-    """Bytes a second, of late."""
+    """The recent rate in bytes a second."""
     num_donors: int
-    """That give now."""
+    """The donors that give now."""
 
     @property
     def seconds_left(self) -> float | None:
-        """At this rate; None if nothing moves."""
+        """Return the seconds left at this rate; None if nothing moves."""
         return (self.total - self.num_bytes) / self.rate if self.rate > 0 else None
 
     def __str__(self) -> str:
@@ -85,16 +85,16 @@ Show = Callable[[FetchProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What is here now."""
+    """The result of a fetch."""
 
     num_by_donor: dict[bytes, int]
-    """Blocks that each donor gave, those included that came twice."""
+    """The blocks that each donor gave, including the ones that came twice."""
     num_bytes: int
-    """That came, those included that came twice."""
+    """The bytes that arrived, including the ones that came twice."""
     total: int
-    """That were needed: of whole blocks."""
+    """The bytes that were needed: of whole blocks."""
     num_kept: int
-    """Blocks of an earlier attempt."""
+    """The blocks of an earlier attempt."""
 
 
 async def ask_for_index(
@@ -105,10 +105,10 @@ async def ask_for_index(
     checkpoint_id: bytes | None = None,
     made_by: bytes | None = None,
 ) -> tuple[SignedIndex, Index]:
-    """The index of a donor's newest checkpoint of a stage, saved anew if it is old; or of the one with this id.
+    """Ask a donor for the index of its newest checkpoint of a stage, saved again if old, or of the one with this id.
 
-    ``made_by`` is the run that has made it, if that is not the donor's own. Raises `PeerUnreachableError`, of which
-    `DonorBusyError` is one.
+    ``made_by`` is the run that made it, if that is not the donor's own. Raises `PeerUnreachableError`, of which
+    `DonorBusyError` is a subclass.
     """
     question = Question(conditions.run_id, stage, checkpoint_id)
     try:
@@ -137,9 +137,9 @@ async def fetch_checkpoint(
 ) -> Fetched:
     """Fetch the tensors whose name is wanted, as a safetensors file at ``path``.
 
-    ``donors`` are those who are said to have it now, the best first; they are asked anew every so often. ``accuse`` is
-    told who gave wrong bytes. With ``is_prefix`` the file is no safetensors file but the checkpoint's own first blocks,
-    up to the last wanted tensor: what can be given to others. Raises `FetchError`.
+    ``donors`` returns the peers that announce the checkpoint now, the best first; it is called at intervals. ``accuse``
+    is called with each donor that gave wrong bytes. With ``is_prefix`` the file is no safetensors file but the
+    checkpoint's own first blocks, up to the last wanted tensor: what can be given to others. Raises `FetchError`.
     """
     run_sync = trio.to_thread.run_sync
     try:
@@ -148,7 +148,7 @@ async def fetch_checkpoint(
             have = await run_sync(file.blocks)
             num_kept = len(have)
             async with open_service_nursery() as nursery:
-                # Patience begins with the donors: to hash what an earlier attempt left may take minutes.
+                # Patience starts when donors are asked: hashing the blocks of an earlier attempt may take minutes.
                 fetch = _Fetch(conditions, signed, donors, on_progress, accuse, file, have, nursery)
                 nursery.start_soon(fetch.watch)
                 selection = await fetch.run(wanted, is_prefix)
@@ -164,30 +164,30 @@ async def fetch_checkpoint(
 
 
 class _Contact:
-    """A donor that was dialled."""
+    """A donor that this node has dialled."""
 
     def __init__(self, donor: bytes) -> None:
         self.donor = donor
         self.scope = trio.CancelScope()
         self.taking: Taking | None = None
-        """Once it gives."""
+        """The conversation, once the donor gives."""
         self._progress = 0
 
     def has_advanced(self) -> bool:
-        """Whether something has come since this was asked last."""
+        """Return whether something has arrived since the last call."""
         before, self._progress = self._progress, self.taking.progress if self.taking else 0
         return self._progress != before
 
 
 class _Speedometer:
-    """How fast something has grown of late."""
+    """Measures the recent rate at which a counter grows."""
 
     def __init__(self) -> None:
         self.rate = 0.0
         self._count, self._at = 0, trio.current_time()
 
     def note(self, count: int) -> None:
-        """It is so much now."""
+        """Record the counter's present value."""
         seconds = trio.current_time() - self._at
         if seconds >= RATE_SECONDS:
             newest = (count - self._count) / seconds
@@ -196,7 +196,7 @@ class _Speedometer:
 
 
 class _Tally:
-    """What the donors of a fetch have given so far, and for how long it is worth waiting for more."""
+    """Counts what the donors of a fetch have given, and decides how long it is worth waiting for more."""
 
     def __init__(self) -> None:
         self.num_by_donor: dict[bytes, int] = {}
@@ -206,22 +206,22 @@ class _Tally:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether nothing has come for too long."""
+        """Return whether nothing has arrived for too long."""
         return trio.current_time() > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE)
 
     def hear(self, retry_after: float = 0.0) -> None:
-        """A donor shows life; one that is busy says after how many seconds to try again."""
+        """Note a sign of life from a donor; a busy one says after how many seconds to try again."""
         self._heard_at = max(self._heard_at, trio.current_time() + retry_after)
 
     def add(self, donor: bytes, num_bytes: int) -> None:
-        """A donor gave a block."""
+        """Note a block that a donor gave."""
         self.num_by_donor[donor] = self.num_by_donor.get(donor, 0) + 1
         self.num_bytes += num_bytes
         self._given_at = trio.current_time()
 
 
 class _Fetch:
-    """One fetch, from the donors' first words to the file."""
+    """One fetch, from the first contact with the donors to the file."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class _Fetch:
         return selection
 
     def result(self, num_kept: int) -> Fetched:
-        """What has come; ``num_kept`` blocks were here before."""
+        """Return the result; ``num_kept`` blocks were here before."""
         return Fetched(self._tally.num_by_donor, self._tally.num_bytes, self._size_of(self._needed), num_kept)
 
     async def _fetch(self, blocks: Iterable[int]) -> None:
@@ -285,7 +285,7 @@ class _Fetch:
     # Time
 
     async def watch(self) -> None:
-        """Note which donors there are, and what has come, until cancelled."""
+        """Follow which donors there are and how many bytes have arrived, until cancelled."""
         known: tuple[bytes, ...] = ()
         speedometer = _Speedometer()
         while True:
@@ -302,7 +302,7 @@ class _Fetch:
             await trio.sleep(TICK_SECONDS)
 
     def _size_of(self, blocks: Collection[int]) -> int:
-        """In bytes."""
+        """Return the size of these blocks in bytes."""
         is_last_among = self._file.index.num_blocks - 1 in blocks
         return len(blocks) * BLOCK_BYTES - (is_last_among and -self._file.index.size % BLOCK_BYTES)
 
@@ -346,7 +346,7 @@ class _Fetch:
         logger.info("checkpoint %s: %s", self._signed.id.hex()[:8], self._tally.problem)
 
     async def _converse(self, contact: _Contact) -> None:
-        """With a donor, until nothing more is to be had."""
+        """Take blocks from a donor until it has nothing more to give."""
         donor, size = contact.donor, self._file.index.size
         question = Question(self._conditions.run_id, self._file.index.stage, self._signed.id, has_index=True)
         ended = download.DonorLost(donor)
@@ -376,7 +376,7 @@ class _Fetch:
                 self._fail(FetchError(f"nobody has it any more: {self._tally.problem}"))
 
     async def _take(self, contact: _Contact, block: int, data: memoryview) -> None:
-        """Something has come that is said to be this block."""
+        """Take in data that a donor gave as this block."""
         try:
             is_right = await trio.to_thread.run_sync(self._file.write, block, data)
         except OSError as error:

@@ -1,13 +1,13 @@
 """The folder with a node's own checkpoints.
 
-    stage-0-round-41.safetensors            written by this node's trainer, or a peer's that it goes on from
+    stage-0-round-41.safetensors            written by this node's trainer, or a peer's that it resumed from
     stage-0-round-41.safetensors.index      the hashes of its blocks, signed; made after it
-    .stage-0-round-42.safetensors.*.tmp     being written, or left by who was killed meanwhile
-    copy-1-<id>.blocks, …blocks.index       the beginning of another's, kept for others (`library`)
+    .stage-0-round-42.safetensors.*.tmp     being written, or left by a process that was killed during a save
+    copy-1-<id>.blocks, …blocks.index       the beginning of another node's, kept for others (`library`)
     stage-0-peers.msgpack                   what the screening rule remembers of peers
 
-Stage 0 is also the whole model, where it is not cut. Nothing is ever written to a file that has its name: a new one
-takes it when it is durable, and only then are older ones removed.
+Stage 0 is also the whole model of a run without stages. A file under its final name is never written to: a new one
+gets its name once it is durable, and only then are older ones removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farandole.protocol.blocks import decode_signed_index, max_index_bytes
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.training.durable import TEMPORARY_SUFFIX
 
-# The newest, and the one before it for the day on which that cannot be read.
+# The newest, and the one before it as a fallback if the newest cannot be read.
 KEPT: Final = 2
 _NAME: Final = re.compile(r"stage-(\d{1,5})-round-(\d{1,16})\.safetensors")
 _INDEX_SUFFIX: Final = ".index"
@@ -33,28 +33,28 @@ _INDEX_SUFFIX: Final = ".index"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """One stage's checkpoints, in a folder that may have others' too, or not be there yet."""
+    """One stage's checkpoints, in a folder that may hold other stages' too, or may not exist yet."""
 
     path: Path
     stage: int
 
     def file(self, round_index: int) -> Path:
-        """Where the checkpoint of a round lies."""
+        """Return the path of the checkpoint of a round."""
         return self.path / f"stage-{self.stage}-round-{round_index}.safetensors"
 
     @property
     def histories(self) -> Path:
-        """Where the screening rule's histories of peers lie, if it keeps any."""
+        """Return the path of the screening rule's histories of peers, if it keeps any."""
         return self.path / f"stage-{self.stage}-peers.msgpack"
 
     def files(self) -> list[Path]:
-        """All of this stage, the newest first."""
+        """Return all checkpoints of this stage, the newest first."""
         found = ((_NAME.fullmatch(path.name), path) for path in self._entries())
         own = [(int(match[2]), path) for match, path in found if match and int(match[1]) == self.stage]
         return [path for _, path in sorted(own, reverse=True)]
 
     def keep(self, kept: Collection[Path]) -> None:
-        """Remove all others of this stage. What cannot be removed stays, until the next time."""
+        """Remove all others of this stage. A file that cannot be removed stays until the next call."""
         for path in self.files():
             if path not in kept:
                 with contextlib.suppress(OSError):
@@ -62,11 +62,11 @@ class CheckpointFolder:
                     path.unlink(missing_ok=True)
 
     def trim(self, num_kept: int) -> None:
-        """Remove all but so many of the newest of this stage."""
+        """Remove all but the ``num_kept`` newest checkpoints of this stage."""
         self.keep(self.files()[:num_kept])
 
     def clean(self) -> None:
-        """Remove what was left by trainers that were killed while they saved; for whoever knows that none saves now."""
+        """Remove what trainers that were killed during a save left behind; call it only while no trainer saves."""
         for path in self._entries():
             is_half = path.name.startswith(f".stage-{self.stage}-") and path.suffix == TEMPORARY_SUFFIX
             is_index = path.suffix == _INDEX_SUFFIX and _NAME.fullmatch(path.stem) is not None
@@ -83,12 +83,12 @@ class CheckpointFolder:
 
 
 def index_of(checkpoint: Path) -> Path:
-    """Where the index of a checkpoint lies."""
+    """Return the path of a checkpoint's index."""
     return checkpoint.with_name(checkpoint.name + _INDEX_SUFFIX)
 
 
 def known_hashes(checkpoint: Path, run_id: bytes) -> bytes:
-    """Those of its blocks, as its index has them; empty where there is none that can be read."""
+    """Return the hashes of a checkpoint's blocks from its index; empty if there is no readable index."""
     try:
         size = checkpoint.stat().st_size
         with index_of(checkpoint).open("rb") as file:
@@ -99,7 +99,7 @@ def known_hashes(checkpoint: Path, run_id: bytes) -> bytes:
 
 
 def saved_round(checkpoint: Path) -> int | None:
-    """The round of a checkpoint, None if there is none that can be read; loading it judges the rest."""
+    """Return the round of a checkpoint, None if there is no readable one; loading it checks the rest."""
     try:
         with safe_open(checkpoint, framework="numpy") as file:
             return int((file.metadata() or {}).get("round", ""))

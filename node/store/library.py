@@ -1,8 +1,9 @@
-"""What checkpoints this node can give: its own newest ones, and the copy that it keeps of another's.
+"""The checkpoints that this node can give: its own newest ones, and the copy that it keeps of another node's.
 
-An own one is opened, and its index signed, when the trainer has written it. It stays open while the run knows this node
-to hold it, however often the trainer saves meanwhile. A copy lies in the same folder as the author's first blocks, up
-to the last that a newcomer needs, with the author's index beside it; so a next life has it too.
+An own checkpoint is opened, and its index signed, when the trainer has written it. It stays open while the run knows
+that this node holds it, however many times the trainer saves in that time. A copy lies in the same folder. It
+consists of the author's first blocks, up to the last that a newcomer needs, and the author's index; so it survives a
+restart.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 
-# Own checkpoints that are kept open beside those that the run knows of: the newest, and what is being announced.
+# Own checkpoints that are kept open in addition to announced ones: the newest, and the one that is being announced.
 NUM_OPEN: Final = 2
 COPY_SUFFIX: Final = ".blocks"
 
@@ -43,7 +44,7 @@ class Library:
 
     def __init__(self, files: WeightFiles, key: Ed25519PrivateKey, run_id: bytes, membership: Membership) -> None:
         self.copy: Holding | None = None
-        """The one that it keeps of another's."""
+        """The copy that it keeps of another node's checkpoint."""
         self._files = files
         self._key = key
         self._run_id = run_id
@@ -52,20 +53,20 @@ class Library:
 
     @property
     def newest(self) -> Holding | None:
-        """Of this node's own."""
+        """Return this node's own newest checkpoint."""
         return self._own[-1] if self._own else None
 
     @property
     def max_bytes(self) -> int:
-        """The most that a checkpoint of this node's stage takes."""
+        """Return the maximum bytes of a checkpoint of this node's stage."""
         return self._files.max_bytes(self._membership.stage)
 
     def find(self, checkpoint_id: bytes) -> Holding | None:
-        """The one with this id."""
+        """Return the checkpoint with this id, None if it is not here."""
         return next((h for h in (*self._own, self.copy) if h is not None and h.id == checkpoint_id), None)
 
     def announce(self) -> None:
-        """Tell the run what this node holds."""
+        """Announce to the run what this node holds."""
         for holding in (self.newest, self.copy):
             if holding is not None:
                 self._announce(holding)
@@ -74,7 +75,7 @@ class Library:
         self._membership.announcer.checkpoint_held(holding.id, holding.index, is_copy=holding is self.copy)
 
     async def note_saved(self, saved: Saved, stage: int) -> None:
-        """The trainer has written this checkpoint of a stage."""
+        """Open and announce a checkpoint of a stage that the trainer has written."""
         try:
             holding = await trio.to_thread.run_sync(self._open_saved, saved, stage)
         except (OSError, ConsolidatedError, ValueError) as error:
@@ -89,7 +90,7 @@ class Library:
         self._announce(holding)
 
     def forget_own(self) -> None:
-        """This node has another stage now."""
+        """Close this node's own checkpoints, because it has another stage now."""
         while self._own:
             self._own.pop().let_go()
 
@@ -105,15 +106,15 @@ class Library:
     # The copy
 
     def copy_path(self, stage: int, checkpoint_id: bytes) -> Path:
-        """Where a copy is to lie."""
+        """Return the path for a copy."""
         return self._files.settings.checkpoints / f"copy-{stage}-{checkpoint_id.hex()[:16]}{COPY_SUFFIX}"
 
     async def forget_begun(self, path: Path) -> None:
-        """Remove what is left of copies that were begun and will not be ended: of all but that at ``path``."""
+        """Remove copies that were started and will not be completed, except the one at ``path``."""
         await trio.to_thread.run_sync(self._remove_copies, path, f".*{PARTIAL_SUFFIX}")
 
     async def keep_copy(self, path: Path, signed: blocks.SignedIndex, index: blocks.Index) -> None:
-        """This file is the copy from now on; older ones are removed."""
+        """Make this file the copy, and remove older ones."""
 
         def keep() -> Holding:
             _write_index(path, signed)
@@ -125,7 +126,7 @@ class Library:
             logger.warning("the copy of round %d cannot be kept: %s", index.round, error)
 
     async def recall_copy(self) -> None:
-        """What an earlier life kept, if there is one and it is of this run."""
+        """Open the copy that an earlier life kept, if there is one and it is of this run."""
         # One, unless that life was killed between making a new one and removing the old.
         folder = self._files.settings.checkpoints
         for path in await trio.to_thread.run_sync(lambda: sorted(folder.glob(f"copy-*{COPY_SUFFIX}"))):
@@ -134,7 +135,7 @@ class Library:
                 return
 
     async def give_up_copies(self) -> None:
-        """There is no room for any."""
+        """Remove all copies, because there is no room for any."""
         self._drop_copy()
         await trio.to_thread.run_sync(self._remove_copies)
 
@@ -164,7 +165,7 @@ class Library:
 
 
 def open_own(saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int = 0, num_stages: int = 1) -> Holding:
-    """What this node's trainer has written, with its index, signed.
+    """Open a checkpoint that this node's trainer has written, and sign its index.
 
     Raises `OSError`, `ConsolidatedError` or `ValueError` if it is not there any more.
     """

@@ -1,8 +1,8 @@
-"""A checkpoint on its way here: a file in which each block lies at its place, and the rest is holes.
+"""A partly fetched checkpoint: a file in which each block lies at its place, and the rest is holes.
 
-Nothing else is written down about how far it is. Whoever opens it again, after a crash or a power cut, hashes what is
-there: what is a block of the index is kept, and what is not is fetched again. Whole, or as far as it was wanted, it
-becomes a checkpoint of its own (`PartialFile.make`), under its name only when it is on the disk for good.
+Its progress is recorded nowhere else. Opening it again, after a crash or a power cut, hashes what is there: valid
+blocks of the index are kept, and the others are fetched again. Once all wanted blocks are there, it becomes a
+checkpoint of its own (`PartialFile.make`), which gets its name only when it is durable.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class PartialFile:
         self._file = FileIO(open_binary(path, os.O_RDWR | os.O_CREAT), "r+")
         try:
             self._file.truncate(index.size)
-        except BaseException:  # whatever it is, nobody else would close it
+        except BaseException:  # for any exception: no other code would close it
             self.close()
             raise
 
     def close(self) -> None:
-        """Keep it for later. It may be closed already."""
+        """Close the file and keep it for later. It may be closed already."""
         self._file.close()
 
     def blocks(self) -> set[int]:
-        """Those that are here and right."""
+        """Return the blocks that are here and valid."""
         return {block for block in self._written() if self.index.is_block(block, self.read_block(block))}
 
     def _written(self) -> Iterator[int]:
-        """Blocks that are not wholly holes, where the system tells; all where it does not."""
+        """Yield the blocks that are not entirely holes, if the system reports holes; else all blocks."""
         if not hasattr(os, "SEEK_DATA"):
             yield from range(self.index.num_blocks)
             return
@@ -63,7 +63,7 @@ class PartialFile:
             block += 1
 
     def write(self, block: int, data: memoryview) -> bool:
-        """Put the data there if it is that block; whether it is."""
+        """Write the data if it is that block; return whether it is."""
         if not self.index.is_block(block, data):
             return False
         position = block * BLOCK_BYTES
@@ -73,15 +73,15 @@ class PartialFile:
         return True
 
     def read_block(self, block: int) -> bytes:
-        """What is there."""
+        """Read the bytes at a block's place."""
         return self.read(*block_range(self.index.size, block))
 
     def read(self, start: int, end: int) -> bytes:
-        """What is there, from one byte to another."""
+        """Read the bytes from ``start`` to ``end``."""
         return read(self._file.fileno(), start, end)
 
     def make(self, selection: Selection, path: Path) -> None:
-        """What is selected becomes the file at ``path``, durably and in one step; this one is of no more use."""
+        """Turn the selection into the file at ``path``, durably and atomically; this file cannot be used afterwards."""
         if not selection.header:
             self._take_name(path)
         else:
@@ -94,7 +94,7 @@ class PartialFile:
             self.path.unlink(missing_ok=True)
 
     def make_prefix(self, num_blocks: int, path: Path) -> None:
-        """The first blocks alone become the file at ``path``, durably and in one step; this one is of no more use."""
+        """Turn the first blocks into the file at ``path``, durably and atomically; this file is then of no use."""
         self._file.truncate(block_range(self.index.size, num_blocks - 1)[1])
         self._take_name(path)
 
@@ -111,7 +111,7 @@ class PartialFile:
 
 
 def read(descriptor: int, start: int, end: int) -> bytes:
-    """A part of a file, which must have it; raises `OSError`."""
+    """Read a part of a file, which must have it; raises `OSError`."""
     data = read_at(descriptor, end - start, start)
     while len(data) < end - start:
         more = read_at(descriptor, end - start - len(data), start + len(data))
@@ -122,22 +122,22 @@ def read(descriptor: int, start: int, end: int) -> bytes:
 
 
 def partial_path(path: Path, checkpoint_id: bytes) -> Path:
-    """Where the blocks of a checkpoint lie while it is fetched to ``path``."""
+    """Return the path of a checkpoint's blocks while it is fetched to ``path``."""
     return path.with_name(f"{path.name}.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}")
 
 
 def has_partial(path: Path, checkpoint_id: bytes) -> bool:
-    """Whether an earlier fetch to ``path`` has begun with a checkpoint."""
+    """Return whether an earlier fetch to ``path`` has begun with a checkpoint."""
     return partial_path(path, checkpoint_id).exists()
 
 
 def has_begun(folder: Path, checkpoint_id: bytes) -> bool:
-    """Whether an earlier fetch to anywhere in a folder has begun with a checkpoint."""
+    """Return whether an earlier fetch to anywhere in a folder has begun with a checkpoint."""
     return any(folder.glob(f"*.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}"))
 
 
 def remove_partials(path: Path, kept: bytes | None = None) -> None:
-    """Remove what earlier fetches to ``path`` left, but for that of one checkpoint."""
+    """Remove what earlier fetches to ``path`` left, except the blocks of the checkpoint ``kept``."""
     for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):
         if kept is None or leftover != partial_path(path, kept):
             leftover.unlink(missing_ok=True)

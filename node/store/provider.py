@@ -1,4 +1,4 @@
-"""Taking blocks of one checkpoint from one donor: a conversation as `farandole.protocol.block_transfer` says."""
+"""Takes blocks of one checkpoint from one donor: a conversation per `farandole.protocol.block_transfer`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .disk_space import Room, save_seconds
 
 # A question and its answer.
 ANSWER_TIMEOUT: Final = 10.0
-# For the newest checkpoint one may have to be saved anew, for which a donor has this longer at most, however large it
-# is: a newcomer loses so much with each donor that says nothing, and asks eight of them in one turn.
+# A donor may have to save its newest checkpoint again. It gets this much longer at most, whatever the size: a newcomer
+# loses this time with each donor that does not answer, and asks eight of them in one turn.
 MAX_FRESH_SAVE: Final = 60.0
-# For a bulk channel, if one opens; a donor whose stream takes nothing for as long as that is lost.
+# For a bulk channel, if one opens; a donor whose stream accepts nothing for this long is lost.
 PATIENCE: Final = Patience(route=6.0, answer=ANSWER_TIMEOUT, write=SILENCE)
-# Blocks of one donor in memory: those on their way, one that is verified and written, and the next one.
+# Blocks of one donor in memory: the ones in transit, one that is verified and written, and the next one.
 NUM_BUFFERS: Final = MAX_OPEN + 2
-# Messages to a donor that it has not taken yet.
+# Messages to a donor that it has not read yet.
 MAX_UNSAID: Final = 1_024
 
 
 def fresh_save_timeout(max_size: int) -> float:
-    """What a donor may take to save a checkpoint of ``max_size`` bytes anew, beside `ANSWER_TIMEOUT`."""
+    """Return how long a donor may take to save a checkpoint of ``max_size`` bytes again, on top of `ANSWER_TIMEOUT`."""
     return min(save_seconds(max_size), MAX_FRESH_SAVE)
 
 
@@ -60,15 +60,15 @@ class DonorBusyError(DonorError):
 
 @dataclass
 class Conditions:
-    """What all conversations of one node have in common."""
+    """The host, run and limits that all conversations of one node share."""
 
     host: StreamHost
     run_id: bytes
     shaping: Shaping = field(default_factory=Shaping)
     channels: Channels[Any] | None = None
-    """Bulk channels beside the streams; without them everything goes over the streams."""
+    """Bulk channels in addition to the streams; without them everything goes over the streams."""
     room: Room = field(default_factory=Room)
-    """For what is fetched."""
+    """The space for what is fetched."""
 
 
 class Taking:
@@ -85,20 +85,20 @@ class Taking:
 
     @property
     def progress(self) -> int:
-        """Bytes that have come so far, over whatever route, from any start."""
+        """Return the bytes that have arrived, over any route and from any start."""
         return 0 if self._bulk is None else self._bulk.progress
 
     def signed_index(self, run_id: bytes, max_size: int) -> tuple[SignedIndex, Index]:
-        """What the donor answered; raises `RemoteProtocolError` if it is no index of a run's checkpoint."""
+        """Decode the donor's answer; raises `RemoteProtocolError` if it is no index of a run's checkpoint."""
         return decode_signed_index(self.answer.index, run_id, max_size)
 
     def want(self, first: int, count: int) -> None:
-        """Ask for blocks; raises `trio.WouldBlock` if the donor has not taken many such messages before."""
+        """Ask for blocks; raises `trio.WouldBlock` if the donor has too many such messages unread."""
         self._asked.update(range(first, first + count))
         self._say(messages.Want(first, count))
 
     def forget(self, block: int) -> None:
-        """A block need not be given. Otherwise as `want`."""
+        """Withdraw the request for a block. Raises as `want`."""
         self._say(messages.Forget(block))
 
     def _say(self, message: messages.Want | messages.Forget) -> None:
@@ -112,8 +112,8 @@ class Taking:
     ) -> None:
         """Take what is asked for, of a checkpoint of ``size`` bytes, until cancelled.
 
-        ``on_ready`` is called once, when blocks may be asked for; ``on_block`` with each block that has come, of which
-        nothing is known yet, and whose memory is another's when that returns. Raises `DonorBusyError`,
+        ``on_ready`` is called once, when blocks may be asked for. ``on_block`` is called with each block that has
+        arrived; the block is unverified, and its memory is reused when the call returns. Raises `DonorBusyError`,
         `RemoteProtocolError`, `trio.TooSlowError`, `trio.BrokenResourceError` or `trio.ClosedResourceError` when
         nothing more comes.
         """
@@ -132,7 +132,7 @@ class Taking:
         async def hear(payload: bytes) -> None:
             match messages.decode_given(payload):
                 case messages.Give(block) if block in self._asked and block not in self._buffers:
-                    # When none is free, two are here to be written: no transfer is waited for.
+                    # If none is free, two blocks are here to be written: this waits for no transfer.
                     memory = self._buffers[block] = await freed.receive() or bytearray(BLOCK_BYTES)
                     pipe.expect(block, part_of(block, memory))
                 case messages.Busy(seconds):
@@ -161,7 +161,7 @@ class Taking:
             raise RemoteProtocolError("the donor closed the stream")
 
     def close(self) -> None:
-        """Its channel is kept for other uses, if nothing is to come over it any more."""
+        """Close it; its channel is kept for other uses, unless blocks are still expected over it."""
         if self._bulk is not None:
             self._bulk.close(is_clean=not self._asked)
 
@@ -170,7 +170,7 @@ class Taking:
 async def open_taking(
     conditions: Conditions, donor: bytes, question: messages.Question, max_size: int
 ) -> AsyncIterator[Taking]:
-    """Ask a donor for a checkpoint of at most ``max_size`` bytes; without an id for its newest, maybe saved anew.
+    """Ask a donor for a checkpoint of at most ``max_size`` bytes; without an id for its newest, maybe saved again.
 
     Raises `AbsentError`, `DonorBusyError`, `PeerUnreachableError`, `RemoteProtocolError`, `trio.TooSlowError`,
     `trio.BrokenResourceError` or `trio.ClosedResourceError`.

@@ -1,7 +1,7 @@
-"""Saving a trainer's checkpoints behind its inner steps: one at a time, each durable before an older one goes.
+"""Saves a trainer's checkpoints while its inner steps run: one at a time, each durable before an older one is removed.
 
-A thread writes the snapshot, at a lower priority than training's. What goes wrong costs that one checkpoint: the older
-ones stay, and the next save, which has a file of its own, may do better.
+A thread writes the snapshot, at a lower priority than training. A failure costs only that checkpoint: the older ones
+stay, and the next save, which has a file of its own, may succeed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from farandole.training.engine import Engine
     from farandole.training.snapshot import Snapshot
 
-# Of the writing thread. Training (`farandole.node.trainer_process.main.NICENESS`) goes first: where they compete it has
-# three times as much. With the least priority 411 MB took 77 s on a machine under load, longer than who leaves can
+# Of the writing thread. Training (`farandole.node.trainer_process.main.NICENESS`) goes first: under contention it gets
+# three times as much. At the lowest priority 411 MB took 77 s on a machine under load, longer than a leaving node can
 # wait.
 NICENESS: Final = 10
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Saver:
-    """Writes one stage's checkpoints, and tells by ``report``, from whatever thread, how each save went.
+    """Writes one stage's checkpoints, and calls ``report``, from any thread, with the result of each save.
 
-    ``num_kept``: how many it keeps.
+    ``num_kept``: the number of checkpoints that it keeps.
     """
 
     def __init__(self, folder: CheckpointFolder, report: Callable[[Saved], None], num_kept: int = KEPT) -> None:
@@ -53,37 +53,37 @@ class Saver:
 
     @property
     def newest(self) -> Saved | None:
-        """The newest checkpoint that is durable. Waits for one that is being written."""
+        """Return the newest checkpoint that is durable. Waits for one that is being written."""
         self.wait()
         return self._newest
 
     def adopt(self, fetched: Path, content: Content, counters: Counters) -> Saved:
-        """Give a peer's file, which is fit and durable, its place among this node's own."""
+        """Move a peer's file, which is valid and durable, to its place among this node's own."""
         path = self._make_way(counters)
         fetched.replace(path)
         sync_folder(path.parent)
         return self.note(path, content, counters)
 
     def note(self, path: Path, content: Content, counters: Counters) -> Saved:
-        """This checkpoint is good, and the newest."""
+        """Note a valid checkpoint as the newest."""
         if path not in self._kept:
             self._kept.append(path)
         self._newest = Saved(counters.round, counters.steps, counters.tokens, str(path), content.size, content.hashes)
         return self._newest
 
     def save(self, source: Engine | Snapshot, note: str = "") -> None:
-        """Now, in this thread; with a ``note`` to the report."""
+        """Save now, in this thread, and report it with ``note``."""
         self.wait()
         self._report(msgspec.structs.replace(self._write(source), note=note))
 
     def save_behind(self, source: Engine | Snapshot) -> None:
-        """In a thread of its own, which needs ``source`` as it is until the report."""
+        """Save in a separate thread; ``source`` must not change until the report."""
         self.wait()
         self._writing = threading.Thread(target=self._work, args=(source,), name="checkpoint", daemon=True)
         self._writing.start()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -91,7 +91,7 @@ class Saver:
     def _work(self, source: Engine | Snapshot) -> None:
         lower_thread_priority(NICENESS)
         saved = self._write(source)
-        with contextlib.suppress(OSError):  # the mesh process is gone: the trainer sees it too, and ends
+        with contextlib.suppress(OSError):  # the mesh process is gone: the trainer notices that too, and ends
             self._report(saved)
 
     def _write(self, source: Engine | Snapshot) -> Saved:
@@ -106,7 +106,7 @@ class Saver:
         return saved
 
     def _make_way(self, counters: Counters) -> Path:
-        """The file's path; the index of one that had this name goes before it does."""
+        """Return the file's path; the index of an earlier file with this name is removed first."""
         path = self._folder.file(counters.round)
         if not path.parent.exists():
             path.parent.mkdir()
@@ -115,7 +115,7 @@ class Saver:
         return path
 
     def _explain(self, error: Exception, source: Engine | Snapshot) -> str:
-        """What is wrong, what is needed, what to do."""
+        """Explain what is wrong, what is needed, and what to do."""
         folder, size = self._folder.path, f"{source.num_bytes / 1e6:,.1f} MB"
         reason, remedy = str(error) or repr(error), ""
         if isinstance(error, OSError):

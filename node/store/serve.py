@@ -1,12 +1,12 @@
-"""Giving blocks of checkpoints to those who need them, without harm to this node's own training.
+"""Serves blocks of checkpoints to peers that need them, without harm to this node's own training.
 
-A few peers are served at once, each over a stream and, where there is a way, a bulk channel. They share what the node
-sends by turns: where there is a cap, the shaper serves pieces in the order in which they ask, and every peer has one
-piece at a time under way. Who is too many is told for how long; whoever has been served for a while then makes room,
-so nobody has to wait for all of another's checkpoint, and nobody who takes it slowly keeps others out.
+A few peers are served at once, each over a stream and, where there is a route, a bulk channel. They share the node's
+upload round-robin: under a bandwidth cap the shaper serves pieces in the order of the requests, and each peer has one
+piece at a time in flight. Peers over the limit get a retry-after. A peer that has been served for a while then makes
+room. So no peer has to wait for another's whole checkpoint, and no slow reader keeps others out.
 
-While the node's own exchange is under way, blocks get a tenth of the time: the run's rounds come first. For that little
-of what is given may wait in the kernel, where it would go before the exchange.
+While the node's own exchange runs, blocks get a tenth of the time: the run's rounds come first. For that, only a small
+part of the data may wait in the kernel, where it would go before the exchange.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ from ..bulk.transport import Transport
 from .holdings import Holding
 from .provider import Conditions
 
-# A question and its answer, where no fresh checkpoint has to be saved for it.
+# A question and its answer, if no fresh checkpoint has to be saved for it.
 ANSWER_TIMEOUT: Final = 10.0
-# Peers served at once. Where the upload is capped, as many as get more than `MIN_SHARE` of half of it, the other half
-# being for exchanges, but one at least.
+# Peers served at once. With an upload cap, as many as get more than `MIN_SHARE` of half of it, the other half being for
+# exchanges, but at least one.
 MAX_SERVED: Final = 4
 MIN_SHARE: Final = 64 * 1024
-# A peer that wants nothing for so long has what it needs, or waits for another's blocks.
+# A peer that asks for nothing for this long has what it needs, or waits for another's blocks.
 IDLE_TIMEOUT: Final = 20.0
-# How long a peer is served, at least, while others wait: on a line of 20 Mbit/s that is 75 MB. Then it has this long to
-# take the block that is under way.
+# The minimum time for which a peer is served while others wait: on a line of 20 Mbit/s that is 75 MB. Then it has this
+# long to take the block that is in flight.
 TURN_SECONDS: Final = 30.0
 GRACE_SECONDS: Final = 10.0
-# For who is served over another stream: that may be about to close.
+# Retry-after for a peer that is served over another stream: that may be about to close.
 CLOSING_SECONDS: Final = 0.5
-# For who is turned out: others have come by then.
+# Retry-after for a peer whose turn is over: others have come by then.
 TURNED_OUT_SECONDS: Final = 5.0
-# For everybody while this node saves its month's traffic, which takes hours: others give meanwhile.
+# Retry-after for all peers while this node saves its month's traffic, which takes hours: other donors serve them.
 SAVING_SECONDS: Final = 30.0
-# Where a block takes long, or an exchange is under way, blocks move in pieces of this size: a tenth of a second on a
-# line of 20 Mbit/s. No more waits in the kernel of a channel.
+# Where a block takes long, or an exchange runs, blocks move in pieces of this size: a tenth of a second on a line of
+# 20 Mbit/s. No more than this waits in the kernel of a channel.
 PIECE_BYTES: Final = 256 * 1024
 LONG_SECONDS: Final = 0.1
-# A rest between two pieces while an exchange is under way: nine times as long as the piece took, but not so long that
-# whoever waits takes this node for dead (`farandole.protocol.download.SILENCE`).
+# A rest between two pieces while an exchange runs: nine times as long as the piece took, but short enough that the
+# waiting peer does not take this node for dead (`farandole.protocol.download.SILENCE`).
 REST: Final = 9.0
 MAX_REST: Final = 2.0
-# How much of the slowest piece's pace is remembered at the next one.
+# The share of the slowest piece's pace that is kept at the next one.
 FORGETTING: Final = 0.9
-# The one that needs blocks opens the channel, and takes what it has asked for.
+# The peer that needs blocks opens the channel, and takes what it has asked for.
 PATIENCE: Final = Patience(route=ANSWER_TIMEOUT, answer=ANSWER_TIMEOUT, write=BLOCK_TIMEOUT)
 
 Find = Callable[[messages.Question], Awaitable[Holding | None]]
-"""The checkpoint that is asked for, held for whoever asks; None if it is not here."""
+"""Returns the checkpoint that is asked for, held for the peer that asks; None if it is not here."""
 
 
 class BlockService:
-    """Gives blocks of what ``find`` finds, of one run. ``exchanges`` are what goes first."""
+    """Serves blocks of the checkpoints that ``find`` finds, of one run. ``exchanges`` take precedence."""
 
     def __init__(self, conditions: Conditions, find: Find, exchanges: ExchangeService | None = None) -> None:
         self._conditions = conditions
@@ -78,19 +78,19 @@ class BlockService:
         rate = conditions.shaping.up.rate
         self._max_served = min(MAX_SERVED, max(1, int(rate / (2 * MIN_SHARE)))) if rate else MAX_SERVED
         self._served: dict[bytes, _Service] = {}
-        """Who is served, in the order in which they came."""
+        """The peers that are served, in the order in which they came."""
 
     @property
     def num_served(self) -> int:
-        """Peers that are served now."""
+        """Return the number of peers that are served now."""
         return len(self._served)
 
     def register(self) -> None:
-        """Serve on the host."""
+        """Register the protocol's handler on the host."""
         self._conditions.host.set_handler(messages.BLOCKS_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
-        """One peer, until it has what it needs."""
+        """Serve one peer, until it has what it needs."""
         parser = FrameParser(messages.MAX_MESSAGE_BYTES)
         with trio.fail_after(ANSWER_TIMEOUT):
             question = messages.decode_question(await receive_frame(stream, parser))
@@ -105,7 +105,7 @@ class BlockService:
                 await self._give(stream, parser, question, turn)
 
     def _seconds_until_free(self, peer: bytes) -> float:
-        """0 if there is room now; whoever has been served for long enough is told to make some."""
+        """Return 0 if there is room now, else the retry-after; peers that had their turn are asked to make room."""
         if peer in self._served:
             return CLOSING_SECONDS
         if len(self._served) < self._max_served:
@@ -140,7 +140,7 @@ class BlockService:
                 pipe = Pipe(
                     False, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=holding.index.size >= BULK_FROM
                 )
-                # Where there is a cap, that limits what waits in the kernel.
+                # With a cap, the shaper already limits what waits in the kernel.
                 max_unsent = None if shaping.up.rate else PIECE_BYTES
                 pacing = _Pacing(shaping, self._exchanges)
                 bulk = BulkPipe(pipe, stream, transport, shaping, pacing, max_unsent)
@@ -159,11 +159,11 @@ class _Service:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is others' turn."""
+        """Return whether it is the others' turn."""
         return self._are_others_waiting and trio.current_time() >= self.turn_ends_at
 
     def end_after_turn(self) -> None:
-        """Others are waiting."""
+        """End the service after its turn, because others are waiting."""
         self._are_others_waiting = True
         self.scope.deadline = max(trio.current_time(), self.turn_ends_at) + GRACE_SECONDS
 
@@ -177,14 +177,14 @@ class _Pacing:
         self._pace = 0.0  # seconds a byte
 
     def piece_bytes(self, is_channel: bool) -> int:
-        """The most bytes of the next piece."""
+        """Return the maximum size of the next piece."""
         if not is_channel:
             return min(CHUNK_BYTES, self._shaping.up.quantum)
         is_exchanging = self._exchanges is not None and self._exchanges.is_exchanging
         return PIECE_BYTES if self._pace * BLOCK_BYTES > LONG_SECONDS or is_exchanging else BLOCK_BYTES
 
     async def rest(self, num_bytes: int, seconds: float) -> None:
-        """A piece has taken so long: wait while an exchange is under way."""
+        """Wait while an exchange runs, after a piece of ``num_bytes`` that took ``seconds``."""
         # That is the line's pace only where the piece had to wait: after a rest there is room in buffers.
         rate = self._shaping.up.rate
         self._pace = max(seconds / num_bytes, FORGETTING * self._pace, 1 / rate if rate else 0.0)
@@ -194,7 +194,7 @@ class _Pacing:
 
 
 class _Giver:
-    """Gives one peer blocks of one checkpoint."""
+    """Serves one peer the blocks of one checkpoint."""
 
     def __init__(self, bulk: BulkPipe, holding: Holding, turn: _Service, shaping: Shaping) -> None:
         self._bulk = bulk
@@ -205,7 +205,7 @@ class _Giver:
         self._has_more = trio.Event()
 
     async def run(self, received: bytes) -> None:
-        """Until the peer goes, falls silent, or others have their turn; ``received`` was read from the stream."""
+        """Serve until the peer goes, falls silent, or others have their turn; ``received`` was read from the stream."""
         self._bulk.begin(PATIENCE)
         try:
             async with trio.open_nursery() as nursery:
@@ -213,7 +213,7 @@ class _Giver:
                 await self._give_wanted()
                 nursery.cancel_scope.cancel()
         except* (RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
-            pass  # which end it was, and why, is of no interest: the peer asks again, or another
+            pass  # the cause does not matter: the peer asks again, or asks another donor
         finally:
             self._bulk.close()
 

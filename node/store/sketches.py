@@ -35,19 +35,19 @@ from .partial_file import read
 
 # A small message, either way.
 MESSAGE_TIMEOUT: Final = 10.0
-# Sketches that one peer gets at once, and a second: a newcomer asks once for each checkpoint that it tries.
+# Sketches for one peer: the burst, and the number a second. A newcomer asks once for each checkpoint that it tries.
 PEER_BURST: Final = 8.0
 PEER_RATE: Final = 1 / 30
-# Peers that wait for a sketch, since one is made at a time; and how long they wait before they get none.
+# Peers that wait for a sketch, since one is made at a time; and how long they wait before they get an empty answer.
 MAX_WAITING: Final = 16
 MAX_WAIT: Final = 60.0
-# After each sketch so many times as long as it took: all of them together take a fifth of a core at most.
+# After each sketch the node rests this many times as long as it took: all sketches take a fifth of a core at most.
 REST: Final = 4.0
 # Sketches that are kept for peers whose connection broke before they had them: 16 kB.
 MAX_KEPT: Final = 16
 
 FindOwn = Callable[[int], Awaitable[Holding | None]]
-"""This node's own newest checkpoint of a stage, held for the caller; None if there is none."""
+"""Returns this node's own newest checkpoint of a stage, held for the caller; None if there is none."""
 
 
 class SketchService:
@@ -65,7 +65,7 @@ class SketchService:
         """Sketches by the checkpoint's id and the seed."""
 
     def register(self) -> None:
-        """Serve on the host."""
+        """Register the protocol's handler on the host."""
         self._host.set_handler(SKETCH_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
@@ -82,7 +82,7 @@ class SketchService:
         return self._meters.of(peer, now).take(now)
 
     async def _wait_for_sketch(self, question: Question) -> bytes:
-        """Empty if this node has no weights of the stage, or others' sketches take too long."""
+        """Return a sketch; empty if this node has no weights of the stage, or others' sketches take too long."""
         self._num_waiting += 1
         try:
             with trio.move_on_after(MAX_WAIT) as patience:
@@ -114,7 +114,7 @@ class SketchService:
 
 
 async def sketch_file(read: Read, size: int, seed: bytes) -> bytes:
-    """The sketch of the weights in a checkpoint's file, made in threads, which a cancellation waits for briefly.
+    """Compute the sketch of the weights in a checkpoint's file, in threads that a cancellation waits for briefly.
 
     Raises `OSError`, and `RemoteProtocolError` if the file is no checkpoint.
     """
@@ -126,7 +126,7 @@ async def sketch_file(read: Read, size: int, seed: bytes) -> bytes:
 
 
 async def sketch_path(path: Path, seed: bytes) -> bytes:
-    """As `sketch_file`, of the file at a path."""
+    """Compute the sketch of the file at a path. See `sketch_file`."""
     descriptor = await trio.to_thread.run_sync(open_binary, path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
@@ -136,7 +136,7 @@ async def sketch_path(path: Path, seed: bytes) -> bytes:
 
 
 async def ask_for_sketch(host: StreamHost, member: bytes, question: Question) -> Sketch | None:
-    """A member's sketch; None if it gives none. The caller sets a deadline.
+    """Ask a member for a sketch; None if it gives none. The caller sets a deadline.
 
     Raises `PeerUnreachableError` if it cannot be asked, or does not answer as it must.
     """

@@ -1,6 +1,6 @@
-"""The starts of rounds that a node gives to those who replay them: of its own newest rounds, and of false ones.
+"""The starts of rounds that a node gives to peers that replay them: of its own newest rounds, and of false ones.
 
-They are checkpoints like others, which nobody announces: who asks for one knows its id from a commitment.
+They are ordinary checkpoints that no node announces: a peer learns the id from a commitment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Starts:
         self._proofs = deque[Holding]()
 
     async def open(self, saved: Saved) -> bytes | None:
-        """Give this one of an own round, and no longer the oldest ones; returns its id, or None if it is not there."""
+        """Open the start of an own round, and close the oldest ones; return its id, or None if it is not there."""
         try:
             holding = await trio.to_thread.run_sync(open_own, saved, self._key, self._run_id)
         except (OSError, ConsolidatedError, ValueError) as error:
@@ -49,12 +49,12 @@ class Starts:
         return holding.id
 
     def find(self, question: Question) -> Holding | None:
-        """The one that is asked for, held for the peer that asks."""
+        """Return the start that is asked for, held for the peer that asks."""
         found = next((holding for holding in (*self._own, *self._proofs) if holding.id == question.id), None)
         return None if found is None else found.hold()
 
     async def make_room(self, checkpoint_id: bytes) -> Path:
-        """Where another's start may be fetched to; all others but the proofs are removed."""
+        """Return the path to fetch another node's start to; all other files but the proofs are removed."""
         path = self._folder / f"{checkpoint_id.hex()[:16]}.safetensors"
 
         def clear() -> None:
@@ -69,7 +69,7 @@ class Starts:
         return path
 
     def keep_proof(self, path: Path, signed: blocks.SignedIndex, index: blocks.Index) -> None:
-        """Give the start of a false round, too, and no longer the oldest ones."""
+        """Open the start of a false round as well, and close the oldest ones."""
         with contextlib.suppress(OSError):
             _keep(self._proofs, Holding.open(path, signed, index), KEPT_PROOFS)
 

@@ -1,4 +1,4 @@
-"""Where the weights of each stage lie in a node's folder, and how many bytes they take there."""
+"""The paths of each stage's weights in a node's folder, and their sizes."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from .folder import CheckpointFolder, saved_round
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weights of one node, by stage. What reads or removes files blocks."""
+    """The weights of one node, by stage. Methods that read or remove files block."""
 
     settings: NodeSettings
     manifest: Manifest
 
     @property
     def num_stages(self) -> int:
-        """Of the model; 1: it is not cut."""
+        """Return the number of the model's stages; 1: it is not cut."""
         return self.manifest.model.num_stages
 
     @property
     def disk(self) -> int:
-        """The most bytes that the node's folder may take; 0: no limit."""
+        """Return the maximum bytes of the node's folder; 0: no limit."""
         return round(self.settings.disk * 1e9)
 
     def copied_stage(self, stage: int) -> int:
-        """The stage of which a node of ``stage`` keeps a copy."""
+        """Return the stage of which a node of ``stage`` keeps a copy."""
         return (stage + 1) % self.num_stages
 
     def max_bytes(self, stage: int) -> int:
-        """The most that a checkpoint of a stage takes."""
+        """Return the maximum bytes of a checkpoint of a stage."""
         return max_checkpoint_bytes(self.manifest.outer, stage_parameters(self.manifest.model, stage))
 
     def required_bytes(self, stage: int) -> int:
-        """What a newcomer downloads of a stage, without the header."""
+        """Return the bytes that a newcomer downloads of a stage, without the header."""
         return required_bytes(self.manifest.outer, stage_parameters(self.manifest.model, stage))
 
     def plan(self, stage: int) -> DiskPlan:
-        """What a node of a stage keeps on its disk. Raises `DiskError` where it may not keep even the least."""
+        """Plan what a node of a stage keeps on its disk. Raises `DiskError` if the minimum exceeds the limit."""
         copy_bytes = self.required_bytes(self.copied_stage(stage)) + MAX_HEADER_BYTES + BLOCK_BYTES
         text_bytes = used_bytes(self.settings.tokens) if self.disk else 0  # of a file or two
         return plan_disk(self.disk, self.max_bytes(stage), copy_bytes, text_bytes)
 
     def fetched(self, stage: int) -> Path:
-        """What was fetched for the trainer of a stage."""
+        """Return the path of what was fetched for the trainer of a stage."""
         return self.settings.fetched(None if self.num_stages == 1 else stage)
 
     def rounds(self, stage: int) -> tuple[int | None, int | None]:
-        """The rounds of the newest own checkpoint of a stage and of what was fetched, where these can be read."""
+        """Return the rounds of the newest own checkpoint of a stage and of what was fetched; None if unreadable."""
         files = CheckpointFolder(self.settings.checkpoints, stage).files()
         own = next((found for path in files if (found := saved_round(path)) is not None), None)
         return own, saved_round(self.fetched(stage))
 
     def clean(self, stage: int) -> None:
-        """Before a trainer of a stage starts: remove half-written files, and what the plan has no room for.
+        """Remove half-written files, and what the plan has no room for; call it before a trainer of a stage starts.
 
         Checkpoints of stages that this node has left are not in the plan. Raises `DiskError`.
         """

@@ -1,4 +1,4 @@
-"""The trainer's end of the socket pair over which it is told what to do."""
+"""The trainer's end of the socket pair that carries its commands."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class TrainerSocket:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._parser = FrameParser(MAX_MESSAGE_BYTES)
-        self._sending = threading.Lock()  # on a GPU, a thread encodes and tells of it
+        self._sending = threading.Lock()  # on a GPU, a thread encodes and reports it
         self._pending: deque[Command] = deque()
 
     def send(self, report: Report) -> None:
-        """Raises `BrokenPipeError` when the mesh process is gone."""
+        """Send a report. Raises `BrokenPipeError` when the mesh process is gone."""
         with self._sending:
             self._connection.sendall(encode(report))
 
     @property
     def has_pending(self) -> bool:
-        """Whether commands were put off."""
+        """True if there are postponed commands."""
         return bool(self._pending)
 
     def receive(self) -> Command:
-        """The next command; `EOFError` when the mesh process is gone."""
+        """Return the next command. Raises `EOFError` when the mesh process is gone."""
         return self._pending.popleft() if self._pending else self._read()
 
     def poll(self, wait_seconds: float | None) -> Command | None:
-        """A command that comes within ``wait_seconds`` (None: whenever it comes), past those that were put off."""
+        """Return a new command that comes within ``wait_seconds`` (None: no limit); postponed ones are skipped."""
         if (payload := self._next_frame()) is not None:
             return decode_command(payload)
         return self._read() if select.select([self._connection], [], [], wait_seconds)[0] else None
 
     def put_off(self, command: Command) -> None:
-        """Receive it again, after those put off before."""
+        """Postpone a command: `receive` returns it again, after earlier postponed ones."""
         self._pending.append(command)
 
     def _read(self) -> Command:

@@ -1,9 +1,9 @@
-"""Where a loop of this node's owner attaches, instead of a trainer process that the node starts.
+"""The socket at which a loop of this node's owner attaches, instead of a trainer process that the node starts.
 
 The node listens on a socket for its owner alone (`farandole.node.base.system.endpoint`). A loop that connects waits
-there until the node wants a trainer. Then the node sends `Prepare`, and all goes on as with a process of its own.
-One loop trains at a time; another one is dismissed with the reason. When a loop goes away, however it ends, the node
-waits for the next one.
+there until the node wants a trainer. Then the node sends `Prepare`, and continues as with a process of its own.
+One loop trains at a time; another one is dismissed with the reason. When a loop ends, for any reason, the node waits
+for the next one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .trainer import STOP_TIMEOUT, Memory, Trainer, TrainerError, TrainerStream
 
 logger = logging.getLogger(__name__)
 
-# Loops that have connected and have not yet been looked at: a person starts one, and perhaps another by mistake.
+# Loops that have connected and are not yet accepted: a person starts one, and perhaps another by mistake.
 MAX_WAITING: Final = 8
 # A token is sent as soon as a connection is there.
 GREETING_SECONDS: Final = 5.0
@@ -42,7 +42,7 @@ class ScriptTrainer(Trainer):
     """A loop that has attached."""
 
     async def _epitaph(self) -> TrainerError:
-        """The node did not start it, and does not learn more."""
+        """Return an error without details: the node did not start the loop, and does not learn more."""
         return TrainerError("the loop is gone", "detached")
 
     async def condemn(self, reason: str) -> None:
@@ -51,7 +51,7 @@ class ScriptTrainer(Trainer):
         await self._stream.aclose()
 
     async def receive(self) -> messages.Report:
-        """As `Trainer.receive`; a loop that has failed is gone, and its owner sees why."""
+        """See `Trainer.receive`; a loop that has failed is gone, and its owner sees why."""
         try:
             return await super().receive()
         except trio.ClosedResourceError as error:
@@ -79,7 +79,7 @@ class ScriptDoor:
 
     @property
     def has_loop(self) -> bool:
-        """Whether a loop waits, or is attached."""
+        """True if a loop waits, or is attached."""
         return self._is_attached or self._waiting is not None
 
     async def wait(self) -> None:
@@ -87,14 +87,14 @@ class ScriptDoor:
         await self._came.wait()
 
     async def dismiss(self, reason: str) -> None:
-        """Want no loop any more: the one that waits is dismissed, and those that come."""
+        """Dismiss the loop that waits, and all later ones."""
         self.dismissal = self.dismissal or reason
         if (waiting := self._take()) is not None:
             await _dismiss(waiting, messages.Dismiss(self.dismissal, is_over=True))
 
     @contextlib.asynccontextmanager
     async def open_trainer(self, command: messages.Prepare) -> AsyncIterator[Trainer]:
-        """Make the loop that waits ready, and stop it on the way out. Raises `TrainerError`."""
+        """Prepare the waiting loop, and stop it on the way out. Raises `TrainerError`."""
         stream = self._take()
         assert stream is not None, "a loop is waited for before"
         folder = Path(command.checkpoints) / "shared"
@@ -130,7 +130,7 @@ class ScriptDoor:
             self._came.set()
 
     async def close(self) -> None:
-        """Hang up on the loop that waits."""
+        """Close the connection of the loop that waits."""
         if (waiting := self._take()) is not None:
             await waiting.aclose()
 

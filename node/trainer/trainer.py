@@ -1,7 +1,7 @@
-"""The mesh process's handle on what trains: start it or wait for it, talk to it, end it.
+"""The mesh process's handle on a trainer: start it or wait for it, talk to it, end it.
 
-`open_trainer` starts a process of this node's own, and never outlives it by a zombie. A loop of its owner's, which
-attaches by itself, is `farandole.node.trainer.script`.
+`open_trainer` starts a process of this node's own, and leaves no zombie. A loop of the node's owner, which attaches by
+itself, is `farandole.node.trainer.script`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..base.system.signals import signal_name
 
 logger = logging.getLogger(__name__)
 
-# Without a word from it: importing torch and CUDA, making the model, loading gigabytes from a slow disk.
+# Longest silence of a starting trainer: importing torch and CUDA, making the model, loading gigabytes from a slow disk.
 PREPARE_TIMEOUT = 600.0
 # A trainer sees `Stop` between two inner steps; one that does not within this time is killed (nothing is lost: it saves
 # by rename).
 STOP_TIMEOUT = 5.0
-# Who else would start a thread for each core: OpenMP (torch), MKL, OpenBLAS and Accelerate (numpy), Rayon (tokenizers).
+# These also start a thread per core: OpenMP (torch), MKL, OpenBLAS and Accelerate (numpy), Rayon (tokenizers).
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -44,7 +44,7 @@ THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     "RAYON_NUM_THREADS",
 )
-# A trainer that hangs has so long to write down where.
+# A trainer that hangs has this time to write its tracebacks.
 TRACEBACK_SECONDS = 1.0
 # Some hundred frames for each of its threads.
 MAX_TRACEBACK_BYTES = 64 * 1_024
@@ -68,12 +68,12 @@ class TrainerStream:
         self.aclose = self._stream.aclose
 
     async def send(self, command: messages.Command) -> None:
-        """Any number of tasks may."""
+        """Send a command; several tasks may call it."""
         async with self._send_lock:
             await self._stream.send_all(messages.encode(command))
 
     async def receive(self) -> messages.Report:
-        """The next report; for one task. Raises `TrainerError` if it is longer than any report."""
+        """Return the next report; for one task. Raises `TrainerError` if it is longer than any report."""
         try:
             while (payload := self._parser.next_frame()) is None:
                 part = await self._stream.receive_some()
@@ -86,7 +86,7 @@ class TrainerStream:
 
 
 class Memory(NamedTuple):
-    """What is shared with a trainer."""
+    """The memory that is shared with a trainer."""
 
     outgoing: SharedFile
     incoming: SharedFile
@@ -94,13 +94,13 @@ class Memory(NamedTuple):
 
 
 class Trainer(abc.ABC):
-    """What trains, once it has reported `Prepared`."""
+    """A trainer that has reported `Prepared`."""
 
     def __init__(self, stream: TrainerStream, memory: Memory) -> None:
         self.outgoing: mmap.mmap
-        """The contribution that this node sends, and a counter of what of it is encoded."""
+        """The contribution that this node sends, and a counter of its encoded bytes."""
         self.incoming: mmap.mmap
-        """The partner's contribution, and a counter of what of it has arrived."""
+        """The partner's contribution, and a counter of its arrived bytes."""
         self.prepared: messages.Prepared
         self._stream = stream
         self._memory = memory
@@ -108,7 +108,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     async def _epitaph(self) -> TrainerError:
-        """How it ended."""
+        """Return an error that says how it ended."""
 
     @abc.abstractmethod
     async def condemn(self, reason: str) -> None:
@@ -116,10 +116,10 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     async def stop(self) -> None:
-        """Ask it to stop, and do not wait for long."""
+        """Ask it to stop, with a short wait."""
 
     async def prepare(self, command: messages.Prepare, on_preparing: Callable[[messages.Preparing], None]) -> None:
-        """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
+        """Make it ready. Raises `TrainerError` with the trainer's own message if it fails."""
         with trio.move_on_after(PREPARE_TIMEOUT) as patience:
             shared = self._memory
             await self.send(
@@ -143,7 +143,7 @@ class Trainer(abc.ABC):
         raise TrainerError(f"the trainer was not ready after {PREPARE_TIMEOUT:.0f} s")
 
     def map_activations(self, num_slots: int) -> memoryview:
-        """Where microbatches' activations lie: of each slot what came in, and what goes out."""
+        """Map the memory of microbatches' activations: for each slot, the incoming and the outgoing ones."""
         size = 2 * num_slots * self.prepared.activation_bytes
         return memoryview(self._map(self._memory.activations, size))[:size]
 
@@ -152,14 +152,14 @@ class Trainer(abc.ABC):
         return self._mapped[-1]
 
     async def send(self, command: messages.Command) -> None:
-        """Raises `TrainerError` when the process is gone."""
+        """Send a command. Raises `TrainerError` when the process is gone."""
         try:
             await self._stream.send(command)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
 
     async def receive(self) -> messages.Report:
-        """The next report; raises `TrainerError` when the process is gone or says that it failed."""
+        """Return the next report. Raises `TrainerError` when the process is gone or reports that it failed."""
         try:
             report = await self._stream.receive()
         except trio.BrokenResourceError as error:
@@ -169,14 +169,14 @@ class Trainer(abc.ABC):
         return report
 
     def close(self) -> None:
-        """Give up the shared memory, but for what somebody still looks at."""
+        """Close the shared memory, except for maps that have exported views."""
         for memory in self._mapped:
             with contextlib.suppress(BufferError):
                 memory.close()
 
 
 class ChildTrainer(Trainer):
-    """A trainer process that this node has started. What hangs writes to ``tracebacks`` where."""
+    """A trainer process that this node has started. If it hangs, it writes its stacks to ``tracebacks``."""
 
     def __init__(self, process: trio.Process, stream: TrainerStream, memory: Memory, tracebacks: SharedFile) -> None:
         super().__init__(stream, memory)
@@ -187,7 +187,7 @@ class ChildTrainer(Trainer):
         self._oom_kills_before = count_oom_kills()
 
     async def _epitaph(self) -> TrainerError:
-        """How the process ended."""
+        """Return an error that says how the process ended."""
         code = None
         with trio.move_on_after(STOP_TIMEOUT):
             code = await self._process.wait()
@@ -236,7 +236,7 @@ async def open_trainer(
 ) -> AsyncIterator[ChildTrainer]:
     """Start a trainer process, make it ready, and end it on the way out.
 
-    ``log`` is where its output goes (the terminal if None); ``on_preparing`` is told how far it is with its text,
+    ``log`` is where its output goes (the terminal if None). ``on_preparing`` gets the progress with its text,
     ``on_started`` the process id, long before it is ready. Raises `TrainerError`.
     """
     folder = Path(command.checkpoints) / "shared"

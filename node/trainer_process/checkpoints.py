@@ -1,7 +1,7 @@
-"""What a trainer process goes on from, and what it leaves: checkpoints, and what its screening rule remembers of peers.
+"""A trainer process's start and its saves: checkpoints, and the screening rule's histories of peers.
 
-A checkpoint is written behind the inner steps, by a thread (`farandole.node.store.save`): they wait only for a copy of
-what is in it.
+A thread writes a checkpoint while inner steps are taken (`farandole.node.store.save`): they wait only for a copy of its
+content.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Checkpoints:
         self._saver = Saver(self._folder, report, plan.num_kept)
 
     def begin(self, prepare: Prepare, manifest: Manifest) -> tuple[Saved | None, str]:
-        """Go on from a checkpoint, or begin with the weights that the manifest names, or with those of the seed.
+        """Resume from a checkpoint, or begin with the manifest's weights, or with the seed's.
 
-        Returns the checkpoint, if it was one, and what is wrong with those that should have been loaded. A peer's
-        becomes this node's own only once it is proved to be fit. Raises `UnfitWeightsError` if it is not, and
-        `CheckpointError` if nothing can be loaded.
+        Returns the checkpoint, if there was one, and the faults of checkpoints that should have been loaded. A peer's
+        checkpoint becomes this node's own only once it is proved to be fit. Raises `UnfitWeightsError` if it is not,
+        and `CheckpointError` if nothing can be loaded.
         """
         fetched = Path(prepare.fetched)
         is_fetched = bool(prepare.fetched) and fetched.exists()
@@ -51,7 +51,7 @@ class Checkpoints:
         return resumed, problem
 
     def _adopt(self, fetched: Path, prepare: Prepare, manifest: Manifest) -> Saved:
-        """Go on from a peer's, unless they are worse than what this node has by itself."""
+        """Continue from a peer's checkpoint, unless it is worse than this node's own weights."""
         initial, own = self._known_standings(prepare, manifest)
         try:
             content = self._engine.load(fetched)
@@ -63,7 +63,7 @@ class Checkpoints:
         return self._saver.adopt(fetched, content, self._engine.counters)
 
     def _known_standings(self, prepare: Prepare, manifest: Manifest) -> tuple[Fitness, Fitness | None]:
-        """How good the weights are that the run begins with, and this node's own, if it has any."""
+        """Return the fitness of the run's initial weights, and of this node's own, if it has any."""
         if manifest.start is not None and Path(prepare.start).is_file():
             self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
         initial, own = fitness_of(self._engine), None
@@ -92,14 +92,14 @@ class Checkpoints:
             self._engine.start_from(path, steps, tokens)
         except CheckpointError as error:
             with contextlib.suppress(OSError):
-                path.unlink()  # its bytes were right once: they are again when it comes anew
+                path.unlink()  # its bytes were right once: they are right again after another download
             raise CheckpointError(
                 f"the weights that this run starts from are unfit: {error}. They are removed here: join again to fetch "
                 "them anew; if they are unfit again, the run was made with weights that nobody can start from"
             ) from error
 
     def save(self, *, is_last: bool) -> None:
-        """A full disk or a failed fsync costs a warning, never the training."""
+        """Save a checkpoint; a full disk or a failed fsync causes a warning and does not stop training."""
         self._save_histories()
         engine, newest = self._engine, self._saver.newest
         if newest is not None and engine.is_in(newest.round, newest.inner_steps):
@@ -115,7 +115,7 @@ class Checkpoints:
                 self._saver.save_behind(snapshot)
 
     def _save_histories(self) -> None:
-        """Where the disk refuses it, the checkpoint's own save reports that."""
+        """Save the histories; a disk error is ignored, because the checkpoint's own save reports it."""
         if encoded := self._engine.histories.encode():
             with contextlib.suppress(OSError):
                 self._folder.path.mkdir(parents=True, exist_ok=True)

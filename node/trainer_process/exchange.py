@@ -1,8 +1,8 @@
-"""A round's exchange, at the trainer's end: its contribution goes into shared memory, and the partner's comes from it.
+"""A round's exchange in the trainer: its contribution goes into shared memory, and the partner's comes from it.
 
-A contribution is sent while it is encoded, and the partner's is decoded while it arrives. How far either is stands in a
-counter in the memory that both processes share (`farandole.node.base.system.memory.SharedCounter`). A count of an
-earlier exchange is never believed: each exchange has a number of its own, the counter's epoch.
+A contribution is sent while it is encoded, and the partner's is decoded while it arrives. The progress of both is in
+counters in the memory that both processes share (`farandole.node.base.system.memory.SharedCounter`). A count of an
+earlier exchange is ignored: each exchange has a number of its own, the counter's epoch.
 
 Where the engine can, a thread encodes the contribution while the next round's inner steps are taken: on a GPU, on a
 stream of its own. Whatever needs the contribution waits for that thread.
@@ -58,11 +58,11 @@ class Exchange:
         self._size = self._engine.contribution(fragment)
         self._chance = self._draw()
         self._encoded.store(round_index, 0)
-        self._taken = self._arrived.read()  # of an exchange before: what it has left there is of no use
+        self._taken = self._arrived.read()  # an earlier exchange's count, which is void
         return self._size
 
     def encode(self, round_index: int) -> None:
-        """The mesh process sends what is encoded while the rest is; reports `Encoded`."""
+        """Encode the contribution, while the mesh process sends the encoded part; report `Encoded`."""
         if self._engine.encodes_aside:
             self._encoding = self._aside.submit(self._encode, round_index)
         else:
@@ -78,7 +78,7 @@ class Exchange:
         return self._digest
 
     def _finish_encoding(self) -> None:
-        """Raises what went wrong with it."""
+        """Wait until the encoding is done. Raises its error."""
         if self._encoding is not None:
             encoding, self._encoding = self._encoding, None
             encoding.result()
@@ -94,7 +94,7 @@ class Exchange:
         self._engine.take_in(self._incoming[: self._size], arrived.value)
 
     def _look_at(self, arrived: Count) -> None:
-        """What was decoded of an exchange before this one is of no use."""
+        """Discard the decoded part of an earlier exchange."""
         if arrived.epoch != self._taken.epoch:
             self._engine.take_in(self._incoming[: self._size], 0)
         self._taken = arrived
@@ -110,7 +110,7 @@ class Exchange:
         self._report(messages.Screened(reason, command.number, clip, verdict.is_suspect))
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
-        """With the partner's contribution, or alone."""
+        """Take the outer step with the partner's contribution, or alone."""
         self._finish_encoding()
         partner = self._incoming[: command.partner_size] if command.partner_size else None
         encounter = self._encounter(command.partner, command.partner_tokens)

@@ -1,4 +1,4 @@
-"""What rounds were: their starts, kept for those who replay them, and the hashes of what came out.
+"""Records of rounds: their starts, kept for peers that replay them, and the hashes of their results.
 
 A thread writes a round's start while its inner steps are taken, and hashes its end while the exchange goes on; the
 inner steps wait for a copy within memory alone.
@@ -28,7 +28,7 @@ FOLDER: Final = "starts"
 
 
 class Recorder:
-    """Records one learner's rounds; ``report`` is called from its thread. What the disk refuses is not recorded."""
+    """Records one learner's rounds; ``report`` is called from its thread. Rounds that fail to write are left out."""
 
     def __init__(self, folder: Path, learner: Learner, report: Callable[[Report], None]) -> None:
         self._folder = folder
@@ -44,14 +44,14 @@ class Recorder:
         self._clear()
 
     def _clear(self) -> None:
-        """Remove what an earlier life kept."""
+        """Remove the files of an earlier process."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
                 path.unlink()
 
     def begin(self) -> None:
-        """The inner steps of a round begin."""
+        """Record the start of a round, before its inner steps."""
         self.wait()
         try:
             snapshot = self._learner.start()
@@ -62,7 +62,7 @@ class Recorder:
         self._work = self._thread.submit(self._write, snapshot)
 
     def wait(self) -> None:
-        """Until the thread is done with what it looks at."""
+        """Wait until the thread is done with the memory that it reads."""
         if self._work is not None:
             self._work.result()
             self._work = None
@@ -82,7 +82,7 @@ class Recorder:
                 self._kept.popleft().unlink(missing_ok=True)
 
     def end(self, round_index: int, fragment: int, contribution: bytes) -> None:
-        """The contribution is made; no inner step comes before `wait`, or the next `begin`."""
+        """Record a round's end, given its contribution; no inner step comes before `wait` or the next `begin`."""
         self._work = self._thread.submit(self._tell, round_index, fragment, contribution)
 
     def _tell(self, round_index: int, fragment: int, contribution: bytes) -> None:
@@ -110,7 +110,7 @@ class Recorder:
 def recorder_of(
     prepare: Prepare, manifest: Manifest, engine: Engine, report: Callable[[Report], None]
 ) -> Recorder | None:
-    """For runs with audits, of an engine that has rounds."""
+    """Make a recorder if the run has audits and the engine has rounds; else return None."""
     if not manifest.audits or not isinstance(engine, Learner):
         return None
     return Recorder(Path(prepare.checkpoints) / FOLDER, engine, report)

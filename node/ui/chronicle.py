@@ -1,6 +1,6 @@
-"""What changes in how a node is connected, in words: kept among its events, for whoever looks at them.
+"""Changes of a node's connections in words, which are kept among its events.
 
-Two looks at the node are compared, a few seconds apart, so that none of the parts that connect it need know of people.
+Two states of the node, a few seconds apart, are compared, so that the parts that connect it need no text for people.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _REACHED: Final = {"public": "directly", "punchable": "by hole punching", "relay
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """How a node is connected, by others' short names."""
+    """A node's connections, by the peers' short names."""
 
     reachability: str = "unknown"
     """As in `farandole.node.status.status.NodeStatus`."""
     relays: frozenset[str] = frozenset()
-    """Through whom others reach this node."""
+    """Relays through which others reach this node."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Peer -> ``direct``, ``punched`` or ``relayed``."""
 
 
 def changes(before: Connections, after: Connections) -> Iterator[str]:
-    """What has happened between two looks."""
+    """Yield the changes between two states in words."""
     if after.reachability != before.reachability and after.reachability in _REACHED:
         yield f"others reach this node {_REACHED[after.reachability]}"
     yield from _of_relays(sorted(before.relays - after.relays), sorted(after.relays - before.relays))
@@ -52,7 +52,7 @@ def _of_relays(lost: list[str], found: list[str]) -> Iterator[str]:
 
 
 async def keep_chronicle(look: Callable[[], Connections], note: Callable[[str], None]) -> None:
-    """Note what changes, until cancelled."""
+    """Note changes until cancelled."""
     seen = Connections()
     while True:
         before, seen = seen, look()

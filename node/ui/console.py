@@ -1,4 +1,4 @@
-"""What a daemon says at the terminal, and in its log: one line an event, for people, or JSON objects for machines."""
+"""A daemon's output to the terminal and to its log: one line an event, as text or as a JSON object."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Console:
         self._formatter = JsonFormatter()
 
     def say(self, text: str, figures: Mapping[str, object] | None = None) -> None:
-        """One event; its ``figures`` are for machines alone."""
+        """Print one event; its ``figures`` are only for the JSON output."""
         self._tell(logging.INFO, text, sys.stdout, figures)
 
     def tell_round(self, record: RoundRecord) -> None:
-        """A round is over; it goes into the file of rounds, too."""
+        """Print a finished round, and append it to the file of rounds."""
         figures: dict[str, object] = msgspec.structs.asdict(record)
         self.say(record.line, figures)
         rounds.info("%s", json.dumps(figures))
 
     def complain(self, text: str) -> None:
-        """Why the node ends."""
+        """Print why the node ends, as an error."""
         self._tell(logging.ERROR, text, sys.stderr)
 
     def _tell(self, level: int, text: str, stream: TextIO, figures: Mapping[str, object] | None = None) -> None:

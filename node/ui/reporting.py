@@ -32,7 +32,7 @@ from .chronicle import Connections
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
-# A look at a thousand members takes 10 ms, so more than so many are looked at once in so many seconds.
+# A look at a thousand members takes 10 ms, so above this number the result is reused for this many seconds.
 MANY_MEMBERS, MEMBERS_AGE = 64, 5.0
 _VERSION = version("farandole")
 
@@ -57,10 +57,10 @@ class Reporter:
     nodes_of_stages: Callable[[], Sequence[frozenset[bytes]]] = tuple
     traffic: TrafficKeeper | None = None
     _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
-    """The members and what they are together, as of that moment of trio's clock."""
+    """Time by trio's clock, the members, and their summary at that time."""
 
     def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
-        """Everything that ``farandole status`` shows, as of now, with so many members, connected ones first."""
+        """Return the present status with at most ``max_members`` members, connected ones first."""
         journal, exchanges, losses = self.journal, self.journal.exchanges, self.journal.losses
         host, shaping, connectivity = self.host, self.shaping, self.connectivity
         members, run = self._look()
@@ -123,7 +123,7 @@ class Reporter:
         return msgspec.structs.replace(taken, device_memory=device_memory, device_memory_total=total)
 
     def connections(self) -> Connections:
-        """How the node is connected, for its chronicle."""
+        """Return the node's connections, for its chronicle."""
         return Connections(
             self.connectivity.reachability.kind.value,
             frozenset(short_name(held.relay) for held in self.connectivity.keeper.held),
@@ -131,7 +131,7 @@ class Reporter:
         )
 
     def links(self) -> list[LinkStatus]:
-        """Connections first, and of these the ones with whom the last exchanges were."""
+        """Return the links: connections first, and of these the partners of the last exchanges."""
         exchanges = self.journal.exchanges
         connected = {peer_id_of(peer): peer for peer in self.host.connected}
         links = []
@@ -153,7 +153,7 @@ class Reporter:
         return links[:MAX_LINKS]
 
     def members(self) -> list[MemberStatus]:
-        """Live ones first. Those of a large run may be a few seconds old: pages and screens ask every second."""
+        """Return the members, live ones first. A large run's may be a few seconds old: pages ask every second."""
         return self._look()[0]
 
     def _look(self) -> tuple[list[MemberStatus], RunStatus]:
@@ -225,7 +225,7 @@ class Reporter:
 
 
 def _as_of_now(member: MemberStatus, state: NodeState) -> MemberStatus:
-    """This node as a member, by its own state, which is newer than what it has published."""
+    """Return this node as a member, by its own state, which is newer than its published one."""
     names = ("stage", "round", "inner_steps", "tokens", "tokens_per_second", "loss")
     return msgspec.structs.replace(
         member,

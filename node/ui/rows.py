@@ -1,7 +1,7 @@
-"""The status as rows of text, each written once: the terminal, the full screen and the page lay them out.
+"""The status as rows of text, which the terminal, the full screen and the page lay out.
 
-A row has a label, a value, and how much a reader should care. The full screen has two narrow columns, so a row also has
-the lines that it shows there.
+A row has a label, a value, and an emphasis. The full screen has two narrow columns, so a row also has the lines that
+are shown there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def status_rows(status: NodeStatus, now: float) -> list[Row]:
-    """What a node is and does; ``now``: Unix seconds by its clock."""
+    """Return the rows of a node's status; ``now``: Unix seconds by the node's clock."""
     waits = status.waits_for
     rows = [
         Row("node", status.peer_id),
@@ -72,7 +72,7 @@ def status_rows(status: NodeStatus, now: float) -> list[Row]:
 
 
 def _joined(separator: str, *parts: str) -> str:
-    """Those that say something."""
+    """Join the parts that are not empty."""
     return separator.join(part for part in parts if part)
 
 
@@ -192,7 +192,7 @@ def _links(status: NodeStatus) -> Row:
 
 
 def _reached(status: NodeStatus) -> Row:
-    """How others reach this node, and for whom it relays."""
+    """Return the row about how others reach this node, and for which peers it relays."""
     way = _WAYS.get(status.reachability, "not directly")
     relays = f"through {len(status.relays)} relays" if status.relays else ""
     names = ", ".join(relay[-8:] for relay in status.relays)
@@ -233,7 +233,7 @@ def _resources(status: NodeStatus) -> Row | None:
 
 
 def member_state(member: MemberStatus) -> tuple[str, Emphasis]:
-    """Whether a member is there."""
+    """Return a member's state in words, with its emphasis."""
     if member.has_left:
         return "left", "faint"
     if member.is_live:

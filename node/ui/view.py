@@ -27,7 +27,7 @@ STYLES: Final[dict[Emphasis, str]] = {
 
 
 def status_screen(status: NodeStatus, now: float) -> RenderableType:
-    """The whole answer: am I well, what do I do, with whom did I last exchange, is the loss falling.
+    """Return the whole status: health, activity, last exchanges, loss curve.
 
     ``now`` is Unix time.
     """
@@ -49,7 +49,7 @@ def _title(status: NodeStatus) -> Text:
 
 
 def members_table(members: list[MemberStatus], providers: Sequence[int] = ()) -> Table:
-    """``farandole peers``: one line a member of the run, and one with the ``providers`` of each stage if several."""
+    """Make the table of `farandole peers`: a line for each member, and one with several stages' ``providers``."""
     has_stages = len(providers) > 1
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     texts, numbers = ("peer", "state", "link", "device"), ("round", "steps", "tokens", "tokens/s", "loss")

@@ -32,7 +32,7 @@ class GPT2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As `farandole.protocol.manifest.ModelConfig` calls them."""
+        """Sizes under the names of `farandole.protocol.manifest.ModelConfig`."""
         return {
             "num_layers": self.n_layer,
             "width": self.n_embd,
@@ -76,12 +76,12 @@ class GPT2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
     @property
     def older_settings(self) -> dict[str, Any]:
-        """The settings under the names that tools read that were made before transformers 5."""
+        """The settings under the names that tools from before transformers 5 read."""
         return {}
 
 
 def settings_from_json(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a ``config.json``, completed with what transformers derives from the others."""
+    """Return the settings of a ``config.json``, completed with the ones that transformers derives from them."""
     width = settings.get("n_embd")
     if settings.get("n_inner") is None and isinstance(width, int):
         settings["n_inner"] = 4 * width

@@ -73,7 +73,7 @@ class LlamaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As `farandole.protocol.manifest.ModelConfig` calls them."""
+        """Sizes under the names of `farandole.protocol.manifest.ModelConfig`."""
         return {
             "num_layers": self.num_hidden_layers,
             "width": self.hidden_size,
@@ -120,14 +120,14 @@ class LlamaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
     @property
     def older_settings(self) -> dict[str, Any]:
-        """The settings under the names that tools read that were made before transformers 5."""
+        """The settings under the names that tools from before transformers 5 read."""
         rope = msgspec.to_builtins(self.rope_parameters)
         theta = rope.pop("rope_theta")
         return {"rope_theta": theta, "rope_scaling": None if isinstance(self.rope_parameters, DefaultRope) else rope}
 
 
 def settings_from_json(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a ``config.json``, completed with what transformers derives from the others."""
+    """Return the settings of a ``config.json``, completed with the ones that transformers derives from them."""
     heads = settings.get("num_attention_heads")
     if settings.get("num_key_value_heads") is None:
         settings["num_key_value_heads"] = heads

@@ -1,1 +1,1 @@
-"""How fast contributions move, beside raw sockets, libp2p and other projects: each file one part of the benchmark."""
+"""Benchmarks of farandole, some with raw sockets, libp2p and other projects as baselines: one file per part."""

@@ -1,10 +1,11 @@
-"""A thousand members of a run in one process, for whoever knows of them: their entries, not their training.
+"""A thousand members of a run in one process, as load on a node: they publish entries and do not train.
 
     python -m farandole.testnet.bench.crowd ADDRESS RUN_ID CREATOR NUM_MEMBERS
 
-A few of them are real hosts, connected to the node at the address: they push everybody's signed entries to it, each by
-two of them, as its neighbours in a real run would, and give the run state to whom asks. The others have no address.
-Rounds, losses and partners go on as in a run; RUN_ID and CREATOR are hexadecimal. It ends when it is told to.
+A few of the members are real hosts, connected to the node at ADDRESS. They push the signed entries of all members to
+it, each entry through two hosts, as its neighbours in a real run would, and answer requests for the run state. The
+other members have no address. Rounds, losses and partners change as in a run. RUN_ID and CREATOR are hexadecimal. The
+process runs until it is killed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ NUM_HOSTS: Final = 12
 ROUND_SECONDS: Final = 30.0
 TOKENS_PER_SECOND: Final = 10_000
 PROGRESS_PERIOD: Final = 60.0
-# A neighbour's push leaves so often.
+# The interval at which a neighbour's push leaves.
 TICK_SECONDS: Final = 0.5
-# Two in three say that they are here, where nobody listens; the others say nothing.
+# Two in three members give this address, at which nothing listens; the others give none.
 NOBODY: Final = "/ip4/127.0.0.1/tcp/9"
-# Ahead of the nodes of any other benchmark, whose numbers are their keys.
+# Above the numbers of other benchmarks' nodes: a key is derived from its number.
 FIRST_NUMBER: Final = 1_000_000
 
 
@@ -58,7 +59,7 @@ class Extra:
         self.author = self._writer.author
 
     def write(self, payload: Payload, kind: Kind, now: float) -> list[Entry]:
-        """Its next entry of that kind, or none if the last is too young; ``now``: Unix seconds."""
+        """Return the member's next entry of this kind, or none if the last is too young; ``now`` is in Unix seconds."""
         if self._writer.delay(kind, 0, now) > 0:
             return []
         mark = self._writer.mark_needed(kind, 0, now)
@@ -67,24 +68,24 @@ class Extra:
         return [self._writer.write(kind, 0, payload, now)]
 
     def member(self) -> Member:
-        """What it says of itself."""
+        """Return what the member publishes about itself."""
         device = "cpu" if self._number % 2 else "NVIDIA GeForce RTX 4090"
         return Member(device=device, addresses=(NOBODY,) if self._number % 3 else ())
 
     def beat(self, seconds: float, partner: bytes) -> Beat:
-        """After so many seconds of the run."""
+        """Return the heartbeat ``seconds`` after the run began."""
         round_index = int(seconds / ROUND_SECONDS)
         loss = 3.0 + 7.0 * math.exp(-round_index / 20) + 0.1 * math.sin(self._number + round_index)
         return Beat(round_index * 100, round_index, int(loss * 1e6), TOKENS_PER_SECOND, partner[:PARTNER_BYTES])
 
     def progress(self, seconds: float) -> Progress:
-        """Likewise."""
+        """Return the progress ``seconds`` after the run began."""
         rounds = int(seconds / ROUND_SECONDS)
         return Progress(rounds * 100, rounds, int(seconds) * TOKENS_PER_SECOND, rounds * 1_000_000, rounds * 1_000_000)
 
 
 class Turns:
-    """All members in turn, so many a second."""
+    """Takes all members in turn, ``per_second`` of them each second."""
 
     def __init__(self, members: Sequence[Extra], per_second: float) -> None:
         self._members = itertools.cycle(members)
@@ -92,13 +93,13 @@ class Turns:
         self._due = 0.0
 
     def take(self, seconds: float) -> list[Extra]:
-        """Those whose turn comes within so many seconds."""
+        """Return the members whose turn comes within the next ``seconds``."""
         number, self._due = divmod(self._due + seconds * self._per_second, 1.0)
         return list(itertools.islice(self._members, int(number)))
 
 
 class Crowd:
-    """All members, and what they say when."""
+    """Members of the run, and the entries that they publish over time."""
 
     def __init__(self, run_id: bytes, num_members: int, rng: random.Random) -> None:
         self.members = [Extra(number, run_id) for number in range(num_members)]
@@ -111,7 +112,7 @@ class Crowd:
         self._progresses = Turns(self.members, num_members / PROGRESS_PERIOD)
 
     def all_at_once(self) -> list[Entry]:
-        """What a newcomer is told."""
+        """Return the entries that a newcomer receives."""
         now = time.time()
         return [
             entry
@@ -124,7 +125,7 @@ class Crowd:
         ]
 
     def due(self, seconds: float) -> list[Entry]:
-        """What they say in the next so many seconds."""
+        """Return the entries that members publish in the next ``seconds``."""
         now = time.time()
         since = now - self._began_at
         self._pair(int(since / ROUND_SECONDS))
@@ -146,7 +147,7 @@ class Crowd:
 
 
 class Wire:
-    """A messenger whose incoming pushes may also be made here."""
+    """A messenger that can also inject incoming pushes."""
 
     def __init__(self, messenger: Messenger) -> None:
         self._messenger = messenger
@@ -160,31 +161,31 @@ class Wire:
         receive: Callable[[bytes, bytes], None],
         on_failed: Callable[[bytes, str], None] | None = None,
     ) -> None:
-        """As `Messenger.set_receiver`."""
+        """See `Messenger.set_receiver`."""
         self.push = receive
         self._messenger.set_receiver(protocol, max_bytes, receive, on_failed)
 
 
 class NoStore:
-    """Forgets: the crowd lives once."""
+    """A store that keeps nothing: the crowd never restarts."""
 
     async def load_authors(self) -> dict[bytes, bytes]:
-        """None."""
+        """Return no authors."""
         return {}
 
     async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
-        """Nowhere."""
+        """Do nothing."""
 
     async def load_mark(self) -> Mark:
-        """None."""
+        """Return an empty mark."""
         return ()
 
     async def save_mark(self, mark: Mark) -> None:
-        """Nowhere."""
+        """Do nothing."""
 
 
 class CrowdNeighbour:
-    """A member that is a host, connected to the node."""
+    """A member that is a real host, connected to the node."""
 
     def __init__(self, host: Host, messenger: Messenger, extra: Extra, state: RunState, rng: random.Random) -> None:
         self.host = host
@@ -194,7 +195,7 @@ class CrowdNeighbour:
 
 
 def batches_of(entries: Iterable[Entry]) -> list[bytes]:
-    """The messages that carry these."""
+    """Return the messages that carry these entries."""
     signed: list[Signed] = [entry.signed for entry in entries]
     return [
         msgspec.msgpack.encode(Batch(is_choice=True, delta=delta)) for delta in deltas_of(signed, (), MAX_BATCH_BYTES)
@@ -202,7 +203,7 @@ def batches_of(entries: Iterable[Entry]) -> list[bytes]:
 
 
 async def run_crowd(address: str, run_id: bytes, creator: bytes, num_members: int) -> None:
-    """Until cancelled."""
+    """Run the crowd until cancelled."""
     rng = random.Random(0)
     crowd = Crowd(run_id, num_members, rng)
     checker = SharedChecker(run_id, creator)
@@ -225,7 +226,7 @@ async def run_crowd(address: str, run_id: bytes, creator: bytes, num_members: in
 
 
 async def spread(neighbours: list[CrowdNeighbour], node: bytes, entries: list[Entry], rng: random.Random) -> None:
-    """All neighbours hear of the entries, and as many of them as a node has chosen tell it."""
+    """Give the entries to all neighbours, and let ``NUM_CHOSEN`` of them push each batch to the node."""
     told_by = rng.sample(neighbours, min(NUM_CHOSEN, len(neighbours)))
     for batch in batches_of(entries):
         for neighbour in neighbours:

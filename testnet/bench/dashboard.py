@@ -1,9 +1,9 @@
-"""What a page about a run of a thousand members costs: its browser a refresh, and the node's daemon all the time.
+"""The cost of the page of a run with a thousand members: a refresh in its browser, and CPU time of the node's daemon.
 
-The daemon is a real one, at rest, so that its trainer is not measured. Its run has a thousand members more
-(`farandole.testnet.bench.crowd`), whose entries come as they would in such a run. The page is open in Chromium, without
-a screen; a refresh is what the page does with one event: reading it, drawing, and what the browser then lays out and
-paints, each by the browser's own clock, without what it waits for between. A daemon's seconds are those of all of its
+The daemon is a real one, paused, so that its trainer is not measured. Its run has a thousand more members
+(`farandole.testnet.bench.crowd`), whose entries arrive as they would in such a run. The page is open in a headless
+Chromium. A refresh is what the page does with one event: reading it, drawing, and the browser's layout and paint after
+that, each by the browser's own clock, without waits in between. A daemon's seconds are the CPU time of all of its
 threads, in the kernel too.
 """
 
@@ -37,24 +37,24 @@ from ..namespace import held
 from .process import BenchError, Say
 from .report import OUT, BenchReport, Out, Write, open_bench
 
-# What must hold.
+# Limits.
 MAX_REFRESH_MS: Final = 100.0
 MAX_DAEMON_SHARE: Final = 0.05
-# A busy machine takes so long to start a daemon, and to verify three thousand signatures.
+# A busy machine takes this long to start a daemon, and to verify three thousand signatures.
 START_TIMEOUT: Final = 180.0
-# What a thousand newcomers cause is over: their entries are on disk, and synced; and the page has drawn a few times.
+# After this time the entries of a thousand newcomers are synced to disk, and the page has drawn a few times.
 SETTLE_SECONDS: Final = 30.0
 LOOK_INTERVAL: Final = 0.25
 
-# How long an answer is that the page fetches.
+# Lengths of the answers that the page fetches.
 _LENGTH_OF: Final = """
 async (path) => {
   const headers = { Authorization: `Bearer ${sessionStorage.getItem("token")}` };
   return (await (await fetch(path, { headers })).text()).length;
 }
 """
-# Runs in the page before its own script: times each event's listener, and the frame in which what it has changed is
-# laid out and painted. What is posted in a frame's callback comes after that frame.
+# Runs in the page before its own script: times each event's listener, and the frame in which its changes are laid out
+# and painted. A message that is posted in a frame's callback arrives after that frame.
 _METER: Final = """
 window.refreshes = [];
 const add = EventSource.prototype.addEventListener;
@@ -76,22 +76,22 @@ EventSource.prototype.addEventListener = function (kind, listener) {
 
 @dataclass(frozen=True, slots=True)
 class PageCost:
-    """What was measured of the page, or of the daemon."""
+    """The cost of the page, or of the daemon."""
 
     name: str
     number: int
-    """Of refreshes."""
+    """Number of refreshes."""
     median: str
-    """Of one, in words."""
+    """Median of one refresh, in words."""
     worst_ms: float | None = None
-    """Of one, all together."""
+    """The slowest refresh, all parts together."""
     share: float | None = None
-    """Of a core."""
+    """Share of a core."""
     is_judged: bool = True
 
     @property
     def cells(self) -> list[str]:
-        """Of the table."""
+        """Return the cells of the table."""
         if self.share is not None:
             limit = f"max {MAX_DAEMON_SHARE:.0%}" if self.is_judged else ""
             return [self.name, "", self.median, f"{self.share:.1%} of a core", limit]
@@ -104,7 +104,7 @@ class PageCost:
         ]
 
     def misses(self) -> list[str]:
-        """The limits that were not kept."""
+        """Return the limits that were exceeded."""
         if self.worst_ms is not None and self.worst_ms > MAX_REFRESH_MS:
             return [f"{self.name}: a refresh took {self.worst_ms:.0f} ms"]
         if self.share is not None and self.is_judged and self.share > MAX_DAEMON_SHARE:
@@ -114,7 +114,7 @@ class PageCost:
 
 @dataclass(slots=True)
 class PageFigures:
-    """What was measured."""
+    """The measurements of all parts."""
 
     rows: list[PageCost]
     num_members: int
@@ -124,14 +124,14 @@ class PageFigures:
     members_bytes: int
 
     def report(self, setting: Mapping[str, Any]) -> BenchReport:
-        """The table, words, data and misses."""
+        """Return the table, words, data and misses."""
         title = f"A page about a run of {self.num_members:,} members, {self.seconds:.0f} s each"
         grid = Grid(title, ["what", "refreshes", "median", "worst", "limit"], [row.cells for row in self.rows])
         misses = [miss for row in self.rows for miss in row.misses()]
         return BenchReport(setting, [grid], asdict(self), [self.words()], misses)
 
     def words(self) -> str:
-        """What comes to the page."""
+        """Return what the page fetches, in words."""
         return (
             f"Every second {self.overview_bytes / 1e3:.0f} kB come to the page, and every five seconds the members, "
             f"{self.members_bytes / 1e3:.0f} kB."
@@ -153,7 +153,7 @@ def run(
 
 
 def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFigures:
-    """Start a daemon, its run's members and a browser, and look at them."""
+    """Start a daemon, its run's members and a browser, and measure their costs."""
     home = folder / "dashboard-node"
     shutil.rmtree(home, ignore_errors=True)
     say("starting a daemon")
@@ -162,7 +162,7 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFig
         say(f"{num_members} members more join the run")
         with _running_crowd(leash, folder, status.addresses[0], signed, num_members):
             _wait(home, lambda status: status.run.members_live + status.run.members_heard >= num_members)
-            time.sleep(SETTLE_SECONDS)  # what the newcomers cause is not measured
+            time.sleep(SETTLE_SECONDS)  # the newcomers' cost is not measured
             say("the daemon without a page")
             share_without = _share(daemon.pid, seconds)
             say("the daemon with a page, and the page")
@@ -170,7 +170,7 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFig
                 page.wait_for_function(
                     f"parseInt(document.getElementById('members-count').textContent) >= {num_members}"
                 )
-                time.sleep(SETTLE_SECONDS)  # nor is what drawing them first costs
+                time.sleep(SETTLE_SECONDS)  # nor is the cost of drawing them first
                 page.evaluate("window.refreshes.length = 0")
                 share_with = _share(daemon.pid, seconds)
                 page.wait_for_function(  # on a busy machine one may come late
@@ -201,7 +201,7 @@ def _sum_up(seen: Sequence[tuple[str, float, float]]) -> list[PageCost]:
 
 @contextlib.contextmanager
 def _running_daemon(leash: Leash, folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen[bytes], SignedManifest]]:
-    """A node that rests, alone in a run of its own."""
+    """Run a paused node, alone in a run of its own."""
     signed = sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate())
     manifest, text = folder / "dashboard.manifest", folder / "dashboard.txt"
     manifest.write_bytes(signed.encode())
@@ -216,7 +216,7 @@ def _running_daemon(leash: Leash, folder: Path, home: Path) -> Iterator[tuple[su
         yield process, signed
 
 
-# The model is as small as one can be: it is loaded once at most, before the pause.
+# The model is minimal: it is loaded once at most, before the pause.
 _RUN: Final[Mapping[str, Any]] = {
     "name": "a large run",
     "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
@@ -238,7 +238,7 @@ def _running_crowd(
 
 @contextlib.contextmanager
 def _open_page(home: Path) -> Iterator[Any]:
-    """The node's page, in a browser without a screen."""
+    """Open the node's page in a headless browser."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError as error:
@@ -251,7 +251,7 @@ def _open_page(home: Path) -> Iterator[Any]:
         raise BenchError(f"the daemon serves no page; see {home / 'log'}")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=[] if os.geteuid() else ["--no-sandbox"])
-        # Without the page's policy: Playwright waits for something by evaluating text in the page, again and again.
+        # Without the page's policy: Playwright waits by evaluating text in the page repeatedly.
         page = browser.new_page(viewport={"width": 1280, "height": 1600}, bypass_csp=True)
         page.add_init_script(_METER)
         page.set_default_timeout(START_TIMEOUT * 1_000)
@@ -261,7 +261,7 @@ def _open_page(home: Path) -> Iterator[Any]:
 
 
 def _ask(home: Path, method: str, **parameters: Any) -> Any:
-    """The answer, once there is somebody to give it."""
+    """Return the daemon's answer, and retry until it is up."""
     deadline = time.monotonic() + START_TIMEOUT
     while True:
         try:
@@ -280,18 +280,18 @@ def _wait(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
             return status
         if time.monotonic() > deadline:
             raise BenchError(f"the daemon does not come so far: {status.phase}, {status.run.members_live} live members")
-        time.sleep(LOOK_INTERVAL)  # the daemon does not say when; it is asked
+        time.sleep(LOOK_INTERVAL)  # the daemon sends no event for this, so poll it
 
 
 def _share(pid: int, seconds: float) -> float:
-    """Of one core, over so many seconds from now."""
+    """Return the CPU time of a process over the next ``seconds``, as a share of one core."""
     before, began_at = _cpu_seconds(pid), time.monotonic()
-    time.sleep(seconds)  # this is what is measured
+    time.sleep(seconds)  # the measured interval
     return (_cpu_seconds(pid) - before) / (time.monotonic() - began_at)
 
 
 def _cpu_seconds(pid: int) -> float:
-    """All that a process has used (proc(5), ``stat``, the 14th and 15th field)."""
+    """Return the CPU seconds that a process has used (proc(5), ``stat``, the 14th and 15th field)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What equal bits cost: inner steps with and without the run's setting ``inner.deterministic``.
+"""The cost of equal bits: inner steps with and without the run's setting ``inner.deterministic``.
 
 Trainers, each in a process of its own with the same model and data, take turns; the others wait. A trainer's cost in a
-turn is how much longer its steps take than those of the trainer on one thread without the setting, in the same turn.
-Figures are medians.
+turn is how much longer its steps take than the steps of the trainer on one thread without the setting, in the same
+turn. Figures are medians.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ DETERMINISTIC: Final = "one thread, deterministic"
 
 @dataclass(slots=True)
 class StepFigures:
-    """What was measured so far."""
+    """The measurements until now."""
 
     num_parameters: int = 0
     steps: int = 0
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Trainer -> seconds of an inner step, the mean of each turn."""
+    """Trainer -> mean seconds of an inner step, for each turn."""
 
     def cost(self, name: str) -> float:
-        """By which share a step takes longer than without the setting; negative if it is shorter."""
+        """Return the share by which a step takes longer than without the setting; negative if it is shorter."""
         pairs = zip(self.seconds[name], self.seconds[PLAIN], strict=False)
         return statistics.median(own / plain - 1 for own, plain in pairs)
 
     def report(self, setting: dict[str, Any]) -> BenchReport:
-        """The table and data."""
+        """Return the table and data."""
         rows = [
             [name, f"{statistics.median(seconds):.3f}", "" if name == PLAIN else f"{self.cost(name):+.1%}"]
             for name, seconds in self.seconds.items()

@@ -1,4 +1,4 @@
-"""Virtual environments for the projects that farandole is compared with: made once, kept in a cache folder."""
+"""Virtual environments for the projects that farandole is compared with: built once, kept in a cache folder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Final
 
 from .process import BenchError, Say
 
-# torch is most of it.
+# Most of it is for torch.
 INSTALL_TIMEOUT: Final = 1_200.0
 MAX_REASON_CHARS: Final = 500
 
 REQUIREMENTS: Final = {
-    # Its 8-bit averaging changes nothing with later numpy. Without a word about torch pip fetches gigabytes of CUDA.
+    # Its 8-bit averaging changes nothing with later numpy. Without a pinned torch, pip fetches gigabytes of CUDA.
     "hivemind": ("hivemind==1.1.12", "numpy==2.2.6", "torch==2.13.0"),
     "lattica": ("lattica==1.0.21", "numpy==2.2.6"),
 }
 
 
 def obtain_python(name: str, cache: Path, say: Say) -> Path:
-    """The interpreter of a project's environment, installing it if need be. `BenchError` if it cannot be had."""
+    """Return the interpreter of a project's environment; install it if needed. `BenchError` if that fails."""
     folder = cache.absolute() / name
     python, stamp = folder / "bin" / "python", folder / "installed"
     requirements = REQUIREMENTS[name]

@@ -1,6 +1,6 @@
-"""What faults cost a run: the delivered scenarios of faults, some of them played without their faults first.
+"""The cost of faults to a run: the delivered scenarios of faults, some of them played without their faults first.
 
-A play whose report lies in the folder is not played again: together they take hours, and go on where they were stopped.
+A play whose report is in the folder is not repeated: together they take hours, and resume where they were stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEADER: Final = ("what befalls them", "what is measured", "measured", "limit")
 
 @dataclass(frozen=True, slots=True)
 class FaultFigure:
-    """One figure of one scenario, and what it may be."""
+    """One figure of one scenario, and its limit."""
 
     scenario: str
     what: str
@@ -47,20 +47,20 @@ class FaultFigure:
 
 @dataclass(slots=True)
 class FaultFigures:
-    """What was measured."""
+    """The measurements of all scenarios."""
 
     rows: list[FaultFigure] = field(default_factory=list)
-    """Scenario by scenario."""
+    """Figures, scenario by scenario."""
     reasons: list[str] = field(default_factory=list)
-    """Why a play is no pass."""
+    """Reasons why a play is no pass."""
 
     def add(self, name: str, play: PlayReport, scenario: Scenario) -> None:
-        """The figures of a play that is over and judged."""
+        """Add the figures of a finished and judged play."""
         self.rows += [FaultFigure(name, *cells) for cells in _figures(play, scenario)]
         self.reasons += [f"{name}: {reason}" for reason in play.reasons]
 
     def report(self, setting: Mapping[str, Any]) -> BenchReport:
-        """The table, data and misses; a scenario is named in its first row."""
+        """Return the table, data and misses; a scenario is named in its first row."""
         rows, before = [], ""
         for row in self.rows:
             name = "" if row.scenario == before else f"`{row.scenario}`: {SCENARIOS[row.scenario]}"
@@ -113,7 +113,7 @@ def _play(name: str, folder: Path, bench: Bench, *, clean: bool) -> PlayReport:
 
 
 def _figures(play: PlayReport, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
-    """What, measured, limit: of all that the scenario sets a limit to."""
+    """Yield (name, measured value, limit) of everything that the scenario limits."""
     wedged = sum(node.wedged for node in play.nodes)
     verdict = f"{play.verdict} in {play.seconds / 60:.1f} min, {wedged} wedged"
     yield f"verdict (faults: {len(play.faults)})", verdict, "pass, 0"

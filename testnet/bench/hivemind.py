@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 COMPRESSIONS = {"fp32": NoCompression, "fp16": Float16Compression, "8-bit": Uniform8BitQuantization}
-# A group of two is complete as soon as both have met; this only bounds how long a peer listens for more.
+# A group of two is complete as soon as both have met; this limits how long a peer listens for more.
 MATCHMAKING_SECONDS, REQUEST_SECONDS = 2.0, 1.5
 STEP_TIMEOUT = 60.0
-POLL_INTERVAL = 0.001  # a step's stage can only be looked at
+POLL_INTERVAL = 0.001  # a step's stage has no event, so poll it
 
 
 class HivemindPeer:
@@ -60,7 +60,7 @@ class HivemindPeer:
         return {}
 
     def average(self) -> dict[str, Any]:
-        """The all-reduce itself."""
+        """Run the all-reduce itself."""
         started_at = time.monotonic()
         self._step.allow_allreduce()
         self._step.result(STEP_TIMEOUT)
@@ -75,7 +75,7 @@ class HivemindPeer:
         return {"started_at": started_at, "ended_at": time.monotonic()}
 
     def check(self, codec: str) -> dict[str, Any]:
-        """How far the vector is from the mean of both: the 8-bit averaging was seen to succeed and change nothing."""
+        """Return the vector's distance from the mean of both: 8-bit averaging may succeed and change nothing."""
         with self._averagers[codec].get_tensors() as (tensor,):
             mean = (self._vector(0, tensor.numel()) + self._vector(1, tensor.numel())) / 2
             return {"rms_error": float(np.sqrt(np.square(tensor.numpy() - mean).mean()))}

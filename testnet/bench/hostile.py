@@ -1,8 +1,8 @@
-"""What strangers can do to a node: the benchmark of a hostile internet.
+"""The benchmark of a hostile internet: the harm that strangers can do to a node.
 
-A node, its attackers and an honest dialler are a process each. While attackers come, newcomers dial all the time, each
-by a key of its own, and ask for an answer; the node's memory, descriptors, tasks, CPU and log are read between dials.
-The attackers aim at the port that the benchmark has opened on loopback, and at nothing else (`hostile_attacks`).
+A node, its attackers and an honest dialer are a process each. During an attack, newcomers dial all the time, each with
+a key of its own, and wait for an answer; the node's memory, descriptors, tasks, CPU and log are read between dials. The
+attackers target the port that the benchmark has opened on loopback, and nothing else (`hostile_attacks`).
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from .hostile_attacks import ATTACKS, RAW
 from .process import BenchWorker, Say, open_worker, worker_command
 from .report import OUT, BenchReport, Out, Write, open_bench
 
-# What must hold.
+# Limits.
 MAX_DIAL_SECONDS: Final = 2.0
 MAX_OVER_MB: Final = 64.0
-# Tasks and descriptors that may differ after all is over: the library's own timers.
+# Tasks and descriptors that may remain at the end: the library's own timers.
 MAX_LEFT_OVER: Final = 3
-# Longer than handlers of a lost connection may take, and than a handshake.
+# Longer than the handlers of a lost connection take, and than a handshake.
 SETTLE_SECONDS: Final = 8.0
-# Of honest dials: so long at a time between two looks at the node, and a pause after each.
+# Seconds of honest dials between two readings of the node, and the pause after each dial.
 DIAL_SECONDS, DIAL_PAUSE = 2.0, 0.2
-# Cycles before the first look: what a process allocates once.
+# Cycles before the first reading, for one-time allocations of the process.
 WARM_UP_CYCLES: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Flood:
-    """Connections of these kinds in turn."""
+    """A flood of connections of these kinds in turn."""
 
     name: str
     kinds: Sequence[str]
     number: int
     per_second: float
     sources: int
-    """Addresses that they come from; 1: the honest dialler's."""
+    """Number of source addresses; 1: the honest dialer's."""
     patience: float = 10.0
-    """Seconds for which one stays if it may."""
+    """Seconds that a connection stays open, unless the node closes it."""
 
 
 @dataclass(slots=True)
 class FloodResult:
-    """What was seen in one part."""
+    """The figures of one part."""
 
     name: str
     number: int
     seconds: float
     cpu_share: float
     over_mb: float
-    """Most memory, over that before."""
+    """Peak memory above that before."""
     descriptors: tuple[int, int, int]
-    """Before, at most, after."""
+    """Before, peak, after."""
     tasks: tuple[int, int, int]
     lines_per_minute: float
     dials: int = 0
@@ -69,7 +69,7 @@ class FloodResult:
     failures: list[str] = field(default_factory=list)
 
     def misses(self) -> list[str]:
-        """The limits that were not kept."""
+        """Return the limits that were exceeded."""
         found = []
         if self.failures:
             found.append(f"{len(self.failures)} honest dials failed, such as {self.failures[0]}")
@@ -84,7 +84,7 @@ class FloodResult:
 
 
 def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
-    """The parts of the benchmark, but for the cycles."""
+    """Return the parts of the benchmark, without the cycles."""
     return [
         Flood("silent sockets, one address", ["silence"], silent, 10 * per_second, 1),
         Flood("garbage of all kinds, one address", list(ATTACKS), garbage, per_second, 1, 2.0),
@@ -94,7 +94,7 @@ def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
 
 
 def report_of(setting: Mapping[str, Any], rows: Sequence[FloodResult]) -> BenchReport:
-    """The table, data and misses of all parts."""
+    """Return the table, data and misses of all parts."""
     cells = [
         [
             row.name,
@@ -139,7 +139,7 @@ class _Stage:
     address: str
 
     def play(self, flood: Flood, say: Say) -> FloodResult:
-        """One flood."""
+        """Play one flood."""
         looks = [self.node.ask("figures")]
         dials: list[float] = []
         failures: list[str] = []
@@ -161,7 +161,7 @@ class _Stage:
         return row
 
     def cycle(self, number: int, say: Say) -> FloodResult:
-        """Connections of one peer, from one address, that come and go."""
+        """Open and close connections of one peer, from one address."""
         say(f"{number} connections come and go")
         self.dialler.ask("cycle", address=self.address, number=WARM_UP_CYCLES)
         time.sleep(SETTLE_SECONDS)
@@ -197,7 +197,7 @@ class _Stage:
 
 
 def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[FloodResult]:
-    """Each part against a fresh node, since what one leaves would hide what the next costs."""
+    """Measure each part against a fresh node, since the remains of one part would hide the cost of the next."""
     rows = []
     for plan in (*plans, None):
         with contextlib.ExitStack() as stack:

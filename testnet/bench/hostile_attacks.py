@@ -1,7 +1,7 @@
-"""What strangers do to an open port: the attacks that the benchmark of a hostile internet, and the tests, make.
+"""Attacks of strangers on an open port, for the benchmark of a hostile internet, and for tests.
 
-They only ever aim at loopback (`check_target`): this is a load generator for our own listener. Each attack is one
-connection; it ends when the other end closes it, or when its time is over.
+They only ever target loopback (`check_target`): this is a load generator for our own listener. Each attack is one
+connection; it ends when the other end closes it, or at its timeout.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from farandole.protocol.errors import FarandoleError
 
 MULTISTREAM: Final = "/multistream/1.0.0"
 YAMUX: Final = "/yamux/1.0.0"
-# What a lying length promises: 256 MiB, as a varint.
+# A false length: 256 MiB, as a varint.
 LIE: Final = b"\x80\x80\x80\x80\x01"
-# One connection lasts no longer, however patient the victim is.
+# Limit of one connection, however patient the victim is.
 MAX_SECONDS: Final = 20.0
-# Streams that one connection opens, or tries to.
+# Streams that one connection opens, or tries to open.
 NUM_STREAMS: Final = 3_000
 _HEADER: Final = struct.Struct("!BBHII")
 _DATA, _WINDOW_UPDATE, _PING = 0, 1, 2
@@ -49,7 +49,7 @@ class AttackTarget:
 
 @contextlib.asynccontextmanager
 async def connected(target: AttackTarget, source: str) -> AsyncIterator[trio.SocketStream]:
-    """A TCP connection from an address of 127.0.0.0/8; `TargetError` for any other."""
+    """Open a TCP connection from an address of 127.0.0.0/8; `TargetError` for any other."""
     if not ipaddress.ip_address(source).is_loopback:
         raise TargetError(f"{source} is not on loopback")
     plain = trio.socket.socket()
@@ -60,17 +60,17 @@ async def connected(target: AttackTarget, source: str) -> AsyncIterator[trio.Soc
 
 
 def message(text: str) -> bytes:
-    """One multistream message."""
+    """Return one multistream message."""
     return bytes((len(text) + 1,)) + text.encode() + b"\n"
 
 
 def frame(kind: int, flags: int, stream_id: int, length: int, version: int = 0) -> bytes:
-    """A header of yamux."""
+    """Return a yamux header."""
     return _HEADER.pack(version, kind, flags, stream_id, length)
 
 
 async def read_to_end(stream: trio.SocketStream) -> None:
-    """Until the other end closes."""
+    """Read until the other end closes."""
     while await stream.receive_some(_READ_BYTES):
         pass
 
@@ -81,31 +81,31 @@ Raw = Callable[[trio.SocketStream, random.Random], Awaitable[None]]
 
 
 async def be_silent(stream: trio.SocketStream, rng: random.Random) -> None:
-    """Connect, and say nothing."""
+    """Connect, and send nothing."""
     await read_to_end(stream)
 
 
 async def send_noise(stream: trio.SocketStream, rng: random.Random) -> None:
-    """Random bytes."""
+    """Send random bytes."""
     await stream.send_all(rng.randbytes(rng.randrange(1, 4_096)))
     await read_to_end(stream)
 
 
 async def lie_about_length(stream: trio.SocketStream, rng: random.Random) -> None:
-    """A message of 256 MiB is announced."""
+    """Announce a message of 256 MiB."""
     await stream.send_all(message(MULTISTREAM) + LIE + rng.randbytes(1_000))
     await read_to_end(stream)
 
 
 async def propose_endlessly(stream: trio.SocketStream, rng: random.Random) -> None:
-    """Well-formed proposals of protocols that nobody speaks, for ever."""
+    """Propose unknown protocols in well-formed messages, endlessly."""
     await stream.send_all(message(MULTISTREAM))
     while True:
         await stream.send_all(message(f"/none/{rng.randrange(10)}") * 100)
 
 
 async def drip(stream: trio.SocketStream, rng: random.Random) -> None:
-    """A negotiation at a byte a quarter of a second."""
+    """Negotiate at a byte per quarter of a second."""
     for byte in message(MULTISTREAM) + message("/noise"):
         await stream.send_all(bytes((byte,)))
         await trio.sleep(0.25)
@@ -113,13 +113,13 @@ async def drip(stream: trio.SocketStream, rng: random.Random) -> None:
 
 
 async def begin_handshake(stream: trio.SocketStream, rng: random.Random) -> None:
-    """The first message of Noise, and then nothing: the other end has done the arithmetic for its answer."""
+    """Send Noise's first message and nothing else: the other end has computed its answer in vain."""
     await stream.send_all(message(MULTISTREAM) + message("/noise") + struct.pack("!H", 32) + rng.randbytes(32))
     await read_to_end(stream)
 
 
 async def garble_handshake(stream: trio.SocketStream, rng: random.Random) -> None:
-    """The first message of Noise, and garbage for the third."""
+    """Send Noise's first message, and garbage for the third."""
     garbage = rng.randbytes(rng.randrange(1, 2_000))
     hello = message(MULTISTREAM) + message("/noise") + struct.pack("!H", 32) + rng.randbytes(32)
     await stream.send_all(hello + struct.pack("!H", len(garbage)) + garbage)
@@ -127,7 +127,7 @@ async def garble_handshake(stream: trio.SocketStream, rng: random.Random) -> Non
 
 
 async def garble_negotiation(stream: trio.SocketStream, rng: random.Random) -> None:
-    """Multistream, and then random bytes."""
+    """Send multistream's first message, and then random bytes."""
     await stream.send_all(message(MULTISTREAM) + rng.randbytes(rng.randrange(1, 4_096)))
     await read_to_end(stream)
 
@@ -138,38 +138,38 @@ Authenticated = Callable[[ISecureConn, random.Random], Awaitable[None]]
 
 
 async def read_secure(conn: ISecureConn) -> None:
-    """Until the other end closes."""
+    """Read until the other end closes."""
     while await conn.read():
         pass
 
 
 async def send_unknown_frames(conn: ISecureConn, rng: random.Random) -> None:
-    """Frames of a type that is none."""
+    """Send frames of an unknown type."""
     await conn.write(frame(rng.randrange(4, 256), 0, 1, 0) * 10)
     await read_secure(conn)
 
 
 async def send_random_frames(conn: ISecureConn, rng: random.Random) -> None:
-    """Random bytes where frames should be, half of the time behind a plausible header."""
+    """Send random bytes in place of frames, half of the time behind a plausible header."""
     await conn.write((frame(_DATA, _SYN, 1, 100) if rng.random() < 0.5 else b"") + rng.randbytes(2_000))
     await read_secure(conn)
 
 
 async def overflow_window(conn: ISecureConn, rng: random.Random) -> None:
-    """More on one stream than its window holds."""
+    """Send more on one stream than its window holds."""
     await conn.write(frame(_WINDOW_UPDATE, _SYN, 1, 0))
     while True:
         await conn.write(frame(_DATA, 0, 1, 60_000) + bytes(60_000))
 
 
 async def exceed_frame(conn: ISecureConn, rng: random.Random) -> None:
-    """A frame longer than any window."""
+    """Announce a frame longer than any window."""
     await conn.write(frame(_DATA, _SYN, 1, 2**31) + bytes(1_000))
     await read_secure(conn)
 
 
 async def open_thousands(conn: ISecureConn, rng: random.Random) -> None:
-    """Streams, and in each the beginning of a negotiation that goes no further."""
+    """Open streams, and in each begin a negotiation that goes no further."""
     opening = message(MULTISTREAM)
     for first in range(0, NUM_STREAMS, 200):
         ids = range(2 * first + 1, 2 * (first + 200) + 1, 2)
@@ -178,7 +178,7 @@ async def open_thousands(conn: ISecureConn, rng: random.Random) -> None:
 
 
 async def fill_windows(conn: ISecureConn, rng: random.Random) -> None:
-    """As much as many streams' windows hold, behind a negotiation that does not end."""
+    """Fill the windows of many streams, behind a negotiation that does not end."""
     for index in range(1, 512, 2):
         await conn.write(frame(_WINDOW_UPDATE, _SYN, index, 0))
         for _ in range(4):
@@ -187,13 +187,13 @@ async def fill_windows(conn: ISecureConn, rng: random.Random) -> None:
 
 
 async def flood_pings(conn: ISecureConn, rng: random.Random) -> None:
-    """Pings as fast as they are taken, and no answer is read."""
+    """Send pings as fast as possible, and read no answer."""
     while True:
         await conn.write(frame(_PING, _SYN, 0, 7) * 1_000)
 
 
 async def stay(conn: ISecureConn, rng: random.Random) -> None:
-    """One stream that negotiates nothing, on a connection that says nothing."""
+    """Open one stream without a negotiation, on an idle connection."""
     await conn.write(frame(_WINDOW_UPDATE, _SYN, 1, 0))
     await read_secure(conn)
 
@@ -228,7 +228,7 @@ async def attack(
 
     Raises `TargetError` if the source is not on loopback.
     """
-    # The library has an exception of its own for every way in which a connection may go.
+    # The library has an exception of its own for every way in which a connection may fail.
     with trio.move_on_after(min(seconds, MAX_SECONDS)), contextlib.suppress(OSError, trio.BrokenResourceError):
         async with connected(target, source) as stream:
             if name in RAW:
@@ -239,7 +239,7 @@ async def attack(
 
 
 async def authenticate(stream: trio.SocketStream, target: AttackTarget) -> ISecureConn:
-    """By a key of this moment, up to where yamux begins."""
+    """Authenticate with a fresh key, up to the start of yamux."""
     socket = Socket(stream)
     secure = await Upgrader(Ed25519PrivateKey.generate()).authenticate(socket, target.peer)
     socket.finish_handshake()

@@ -1,4 +1,4 @@
-"""The processes of the benchmark of a hostile internet: what is attacked, the attackers, and who dials honestly."""
+"""The processes of the benchmark of a hostile internet: the attacked node, the attackers, and honest dialers."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from .meter import cpu_seconds, memory_mb
 from .paths import LOOPBACK, PROTOCOL
 from .server import Server
 
-# Attackers at once: both ends of their connections, and of the honest ones, must fit into the descriptors allowed.
+# Attackers at once: both ends of their connections, and of the honest ones, must fit into the limit of descriptors.
 MAX_AT_ONCE: Final = 1_500
 # An honest dial that takes longer has failed.
 DIAL_TIMEOUT: Final = 10.0
-# Whatever is asked, nothing is attacked for longer, nor by more connections.
+# Limits of every attack, whatever is requested.
 MAX_FLOOD_SECONDS: Final = 900.0
 MAX_ATTACKS: Final = 100_000
 
 
 class LineCounter(logging.Handler):
-    """Counts what a daemon would write to its log."""
+    """Counts the lines that a daemon would write to its log."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_lines = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One more."""
+        """Count one line."""
         self.num_lines += 1
 
 
 class HostileProcess:
-    """One of the processes, with as many descriptors as it may have."""
+    """One of the processes, with its limit of descriptors raised to the maximum."""
 
     def __init__(self, server: Server) -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -53,7 +53,7 @@ class HostileProcess:
 
 
 class AttackedNode(HostileProcess):
-    """What is attacked: a host with one protocol, whose log is at the daemon's level."""
+    """The attacked node: a host with one protocol, whose log is at the daemon's level."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
@@ -63,13 +63,13 @@ class AttackedNode(HostileProcess):
         logging.getLogger("farandole").setLevel(logging.INFO)
 
     async def address(self) -> dict[str, Any]:
-        """Listen; where it does."""
+        """Listen, and return the address."""
         host = await self._stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), [LOOPBACK]))
         host.set_handler(PROTOCOL, echo)
         return {"address": host.addresses[0]}
 
     def figures(self) -> dict[str, Any]:
-        """What it holds now."""
+        """Return the node's present use of resources."""
         return {
             "rss_mb": memory_mb("VmRSS"),
             "descriptors": len(os.listdir("/proc/self/fd")),
@@ -81,7 +81,7 @@ class AttackedNode(HostileProcess):
 
 
 async def echo(stream: Stream) -> None:
-    """Send back what comes."""
+    """Send back all data."""
     with trio.fail_after(DIAL_TIMEOUT):
         while data := await stream.receive_some():
             await stream.send_all(data)
@@ -93,9 +93,10 @@ class Attackers(HostileProcess):
     async def flood(
         self, port: int, peer: str, kinds: Sequence[str], number: int, per_second: float, sources: int, patience: float
     ) -> dict[str, Any]:
-        """So many connections, of these kinds in turn, from so many addresses of 127.0.0.0/8, at a steady rate.
+        """Attack with ``number`` connections of these kinds in turn, from ``sources`` addresses of 127.0.0.0/8.
 
-        A connection starts when it is due; not while `MAX_AT_ONCE` are open, so the rate is at most that asked for.
+        A connection starts when it is due at ``per_second``, but not while `MAX_AT_ONCE` are open, so the rate may be
+        lower.
         """
         target = AttackTarget(port, public_key_of(peer))
         rng = random.Random(0)
@@ -121,7 +122,7 @@ class Attackers(HostileProcess):
 
 
 def _source(index: int, sources: int) -> str:
-    """One address is the honest dialler's; else one of many, in networks of 250."""
+    """Return the source address: the honest dialer's for one source, else one of many, in networks of 250."""
     if sources <= 1:
         return "127.0.0.1"
     index %= sources
@@ -129,10 +130,10 @@ def _source(index: int, sources: int) -> str:
 
 
 class HonestDialler(HostileProcess):
-    """An honest peer."""
+    """An honest peer that dials the node."""
 
     async def dial(self, address: str, seconds: float, interval: float) -> dict[str, Any]:
-        """Dial as newcomers for so long, each with a key of its own: the seconds of each until it was answered."""
+        """Dial as newcomers for ``seconds``, each with a key of its own; return each one's seconds until the answer."""
         peer = public_key_of(address.rpartition("/")[2])
         times: list[float] = []
         failures: list[str] = []
@@ -154,7 +155,7 @@ class HonestDialler(HostileProcess):
         return {"times": times, "failures": failures}
 
     async def cycle(self, address: str, number: int) -> dict[str, Any]:
-        """Connect and disconnect so often, by turns closing politely and breaking off."""
+        """Connect and disconnect ``number`` times."""
         peer = public_key_of(address.rpartition("/")[2])
         started_at = trio.current_time()
         async with open_host(Ed25519PrivateKey.generate(), []) as host:

@@ -1,9 +1,9 @@
-"""How fast a newcomer gets its weights, from two donors and from one, and what that costs the others.
+"""The time in which a newcomer gets its weights, from two donors and from one, and the cost to the others.
 
-A checkpoint lies at each donor; half of it, slow weights and momentum, is what a newcomer needs, and is what counts.
-The clock starts before the first donor is dialled, and stops when the file is verified and durable. Beside it a peer of
-hivemind's loads as much from another (`load_state_from_peers`) in the same run, taking turns; it keeps its connections,
-and writes nothing to a disk. A megabyte is 10^6 bytes.
+Each donor has a checkpoint; a newcomer needs half of it, slow weights and momentum, which is the size that counts. The
+clock starts before the first donor is dialled, and stops when the file is verified and durable. For comparison a peer
+of hivemind's loads the same size from another (`load_state_from_peers`) in the same run, taking turns; it keeps its
+connections, and writes nothing to a disk. A megabyte is 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from .process import (
 from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Repeats, Write, missing, open_bench
 
 SIZE_MB: Final = 100
-# Of the newcomer whose donor is killed: slow enough for the half to be seen.
+# Cap of the newcomer whose donor is killed: slow enough to catch the moment of half the transfer.
 KILL_CAP_MBIT: Final = 400.0
-# A home's line, and how long its round trip takes.
+# A home's line, with its delay.
 LINK: Final = LinkSettings(up_mbit=20, down_mbit=100, delay_ms=15)
-# The others' rounds: inner steps, and what an exchange moves each way; a little more than a second on that line.
+# The others' rounds: the pause for inner steps, and the size of an exchange each way, over a second on that line.
 ROUND_PAUSE: Final = 5.0
 ROUND_MB: Final = 2
 NUM_ROUNDS: Final = 4
@@ -63,7 +63,7 @@ _VECTORS: Final = (*required_vectors(NoLoCoConfig()), *OPTIMIZER_VECTORS)
 
 @dataclass(slots=True)
 class JoinFigures:
-    """What was measured so far; seconds are medians."""
+    """The measurements until now; seconds are medians."""
 
     size_mb: int
     two_donors_s: float | None = None
@@ -71,16 +71,16 @@ class JoinFigures:
     hivemind_s: float | None = None
     killed_s: float | None = None
     killed_extra_mb: float | None = None
-    """What came more than once, where a donor was killed at half."""
+    """Megabytes received more than once, where a donor was killed at half."""
     link_s: float | None = None
     link_over_ideal: float | None = None
-    """Time over size by rate, on the shaped line."""
+    """Time, over size divided by rate, on the shaped line."""
     rounds_slower: float | None = None
-    """By what share the others' rounds took longer meanwhile."""
+    """Share by which the others' rounds took longer during the join."""
     problems: dict[str, str] = field(default_factory=dict)
 
     def grid(self) -> Grid:
-        """Seconds and extras by the newcomer's sources."""
+        """Return seconds and extras by the newcomer's sources."""
         link = ""
         if self.link_over_ideal is not None and self.rounds_slower is not None:
             link = f"{self.link_over_ideal:.2f} x size / rate; others' rounds {self.rounds_slower:+.1%}"
@@ -96,12 +96,12 @@ class JoinFigures:
         return Grid(f"A newcomer gets {self.size_mb} MB of state", ("from", "seconds", "and"), rows)
 
     def report(self, setting: dict[str, Any]) -> BenchReport:
-        """The table and data."""
+        """Return the table and data."""
         return BenchReport(setting, [self.grid()], asdict(self), missing(self.problems))
 
 
 def make_checkpoint(path: Path, size_mb: int) -> None:
-    """A file of which half is needed by a newcomer, and its signed index beside it."""
+    """Write a checkpoint, half of which a newcomer needs, and its signed index next to it."""
     num_elements = size_mb * MB // 8
     header = encode_header({}, ((f"{name}/w", (num_elements,)) for name in _VECTORS))
     rng = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def make_checkpoint(path: Path, size_mb: int) -> None:
 
 
 def check_fetched(path: Path, source: Path) -> None:
-    """Raises `BenchError` if what was fetched is not the checkpoint's first half."""
+    """Raise `BenchError` if the fetched file is not the checkpoint's first half."""
     with path.open("rb") as ours, source.open("rb") as theirs:
         mine, whole = ours.read(), theirs.read()
     own, full = parse_header(mine, len(mine)), parse_header(whole, len(whole))
@@ -147,7 +147,7 @@ class Nodes:
     target: Path
 
     def fetch(self, num_donors: int, **options: Any) -> dict[str, Any]:
-        """Fetch from the first donors."""
+        """Fetch from the first ``num_donors`` donors."""
         self.target.unlink(missing_ok=True)
         answer = self.newcomer.ask(
             "fetch", path=str(self.source), target=str(self.target), donors=self.addresses[:num_donors], **options
@@ -158,7 +158,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[Nodes]:
-    """The newcomer in the first place."""
+    """Open the nodes; the newcomer is in the first place."""
     command, names = worker_command("join_node:JoinNode"), ("newcomer", "donor 1", "donor 2")
     with contextlib.ExitStack() as stack:
         commands = [(name, [*place.enter, *command]) for name, place in zip(names, places, strict=True)]
@@ -245,7 +245,7 @@ def _measure_kill(figures: JoinFigures, source: Path, log: Path, say: Say) -> No
 
 
 def _measure_link(figures: JoinFigures, source: Path, log: Path, say: Say) -> None:
-    """Both donors take rounds with each other, first alone and then while the newcomer joins."""
+    """Measure on a shaped line: both donors take rounds with each other, first alone, then while the newcomer joins."""
     say("on a shaped line")
     try:
         with open_leash() as leash, open_links(LINK, 3, leash) as places, open_nodes(source, log, places) as nodes:

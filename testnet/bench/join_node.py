@@ -1,6 +1,6 @@
 """A process of the benchmark of joining: a member that gives a checkpoint and takes part in exchanges, or a newcomer.
 
-The trainer is left out: its inner steps are a pause, and the checkpoint lies on the disk already.
+There is no trainer: its inner steps are a pause, and the checkpoint is on the disk already.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RUN_ID: Final = b"bench-join".ljust(32, b"\0")
 
 
 class JoinNode:
-    """What answers the requests."""
+    """Answers the requests."""
 
     _holding: Holding | None = None
 
@@ -63,13 +63,13 @@ class JoinNode:
         return None if self._holding is None else self._holding.hold()
 
     async def meet(self, addresses: list[str]) -> dict[str, Any]:
-        """Know where others are."""
+        """Add the others' addresses."""
         for address in addresses:
             self._host.add_addresses(public_key_of(address.rpartition("/")[2]), [address])
         return {}
 
     async def hold(self, path: str) -> dict[str, Any]:
-        """Give this checkpoint, whose index lies beside it, from now on."""
+        """Offer this checkpoint, whose index is next to it, from now on."""
         self._holding = Holding.open(Path(path), *_read_index(Path(path)))
         return {}
 
@@ -78,7 +78,7 @@ class JoinNode:
     ) -> dict[str, Any]:
         """Fetch slow weights and momentum from donors with which there is no connection yet.
 
-        ``path``: only its index is read. ``kill``: this process is killed when half is here.
+        ``path``: only its index is read. ``kill``: id of a process to kill when half has arrived; 0: none.
         """
         names = [public_key_of(address.rpartition("/")[2]) for address in donors]
         for name in names:
@@ -111,7 +111,7 @@ class JoinNode:
         }
 
     async def take_rounds(self, partner: str, first: int, count: int, size: int, pause: float) -> dict[str, Any]:
-        """So many rounds, each a pause and an exchange with the partner, who takes the same ones."""
+        """Run ``count`` rounds, each a pause and an exchange with the partner, which runs the same ones."""
         peer = public_key_of(partner.rpartition("/")[2])
         seconds, is_initiator = [], self._host.author < peer
         own, theirs = memoryview(bytes(size)), memoryview(bytearray(size))

@@ -1,7 +1,7 @@
 """One Lattica peer of the benchmark, served by ``peer.py``.
 
-Lattica moves bytes and averages nothing, so two of them send each other their vectors at once, and numpy averages. Of
-its ways (a call with the vector as argument or as answer, plain, streamed, or by an iterator) a streamed call with the
+Lattica moves bytes and averages nothing, so two peers send each other their vectors at once, and numpy averages. Of its
+call types (with the vector as argument or as answer, plain, streamed, or by an iterator) a streamed call with the
 vector as argument, over TCP, was the fastest.
 """
 
@@ -19,7 +19,7 @@ from lattica import ConnectionHandler, Lattica, rpc_stream
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CALL_TIMEOUT = 120  # the library takes nothing but a whole number
+CALL_TIMEOUT = 120  # the library requires a whole number
 
 
 class Mailbox(ConnectionHandler):
@@ -28,12 +28,12 @@ class Mailbox(ConnectionHandler):
     content: bytes = b""
 
     def empty(self) -> None:
-        """Before the next delivery."""
+        """Prepare for the next delivery."""
         self.has_content = threading.Event()
 
     @rpc_stream
     def put(self, data: bytes) -> int:
-        """Take the vector in."""
+        """Receive the vector."""
         self.content = data
         self.has_content.set()
         return len(data)
@@ -59,12 +59,12 @@ class LatticaPeer:
         return {"addresses": [f"{address}/p2p/{self._lattica.peer_id()}"]}
 
     def empty(self) -> dict[str, Any]:
-        """Be ready for the next vector; says whether the other peer is there."""
+        """Prepare for the next vector, and return whether the other peer is there."""
         self._mailbox.empty()
         return {"is_connected": bool(self._lattica.get_all_peers())}
 
     def swap(self) -> dict[str, Any]:
-        """Send the vector and have the other's."""
+        """Send the vector and receive the other's."""
         started_at = time.monotonic()
         (other,) = self._lattica.get_all_peers()
         self._mailbox.get_stub(other).put(self._vector.tobytes()).result(CALL_TIMEOUT)
@@ -73,7 +73,7 @@ class LatticaPeer:
         return {"started_at": started_at, "ended_at": time.monotonic()}
 
     def average(self) -> dict[str, Any]:
-        """The mean of both vectors, and how far it is from what it should be."""
+        """Average both vectors, and return the distance from the true mean."""
         started_at = time.monotonic()
         mean = np.frombuffer(self._mailbox.content, np.float32) + self._vector
         mean *= 0.5
@@ -86,6 +86,6 @@ class LatticaPeer:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago; Lattica does not tell which it took."""
+    """Return a TCP port that was free a moment ago; Lattica does not report its own choice."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What a mesh process of the benchmark tells its trainer in a round, as `farandole.node.loop.trainer_session` does."""
+"""Commands of the benchmark's mesh process to its trainer in a round, as in `farandole.node.loop.trainer_session`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.trainer.trainer import TrainerStream
 from farandole.protocol import trainer_messages as messages
 
-# Of one round: the screening, the outer step.
+# Commands of one round: the screening, the outer step.
 MAX_COMMANDS: Final = 8
 
 
 class TrainerLink:
-    """Over a socket, round after round; judges what the partner sends by the trainer's word."""
+    """A link to a trainer over a socket, for many rounds; the trainer judges the partner's contributions."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._stream = TrainerStream(trio.SocketStream(trio.socket.from_stdlib_socket(connection)))
 
     @contextlib.asynccontextmanager
     async def round(self, memory: memoryview) -> AsyncIterator[Outgoing]:
-        """The contribution that the trainer encodes into the memory; the round is over when the mean is taken."""
+        """Yield the contribution that the trainer encodes into the memory; the round ends when the mean is taken."""
         contributed = await self._stream.receive()
         if not isinstance(contributed, messages.Contributed):
             raise ConnectionError(f"the trainer said {type(contributed).__name__} before it had contributed")
@@ -42,7 +42,7 @@ class TrainerLink:
             await trio.sleep_forever()
 
     async def refusal(self, size: int, tokens: int) -> str | None:
-        """The trainer's word."""
+        """Return the trainer's reason to refuse, or None."""
         self._commands.send_nowait(messages.Screen(size))
         return await self._judged.receive() or None
 

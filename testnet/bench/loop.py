@@ -1,4 +1,4 @@
-"""How late the event loop of a mesh process is while its threads move contributions both ways."""
+"""The event loop's lag in a mesh process while its threads move contributions both ways."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from farandole.node.base.control import call
 from .meter import percentiles
 from .process import MB, BenchWorker, Say, connect, elapsed, greatest_of, open_payload, open_worker, worker_command
 
-# Between two questions for the status: often enough for a 99th percentile, seldom enough not to be a load.
+# Interval of status requests: short enough for a 99th percentile, long enough not to be a load.
 STATUS_INTERVAL: Final = 0.02
-# At a time; the sum is moved in so many of them.
+# Size of one swap; a transfer is cut into swaps of this size.
 PIECE_MB: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class LoopLag:
-    """The worse of both processes; milliseconds, medians over the repeats; of ``max`` the greatest."""
+    """The lag of the slower process, in milliseconds: medians over the repeats; for ``max`` the maximum."""
 
     moved_mb: int
-    """Each way."""
+    """Size in each direction."""
     mb_s: float
-    """Each way, both at once."""
+    """Rate in each direction, both at once."""
     p50_ms: float
     p99_ms: float
     max_ms: float
@@ -39,13 +39,13 @@ class LoopLag:
     status_p50_ms: float
     status_p99_ms: float
     status_max_ms: float
-    """Answers of the control socket meanwhile, over all repeats."""
+    """Times of the control socket's answers during the transfers, over all repeats."""
     peak_mb: float | None
     """See `Meter.running`."""
 
 
 def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLag:
-    """Two nodes with an open bulk channel: each loop watched at rest, then while so much moves both ways at once."""
+    """Measure two nodes' loops at rest, and while ``moved_mb`` moves each way over an open bulk channel."""
     piece_mb = min(PIECE_MB, moved_mb)
     times = -(-moved_mb // piece_mb)
     rests: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLa
 def _ask_watching(
     nodes: Sequence[BenchWorker], home: str, do: str, **request: Any
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """Both nodes' answers; and how long each status took meanwhile, in milliseconds (at least two)."""
+    """Return both nodes' answers, and the duration of each status request until then, in ms (at least two)."""
     waits: list[float] = []
     for node in nodes:
         node.put(do, **request)
@@ -99,7 +99,7 @@ def _ask_watching(
 
 
 def _worst(figures: list[dict[str, Any]], prefix: str) -> dict[str, float]:
-    """By the names of `LoopLag`: medians over the repeats of the worse of both nodes; of the maxima the greatest."""
+    """Return lags by the names of `LoopLag`: medians over repeats of the slower node; for the maximum the greatest."""
     lags = [each["lag_ms"] for each in figures]
     pairs = list(zip(lags[::2], lags[1::2], strict=True))
     medians = {name: statistics.median(max(one[name], other[name]) for one, other in pairs) for name in ("p50", "p99")}

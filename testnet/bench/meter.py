@@ -1,4 +1,4 @@
-"""What a process of a benchmark measures of itself: time, CPU, memory, and how late its event loop is."""
+"""A benchmark process's measurements of itself: time, CPU, memory, and the event loop's lag."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import trio
 
-# What the watched loop's task sleeps.
+# Sleep of the watched loop's task.
 NAP: Final = 0.001
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class UsageMeter:
-    """Measures blocks. Memory is counted beyond what the process had at the first, when all its payload was mapped."""
+    """Measures blocks of code. Memory counts above the process's memory at the start, when its payload was mapped."""
 
     def __init__(self, payload: list[memoryview]) -> None:
         for memory in payload:
@@ -29,11 +29,11 @@ class UsageMeter:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[dict[str, Any]]:
-        """Fills what it yields when the block ends.
+        """Yield a dictionary, and fill it when the block ends.
 
-        ``started_at``, ``ended_at``: `time.monotonic`; ``cpu_seconds`` of all threads; ``peak_mb``: the greatest
-        resident memory during the block over that of the idle process, None where the system does not say (the kernel
-        keeps a maximum, VmHWM, which is reset before; pages of the payload are resident before and after).
+        ``started_at``, ``ended_at``: `time.monotonic`; ``cpu_seconds`` of all threads; ``peak_mb``: the peak resident
+        memory during the block above the idle process's, None where the system does not report it (the kernel keeps a
+        maximum, VmHWM, which is reset before; pages of the payload are resident before and after).
         """
         figures: dict[str, Any] = {}
         if self._idle_mb is not None:
@@ -48,13 +48,13 @@ class UsageMeter:
 
 
 def cpu_seconds() -> float:
-    """All that this process has used."""
+    """Return all CPU seconds that this process has used."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def memory_mb(name: str) -> float | None:
-    """A figure of this process's memory (proc(5), ``status``), such as VmRSS, in MB; None without /proc."""
+    """Return a figure of this process's memory (proc(5), ``status``), such as VmRSS, in MB; None without /proc."""
     if not _CLEAR_REFS.exists():
         return None
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name + ":"))
@@ -63,7 +63,7 @@ def memory_mb(name: str) -> float | None:
 
 @contextlib.asynccontextmanager
 async def watched_loop(figures: dict[str, Any]) -> AsyncIterator[None]:
-    """Sees how much later than due a task wakes that sleeps 1 ms, again and again: ``lag_ms`` with p50, p99, max."""
+    """Measure the lag of a task that repeatedly sleeps 1 ms, behind its due time: ``lag_ms`` with p50, p99, max."""
     lags: list[float] = []
     has_two = trio.Event()
 
@@ -78,12 +78,12 @@ async def watched_loop(figures: dict[str, Any]) -> AsyncIterator[None]:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(nap)
         yield
-        await has_two.wait()  # the block may be over sooner, and percentiles are of two at least
+        await has_two.wait()  # the block may be over sooner, and percentiles need two values
         nursery.cancel_scope.cancel()
     figures["lag_ms"] = percentiles(lags)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Of at least two values."""
+    """Return p50, p99 and the maximum of at least two values."""
     hundredths = statistics.quantiles(values, n=100, method="inclusive")
     return {"p50": hundredths[49], "p99": hundredths[98], "max": max(values)}

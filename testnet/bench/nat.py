@@ -1,9 +1,9 @@
-"""Any home reaches any home: two members of a run behind routers of every pair of kinds, and what comes of it.
+"""Any home reaches any home: two members of a run behind routers of every pair of kinds.
 
 In the NAT lab (`farandole.testnet.natlab`) a run has two public members, which relay. For each pair of kinds two
-newcomers (`farandole.testnet.bench.nat_node`: all of a node but the trainer) join it from fresh homes at the same time,
-by an invite of those two. They hear of each other through the run state, connect, and become direct if they can; then
-they exchange contributions, by whatever way there is, and leave.
+newcomers (`farandole.testnet.bench.nat_node`: a node without a trainer) join it from fresh homes at the same time, with
+an invite from the public members. They learn of each other through the run state, connect, and become direct if they
+can. Then they exchange contributions over whatever path there is, and leave.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ..natlab.lab import Lab, open_lab
 from .process import BenchError, BenchWorker, open_worker, worker_command
 from .report import OUT, BenchReport, Out, Write, open_bench
 
-# What must hold.
+# Limits.
 MAX_CONNECT_SECONDS: Final = 30.0
-# How long a connection is awaited nevertheless, to tell one that is late from one that never comes.
+# Timeout for a connection, longer than the limit: it distinguishes a late connection from one that never comes.
 CONNECT_PATIENCE: Final = 90.0
-# And a direct one. Where plain sockets find no way, until the attempts at one are over.
+# Timeouts for a direct connection: where plain sockets find a way, and otherwise, until all attempts are over.
 DIRECT_PATIENCE, WAYLESS_PATIENCE = 60.0, 20.0
-# A node that keeps two relays, and compares what two witnesses see, wants so many.
+# A node keeps two relays and compares what two witnesses see.
 NUM_PUBLIC: Final = 2
 PUBLIC_PATIENCE: Final = 60.0
-# Of fp32, one way.
+# Size of the fp32 contribution, one way.
 EXCHANGE_BYTES: Final = 4_000_000
 RELAYED: Final = "relayed"
 HEADER: Final = ("homes", "plain sockets", "connection", "connected, s", "direct, s", "exchange by", "exchange, s")
@@ -52,7 +52,7 @@ ALL_PAIRS: Final = tuple(itertools.combinations_with_replacement(KINDS, 2))
 
 
 def parse_pair(text: str) -> Pair:
-    """``KIND/KIND``; raises `BenchError`, or `KindError` for a kind that there is not."""
+    """Parse ``KIND/KIND``; raises `BenchError`, or `KindError` for an unknown kind."""
     near, separator, far = text.partition("/")
     if not separator:
         raise BenchError(f"{text!r} is no pair of homes: say two kinds with a slash between, such as carrier/full-cone")
@@ -60,7 +60,7 @@ def parse_pair(text: str) -> Pair:
 
 
 def theory_of(pair: Pair) -> str:
-    """How plain sockets get through at best: "direct", "punched", or only "relayed"."""
+    """Return how plain sockets get through at best: "direct", "punched", or only "relayed"."""
     near, far = map(kind_named, pair)
     if can_connect(near, far) or can_connect(far, near):
         return "direct"
@@ -69,31 +69,31 @@ def theory_of(pair: Pair) -> str:
 
 @dataclass(slots=True)
 class PairResult:
-    """What was seen of one pair. Seconds are from when both began to join, and of the later of the two."""
+    """The result of one pair. Seconds are counted from when both began to join, and are the later member's."""
 
     near: str
     far: str
     theory: str
     """`theory_of`."""
     path: str = ""
-    """Of the connection, in the end: "direct", "punched", "relayed"; "" for none."""
+    """Final path of the connection: "direct", "punched", "relayed"; "" for none."""
     connected_s: float | None = None
     direct_s: float | None = None
     way: str = ""
-    """Of the exchange: "bulk", "stream", "relayed stream"."""
+    """Path of the exchange: "bulk", "stream", "relayed stream"."""
     exchange_s: float | None = None
     kinds: tuple[str, str] = ("", "")
-    """What either found itself to be."""
+    """The reachability that each member detected for itself."""
     failure: str = ""
-    """Why there was no exchange, or none that both believe."""
+    """Why there was no exchange, or why its two ends disagree."""
 
     @property
     def name(self) -> str:
-        """Of the pair."""
+        """Return the name of the pair."""
         return f"{self.near} / {self.far}"
 
     def misses(self) -> list[str]:
-        """What should hold and does not."""
+        """Return the limits and expectations that the pair missed."""
         found = []
         if self.connected_s is None:
             found.append("not connected")
@@ -106,7 +106,7 @@ class PairResult:
         return [f"{self.name}: {miss}" for miss in found]
 
     def cells(self) -> list[str]:
-        """Of the table."""
+        """Return the cells of the table."""
         return [
             self.name,
             self.theory,
@@ -119,7 +119,7 @@ class PairResult:
 
 
 def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchReport:
-    """The table, words, data and misses of all pairs."""
+    """Return the table, words, data and misses of all pairs."""
     title = f"Two homes behind routers of these kinds, and an exchange of {EXCHANGE_BYTES // 10**6} MB both ways"
     grid = Grid(title, HEADER, [row.cells() for row in rows])
     total = len(rows)
@@ -139,7 +139,7 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchRe
 
 @dataclass
 class NatPeer:
-    """A `farandole.testnet.bench.nat_node` in a place."""
+    """A `farandole.testnet.bench.nat_node` process in a place."""
 
     worker: BenchWorker
     peer: str = ""
@@ -147,7 +147,7 @@ class NatPeer:
     addresses: list[str] = field(default_factory=list)
 
     async def ask(self, do: str, **request: object) -> dict[str, Any]:
-        """As `BenchWorker.ask`, in a thread."""
+        """Call `BenchWorker.ask` in a thread."""
         return await trio.to_thread.run_sync(
             partial(self.worker.ask, do, **request),
             abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
@@ -161,14 +161,14 @@ class NatPeer:
 
 @contextlib.contextmanager
 def open_peer(name: str, place: Location, log: Path) -> Iterator[NatPeer]:
-    """For as long as the block runs; then it is killed."""
+    """Open a `NatPeer` that runs as long as the block; then it is killed."""
     with open_worker(name, [*place.enter, *worker_command("nat_node:NatNode")], log) as worker:
         yield NatPeer(worker)
         worker.kill()
 
 
 async def gather(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of all, done at once; the first error ends them, and is raised."""
+    """Run all calls concurrently and return their results; the first error cancels the others, and is raised."""
     results: list[Any] = [None] * len(calls)
 
     async def note(index: int, call: Callable[[], Any]) -> None:
@@ -185,19 +185,19 @@ async def gather(*calls: Callable[[], Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class NatBench:
-    """Pairs in one lab, a few at a time, each few in a run of their own."""
+    """Measures pairs in one lab, a few concurrently, each of these in a run of its own."""
 
     lab: Lab
     logs: Path
     """A folder for the log of each process."""
     say: Callable[[str], None] = lambda text: None
-    """Told what is being done."""
+    """Called with what is being done."""
     tell: Callable[[PairResult], None] = lambda row: None
-    """Told of each pair that is done."""
+    """Called with each pair that is done."""
     _building: trio.Lock = field(default_factory=trio.Lock)
 
     async def measure(self, pairs: Sequence[Pair], at_once: int) -> list[PairResult]:
-        """A row each, in order. Raises `BenchError` if the run's public members do not come about."""
+        """Return one row per pair, in order. Raises `BenchError` if the run's public members cannot be set up."""
         rows: dict[int, PairResult] = {}
         waiting = iter(enumerate(pairs))
         under_way: list[str] = []
@@ -217,7 +217,7 @@ class NatBench:
 
     @contextlib.asynccontextmanager
     async def _open_run(self, name: str) -> AsyncIterator[tuple[str, dict[str, list[str]]]]:
-        """A run with public members, at the port that leaves every home: its id, and an invite."""
+        """Open a run with public members, on a port that every home lets out; yield its id, and an invite."""
         run = secrets.token_hex(32)
         invite: dict[str, list[str]] = {}
         async with contextlib.AsyncExitStack() as stack:
@@ -232,7 +232,7 @@ class NatBench:
 
     @contextlib.asynccontextmanager
     async def _open_in(self, kind: str, name: str) -> AsyncIterator[NatPeer]:
-        """A process in a home of its own."""
+        """Start a process in a home of its own."""
         async with self._building:  # the lab counts its homes
             home = await trio.to_thread.run_sync(self.lab.add_home, kind)
         with open_peer(name, home.host, self.logs / f"{name}.log") as peer:
@@ -263,7 +263,7 @@ async def _play(row: PairResult, peers: tuple[NatPeer, NatPeer], run: str, invit
         row.failure = "no exchange"
         return
     ends = await _ask_both(peers, "exchange", size=EXCHANGE_BYTES)
-    row.way = ends[0]["way"] if one.peer < other.peer else ends[1]["way"]  # the initiator's word, who opened the stream
+    row.way = ends[0]["way"] if one.peer < other.peer else ends[1]["way"]  # by the initiator's report, which opened it
     row.exchange_s = max(end["seconds"] for end in ends)
     row.path = _worse(*(end["path"] for end in ends))
     row.failure = _what_is_wrong(ends)
@@ -271,25 +271,25 @@ async def _play(row: PairResult, peers: tuple[NatPeer, NatPeer], run: str, invit
 
 
 async def _ask_both(peers: tuple[NatPeer, NatPeer], do: str, **request: object) -> list[dict[str, Any]]:
-    """Each about the other."""
+    """Send each peer a request about the other."""
     return await gather(
         *(partial(peer.ask, do, peer=partner.peer, **request) for peer, partner in zip(peers, peers[::-1], strict=True))
     )
 
 
 def _later(met: list[dict[str, Any]], what: str) -> float | None:
-    """When both had it."""
+    """Return the later of both ends' times, or None if one has none."""
     values = [answer[what] for answer in met]
     return None if None in values else float(max(values))
 
 
 def _worse(*paths: str) -> str:
-    """Of what the two ends say."""
+    """Return the worse of the paths that the two ends report."""
     return next(path for path in ("", RELAYED, "punched", "direct") if path in paths)
 
 
 def _what_is_wrong(ends: list[dict[str, Any]]) -> str:
-    """With an exchange, of which both ends tell; "" if nothing is."""
+    """Return what is wrong with an exchange, by both ends' reports; "" if nothing is."""
     if not all(end["committed"] for end in ends):
         return f"no exchange: {'; '.join(dict.fromkeys(end['reason'] for end in ends if end['reason']))}"
     are_swapped = [end["received"] for end in ends] == [end["own"] for end in reversed(ends)]
@@ -297,7 +297,7 @@ def _what_is_wrong(ends: list[dict[str, Any]]) -> str:
 
 
 async def run_unless_interrupted(measure: Callable[[], Awaitable[_Rows]]) -> _Rows:
-    """What it returns, or raises; `KeyboardInterrupt` on Ctrl-C, once what it has begun is ended."""
+    """Return or raise what ``measure`` does; raises `KeyboardInterrupt` on Ctrl-C, once its tasks have ended."""
     is_interrupted = False
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, trio.CancelScope() as scope:
 

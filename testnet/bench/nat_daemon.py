@@ -28,7 +28,7 @@ class NatDaemon:
     """A ``farandole join``, or ``relay``, in a home of its own."""
 
     def __init__(self, name: str, home: Home, folder: Path, leash: Leash) -> None:
-        """``folder``: its ``--home`` is in there, and what it says."""
+        """Create the daemon, not started; its ``--home`` and its output are in ``folder``."""
         self.name = name
         self.home = home
         self._folder = folder / name
@@ -45,19 +45,19 @@ class NatDaemon:
         self._process = self._life.enter_context(held(command, self._leash, stdout=output, stderr=output))
 
     def kill(self) -> None:
-        """SIGKILL, to its trainer too: the machine is gone."""
+        """Kill the daemon and its trainer with SIGKILL, as if the machine were gone."""
         self._life.close()
         self._process = None
 
     async def status(self) -> NodeStatus | None:
-        """What it tells of itself; None while there is no answer. Raises `BenchError` if it has ended."""
+        """Return the daemon's status, or None while it does not answer. Raises `BenchError` if it has ended."""
         if self._process is not None and self._process.poll() is not None:
             raise BenchError(f"{self.name} has ended; see {self._output}")
         told = await ask_daemon(self._folder, "status")
         return None if told is None else msgspec.convert(told, NodeStatus)
 
     async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
-        """Wait for a status of which it holds."""
+        """Wait for a status that fulfils the condition."""
         while True:
             status = await self.status()
             if status is not None and condition(status):
@@ -65,6 +65,6 @@ class NatDaemon:
             await trio.sleep(POLL_INTERVAL)
 
     async def make_invite(self) -> str:
-        """As ``farandole run invite`` makes it."""
+        """Return an invite as ``farandole run invite`` makes it."""
         status = await self.until(lambda status: bool(status.run.run_id))
         return encode_invite(Invite(bytes.fromhex(status.run.run_id), tuple(choose_bootstrap_addresses(status))))

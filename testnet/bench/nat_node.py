@@ -1,8 +1,8 @@
-"""A process of the benchmark of homes: a member of a run that trains nothing, in a home of the NAT lab or in the open.
+"""A process of the benchmark of homes: a member of a run that does not train, in a home of the NAT lab or in the open.
 
-What it is made of, and the order, are `farandole.node.daemon` and `farandole.node.member` without a trainer: it dials
-the invite's peers, takes over their run state, tells its own addresses, and keeps connections with all whom it hears
-of.
+It is assembled, in the same order, as `farandole.node.daemon` and `farandole.node.member` are, without a trainer: it
+dials the invite's peers, takes over their run state, announces its own addresses, and stays connected with all members
+that it learns of.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ logger = logging.getLogger("farandole.bench")
 
 @dataclass(frozen=True)
 class NatMember:
-    """What is used of a member's parts; made by `open_member`."""
+    """The parts of a member that are used here; made by `open_member`."""
 
     host: Host
     connectivity: Connectivity
@@ -64,7 +64,7 @@ class NatMember:
 
 @contextlib.asynccontextmanager
 async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -> AsyncIterator[NatMember]:
-    """It listens on this port, or any (0), and takes part until the block ends. ``peers``: those of the invite."""
+    """Open a member that takes part until the block ends, on this port or any (0); ``peers`` are the invite's."""
     key, rng, shaping = Ed25519PrivateKey.generate(), random.Random(), Shaping()
     journal = Journal(say=logger.info)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,14 +100,14 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
 
 
 async def _follow(membership: Membership, connectivity: Connectivity) -> None:
-    """Members may be relays."""
+    """Keep the members as candidates for relays."""
     while True:
         connectivity.members = membership.everyone
         await membership.changed()
 
 
 class NatNode:
-    """What answers the requests. Peers and runs are hex digits."""
+    """Answers the requests. Peers and runs are in hexadecimal."""
 
     _began_at = 0.0
     _member: NatMember
@@ -118,14 +118,14 @@ class NatNode:
         logging.getLogger("farandole").setLevel(logging.DEBUG)
 
     async def join(self, run: str, port: int, peers: dict[str, list[str]]) -> dict[str, Any]:
-        """Become a member: asked once, and first. Seconds are counted from here on."""
+        """Become a member; must be the first request, and only once. Seconds are counted from here on."""
         self._began_at = trio.current_time()
         known = {bytes.fromhex(peer): addresses for peer, addresses in peers.items()}
         self._member = await self._stack.enter_async_context(open_member(bytes.fromhex(run), port, known))
         return {"peer": self._member.host.author.hex(), "addresses": self._member.host.addresses}
 
     async def be_public(self, seconds: float) -> dict[str, Any]:
-        """Wait until this node knows that others can dial it, and so relays."""
+        """Wait until this node knows that others can dial it, which makes it a relay."""
         reachability = self._member.connectivity.reachability
         with trio.move_on_after(seconds):
             while reachability.kind is not ReachabilityKind.PUBLIC:
@@ -133,7 +133,7 @@ class NatNode:
         return {"is_public": reachability.kind is ReachabilityKind.PUBLIC}
 
     async def meet(self, peer: str, connect_seconds: float, direct_seconds: float) -> dict[str, Any]:
-        """Wait for a connection with a peer, whoever makes it, and then for a direct one: when there was either."""
+        """Wait for a connection with a peer, from either side, then for a direct one; return the times of both."""
         host, other = self._member.host, bytes.fromhex(peer)
         connected_s = direct_s = None
         with trio.move_on_at(self._began_at + connect_seconds), host.connection_events() as events:
@@ -149,7 +149,7 @@ class NatNode:
         return {"connected_s": connected_s, "direct_s": direct_s, "kind": kind}
 
     async def exchange(self, peer: str, size: int) -> dict[str, Any]:
-        """Exchange random fp32 of so many bytes for the peer's, and take the mean: both ends' must hash alike."""
+        """Exchange random fp32 of ``size`` bytes for the peer's, and take the mean: both means must hash alike."""
         host, other = self._member.host, bytes.fromhex(peer)
         was_relayed = host.path(other) == "relayed"
         seed = int.from_bytes(host.author[:8], "big")

@@ -1,9 +1,9 @@
 """Homes in trouble: relays die, a router reboots, an address changes, bootstrap peers are gone for good.
 
-Real daemons (`farandole.testnet.bench.nat_daemon`) in homes of the NAT lab train a small model together. Relays without
-trainers, in the open, are the only peers that anybody was told of at first. One trouble comes after the other; each is
-timed until its effect is gone, as the daemons themselves tell it. Those relays die for ever last: if the one public
-home that is left had another address after that, nobody could know where.
+Real daemons (`farandole.testnet.bench.nat_daemon`) in homes of the NAT lab train a small model together. The only peers
+in their invite are relays without trainers, on public addresses. Troubles come one after the other; each is timed until
+its effect is gone, as the daemons' status reports it. The loss of all these relays comes last: if the one public home
+that is left changed its address after that, no member could find it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .nat_daemon import NatDaemon
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 
-# What must hold, in seconds.
+# Limits, in seconds.
 MAX_RELAY_SECONDS: Final = 30.0
 MAX_REJOIN_SECONDS: Final = 90.0
 MAX_RETURN_SECONDS: Final = 60.0
 MAX_NEWS_SECONDS: Final = 30.0
-# Sessions that may come to nothing when their relay dies.
+# Sessions that may fail when their relay dies.
 MAX_FAILED: Final = 1
-# For how many times the limit an effect is awaited, to tell one that is late from one that never comes.
+# The timeout, in limits: it distinguishes a late effect from one that never comes.
 PATIENCE: Final = 3.0
-# Until everybody trains, with processes to start on a busy machine.
+# Until all members train, with processes to start on a busy machine.
 BEGIN_TIMEOUT: Final = 180.0
-# One dies, one falls silent, and two are left to serve.
+# One dies, one falls silent, and two continue to serve.
 NUM_RELAYS: Final = 4
 # A contribution of a megabyte then takes two seconds: a relay that dies dies in the middle of an exchange.
 UP_MBIT, DOWN_MBIT = 4.0, 20.0
-# A home's router begins anew.
+# How long a home's router is off when it reboots.
 OFF_SECONDS: Final = 10.0
 HEADER: Final = ("trouble", "until", "measured", "at most")
 RUN: Final[dict[str, Any]] = {
@@ -67,32 +67,32 @@ Conditions = Sequence[tuple[NatDaemon, Condition]]
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One effect of one trouble."""
+    """The effect of one trouble."""
 
     trouble: str
     effect: str
-    """Until when it was timed, or what was counted."""
+    """The event until which it was timed, or what was counted."""
     measured: float | None
     """Seconds, or a number; None: not within `PATIENCE` times the limit."""
     limit: float
     unit: str = " s"
 
     def misses(self) -> list[str]:
-        """What should hold and does not."""
+        """Return the limit that was missed, if it was."""
         if self.measured is not None and self.measured <= self.limit:
             return []
         found = "never" if self.measured is None else f"{self.measured:.0f}{self.unit}"
         return [f"{self.trouble}: {self.effect}: {found}, not within {self.limit:g}{self.unit}"]
 
     def cells(self) -> list[str]:
-        """Of the table."""
+        """Return the cells of the table."""
         digits = 1 if self.unit else 0
         measured = "never" if self.measured is None else f"{self.measured:.{digits}f}{self.unit}"
         return [self.trouble, self.effect, measured, f"{self.limit:g}{self.unit}"]
 
 
 def report_of(setting: Mapping[str, Any], rows: Sequence[Recovery]) -> BenchReport:
-    """The table, data and misses of all troubles."""
+    """Return the table, data and misses of all troubles."""
     grid = Grid("Homes in trouble", HEADER, [row.cells() for row in rows], num_left=2)
     data = {"rows": [asdict(row) for row in rows]}
     return BenchReport(setting, [grid], data, misses=[miss for row in rows for miss in row.misses()])
@@ -100,19 +100,19 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[Recovery]) -> BenchRepo
 
 @dataclass
 class RecoveryBench:
-    """One lab with one run, and what befalls it."""
+    """Runs all troubles in one lab with one run."""
 
     lab: Lab
     folder: Path
-    """For the daemons' own folders, and a log of each."""
+    """Holds the daemons' own folders, and a log of each."""
     say: Callable[[str], None] = lambda text: None
     tell: Callable[[Recovery], None] = lambda row: None
-    """Told of each row as it is measured."""
+    """Called with each row as it is measured."""
     rows: list[Recovery] = field(default_factory=list)
     _daemons: list[NatDaemon] = field(default_factory=list)
 
     async def measure(self) -> list[Recovery]:
-        """All rows. Raises `BenchError` if the run does not come about, or a daemon ends by itself."""
+        """Return all rows. Raises `BenchError` if the run does not start, or a daemon ends by itself."""
         signed = sign_manifest(manifest_of(RUN, Path(), time.time()), Ed25519PrivateKey.generate())
         (self.folder / "run.manifest").write_bytes(signed.encode())
         try:
@@ -133,7 +133,7 @@ class RecoveryBench:
     # The run
 
     async def _open_relays(self, signed: SignedManifest) -> list[NatDaemon]:
-        """Public nodes that know each other to be so."""
+        """Start public nodes, each of which knows that it is public."""
         relays: list[NatDaemon] = []
         invite = encode_invite(Invite(signed.run_id))
         for index in range(NUM_RELAYS):
@@ -154,7 +154,7 @@ class RecoveryBench:
         return next(address for address in status.addresses if address.startswith(prefix))
 
     async def _open_members(self, signed: SignedManifest) -> tuple[NatDaemon, NatDaemon]:
-        """Two that reach each other by relays alone, and train."""
+        """Start two members that reach each other through relays alone, and train."""
         relays = list(self._daemons)
         near, far = await self._open("near", "symmetric"), await self._open("far", "port-restricted")
         for member in (near, far):
@@ -183,10 +183,10 @@ class RecoveryBench:
             return await daemon.until(condition)
         raise BenchError(f"{daemon.name} is not ready after {BEGIN_TIMEOUT:g} s; see {self.folder}")
 
-    # What befalls it
+    # Troubles
 
     async def _lose_relays(self, relays: list[NatDaemon], near: NatDaemon, far: NatDaemon) -> None:
-        """One is killed in the middle of an exchange, another's cable is pulled."""
+        """Kill one relay in the middle of an exchange, and pull another's cable."""
         members = (near, far)
         for trouble, lose in (("the relay in use dies", NatDaemon.kill), ("a relay in use falls silent", _unplug)):
             victim = await self._relay_in_use(relays)
@@ -213,7 +213,7 @@ class RecoveryBench:
         raise BenchError(f"no relay is in use; see {self.folder}")
 
     async def _lose_bootstrap(self, relays: Sequence[NatDaemon], members: Sequence[NatDaemon]) -> None:
-        """All at once and for ever; then a member restarts, which knows the others from its address book alone."""
+        """Kill all relays, then restart a member, which knows the others from its address book alone."""
         trouble = "all bootstrap peers die for ever"
         before = [await self._until_begun(member, _is_there) for member in members]
         for relay in relays:
@@ -239,7 +239,7 @@ class RecoveryBench:
         await self._time("a router reboots", HOME_AGAIN, MAX_RETURN_SECONDS, again)
 
     async def _change_address(self, member: NatDaemon, others: Sequence[NatDaemon]) -> None:
-        """Of a home that others can dial."""
+        """Change the address of a home that others can dial."""
         trouble = "a public home gets another address"
         before = await self._until_begun(member, _is_there)
         await trio.to_thread.run_sync(member.home.change_address)
@@ -253,7 +253,7 @@ class RecoveryBench:
     async def _time(
         self, trouble: str, effect: str, limit: float, conditions: Conditions, began: float | None = None
     ) -> float:
-        """Until all hold, at first or no longer; when that was, or when it was given up. It began now, or then."""
+        """Wait until all conditions hold, at most `PATIENCE` limits; record the time from ``began``; return the end."""
         self.say(f"{trouble}: until {effect}")
         began = trio.current_time() if began is None else began
         measured = None
@@ -294,7 +294,7 @@ def _has_exchanged(status: NodeStatus, count: int = 0) -> bool:
 
 
 def _exchange_since(members: Sequence[NatDaemon], before: Sequence[NodeStatus]) -> Conditions:
-    """Each has exchanged again since it told that status."""
+    """Return the condition that each member has exchanged again since its ``before`` status."""
     pairs = zip(members, before, strict=True)
     return [(member, partial(_has_exchanged, count=status.exchanges_ok)) for member, status in pairs]
 

@@ -1,4 +1,4 @@
-"""A mesh process of the benchmark: exchanges contributions as a daemon does, and sees how its event loop fares."""
+"""A mesh process of the benchmark: exchanges contributions as a daemon does, and measures its event loop's lag."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .meter import UsageMeter, watched_loop
 from .paths import open_node
 from .server import Server, map_payload
 
-# For an exchange of whole contributions over a slow line or a relay, on a busy machine.
+# Enough for an exchange of whole contributions over a slow line or a relay, on a busy machine.
 EXCHANGE_SECONDS: Final = 60.0
 _DIGEST: Final = bytes(32)
 
@@ -33,10 +33,10 @@ Way = Literal["new channel", "kept channel", "stream"]
 
 
 class Lenient:
-    """Accepts every contribution."""
+    """A judge that accepts every contribution."""
 
     async def refusal(self, size: int, tokens: int) -> str | None:
-        """There is none."""
+        """Return no refusal."""
         return None
 
 
@@ -52,7 +52,7 @@ async def exchange_with(
     judge: Judge | None = None,
     on_advance: Callable[[int], None] | None = None,
 ) -> ExchangeResult:
-    """One session of `ExchangeService.run`, which both ends name by the round; without ``judge`` nothing is refused."""
+    """Run one session of `ExchangeService.run`, named by the round; without ``judge`` nothing is refused."""
     session = round_index.to_bytes(16, "big")
     deadline = trio.current_time() + EXCHANGE_SECONDS
     offer = Offer(
@@ -76,16 +76,16 @@ def check_committed(result: ExchangeResult) -> None:
 
 
 class BenchNode:
-    """One of two nodes with an open connection; the one that connected initiates the exchanges."""
+    """One of two nodes with an open connection; the node that connected initiates the exchanges."""
 
     def __init__(self, server: Server, outgoing: int, incoming: int, link: int | None = None) -> None:
-        """With ``link``, the descriptor of a socket, it has a trainer."""
+        """Create the node; with ``link``, the descriptor of a socket, it has a trainer."""
         self._server = server
         self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
         self._link = None if link is None else TrainerLink(socket.socket(fileno=link))
 
     async def open(self, address: str | None) -> dict[str, Any] | None:
-        """Listen and announce where, or connect to that address; both then have a bulk channel."""
+        """Listen and announce the address, or connect to ``address``; both then have a bulk channel."""
         stack = self._server.stack
         opened = await stack.enter_async_context(open_node(address, self._server.announce))
         self._host, self._channels, self._channel, self._peer = opened
@@ -96,14 +96,14 @@ class BenchNode:
         return {} if address else None
 
     async def exchange(self, round: int, codec: Codec, size: int, digest: str, way: Way) -> dict[str, Any]:
-        """Exchange a contribution that is encoded, with a screening that accepts."""
+        """Exchange an encoded contribution, with a screening that accepts."""
         outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
         with self._meter.running() as figures:
             await self._run(round, codec, way, outgoing)
         return figures
 
     async def take_round(self, round: int, codec: Codec, way: Way) -> dict[str, Any]:
-        """One round with the trainer, which encodes and takes in while the contributions move."""
+        """Run one round with the trainer, which encodes and averages while the contributions move."""
         assert self._link is not None, "a node has a trainer"
         with self._meter.running() as figures:
             async with self._link.round(self._outgoing) as outgoing:
@@ -129,7 +129,7 @@ class BenchNode:
         check_committed(result)
 
     async def swap(self, size: int, times: int) -> dict[str, Any]:
-        """Move so many bytes both ways at once over the bulk channel, again and again, with an eye on the loop."""
+        """Move ``size`` bytes each way at once over the bulk channel, ``times`` times, and measure the loop's lag."""
         with self._meter.running() as figures:
             async with watched_loop(figures):
                 for _ in range(times):
@@ -139,7 +139,7 @@ class BenchNode:
         return figures
 
     async def rest(self, seconds: float) -> dict[str, Any]:
-        """Do nothing, with an eye on the loop."""
+        """Do nothing, and measure the loop's lag."""
         with self._meter.running() as figures:
             async with watched_loop(figures):
                 await trio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""How fast payloads move from one process to another by each way, and what that costs."""
+"""The speed and cost of moving payloads from one process to another, by path."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .process import (
     worker_command,
 )
 
-# A small payload takes a millisecond, so it is moved so much more often, until this many megabytes are.
+# A small payload takes a millisecond, so it is moved repeatedly, until this number of megabytes has been moved.
 SMALL_MB: Final = 64
 MAX_TIMES_AS_OFTEN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class OneWay:
-    """One way and size: medians over the repeats, of memory the greatest."""
+    """The result of one path and size: medians over the repeats; for memory the maximum."""
 
     path: str
     size_mb: int
@@ -43,7 +43,7 @@ class OneWay:
     receiver_peak_mb: float | None
     """See `Meter.running`."""
     seconds: list[float]
-    """Of each repeat."""
+    """Seconds of each repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Move:
 def measure_one_way(
     sizes_mb: Sequence[int], repeats: int, log: Path, say: Say, paths: Sequence[str] = tuple(PATHS)
 ) -> Iterator[OneWay]:
-    """These paths, of which one is "raw", with each size; they take turns in each repeat."""
+    """Measure these paths, one of which is "raw", with each size; they take turns in each repeat."""
     largest = max(sizes_mb) * MB
     with contextlib.ExitStack() as stack:
         outgoing = stack.enter_context(open_payload("outgoing", largest))
@@ -81,7 +81,7 @@ def measure_one_way(
 
 @contextlib.contextmanager
 def _open_pair(path: str, log: Path, payloads: Sequence[SharedPayload]) -> Iterator[tuple[BenchWorker, BenchWorker]]:
-    """Sender and receiver, connected, on half of the cores each: left alone they share a core at times."""
+    """Open a connected sender and receiver, on half of the cores each: otherwise they sometimes share a core."""
     command, descriptors = worker_command("paths:Mover"), [payload.descriptor for payload in payloads]
     with (
         open_worker(f"{path} receiver", command, log, descriptors, side=0) as receiver,

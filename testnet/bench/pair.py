@@ -1,6 +1,6 @@
 """Two peers average a vector: farandole's nodes, hivemind's averagers, and peers that Lattica connects.
 
-Each starts from the same two random vectors, and what each peer holds afterwards is compared with their mean.
+Each starts from the same two random vectors, and the resulting vectors of both peers are compared with their mean.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from .process import (
 )
 
 WARM_UPS: Final = 2
-# Lattica's connections come to speed slowly: its first calls take several times as long as its tenth.
+# Lattica's connections become fast slowly: its first calls take several times as long as its tenth.
 LATTICA_WARM_UPS: Final = 8
-# What a mean of two standard normal vectors may be off by, root mean square, and count as averaged: those of 8 bits are
-# off by 0.01; who changed nothing is off by 0.7.
+# Root mean square error of a mean of two standard normal vectors that still counts as averaged: 8-bit means are off by
+# 0.01; an unchanged vector is off by 0.7.
 MAX_RMS_ERROR: Final = 0.1
 CONNECT_TIMEOUT: Final = 20.0
 CONNECT_INTERVAL: Final = 0.1
 
-# (codec, way): see `node.Way`. The exchange by itself: the trainer encodes before it, decodes and averages after it.
+# (codec, way): see `node.Way`. The exchange alone: the trainer encodes before it, decodes and averages after it.
 WAYS: Final = (
     ("fp32", "new channel"),
     ("fp32", "kept channel"),
@@ -54,8 +54,8 @@ WAYS: Final = (
     ("bf16", "new channel"),
     ("int8", "new channel"),
 )
-# The same, as a daemon's round has it: the trainer encodes, takes in and screens while bytes move, and takes an outer
-# step; once without the guard.
+# The same as a daemon's round: the trainer encodes, receives and screens while bytes move, and takes an outer step;
+# once without the guard.
 ROUNDS: Final = (
     *(("fp32", "new channel"), ("bf16", "new channel"), ("int8", "new channel")),
     ("fp32", "new channel, without the guard"),
@@ -72,7 +72,7 @@ class Averaging:
     who: str
     how: str
     payload_mb: float | None = None
-    """What one peer sends the other; None where it is not known."""
+    """Size of one peer's message to the other; None where it is not known."""
     prepare_s: float | None = None
     """Freezing, encoding and hashing; None where it is part of the exchange."""
     exchange_s: float = 0.0
@@ -80,16 +80,16 @@ class Averaging:
     """Decoding and averaging; None where it is part of the exchange."""
     rms_error: float = 0.0
     peak_mb: float | None = None
-    """Of the mesh process: see `Meter.running`."""
+    """Peak memory of the mesh process: see `Meter.running`."""
 
     @property
     def total_s(self) -> float:
-        """From two vectors to their mean in both places."""
+        """Return the seconds from two vectors to their mean in both places."""
         return (self.prepare_s or 0.0) + self.exchange_s + (self.finish_s or 0.0)
 
     @property
     def has_averaged(self) -> bool:
-        """Whether both peers held the mean."""
+        """Return whether both peers had the mean."""
         return self.rms_error <= MAX_RMS_ERROR
 
 
@@ -105,7 +105,7 @@ def measure_pairs(
     ways: Sequence[tuple[str, str]] = WAYS,
     rounds: Sequence[tuple[str, str]] = ROUNDS,
 ) -> tuple[list[Averaging], dict[str, str]]:
-    """All of them in turn, again and again, and what could not be measured; without a cache folder farandole alone."""
+    """Measure all ways in turns, and return what could not be measured; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
     problems: dict[str, str] = {}
     others: dict[str, Average] = {}
@@ -139,7 +139,7 @@ def _median(averagings: list[Averaging]) -> Averaging:
 def open_farandole(
     num_elements: int, log: Path, ways: Sequence[tuple[str, str]], rounds: Sequence[tuple[str, str]]
 ) -> Iterator[dict[str, Average]]:
-    """Two nodes of two processes each, as a daemon has them: the trainer encodes, the mesh process exchanges."""
+    """Open two nodes of two processes each, as in a daemon: the trainer encodes, the mesh process exchanges."""
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(_open_node(index, encoded_size("fp32", num_elements), log)) for index in range(2)]
         nodes, trainers = zip(*opened, strict=True)
@@ -155,7 +155,7 @@ def open_farandole(
 
 @contextlib.contextmanager
 def _open_node(index: int, size: int, log: Path) -> Iterator[tuple[BenchWorker, BenchWorker]]:
-    """A mesh process and its trainer, which share memory for contributions of a size."""
+    """Open a mesh process and its trainer, which share memory for contributions of ``size`` bytes."""
     with contextlib.ExitStack() as stack:
         payloads = [stack.enter_context(open_payload(name, counted_size(size))) for name in ("outgoing", "incoming")]
         workers = []
@@ -195,7 +195,7 @@ class FarandolePair:
         return _checked(averaging)
 
     def take_round(self, codec: str, way: str) -> Averaging:
-        """All of it at once, as a daemon does, and the outer step."""
+        """Do all of it at once, as a daemon does, with the outer step."""
         ask_all(self._trainers, "learn", codec=codec, is_guarded=not way.endswith(UNGUARDED))
         round_index = next(self._rounds)
         for node in self._nodes:
@@ -227,7 +227,7 @@ def _error(answers: Sequence[dict[str, Any]]) -> float:
 
 @contextlib.contextmanager
 def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Average]]:
-    """Two `DecentralizedAverager`; what is measured is the all-reduce, from when both have found each other."""
+    """Open two `DecentralizedAverager`; the measured part is the all-reduce, once both have found each other."""
     with open_peers("hivemind", python, num_elements, log) as pair:
 
         def average(codec: str) -> Averaging:
@@ -242,13 +242,13 @@ def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[s
 
 @contextlib.contextmanager
 def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Average]]:
-    """Two peers that call each other with their vectors, and average with numpy."""
+    """Open two peers that call each other with their vectors, and average with numpy."""
     with open_peers("lattica", python, num_elements, log) as pair:
         give_up_at = time.monotonic() + CONNECT_TIMEOUT
         while not all(answer["is_connected"] for answer in ask_all(pair, "empty")):
             if time.monotonic() > give_up_at:
                 raise BenchError(f"Lattica: the peers did not find each other in {CONNECT_TIMEOUT:g} s")
-            time.sleep(CONNECT_INTERVAL)  # Lattica can only be asked
+            time.sleep(CONNECT_INTERVAL)  # Lattica has no event for it, so poll
 
         def average() -> Averaging:
             ask_all(pair, "empty")
@@ -265,8 +265,8 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
 
 @contextlib.contextmanager
 def open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[BenchWorker]]:
-    """Two peers of another project, of which the second knows the first."""
-    # Not to be seen by the script's imports: the folder in which it lies.
+    """Open two peers of another project, of which the second knows the first."""
+    # ``-P`` hides the script's own folder from its imports.
     command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), name]
     with (
         open_worker(f"{name} 0", command, log) as first,

@@ -1,6 +1,6 @@
-"""The ways from one process to another that the benchmark of exchanges compares, each between two ends on loopback.
+"""The paths between two processes that the benchmark of exchanges compares, each between two ends on loopback.
 
-Each `open_...` is one end: without an address it listens, says by ``announce`` where, and waits for the other end.
+Each `open_...` is one end: without an address it listens, announces its address, and waits for the other end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .server import Server, map_payload
 
 LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
 PROTOCOL: Final = "/farandole/bench/1"
-# Written and read at a time where a stream does not say better.
+# Size of writes and reads where a stream does not specify a better one.
 STREAM_PIECE_BYTES: Final = 65_536
 _READY: Final = b"r"
 
@@ -37,10 +37,10 @@ Announce = Callable[[str], Awaitable[None]]
 
 
 class PathEnd(Protocol):
-    """One end of a way."""
+    """One end of a path."""
 
     async def send(self, data: memoryview) -> object:
-        """Send all of it."""
+        """Send all data."""
 
     async def receive_into(self, memory: memoryview) -> object:
         """Fill the memory."""
@@ -50,13 +50,13 @@ class PathEnd(Protocol):
 
 
 class RawEnd:
-    """A blocking TCP socket: what the machine can do at most."""
+    """A blocking TCP socket: the upper bound of the machine."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     async def send(self, data: memoryview) -> None:
-        """Send all of it."""
+        """Send all data."""
         self._connection.sendall(data)
 
     async def receive_into(self, memory: memoryview) -> None:
@@ -71,13 +71,13 @@ class RawEnd:
 
 @contextlib.asynccontextmanager
 async def open_raw(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
-    """TCP as it is."""
+    """Open a plain TCP connection."""
     with await _connect(address, announce) as connection:
         yield RawEnd(connection)
 
 
 class StreamEnd:
-    """A stream by its two functions: what is received is copied into the memory."""
+    """A stream, given by its two functions; received data is copied into the memory."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class StreamEnd:
         self._piece_bytes = piece_bytes
 
     async def send(self, data: memoryview) -> None:
-        """Send all of it."""
+        """Send all data."""
         for start in range(0, data.nbytes, self._piece_bytes):
             await self._send_all(data[start : start + self._piece_bytes])
 
@@ -107,7 +107,7 @@ class StreamEnd:
 
 @contextlib.asynccontextmanager
 async def open_tls(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
-    """TLS 1.3 in trio's event loop, without authentication."""
+    """Open TLS 1.3 in trio's event loop, without authentication."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if address is None else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -123,7 +123,7 @@ async def open_tls(address: str | None, announce: Announce) -> AsyncIterator[Pat
 
 
 def _certify(context: ssl.SSLContext) -> None:
-    """A server's, by a self-signed certificate."""
+    """Load a self-signed server certificate."""
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.security.tls.certificate import create_cert_template, generate_certificate
 
@@ -134,7 +134,7 @@ def _certify(context: ssl.SSLContext) -> None:
 
 
 async def _connect(address: str | None, announce: Announce) -> socket.socket:
-    """A connected, blocking socket."""
+    """Return a connected, blocking socket."""
     if address is not None:
         host, _, port = address.partition(":")
         return socket.create_connection((host, int(port)))
@@ -149,7 +149,7 @@ async def _connect(address: str | None, announce: Announce) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
-    """A stream of py-libp2p as it comes: Noise and its own yamux, nothing of farandole."""
+    """Open a stream of unmodified py-libp2p: Noise and its own yamux, nothing of farandole."""
     from libp2p import create_yamux_muxer_option, new_host
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
@@ -184,14 +184,14 @@ async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[P
 
 @contextlib.asynccontextmanager
 async def open_libp2p(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
-    """A stream of farandole's host: libp2p with Noise and our yamux."""
+    """Open a stream of farandole's host: libp2p with Noise and our yamux."""
     async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host, _meet(host, address, announce) as stream:
         yield StreamEnd(stream.send_all, stream.receive_some, PIECE_BYTES)
 
 
 @contextlib.asynccontextmanager
 async def open_bulk_channel(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
-    """A bulk channel of farandole's, negotiated between hosts; the receiver hashes what comes."""
+    """Open a bulk channel of farandole's, negotiated between hosts; the receiver hashes the data."""
     async with open_node(address, announce) as (_, _, channel, _):
         yield channel
 
@@ -200,7 +200,7 @@ async def open_bulk_channel(address: str | None, announce: Announce) -> AsyncIte
 async def open_node(
     address: str | None, announce: Announce
 ) -> AsyncIterator[tuple[Host, BulkService, BulkChannel, bytes]]:
-    """A host, its bulk channels, one of them that is open, and the peer."""
+    """Open a host and its bulk channels; yield both, an open channel, and the peer."""
     async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host, open_bulk(host, bytes(32)) as channels:
         async with _meet(host, address, announce) as stream:
             peer = stream.peer
@@ -213,7 +213,7 @@ async def open_node(
 
 @contextlib.asynccontextmanager
 async def _meet(host: Host, address: str | None, announce: Announce) -> AsyncIterator[Stream]:
-    """A stream to the other host, which stays open for as long as the block runs."""
+    """Open a stream to the other host, which stays open until the block ends."""
     if address is not None:
         peer = public_key_of(address.rpartition("/p2p/")[2])
         await host.connect(peer, [address])
@@ -236,7 +236,7 @@ async def _meet(host: Host, address: str | None, announce: Announce) -> AsyncIte
 
 
 async def _negotiate(channels: BulkService, stream: Stream, is_asker: bool) -> BulkChannel:
-    """Both ends of a new bulk channel, by means of a stream."""
+    """Return this end of a new bulk channel, negotiated over a stream."""
     if is_asker:
         await stream.receive_some(len(_READY))
         channel = await channels.acquire(stream.peer)
@@ -263,7 +263,7 @@ PATHS: Final[dict[str, Callable[[str | None, Announce], contextlib.AbstractAsync
 
 
 class Mover:
-    """A process that moves payloads of any size over one way."""
+    """A process that moves payloads of any size over one path."""
 
     def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
         self._server = server
@@ -271,7 +271,7 @@ class Mover:
         self._end: PathEnd
 
     async def open(self, path: str, address: str | None) -> dict[str, Any] | None:
-        """Listen and announce where, or connect to that address; by one of `PATHS`."""
+        """Listen and announce the address, or connect to ``address``, by one of `PATHS`."""
         self._end = await self._server.stack.enter_async_context(PATHS[path](address, self._server.announce))
         self._meter = UsageMeter([self._outgoing, self._incoming])
         return {} if address else None

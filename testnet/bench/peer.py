@@ -1,4 +1,4 @@
-"""Another project's peer in the benchmark: run as a script, in a virtual environment that has it and not farandole.
+"""Another project's peer in the benchmark: a script for a virtual environment that has that project and not farandole.
 
 ``peer.py NAME SOCKET``: the peer is the class of ``NAME.py``, next to this file, that `class_of` names. Requests and
 answers are JSON, a line each, on the socket whose descriptor is given; times are of `time.monotonic`, which processes
@@ -23,12 +23,12 @@ MAX_ERROR_CHARS = 300  # some errors bring their stack
 
 
 def vector(index: int, num_elements: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """(n,) fp32: what a peer starts with."""
+    """Return a peer's initial vector: (n,) fp32."""
     return np.random.default_rng(index).standard_normal(num_elements, dtype=np.float32)
 
 
 def class_of(name: str) -> str:
-    """The class of a project's peer, in the file of that name."""
+    """Return the class of a project's peer, in the file of that name."""
     return f"{name.capitalize()}Peer"
 
 
@@ -40,7 +40,7 @@ def serve(descriptor: int, peer: object) -> None:
             try:
                 act: Callable[..., dict[str, Any]] = getattr(peer, request.pop("do"))
                 answer = act(**request)
-            except Exception as error:  # whatever a peer raises, the benchmark shows it and goes on
+            except Exception as error:  # the benchmark shows any error, and continues
                 answer = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
             lines.write(json.dumps(answer) + "\n")
             lines.flush()

@@ -1,6 +1,6 @@
-"""A loop that anybody would write, in a process of its own: what a node's training is measured beside.
+"""A plain training loop, in a process of its own: the baseline of a node's training.
 
-The same model, batches, precision and loss as a node's, `torch.optim.AdamW` (fused on CUDA), clipping, and nothing
+It has the same model, batches, precision and loss as a node, `torch.optim.AdamW` (fused on CUDA), clipping, and nothing
 else.
 """
 
@@ -23,28 +23,28 @@ from .server import Server
 
 
 class PlainLoop(msgspec.Struct, frozen=True):
-    """What to run."""
+    """The settings of a plain loop."""
 
     run: dict[str, object]
-    """As in a run file."""
+    """The run's settings, as in a run file."""
     device: str
     warmup_seconds: float
-    """Not counted: kernels are chosen, caches filled, and the other loops started meanwhile."""
+    """Not counted: kernels are chosen, caches filled, and the other loops started in this time."""
     seconds: float
     author: int
-    """Which of several: each has batches of its own."""
+    """Index of this loop: each has batches of its own."""
 
 
 class PlainRate(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """The result of a plain loop."""
 
     tokens_per_second: float
     device: str
-    """In words."""
+    """Name of the device."""
 
 
 def run(settings: PlainLoop) -> PlainRate:
-    """Train for a while."""
+    """Train for the warm-up and the measured time."""
     manifest = manifest_of(settings.run, Path(), 0.0)
     model, inner = manifest.model, manifest.inner
     device = choose_device(settings.device)
@@ -92,6 +92,6 @@ class PlainTrainer:
         torch.set_num_threads(1)  # as a testnet's nodes have
 
     def learn(self, **settings: Any) -> dict[str, Any]:
-        """As `PlainLoop` has it."""
+        """Run a loop with the settings of `PlainLoop`."""
         rate: dict[str, Any] = msgspec.to_builtins(run(PlainLoop(**settings)))
         return rate

@@ -1,4 +1,4 @@
-"""Processes of a benchmark: each answers requests, JSON and a line each, on a socket that it inherits."""
+"""Processes of a benchmark: each answers requests on a socket that it inherits, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from farandole.node.base.system.memory import map_shared_memory, open_shared_mem
 from farandole.protocol.errors import FarandoleError
 
 MB: Final = 1_000_000
-# The slowest of what is asked is that two homes connect, then directly, with processes to start on a busy machine.
+# The slowest request waits until two homes connect, then directly, with processes to start on a busy machine.
 ANSWER_TIMEOUT: Final = 240.0
 STOP_TIMEOUT: Final = 10.0
-# Random bytes that a payload repeats: nothing on the way compresses.
+# A payload repeats this many random bytes: nothing on the way compresses them.
 _PATTERN_BYTES: Final = 16 * MB
-# Where a payload is checked for having arrived: this many bytes at its start, middle and end.
+# How much of a payload is compared to check that it arrived: this many bytes at its start, middle and end.
 _CHECKED_BYTES: Final = 4_096
 
 
@@ -40,7 +40,7 @@ class BenchError(FarandoleError):
 
 
 class BenchWorker:
-    """One process; made by `open_worker`."""
+    """A process that answers requests; made by `open_worker`."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], control: socket.socket, log: Path) -> None:
         self._name = name
@@ -50,7 +50,7 @@ class BenchWorker:
         self._log = log
 
     def put(self, do: str, **request: Any) -> None:
-        """Ask; the answer is for `get`."""
+        """Send a request; `get` returns the answer."""
         try:
             self._lines.write(json.dumps({"do": do, **request}) + "\n")
             self._lines.flush()
@@ -58,11 +58,11 @@ class BenchWorker:
             raise BenchError(f"{self._name} is gone: {error}; see {self._log}") from error
 
     def get(self, timeout: float = ANSWER_TIMEOUT) -> dict[str, Any]:
-        """The answer. Raises `BenchError` if it is an error, or does not come."""
+        """Return the answer. Raises `BenchError` if it is an error, or does not come."""
         if not self.has_answered(timeout):
             raise BenchError(f"{self._name} does not answer; see {self._log}")
         line = ""
-        with contextlib.suppress(ConnectionError):  # it ended before it had read what it was asked
+        with contextlib.suppress(ConnectionError):  # it ended before it had read the request
             line = self._lines.readline()
         if not line:
             raise BenchError(f"{self._name} has ended; see {self._log}")
@@ -72,16 +72,16 @@ class BenchWorker:
         return answer
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """`put` and `get`."""
+        """Send a request and return the answer: `put`, then `get`."""
         self.put(do, **request)
         return self.get()
 
     def has_answered(self, timeout: float) -> bool:
-        """Whether an answer comes in so many seconds."""
+        """Return whether an answer comes within ``timeout`` seconds."""
         return bool(select.select([self._control], [], [], timeout)[0])
 
     def stop(self) -> None:
-        """Ends by itself when its socket closes; is killed if it does not."""
+        """Close the socket, at which the process ends; kill it if it does not."""
         self._lines.close()
         self._control.close()
         try:
@@ -90,7 +90,7 @@ class BenchWorker:
             self.kill()
 
     def kill(self) -> None:
-        """At once, whatever it is doing."""
+        """Kill the process at once."""
         self._process.kill()
         self._process.wait()
 
@@ -99,11 +99,11 @@ class BenchWorker:
 def open_worker(
     name: str, command: Sequence[str], log: Path, descriptors: Sequence[int] = (), side: int | None = None
 ) -> Iterator[BenchWorker]:
-    """Run a command for as long as the block does; the last of its arguments are the socket and the descriptors.
+    """Run a command until the block ends; the socket and the descriptors are the last of its arguments.
 
-    It is killed if the block fails or is interrupted: it may be waiting for another that is gone.
+    The process is killed if the block fails or is interrupted, as it may be waiting for another that is gone.
 
-    With a ``side``, 0 or 1, it has but that half of the cores.
+    With a ``side``, 0 or 1, it runs on that half of the cores alone.
     """
     near, far = socket.socketpair()
     with far, log.open("ab") as output, _half_of_the_cores(side):
@@ -127,7 +127,7 @@ def open_worker(
 
 @contextlib.contextmanager
 def _half_of_the_cores(side: int | None) -> Iterator[None]:
-    """What is started meanwhile runs on one half of the cores, where the system can say so."""
+    """Start processes inside this block on one half of the cores, where the system supports it."""
     if side is None or not hasattr(os, "sched_setaffinity") or len(own := sorted(os.sched_getaffinity(0))) < 2:
         yield
         return
@@ -140,45 +140,45 @@ def _half_of_the_cores(side: int | None) -> Iterator[None]:
 
 
 def worker_command(kind: str) -> list[str]:
-    """A process of `farandole.testnet.bench.server`; ``kind`` is a module of this package and its class."""
+    """Return the command of a `farandole.testnet.bench.server` process; ``kind`` is a module here and its class."""
     return [sys.executable, "-m", f"{__package__}.server", kind]
 
 
 @contextlib.contextmanager
 def open_workers(kind: str, names: Iterable[str], log: Path) -> Iterator[list[BenchWorker]]:
-    """One `worker_command` process for each name."""
+    """Open one `worker_command` process for each name."""
     command = worker_command(kind)
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(open_worker(name, command, log)) for name in names]
 
 
 def connect(listener: BenchWorker, caller: BenchWorker, **request: Any) -> None:
-    """Open two workers' connection with each other."""
+    """Connect two workers with each other."""
     address = listener.ask("open", address=None, **request)["address"]
     caller.ask("open", address=address, **request)
 
 
 class SharedPayload:
-    """Memory that a benchmark and its workers share."""
+    """Memory that a benchmark shares with its workers."""
 
     def __init__(self, descriptor: int, memory: memoryview) -> None:
         self.descriptor = descriptor
         self.memory = memory
 
     def fill(self) -> None:
-        """With random bytes."""
+        """Fill the memory with random bytes."""
         pattern = np.random.default_rng(0).bytes(min(_PATTERN_BYTES, self.memory.nbytes))
         for start in range(0, self.memory.nbytes, len(pattern)):
             piece = self.memory[start : start + len(pattern)]
             piece[:] = pattern[: piece.nbytes]
 
     def spoil(self, size: int) -> None:
-        """Forget what a payload of this size brought, where `equals` looks."""
+        """Clear the parts of a payload of this size that `equals` compares."""
         for place in _checked(size):
             self.memory[place] = bytes(len(range(*place.indices(size))))
 
     def equals(self, other: SharedPayload, size: int) -> bool:
-        """Whether a payload of this size is the other's, at its start, middle and end."""
+        """Return whether both payloads agree at the start, middle and end of this size."""
         return all(self.memory[place] == other.memory[place] for place in _checked(size))
 
 
@@ -189,7 +189,7 @@ def _checked(size: int) -> list[slice]:
 
 @contextlib.contextmanager
 def open_payload(name: str, size: int) -> Iterator[SharedPayload]:
-    """So many bytes of shared memory."""
+    """Map ``size`` bytes of shared memory."""
     with (
         open_shared_memory(name, Path(tempfile.gettempdir())) as shared,
         map_shared_memory(shared.place, size) as mapped,
@@ -202,14 +202,14 @@ def open_payload(name: str, size: int) -> Iterator[SharedPayload]:
 def ask_all(
     workers: Sequence[BenchWorker], do: str, each: Sequence[dict[str, Any]] = (), **request: Any
 ) -> list[dict[str, Any]]:
-    """All at once; ``each`` has what one of them is asked alone. Raises `BenchError` with all their errors."""
+    """Send a request to all workers; ``each`` has one worker's own arguments. Raises `BenchError` with all errors."""
     for worker, own in zip(workers, each or [{}] * len(workers), strict=True):
         worker.put(do, **own, **request)
     return get_all(workers)
 
 
 def get_all(workers: Sequence[BenchWorker], timeout: float = ANSWER_TIMEOUT) -> list[dict[str, Any]]:
-    """All answers. Raises `BenchError` with all errors among them."""
+    """Return all answers. Raises `BenchError` with all errors among them."""
     answers, problems = [], []
     for worker in workers:
         try:
@@ -224,9 +224,9 @@ def get_all(workers: Sequence[BenchWorker], timeout: float = ANSWER_TIMEOUT) -> 
 def take_turns(
     what: str, contenders: Mapping[str, Callable[[], _T]], others: Container[str], repeats: int, warm_ups: int, say: Say
 ) -> tuple[dict[str, list[_T]], dict[str, str]]:
-    """What each contender measured, repeat by repeat, and why some of ``others`` were dropped.
+    """Run the contenders in turn, and return their results by repeat, and why some of ``others`` were dropped.
 
-    Raises the `BenchError` of any contender but those.
+    Raises the `BenchError` of any contender that is not in ``others``.
     """
     done: dict[str, list[_T]] = {label: [] for label in contenders}
     problems: dict[str, str] = {}
@@ -248,17 +248,17 @@ def take_turns(
 
 
 def elapsed(answers: Sequence[dict[str, Any]]) -> float:
-    """From the first start to the last end, in seconds."""
+    """Return the seconds from the first start to the last end."""
     ended_at = max(float(answer["ended_at"]) for answer in answers)
     return ended_at - min(float(answer["started_at"]) for answer in answers)
 
 
 def median_of(values: Sequence[float | None]) -> float | None:
-    """Of those that are known."""
+    """Return the median of the known values."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def greatest_of(values: Sequence[float | None]) -> float | None:
-    """Of those that are known."""
+    """Return the greatest of the known values."""
     return max((value for value in values if value is not None), default=None)

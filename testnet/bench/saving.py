@@ -1,9 +1,9 @@
 """What saving costs training: the benchmark of saving.
 
 Trainers that save in different ways, each in a process of its own with the same model and data, take turns round by
-round, so that what else the machine does hits all of them alike; the others wait meanwhile. What a way costs in a round
-is how much longer the round takes than that of the trainer that saves nothing, in the same turn; figures are medians.
-How far two rounds that save nothing differ, one after the other, tells what cannot be seen for chance.
+round, so that other load on the machine hits all of them alike; the others wait. The cost of a way in a round is how
+much longer the round takes than the round of the trainer that saves nothing, in the same turn; figures are medians. The
+difference between two consecutive rounds that save nothing shows which costs are too small to measure.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Round:
     turn: int
     seconds: float
     held_seconds: float
-    """From when the save was asked for until the trainer went on."""
+    """From the request to save until the trainer continued."""
     peak_mb: float | None
-    """The greatest resident memory over that before the first round."""
+    """Peak resident memory above that before the first round."""
     write_seconds: float | None = None
-    """Until the checkpoint was durable."""
+    """From the request to save until the checkpoint was durable."""
     size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WayCost:
-    """What one way of saving costs."""
+    """The cost of one way of saving."""
 
     way: str
     round_seconds: float
@@ -77,12 +77,12 @@ class WayCost:
 
     @property
     def rate_mb_s(self) -> float | None:
-        """Megabytes a second, from asking to durable."""
+        """Return the megabytes per second, from the request until the checkpoint is durable."""
         return None if self.write_seconds is None else self.size / 1e6 / self.write_seconds
 
 
 def rows_of(rounds: Sequence[Round]) -> list[WayCost]:
-    """A row for each way that has had a turn beside one of saving nothing, in the order of `WAYS`."""
+    """Return a row for each way that shares a turn with a round that saves nothing, in the order of `WAYS`."""
     base = {each.turn: each.seconds for each in rounds if each.way == NONE}
     rows = []
     for way in WAYS:
@@ -106,9 +106,9 @@ def rows_of(rounds: Sequence[Round]) -> list[WayCost]:
 
 
 def chance_share(rounds: Sequence[Round]) -> float | None:
-    """How far two rounds that save nothing differ, one after the other: the median, as a share of a round.
+    """Return the median difference between two consecutive rounds that save nothing, as a share of a round.
 
-    None of fewer than two. What costs less costs nothing that could be seen here.
+    Returns None if there are fewer than two rounds. A cost below this share cannot be measured here.
     """
     base = [each.seconds for each in rounds if each.way == NONE]
     if len(base) < 2:
@@ -118,14 +118,14 @@ def chance_share(rounds: Sequence[Round]) -> float | None:
 
 @dataclass(slots=True)
 class SavingFigures:
-    """What was measured so far."""
+    """The measurements until now."""
 
     num_parameters: int = 0
     steps: int = 0
     rounds: list[Round] = field(default_factory=list)
 
     def grid(self) -> Grid:
-        """What each way of saving costs."""
+        """Return the table of each way's cost."""
         rows = [
             [
                 WAYS[row.way],
@@ -147,12 +147,12 @@ class SavingFigures:
         return Grid(title, header, rows)
 
     def words(self) -> str:
-        """What the table does not say."""
+        """Return what the table does not show, in words."""
         chance = chance_share(self.rounds)
         return "" if chance is None else f"Two rounds without a save, one after the other, differ by {chance:.1%}."
 
     def report(self, setting: dict[str, Any]) -> BenchReport:
-        """The table and data."""
+        """Return the table and data."""
         rows = [{**asdict(row), "rate_mb_s": row.rate_mb_s} for row in rows_of(self.rounds)]
         data = {**asdict(self), "rows": rows, "chance_share": chance_share(self.rounds)}
         return BenchReport(setting, [self.grid()], data, [self.words()])
@@ -186,12 +186,12 @@ def measure(
     where: Mapping[str, Any] = DEFAULT_TRAINER,
     model: Mapping[str, int] = MODEL,
 ) -> SavingFigures:
-    """Measure turn by turn, and write what is measured so far; ``where`` has each trainer's device and threads.
+    """Measure turn by turn, and write the results after each; ``where`` has each trainer's device and threads.
 
     Raises `BenchError`, `ManifestError`.
     """
     manifest = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
-    manifest_of(manifest, Path(), 0.0)  # raises what does not fit together
+    manifest_of(manifest, Path(), 0.0)  # raises if values do not fit together
     figures = SavingFigures()
     with open_trainers(bench, {way: {"manifest": manifest, "way": way, **where} for way in WAYS}) as trainers:
         figures.num_parameters = trainers.num_parameters
@@ -215,11 +215,11 @@ class Trainers:
     num_parameters: int
 
     def steps_in(self, name: str, seconds: float) -> int:
-        """Inner steps that take so long, as those of a short round do."""
+        """Return the number of inner steps that take ``seconds``."""
         return max(1, math.ceil(seconds / float(self.workers[name].ask("play", steps=1)["seconds"])))
 
     def play(self, turns: int, steps: int) -> Iterator[tuple[int, str, dict[str, Any]]]:
-        """(turn, name, what was measured) of each trainer's rounds; every other turn is in reverse order."""
+        """Yield (turn, name, measurements) of each trainer's rounds; every other turn is in reverse order."""
         for turn in range(turns):
             for name in list(self.workers)[:: 1 if turn % 2 == 0 else -1]:
                 self.bench.say(f"turn {turn + 1} of {turns}: {name}")
@@ -228,7 +228,7 @@ class Trainers:
 
 @contextlib.contextmanager
 def open_trainers(bench: Bench, begin: Mapping[str, Mapping[str, Any]]) -> Iterator[Trainers]:
-    """A trainer for each name, begun with those arguments; the folder for its checkpoints goes with it."""
+    """Open a trainer for each name with its `begin` arguments; the folder of checkpoints is removed at the end."""
     folder = bench.out / bench.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

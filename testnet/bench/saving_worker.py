@@ -26,7 +26,7 @@ RUN_ID: Final = bytes(32)
 
 
 class SavingTrainer:
-    """Trains, and saves at the beginning of each round; made by `begin`, once."""
+    """Trains, and saves at the beginning of each round; `begin` must be called once, first."""
 
     _learner: Learner
     _meter: UsageMeter
@@ -37,7 +37,7 @@ class SavingTrainer:
         self._reports: list[tuple[float, Saved]] = []
 
     def begin(self, manifest: dict[str, Any], way: str, device: str, threads: int, folder: str) -> dict[str, Any]:
-        """``way``: none, behind, in place, or torch, which is `torch.save` and fsync."""
+        """Set up the trainer; ``way`` is none, behind, in place, or torch, which is `torch.save` and fsync."""
         torch.set_num_threads(threads)
         checked = manifest_from_dict(manifest)
         if checked.inner.deterministic:
@@ -52,12 +52,12 @@ class SavingTrainer:
             "in place": lambda: self._saver.save(self._learner),
             "torch": self._torch_save,
         }[way]
-        self._take_step()  # what is obtained once, is
+        self._take_step()  # one-time allocations happen here
         self._meter = UsageMeter([])
         return {"num_parameters": self._learner.layout.num_elements, "device": self._learner.device.description}
 
     def play(self, steps: int) -> dict[str, Any]:
-        """A round: a save, inner steps, an outer step. For how long, and when the checkpoint was durable."""
+        """Run a round (a save, inner steps, an outer step); return its duration and the save's, until durable."""
         self._reports.clear()
         with self._meter.running() as figures:
             began_at = time.monotonic()
@@ -80,7 +80,7 @@ class SavingTrainer:
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """What is queued on a GPU is done when it is timed."""
+        """Wait for the GPU's queue, so that queued work is in the time."""
         if self._learner.device.torch_device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -1,8 +1,8 @@
-"""A process of a benchmark that answers requests (`farandole.testnet.bench.process`): JSON, a line each.
+"""A process of a benchmark that answers requests (`farandole.testnet.bench.process`), one JSON object per line.
 
     python -m farandole.testnet.bench.server MODULE:CLASS SOCKET [DESCRIPTOR...]
 
-Requests come over the socket. Each is a call of a method of one object of that class, which is made with a `Server` and
+Requests arrive on the socket. Each is a method call on one object of the class, which is created with a `Server` and
 the other descriptors.
 """
 
@@ -27,7 +27,7 @@ MAX_REQUEST_BYTES: Final = 65_536
 
 
 class Server:
-    """What the object that answers may use of its process."""
+    """The parts of its process that the answering object may use."""
 
     def __init__(self, control: trio.SocketStream, stack: contextlib.AsyncExitStack) -> None:
         self.stack = stack
@@ -44,12 +44,12 @@ class Server:
 
 
 def map_payload(descriptor: int) -> memoryview:
-    """The memory of a `SharedPayload`."""
+    """Map the memory of a `SharedPayload`."""
     return memoryview(map_shared_memory(descriptor, os.fstat(descriptor).st_size))
 
 
 async def serve(kind: str, descriptor: int, *others: int) -> None:
-    """Answer requests until the other end closes; the benchmark shows whatever error a method raises."""
+    """Answer requests until the other end closes; a method's error is sent as its answer."""
     module, _, name = kind.partition(":")
     control = trio.SocketStream(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
     async with contextlib.AsyncExitStack() as stack:
@@ -61,7 +61,7 @@ async def serve(kind: str, descriptor: int, *others: int) -> None:
                 answer = getattr(served, request.pop("do"))(**request)
                 if inspect.isawaitable(answer):
                     answer = await answer
-            except Exception as error:  # the benchmark shows whatever it is, and goes on
+            except Exception as error:  # the benchmark shows any error, and continues
                 answer = {"error": f"{type(error).__name__}: {error}"}
             if answer is not None:
                 await server.answer(answer)
@@ -77,6 +77,6 @@ async def _lines(control: trio.SocketStream) -> AsyncIterator[bytes]:
 
 if __name__ == "__main__":
     kind, *descriptors = sys.argv[1:]
-    # The benchmark may be interrupted while an answer is due; how connections then break is nobody's business.
+    # The benchmark may be interrupted while an answer is due; a connection that breaks then is no error.
     with contextlib.suppress(BrokenPipeError):
         trio.run(serve, kind, *map(int, descriptors))

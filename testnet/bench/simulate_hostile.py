@@ -1,10 +1,9 @@
-"""Hostile members in a simulated run: real replicas in one process, paired at random, of which some lie.
+"""Hostile members in a simulated run: real replicas in one process, paired at random, some of which lie.
 
-Honest members screen as a daemon's trainer does (`farandole.training.replica`), meet peers last with which an exchange
-came to nothing, as pairing does, and tell each other whom they suspect. An exchange commits where both ends accept;
-hostile members accept everything, and suspect every honest member.
-The figure that counts is the honest members' loss on held-out text beside that of the honest members alone, with the
-same seeds.
+Honest members screen as a daemon's trainer does (`farandole.training.replica`). As in pairing, they meet peers last
+with which an exchange failed, and publish whom they suspect. An exchange commits where both ends accept; hostile
+members accept everything, and suspect every honest member. The main figure is the honest members' loss on held-out
+text, compared with the loss of the honest members alone, with the same seeds.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from farandole.training.screening.rule import Encounter, Refuse
 from ..zoo.member_attacks import ATTACKS, AttackView, forge
 from ..zoo.poisons import POISONS, trigger_success
 
-# Held-out batches for the figure at the end; what members screen by is among them.
+# Held-out batches for the figure at the end; the members' screening batches are among them.
 VALIDATION_BATCHES = 32
-# Where members are away: one more goes in every round of this many, for at most this many rounds.
+# Where members are away: every this many rounds one more goes, for at most this many rounds.
 AWAY_EVERY, MAX_AWAY = 4, 3
 
 
 @dataclass(frozen=True, slots=True)
 class HostileRun:
-    """What is played."""
+    """The parameters of a simulated run."""
 
     manifest: Manifest
     attack: str = ""
@@ -50,22 +49,22 @@ class HostileRun:
     rounds: int = 20
     steps: int = 10
     slowest: int = 10
-    """Inner steps of the slowest member; the others' lie evenly between."""
+    """Inner steps of the slowest member; the others' are evenly spaced between."""
     are_away: bool = False
-    """Whether honest members are away now and then, and come back as they were."""
+    """Whether honest members are sometimes away, and return unchanged."""
     joins_at: int = 0
     """Round in which the last of the honest members joins, with the weights of the first."""
     claimed_tokens: int = 10**12
-    """What hostile members say that they have learned from."""
+    """Number of tokens that hostile members claim to have trained on."""
     seed: int = 0
 
 
 @dataclass
 class HostileOutcome:
-    """What came of it."""
+    """The result of a simulated run."""
 
     losses: list[float] = field(default_factory=list)
-    """Each honest member's, in nats a token."""
+    """Loss of each honest member, in nats per token."""
     honest_exchanges: int = 0
     honest_refused: int = 0
     honest_clipped: int = 0
@@ -73,14 +72,14 @@ class HostileOutcome:
     hostile_refused: int = 0
     hostile_clipped: int = 0
     triggered: float = 0.0
-    """In which share of held-out sequences honest members' models do what a backdoor's trigger asks for."""
+    """Share of held-out sequences in which honest members' models predict a backdoor's payload."""
 
     spread: float = 0.0
     """The largest distance between two honest members' slow weights, relative to their norm."""
 
     @property
     def loss(self) -> float:
-        """The mean over honest members."""
+        """Return the mean over honest members."""
         return sum(self.losses) / len(self.losses)
 
 
@@ -109,7 +108,7 @@ class _Member:
         self.contribution = bytes(memoryview(self.memory)[:size])
 
     def suspects_as_told(self, others: Sequence[_Member]) -> Suspects:
-        """What it publishes: a hostile member suspects all honest ones."""
+        """Return the suspects that the member publishes: a hostile member suspects all honest ones."""
         if not self.is_hostile:
             return self.suspects.entry
         return Suspects(tuple(other.key[:PARTNER_BYTES] for other in others if not other.is_hostile))
@@ -119,7 +118,7 @@ class _Member:
 
 
 def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> HostileOutcome:
-    """Play it; equal arguments give equal outcomes on machines of one class."""
+    """Play the run; equal arguments give equal outcomes on machines of one class."""
     torch.set_num_threads(1)
     rng = random.Random(f"hostile {run.seed}")
     generator = torch.Generator().manual_seed(run.seed)
@@ -162,7 +161,7 @@ def _triggered(learner: Learner) -> float:
 
 
 def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iterator[list[_Member]]:
-    """Each with the first in a random order that neither of them puts off, else with the first."""
+    """Pair each member with the first in random order that neither of them puts off, else with the first."""
     free = rng.sample(members, len(members))
     while free:
         member = free.pop()

@@ -1,8 +1,8 @@
-"""How fast a model in stages learns, and what activation codecs cost it: the benchmark of stages.
+"""The benchmark of stages: the speed of training a model in stages, and the cost of activation codecs.
 
 The same microbatches go through the same model in one process, in `torch.distributed.pipelining` over gloo, and in
-farandole's nodes, one a stage, on the same cores. The variants take turns in one run, so that what else the machine
-does hits all of them alike; figures are medians. A figure counts only if the variant learned what one process learns.
+farandole's nodes, one per stage, on the same cores. The variants take turns in one run, so that other load on the
+machine hits all of them alike; figures are medians. A figure counts only if the variant's losses equal one process's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEEDS: Final = 3
 
 @dataclass(slots=True)
 class StagesFigures:
-    """What was measured so far."""
+    """The measurements until now."""
 
     task: Task
     turns: list[tuple[Variant, Turn]] = field(default_factory=list)
@@ -37,16 +37,16 @@ class StagesFigures:
 
     @property
     def rows(self) -> list[VariantRates]:
-        """Of the variants that have had a turn."""
+        """Return the rates of the variants that have had a turn."""
         return rows_of(self.turns) if self.turns else []
 
     @property
     def wrong(self) -> list[str]:
-        """Variants that learned something else than one process."""
+        """Return the variants whose losses differ from one process's."""
         return [f"{row.who}, {row.how}: loss off by {row.loss_error:.1e}" for row in self.rows if not row.is_right]
 
     def report(self, setting: dict[str, Any]) -> BenchReport:
-        """Tables and data; a variant that learned something else is a miss."""
+        """Return tables and data; a variant with wrong losses is a miss."""
         data = {
             "task": asdict(self.task),
             "num_parameters": _num_parameters(self.task),
@@ -56,7 +56,7 @@ class StagesFigures:
         return BenchReport(setting, self.grids(), data, misses=self.wrong)
 
     def grids(self) -> list[Grid]:
-        """Throughput and losses, as far as measured."""
+        """Return the tables of throughput and losses, if measured."""
         grids = [throughput_grid(self.rows, self.task)] if self.turns else []
         return [*grids, codec_grid(self.losses, self.codec_model)] if self.losses else grids
 
@@ -66,7 +66,7 @@ def _num_parameters(task: Task) -> int:
 
 
 def throughput_grid(rows: list[VariantRates], task: Task) -> Grid:
-    """The variants."""
+    """Return the table of the variants."""
     cells = [
         [
             f"{row.who}, {row.how}",
@@ -109,7 +109,7 @@ def run(
 def measure(
     bench: Bench, task: Task, repeats: int, codec_steps: int, seeds: int, codec_model: ModelConfig = CODEC_MODEL
 ) -> StagesFigures:
-    """Measure turn by turn, and write what is measured so far.
+    """Measure turn by turn, and write the results after each.
 
     Raises `BenchError`; `ManifestError` if the task's settings do not fit together.
     """

@@ -1,4 +1,4 @@
-"""The whole model in one process, which sums the gradients of the same microbatches: what stages are compared with."""
+"""The whole model in one process, which sums the gradients of the same microbatches: the baseline for stages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .stages_task import RUN_ID, author
 
 
 class Alone:
-    """Learns on its own."""
+    """Trains the whole model alone."""
 
     def __init__(self, server: Server) -> None:
         os.nice(NICENESS)  # as trainers are
 
     def learn(self, manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
-        """So many inner steps: when each was taken, and the mean loss of all."""
+        """Take ``steps`` inner steps; return the time of each, and the mean loss of all."""
         torch.set_num_threads(threads)
         checked = manifest_from_dict(manifest)
         model, inner = checked.model, checked.inner

@@ -1,7 +1,7 @@
-"""What activation codecs do to the loss, and steps that overlap: stages in one process learn the same tokens each way.
+"""The effect of activation codecs, and of overlapping steps, on the loss: stages in one process learn the same tokens.
 
 Activations and their gradients are encoded and decoded on every hop, as between nodes; nothing else is rounded. Where
-steps overlap, half of each step's microbatches have been to the last stage before the step before it is taken.
+steps overlap, half of each step's microbatches have been to the last stage before the previous step is taken.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ..grid import Grid
 from .stages_task import author
 
 CODECS: Final = ("fp32", "bf16", "fp16", "int8")
-# Beside a codec's name: steps overlap.
+# Suffix of a codec's name where steps overlap.
 OVERLAPPING: Final = ", steps overlap"
 WAYS: Final = (*CODECS, f"fp32{OVERLAPPING}")
-# 0.2 M parameters, a layer a stage.
+# 0.2 M parameters, one layer per stage.
 MODEL: Final = ModelConfig(num_layers=4, width=64, num_heads=2, hidden=192, context=64, vocabulary=256, num_stages=4)
 BATCH_SIZE: Final = 16
 MICROBATCH_SIZE: Final = 4
 LEARNING_RATE: Final = 3e-3
-# Of held-out text: 32,768 tokens, which measure a loss to about 0.01; the codecs see the same.
+# Batches of held-out text, the same for all codecs: 32,768 tokens, which measure a loss to about 0.01.
 VALIDATION_BATCHES: Final = 32
 
 Progress = Callable[[str, int, int], None]
@@ -46,13 +46,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class CodecLoss:
-    """One way with one seed."""
+    """The result of one codec with one seed."""
 
     codec: str
-    """And, it may be, that steps overlap."""
+    """The codec's name, with a suffix if steps overlap."""
     seed: int
     loss: float
-    """Held out, nats a byte."""
+    """Held-out loss, in nats per byte."""
 
 
 def codec_losses(
@@ -62,7 +62,7 @@ def codec_losses(
     progress: Progress = lambda *_: None,
     model: ModelConfig = MODEL,
 ) -> Iterator[CodecLoss]:
-    """Learn the sources of Python with every codec and seed, on one thread, one after the other."""
+    """Train on the sources of Python with every codec and seed, on one thread, one after the other."""
     torch.set_num_threads(1)
     text = load_text(DataConfig(), load_tokenizer(TokenizerConfig(), None))
     inner = InnerConfig(learning_rate=LEARNING_RATE, warmup_steps=steps // 20, total_steps=steps, batch_size=BATCH_SIZE)
@@ -76,7 +76,7 @@ def codec_losses(
 
 
 class Stages:
-    """All stages of a model, and the buffers that activations travel in."""
+    """Stages of a model, all in one process, with the buffers for activations."""
 
     def __init__(self, model: ModelConfig, inner: InnerConfig, codec: str, text: Text, seed: int) -> None:
         self._model = model
@@ -104,7 +104,7 @@ class Stages:
         ]
 
     def learn(self) -> None:
-        """One inner step of each."""
+        """Take one inner step of each stage."""
         while len(self._under_way) < self._num_microbatches:
             self._send_out(is_following=False)
         for slot, last in enumerate(self._under_way):
@@ -116,7 +116,7 @@ class Stages:
             worker.step()
 
     def _send_out(self, *, is_following: bool) -> None:
-        """The next microbatch, as far as the last stage."""
+        """Send the next microbatch as far as the last stage."""
         origin, *others = self._workers
         slot = len(self._under_way)
         here, there = (bytearray(origin.activation_bytes) for _ in range(2))
@@ -136,7 +136,7 @@ class Stages:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Of the whole model that the stages are, without codecs."""
+        """Return the loss of the whole model that the stages form, without codecs."""
         whole = build_model(self._model, 0)
         weights = {
             name: view for worker in self._workers for name, view in worker.layout.views(worker.fast_weights()).items()
@@ -147,7 +147,7 @@ class Stages:
 
 
 def codec_grid(losses: Sequence[CodecLoss], model: ModelConfig = MODEL) -> Grid:
-    """Means over the seeds with their standard deviation; and of the differences from fp32 with the same seed."""
+    """Return means over the seeds with their standard deviation, also of differences from fp32 with the same seed."""
     by_codec: dict[str, dict[int, float]] = defaultdict(dict)
     for each in losses:
         by_codec[each.codec][each.seed] = each.loss
@@ -171,6 +171,6 @@ def codec_grid(losses: Sequence[CodecLoss], model: ModelConfig = MODEL) -> Grid:
 
 
 def mean_and_spread(values: Sequence[float], form: str) -> str:
-    """Mean ± standard deviation, which is 0 for a single value."""
+    """Format mean ± standard deviation, which is 0 for a single value."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):{form}} ± {deviation:{form.lstrip('+')}}"

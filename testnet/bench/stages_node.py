@@ -1,7 +1,6 @@
 """A mesh process that holds a stage, with a trainer process.
 
-What a daemon has for its stage, and nothing else: a libp2p host, bulk channels, the pipeline with its links, and the
-trainer.
+It has only a daemon's parts for its stage: a libp2p host, bulk channels, the pipeline with its links, and the trainer.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from .process import ANSWER_TIMEOUT
 from .server import Server
 from .stages_task import RUN_ID, author, key_of
 
-# The machine gives its trainer two jobs at a time; a step, the round's begin and end come beside them.
+# The machine gives its trainer two jobs at a time; in addition there are a step, the round's begin and end.
 MAX_COMMANDS: Final = 16
 
 
 class StageNode:
-    """One node: `listen`, then `join` the others, then `learn`, once."""
+    """One node: call `listen`, then `join`, then `learn`, once each."""
 
     _manifest: Manifest
     _stage: int
@@ -50,7 +49,7 @@ class StageNode:
         self._authors: list[bytes] = []
 
     async def listen(self, manifest: dict[str, Any], stage: int) -> dict[str, Any]:
-        """Where the others find this node."""
+        """Start to listen, and return the node's addresses."""
         self._manifest, self._stage = manifest_from_dict(manifest), stage
         self._host = await self._stack.enter_async_context(open_host(key_of(stage), ["/ip4/127.0.0.1/tcp/0"]))
         messenger = await self._stack.enter_async_context(open_messenger(self._host))
@@ -71,7 +70,7 @@ class StageNode:
         return {"addresses": self._host.addresses}
 
     async def join(self, addresses: list[list[str]], folder: str, log: str) -> dict[str, Any]:
-        """Connect with the stages before this one, and make the trainer ready."""
+        """Connect with the stages before this one, and prepare the trainer."""
         for other in range(self._stage):
             await self._host.connect(self._authors[other], addresses[other])
         command = messages.Prepare(
@@ -93,7 +92,7 @@ class StageNode:
         return {}
 
     async def learn(self, steps: int) -> dict[str, Any]:
-        """A round of so many inner steps: when each was taken, and the CPU time by then; stage 0 has the mean loss."""
+        """Run a round of ``steps`` inner steps; return each one's time and CPU time, and at stage 0 the mean loss."""
         sender, receiver = trio.open_memory_channel[messages.Command](MAX_COMMANDS)
         memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
         finish = messages.FinishRound(0)

@@ -1,4 +1,4 @@
-"""What all variants of the benchmark of stages compute: the same microbatches through the same weights."""
+"""The task of all variants in the benchmark of stages: the same microbatches through the same weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MODEL: Final[Mapping[str, int]] = {
     "vocabulary": 256,
 }
 NUM_MICROBATCHES: Final = 16
-# Inner steps before those that are timed: shapes are inferred, links opened, pages mapped.
+# Inner steps before the timed ones: shapes are inferred, links opened, pages mapped.
 WARMUP_STEPS: Final = 1
-# Nothing may be dropped: losses are compared, however busy the machine is.
+# Nothing may be dropped, however busy the machine is, as losses are compared.
 MICROBATCH_SECONDS: Final = 600.0
 
 
@@ -36,23 +36,23 @@ class Task:
 
     num_stages: int = 4
     steps: int = 4
-    """That are timed."""
+    """Number of timed inner steps."""
     num_microbatches: int = NUM_MICROBATCHES
-    """An inner step."""
+    """Number of microbatches per inner step."""
     model: Mapping[str, int] = field(default_factory=lambda: MODEL)
 
     @property
     def all_steps(self) -> int:
-        """With those that warm up."""
+        """Return the number of inner steps, warm-up included."""
         return WARMUP_STEPS + self.steps
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens."""
+        """Return the number of tokens per inner step."""
         return self.num_microbatches * self.model["context"]
 
     def manifest(self, codec: str = "fp32", *, overlap: bool = False) -> dict[str, Any]:
-        """As a run file has it. Stages clip each for themselves, so nobody clips."""
+        """Return the run's settings, as in a run file. Stages would clip separately, so clipping is off."""
         return {
             "name": "bench-stages",
             "model": {**self.model, "num_stages": self.num_stages},
@@ -66,17 +66,17 @@ class Task:
         }
 
     def check(self) -> ModelConfig:
-        """The model to train; raises `ManifestError`, or `BenchError` if torch could not schedule so few."""
+        """Return the model to train; raises `ManifestError`, or `BenchError` if the task is too small for torch."""
         if self.num_stages < 2 or self.num_microbatches < self.num_stages:
             raise BenchError(f"{self.num_microbatches} microbatches do not go through {self.num_stages} stages at once")
         return manifest_from_dict(self.manifest()).model
 
 
 def key_of(stage: int) -> Ed25519PrivateKey:
-    """Of the node that holds a stage; that of stage 0 chooses the data."""
+    """Return the key of the node that holds a stage; stage 0's author chooses the data."""
     return Ed25519PrivateKey.from_private_bytes((stage + 1).to_bytes(32, "big"))
 
 
 def author() -> bytes:
-    """Whose data all variants learn from."""
+    """Return the author whose data all variants learn from."""
     return public_bytes(key_of(0))

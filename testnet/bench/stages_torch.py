@@ -2,7 +2,7 @@
 
 Its stages are a line: the last one makes the logits. The head is the embedding, so the first and the last stage have a
 copy each, and sum their gradients before every step, as Megatron-LM does (arXiv 1909.08053). Both ends draw the tokens
-for themselves. The optimizer is a replica's, as everywhere.
+separately. The optimizer is a replica's, as in all variants.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .server import Server
 from .stages_task import RUN_ID, author
 
 SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
-# A rank whose neighbour has failed learns it from its connection; this is for one that hangs.
+# A rank whose neighbour has failed notices it by its connection; this timeout is for one that hangs.
 GLOO_TIMEOUT: Final = timedelta(seconds=120)
 LOOPBACK: Final = "lo"
 
 
 class LineStage(nn.Module):
-    """Tokens (B, T) or (B, T, C) in; (B, T, C) out, or logits (B, T, V) at the end of the line."""
+    """A stage of the line: tokens (B, T) or (B, T, C) in; (B, T, C) out, or logits (B, T, V) at the end."""
 
     def __init__(self, stage: Transformer, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LineStage(nn.Module):
         self._is_last = is_last
 
     def forward(self, x: Tensor) -> Tensor:
-        """Through this stage."""
+        """Run this stage."""
         x = self.stage.advance(self.stage.embed(x) if self._is_first else x)
         return self.stage.logits(x) if self._is_last else x
 
@@ -57,7 +57,7 @@ class Rank:
         os.nice(NICENESS)  # as trainers are
 
     def learn(self, manifest: dict[str, Any], stage: int, schedule: str, steps: int, rendezvous: str) -> dict[str, Any]:
-        """So many inner steps: when each was taken; at the last stage, the mean loss of all."""
+        """Take ``steps`` inner steps; return the time of each, and at the last stage the mean loss of all."""
         torch.set_num_threads(1)
         checked = manifest_from_dict(manifest)
         model, inner = checked.model, checked.inner
@@ -102,7 +102,7 @@ class Rank:
 
 
 def bytes_per_token(model: ModelConfig, tokens_per_step: int) -> float:
-    """All ranks together, by the tensors' shapes, fp32: activations and gradients, and the ends' all-reduce."""
+    """Return the bytes of all ranks, by the tensors' shapes, fp32: activations, gradients, and the ends' all-reduce."""
     hops = 2 * (model.num_stages - 1) * model.width
     tied = 2 * model.vocabulary * model.width / tokens_per_step
     return 4 * (hops + tied)

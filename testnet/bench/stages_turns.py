@@ -1,4 +1,4 @@
-"""One turn of a variant of the benchmark of stages: processes are started, learn, and are gone."""
+"""One turn of a variant of the benchmark of stages: its processes start, learn, and end."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TORCH: Final = "torch.distributed.pipelining"
 OURS: Final = "farandole"
 SCHEDULES: Final = ("GPipe", "1F1B")
 CODECS: Final = ("fp32", "bf16", "int8")
-# Of the mean loss of all steps, against one process: with fp32 the variants differ by the order of sums alone.
+# Error of the mean loss of all steps, relative to one process; with fp32 variants differ only by the order of sums.
 MAX_LOSS_ERROR: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What came of one turn."""
+    """The result of one turn."""
 
     microbatches_s: float
     loss: float
-    """Mean of all microbatches of all steps, nats a token."""
+    """Mean of all microbatches of all steps, in nats per token."""
     bytes_per_token: float
     mesh_cpu_ms: float | None = None
-    """Of all mesh processes together, a microbatch."""
+    """CPU time of all mesh processes together, per microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,46 +42,46 @@ class Variant:
     who: str
     how: str
     is_exact: bool
-    """Whether its losses must be those of one process."""
+    """Whether its losses must equal one process's."""
     play: Callable[[Task, Path, Path], Turn]
-    """With a folder that is empty, and a log."""
+    """Called with an empty folder, and a log."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the name for tables."""
         return f"{self.who}, {self.how}"
 
 
 @dataclass(frozen=True, slots=True)
 class VariantRates:
-    """A variant's turns together; rates are medians."""
+    """The turns of a variant together; rates are medians."""
 
     who: str
     how: str
     microbatches_s: float
     turns_microbatches_s: list[float]
     of_one_thread: float
-    """The rate's share of one process's with one thread."""
+    """The rate as a share of one process's with one thread."""
     bytes_per_token: float
     mesh_cpu_ms: float | None
     loss: float
     loss_error: float
-    """The greatest of the turns', relative to one process's."""
+    """The greatest error of the turns, relative to one process."""
     is_exact: bool
 
     @property
     def is_right(self) -> bool:
-        """Whether the losses are what they must be."""
+        """Return whether the losses are as required."""
         return not self.is_exact or self.loss_error <= MAX_LOSS_ERROR
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def variants() -> list[Variant]:
-    """In the order in which they take turns; the first is what the others are a share of."""
+    """Return the variants in the order of their turns; the first is the baseline."""
     threads = dict.fromkeys([1, num_cores()])
     return [
         *(Variant(ALONE, _threads(count), True, partial(_play_alone, threads=count)) for count in threads),
@@ -96,13 +96,13 @@ def _threads(count: int) -> str:
 
 
 def play(variant: Variant, task: Task, log: Path) -> Turn:
-    """Raises `BenchError`."""
+    """Play one turn. Raises `BenchError`."""
     with tempfile.TemporaryDirectory(prefix="farandole-stages-") as folder:
         return variant.play(task, Path(folder), log)
 
 
 def rows_of(turns: Sequence[tuple[Variant, Turn]]) -> list[VariantRates]:
-    """A row for each variant, in the order of their first turns; the first variant is what they are measured by."""
+    """Return a row for each variant, in the order of their first turns; the first variant is the baseline."""
     by_variant: dict[str, list[tuple[Variant, Turn]]] = {}
     for variant, turn in turns:
         by_variant.setdefault(variant.name, []).append((variant, turn))
@@ -132,16 +132,16 @@ def _median_rate(turns: Sequence[Turn]) -> float:
 
 
 def rate(stepped_at: Sequence[Sequence[float]], num_microbatches: int) -> float:
-    """Microbatches a second, warm-up aside, from when each process took its steps, the one that draws first.
+    """Return microbatches per second, without the warm-up, from each process's step times, the one that draws first.
 
-    Timed from when that one is done with warming up, so that it may draw, to the last one's last step.
+    The time runs from the end of the drawing process's warm-up, when it may draw, to the last process's last step.
     """
     seconds = max(times[-1] for times in stepped_at) - stepped_at[0][WARMUP_STEPS - 1]
     return (len(stepped_at[0]) - WARMUP_STEPS) * num_microbatches / seconds
 
 
 def turn_of(task: Task, answers: Sequence[dict[str, Any]], bytes_per_token: float) -> Turn:
-    """From what a variant's processes have answered."""
+    """Return the result of a turn, from the answers of a variant's processes."""
     (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
     cpu = [answer["cpu_seconds"] for answer in answers if "cpu_seconds" in answer]
     cpu_seconds = sum(seconds[-1] - seconds[WARMUP_STEPS - 1] for seconds in cpu)

@@ -1,4 +1,4 @@
-"""The benchmark of exchanges as tables."""
+"""The tables of the benchmark of exchanges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH_NAMES = {
 
 
 def one_way_grid(results: Sequence[OneWay]) -> Grid:
-    """Rates of each way by size."""
+    """Return the table of each path's rates by size."""
     sizes = sorted({result.size_mb for result in results})
     rows = []
     for path, name in PATH_NAMES.items():
@@ -30,7 +30,7 @@ def one_way_grid(results: Sequence[OneWay]) -> Grid:
 
 
 def cost_grid(results: Sequence[OneWay]) -> Grid:
-    """What each way costs with the largest size."""
+    """Return the table of each path's cost with the largest size."""
     largest = max(result.size_mb for result in results)
     rows = [[PATH_NAMES[result.path], *_costs(result)] for result in results if result.size_mb == largest]
     header = ["sender / receiver", "CPU s a GB", "peak memory over idle"]
@@ -49,7 +49,7 @@ def _costs(result: OneWay) -> list[str]:
 
 
 def pair_grid(results: Sequence[Averaging], vector_mb: int) -> Grid:
-    """Who averages how fast."""
+    """Return the table of averaging times by project."""
     rows = [
         [
             f"{result.who}, {result.how}",
@@ -64,7 +64,7 @@ def pair_grid(results: Sequence[Averaging], vector_mb: int) -> Grid:
 
 
 def loop_grid(lag: LoopLag) -> Grid:
-    """How late the loop is."""
+    """Return the table of the event loop's lag."""
     by_case = {
         "at rest": (lag.idle_p50_ms, lag.idle_p99_ms, lag.idle_max_ms),
         "moving": (lag.p50_ms, lag.p99_ms, lag.max_ms),

@@ -1,6 +1,6 @@
 """A trainer process of the benchmark: encodes its vector for the mesh process, decodes the partner's, averages.
 
-Either before and after the exchange, as requests ask for, or meanwhile, as a daemon's trainer does: with a replica of
+It does so either before and after the exchange, on request, or during it, as a daemon's trainer does: with a replica of
 one parameter whose new slow weights are the mean.
 """
 
@@ -44,7 +44,7 @@ class BenchTrainer:
         self._replica: Replica | None = None
 
     def begin(self, index: int, num_elements: int) -> dict[str, Any]:
-        """With fresh vectors; both trainers share the machine, so each has one thread."""
+        """Draw fresh vectors; both trainers share the machine, so each has one thread."""
         torch.set_num_threads(1)
         keep_memory()
         self._vector = random_vector(index, num_elements)
@@ -53,14 +53,14 @@ class BenchTrainer:
         return {}
 
     def contribute(self, codec: str) -> dict[str, Any]:
-        """Encode, and hash as an offer wants it."""
+        """Encode, and hash for the offer."""
         started_at = time.monotonic()
         size = encode(codec, self._vector, self._outgoing)
         digest = blake3(self._outgoing[:size]).hexdigest()
         return {"started_at": started_at, "ended_at": time.monotonic(), "size": size, "digest": digest}
 
     def average(self, codec: str) -> dict[str, Any]:
-        """Decode and average; and how far that is from the mean of what both had."""
+        """Decode and average; return the distance from the mean of both vectors."""
         started_at = time.monotonic()
         size = encoded_size(codec, len(self._vector))
         mean = decode(codec, self._incoming[:size], len(self._vector)).add_(self._vector).mul_(0.5)
@@ -69,7 +69,7 @@ class BenchTrainer:
         return {"started_at": started_at, "ended_at": ended_at, "rms_error": error}
 
     def learn(self, codec: Codec, is_guarded: bool) -> dict[str, Any]:
-        """Be at the end of a round's inner steps, which both began with the weights that they have in common.
+        """Prepare the end of a round's inner steps, which both began with the same weights.
 
         No loss is known here, so the guard judges by distance alone.
         """
@@ -84,7 +84,7 @@ class BenchTrainer:
         return {}
 
     def take_round(self, is_first: bool) -> dict[str, Any]:
-        """Contribute, take in, screen and average, as the mesh process says."""
+        """Contribute, receive, screen and average, on the mesh process's commands."""
         replica, channel = self._replica, self._channel
         assert replica is not None, "it has learned"
         started_at = time.monotonic()
@@ -120,5 +120,5 @@ class BenchTrainer:
 
 
 def random_vector(index: int, num_elements: int) -> Tensor:
-    """(n,) fp32, the same as the other projects' peers start with."""
+    """Return (n,) fp32, the same initial vector as the other projects' peers have."""
     return torch.from_numpy(vector(index, num_elements))

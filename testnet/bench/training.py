@@ -1,11 +1,12 @@
-"""What an exchange costs training: nodes that train and exchange on one device, beside plain loops on the same one.
+"""The cost of an exchange to training: nodes that train and exchange, compared with plain loops on the same device.
 
-As many plain loops run at once as there are nodes, so that both share the device alike; the ratio is between the sums.
-A node's rate is the slope of its tokens over time, by least squares, from its second round until the first node is
-done: it holds everything that keeps its trainer from inner steps, pauses and exchanges included.
+The number of plain loops equals the number of nodes, and they run at once, so that both share the device alike; the
+ratio is between the sums. A node's rate is the slope of its tokens over time, by least squares, from its second round
+until the first node is done: it includes everything that keeps its trainer from inner steps, such as pauses and
+exchanges.
 
 Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B): a token takes 6 N + 12 L T C floating-point operations (N
-parameters, L layers, T tokens of context, C width), and the device's peak is that of its data sheet for dense bf16.
+parameters, L layers, T tokens of context, C width), and the device's peak is its data sheet's for dense bf16.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .process import ANSWER_TIMEOUT, BenchError, get_all, open_workers
 from .report import OUT, Bench, BenchReport, Out, open_bench
 
 NUM_NODES: Final = 2
-# Dense bf16 with fp32 sums, TFLOP/s, by a part of the name that CUDA gives: NVIDIA's data sheets.
+# TFLOP/s for dense bf16 with fp32 sums, by a part of the device name in CUDA: NVIDIA's data sheets.
 PEAK_TFLOPS: Final = {
     "B200": 2_250.0,
     "H200": 989.0,
@@ -46,12 +47,12 @@ PEAK_TFLOPS: Final = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-# A slope through less is noise: statuses come once a second.
+# A slope through fewer is noise: statuses arrive once a second.
 MIN_SAMPLES: Final = 5
 
 
 class TrainingRates(msgspec.Struct, frozen=True):
-    """Sums over the nodes, and over the plain loops. FLOPs and utilisation are of the model's, recomputation aside."""
+    """Sums over the nodes, and over the plain loops. FLOPs and utilisation are the model's, without recomputation."""
 
     device: str
     model: str
@@ -60,13 +61,13 @@ class TrainingRates(msgspec.Struct, frozen=True):
     rounds: int
     round_seconds: float
     exchanges: int
-    """Committed, by all nodes together; each is counted by both of its partners."""
+    """Committed exchanges of all nodes together; each is counted by both of its partners."""
     plain_tokens_per_second: float
     node_tokens_per_second: float
     ratio: float
-    """The nodes' over the plain loops'."""
+    """The nodes' rate over the plain loops'."""
     utilisation: list[float]
-    """Of each node's trainer, by its own clock."""
+    """Utilisation of each node's trainer, by its own clock."""
     flops_per_token: float
     peak_tflops: float | None
     plain_mfu: float | None
@@ -74,18 +75,18 @@ class TrainingRates(msgspec.Struct, frozen=True):
 
 
 class _Samples:
-    """A view that keeps (seconds, tokens) of each node while all train, and passes everything on."""
+    """A view that keeps (seconds, tokens) of each node while all train, and forwards to another view."""
 
     def __init__(self, view: PlayView) -> None:
         self._view = view
         self.of: dict[int, list[tuple[float, int]]] = defaultdict(list)
 
     def say(self, text: str) -> None:
-        """Passed on."""
+        """Forward to the view."""
         self._view.say(text)
 
     def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
-        """A sample where a node's tokens have changed, once all are past their first round and until one is done."""
+        """Sample a node when its tokens have changed, once all are past their first round and until one is done."""
         self._view.show(nodes, seconds, scenario)
         if any(node.record.round < 1 or node.record.is_finished for node in nodes):
             return
@@ -163,7 +164,7 @@ def measure(
 
 
 def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: float) -> dict[str, Any]:
-    """The run that both train, as in a run file."""
+    """Return the settings of the run that both train, as in a run file."""
     return {
         "name": "bench-trainer",
         "model": model,
@@ -174,7 +175,7 @@ def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: fl
 
 
 def _run_plain(log: Path, run: dict[str, Any], device: str, warmup_seconds: float, seconds: float) -> list[PlainRate]:
-    """All at once."""
+    """Run all plain loops at once."""
     request = {"run": run, "device": device, "warmup_seconds": warmup_seconds, "seconds": seconds}
     with open_workers("plain:PlainTrainer", [f"plain loop {author}" for author in range(NUM_NODES)], log) as workers:
         for author, worker in enumerate(workers):
@@ -183,12 +184,12 @@ def _run_plain(log: Path, run: dict[str, Any], device: str, warmup_seconds: floa
 
 
 def _measure_nothing(*_: object) -> Merged:
-    """How well the nodes learn is not the question."""
+    """Return zeros in place of the losses, which this benchmark does not need."""
     return Merged(0.0, 0.0, 0.0)
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:
-    """Tokens a second, by least squares; raises `BenchError` if there are too few."""
+    """Return tokens per second, by least squares; raises `BenchError` if there are too few samples."""
     if len(samples) < MIN_SAMPLES:
         raise BenchError(f"only {len(samples)} samples of a node's tokens: measure more, or longer, rounds")
     seconds, tokens = np.array(samples, dtype=np.float64).T
@@ -196,17 +197,17 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def flops_per_token(model: ModelConfig) -> float:
-    """Of the forward and the backward pass, the attention over the whole context included."""
+    """Return the FLOPs of the forward and the backward pass, with attention over the whole context."""
     return 6.0 * num_parameters(model) + 12.0 * model.num_layers * model.context * model.width
 
 
 def peak_of(device: str) -> float | None:
-    """TFLOP/s of the device of this name, if it is known."""
+    """Return the TFLOP/s of the device of this name, if it is known."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
 def summary(rates: TrainingRates) -> str:
-    """What a person reads."""
+    """Return a summary of the rates in words."""
     mfu = "MFU unknown: pass --peak-tflops"
     if rates.plain_mfu is not None and rates.node_mfu is not None:
         mfu = f"MFU {rates.plain_mfu:.1%} and {rates.node_mfu:.1%} of {rates.peak_tflops:g} TFLOP/s"

@@ -1,4 +1,4 @@
-"""What hostile members cost a run of real daemons: every hostile scenario, compared with the honest alone.
+"""The cost of hostile members to a run of real daemons: every hostile scenario, compared with the honest alone.
 
 The scenarios share their run, so the honest alone are played once. Exit code and section do not depend on the verdicts:
 the table states them.

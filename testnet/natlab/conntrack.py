@@ -1,8 +1,8 @@
-"""Forget all connections that the kernel tracks in this network namespace: what a router does when it reboots.
+"""Delete all tracked connections of this network namespace, as a router does when it reboots.
 
     python -m farandole.testnet.natlab.conntrack
 
-Over netlink, so that the package conntrack is not needed.
+It uses netlink, so that the package conntrack is not needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A home of the NAT lab while it runs: its line, its cables, its router, its address, and what may befall them.
+"""A running home of the NAT lab: its line, cables, router and address, and the faults that can be applied to them.
 
-Its line is that of its outermost router: rates are the kernel's (tbf), either side of the link; loss is nftables'; the
-delay, for which the kernels that we meet lack netem, a process (`farandole.testnet.link_forwarder`): the internet sends
-the home's packets, both ways, through a TUN device that gives them back later.
+Its line is attached to its outermost router. Rates are limited by the kernel (tbf) on either side of the link, loss is
+made by nftables. As the kernels that we use lack netem, a process (`farandole.testnet.link_forwarder`) makes the delay:
+the internet sends the home's packets, both ways, through a TUN device that returns them later.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from .kinds import HomeKind
 from .router import HomeRouter
 from .rules import WAN, line_rules
 
-# Each home and each of its addresses is in another network, as homes are; the bounds keep numbers within a byte.
+# Each home and each of its addresses is in another network, as real homes are; the bounds keep numbers within a byte.
 _PUBLIC: Final = "5.{home}.{lease}.1"
 MAX_HOMES: Final = 250
 _MAX_LEASES: Final = 250
 INTERNET_IP: Final = "5.255.255.254"
 # Between a carrier and its customers (RFC 6598).
 CARRIER_IP, CUSTOMER_IP = "100.64.0.1", "100.64.0.2"
-# Routing tables of a home with a delay: for what it sends, and for what has been delayed.
+# Routing tables of a home with a delay: for packets that it sends, and for packets that have been delayed.
 _UP_TABLE, _DOWN_TABLE = 1_000, 2_000
 
 
 @dataclass
 class Line:
-    """What a home's link to the internet is like; None: as fast as the machine."""
+    """The line from a home to the internet; a rate of None is unlimited."""
 
     up_mbit: float | None = None
     down_mbit: float | None = None
     delay_ms: float = 0.0
-    """One way."""
+    """Delay of each packet, one way."""
     loss: float = 0.0
-    """A packet's chance to be lost, either way."""
+    """Probability that a packet is lost, in each direction."""
     is_cut: bool = False
 
 
@@ -51,7 +51,7 @@ class Home:
     hosts: list[Location]
     internet: Namespace
     routers: list[HomeRouter]
-    """The outermost first."""
+    """The home's routers, the outermost first."""
     leash: Leash
     line: Line = field(default_factory=Line)
     _lease: int = 1
@@ -59,29 +59,29 @@ class Home:
 
     @property
     def address(self) -> str:
-        """By which the internet knows it."""
+        """Return the home's public address."""
         return _PUBLIC.format(home=self.index, lease=self._lease)
 
     @property
     def host(self) -> Location:
-        """The first one."""
+        """Return the first host."""
         return self.hosts[0]
 
     def start(self) -> None:
-        """Switch on all its routers."""
+        """Switch on all routers of the home."""
         for router in self.routers:
             self._switch_on(router)
 
     # The line
 
     def set_rate(self, up_mbit: float | None, down_mbit: float | None) -> None:
-        """Mbit/s, out and in."""
+        """Set the line's rates in Mbit/s, out and in."""
         self.line.up_mbit, self.line.down_mbit = up_mbit, down_mbit
         _set_rate(self.routers[0].namespace, WAN, up_mbit)
         _set_rate(self.internet, self._link, down_mbit)
 
     def set_delay(self, delay_ms: float) -> None:
-        """Of each packet, one way. Those that are on their way are lost."""
+        """Set the delay of each packet, one way. Packets on the way are lost."""
         self.line.delay_ms = delay_ms
         self._late.close()
         if delay_ms:
@@ -91,12 +91,12 @@ class Home:
         self._route()
 
     def set_loss(self, loss: float) -> None:
-        """Lose each packet with this chance, in and out."""
+        """Lose each packet with this probability, in and out."""
         self.line.loss = loss
         self._set_fate()
 
     def cut(self) -> None:
-        """The internet is gone, and nobody says so."""
+        """Drop all packets between the home and the internet, without any notice to either side."""
         self.line.is_cut = True
         self._set_fate()
 
@@ -111,7 +111,7 @@ class Home:
     # Hosts and routers
 
     def unplug(self, host: int = 0) -> None:
-        """Pull the cable of a host, which sees it."""
+        """Pull the cable of a host; the host notices it."""
         self.routers[-1].namespace.run(f"ip link set dev port{host} down")
 
     def plug(self, host: int = 0) -> None:
@@ -119,7 +119,7 @@ class Home:
         self.routers[-1].namespace.run(f"ip link set dev port{host} up")
 
     def switch_off(self) -> None:
-        """Take the power from the home's router: it forgets all mappings and connections."""
+        """Switch off the home's router: it forgets all mappings and connections."""
         self.routers[-1].switch_off()
 
     def switch_on(self) -> None:
@@ -154,7 +154,7 @@ class Home:
         return f"late{self.index}"
 
     def _route(self) -> None:
-        """Tell the internet the way to the home, and from it, by the detour that delays."""
+        """Set the routes to the home, and from it, through the detour that delays."""
         up, down = _UP_TABLE + self.index, _DOWN_TABLE + self.index
         self.internet.run(f"ip rule del lookup {up} 2>&- || true; ip rule del lookup {down} 2>&- || true")
         if not self.line.delay_ms:
@@ -169,7 +169,7 @@ class Home:
         """)
 
     def close(self) -> None:
-        """End what runs for it."""
+        """End the processes that run for the home."""
         self._late.close()
         for router in self.routers:
             router.close()

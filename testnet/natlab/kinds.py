@@ -1,9 +1,9 @@
-"""The kinds of homes, in RFC 4787's terms, and what theory says of two of them.
+"""The kinds of homes, in RFC 4787's terms, and which connections between two of them theory allows.
 
 A NAT maps an inner address and port to an outer one, and filters what comes to the outer one. Both depend on where
-packets went to before: not at all (endpoint-independent), on the address, or on address and port. Names such as
-"full cone" are those of RFC 3489, which most people know; for TCP the same words hold (RFC 5382). Theory speaks of
-hosts that have not asked their router for a port (UPnP).
+packets went to before: not at all (endpoint-independent), on the address, or on address and port. Names such as "full
+cone" are from RFC 3489, which most people know; for TCP the same words hold (RFC 5382). The predictions are for hosts
+that have not asked their router for a port (UPnP).
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ HTTPS_PORT: Final = 443
 
 
 class Mapping(IntEnum):
-    """Where an inner address and port appears outside; the greater, the stricter."""
+    """A router's mapping of an inner address and port to an outer one; greater is stricter."""
 
     NONE = 0
     """No translation: the inner address is public."""
     ENDPOINT_INDEPENDENT = 1
-    """At one outer port, wherever the packets go."""
+    """One outer port, for all destinations."""
     ADDRESS_AND_PORT_DEPENDENT = 2
-    """At another outer port for each destination."""
+    """Another outer port for each destination."""
 
 
 class Filtering(IntEnum):
-    """What gets in that is no answer; the greater, the stricter."""
+    """A router's filter of incoming packets that are not answers; greater is stricter."""
 
     NONE = 0
     ENDPOINT_INDEPENDENT = 1
-    """Anything to a mapping that exists."""
+    """Anything to an existing mapping gets in."""
     ADDRESS_DEPENDENT = 2
-    """What comes to a mapping from an address that it has sent to."""
+    """Packets to a mapping get in from addresses that it has sent to."""
     ADDRESS_AND_PORT_DEPENDENT = 3
-    """Nothing but answers: from an address and port that the mapping has sent to."""
+    """Only answers get in: from an address and port that the mapping has sent to."""
 
 
 class Egress(IntEnum):
-    """What gets out."""
+    """A router's filter of outgoing packets."""
 
     ANY = 0
     NO_UDP = 1
@@ -53,15 +53,15 @@ class Egress(IntEnum):
 
 @dataclass(frozen=True)
 class Nat:
-    """What one router does."""
+    """The behaviour of one router."""
 
     mapping: Mapping = Mapping.NONE
     filtering: Filtering = Filtering.NONE
     egress: Egress = Egress.ANY
     is_renumbering: bool = False
-    """The outer port is another than the inner one, also where the mapping is endpoint-independent."""
+    """The outer port differs from the inner one, also where the mapping is endpoint-independent."""
     has_upnp: bool = False
-    """It opens ports for hosts that ask (miniupnpd: UPnP and NAT-PMP)."""
+    """The router opens ports for hosts that ask (miniupnpd: UPnP and NAT-PMP)."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class HomeKind:
 
     @property
     def mapping(self) -> Mapping:
-        """Of all the routers together: the strictest shows."""
+        """Return the mapping of all routers together, which is the strictest of them."""
         return max(nat.mapping for nat in self.nats)
 
     @property
     def filtering(self) -> Filtering:
-        """Of all the routers together."""
+        """Return the filtering of all routers together, which is the strictest of them."""
         return max(nat.filtering for nat in self.nats)
 
     def lets_out(self, protocol: Protocol, port: int) -> bool:
-        """Whether a packet to that port of another host leaves."""
+        """Return whether a packet to this port of another host leaves the home."""
         egress = max(nat.egress for nat in self.nats)
         match egress:
             case Egress.ANY:
@@ -98,7 +98,7 @@ class KindError(FarandoleError):
 
 
 _PORT_RESTRICTED = Nat(Mapping.ENDPOINT_INDEPENDENT, Filtering.ADDRESS_AND_PORT_DEPENDENT)
-# RFC 6888 wants carriers to map endpoint-independently; of their filters this is the strictest.
+# RFC 6888 requires carriers to map endpoint-independently; this filter is the strictest that they have.
 _CARRIER = _PORT_RESTRICTED
 _CARRIER_PREFIX: Final = "carrier-"
 
@@ -114,7 +114,7 @@ _SINGLE: Final = {
     "renumbering": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, is_renumbering=True),
     "upnp": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, has_upnp=True),
 }
-# The ten of tables, in their order; "carrier" is a home of the commonest kind behind a carrier's NAT.
+# The ten kinds of the tables, in their order; "carrier" is a home of the commonest kind behind a carrier's NAT.
 KINDS: Final = (
     "open",
     "firewall",
@@ -134,7 +134,7 @@ CARRIER_KINDS: Final = tuple(f"{_CARRIER_PREFIX}{name}" for name in _SINGLE)
 
 
 def kind_named(name: str) -> HomeKind:
-    """One of `KINDS` or `CARRIER_KINDS`; raises `KindError`."""
+    """Return one of `KINDS` or `CARRIER_KINDS`; raises `KindError`."""
     if name == "carrier":
         return HomeKind(name, (_PORT_RESTRICTED, _CARRIER))
     nat = _SINGLE.get(name.removeprefix(_CARRIER_PREFIX))
@@ -143,22 +143,22 @@ def kind_named(name: str) -> HomeKind:
     return HomeKind(name, (nat, _CARRIER) if name.startswith(_CARRIER_PREFIX) else (nat,))
 
 
-# Ports above this one stand for any but that of HTTPS.
+# Ports above this one stand for any port but HTTPS's.
 _ANY_PORT: Final = 50_000
 
 
 def can_connect(near: HomeKind, far: HomeKind, port: int = _ANY_PORT) -> bool:
-    """Whether a TCP connection from near reaches a far host, of which near knows the observed address and port."""
+    """Return whether a TCP connection from near reaches a far host at the far host's observed address and port."""
     return near.lets_out("tcp", port) and far.filtering <= Filtering.ENDPOINT_INDEPENDENT
 
 
 def can_punch_tcp(near: HomeKind, far: HomeKind) -> bool:
-    """Whether a connection comes about when both connect at once, from the port that a third has observed of each."""
+    """Return whether TCP connects when both dial at once, from the ports that a third host has observed of each."""
     return _can_punch(near, far, "tcp")
 
 
 def can_punch_udp(near: HomeKind, far: HomeKind) -> bool:
-    """The same for datagrams."""
+    """Return whether `can_punch_tcp` holds for datagrams."""
     return _can_punch(near, far, "udp")
 
 
@@ -167,12 +167,12 @@ def _can_punch(near: HomeKind, far: HomeKind, protocol: Protocol) -> bool:
 
 
 def _gets_in(near: HomeKind, far: HomeKind, protocol: Protocol) -> bool:
-    """Whether near's first packet passes far's filter, when far has sent to the address observed of near.
+    """Return whether near's first packet passes far's filter, when far has sent to the address observed of near.
 
-    The answers to it pass whatever is in the way.
+    Answers to it pass any filter.
     """
     if not near.lets_out(protocol, _ANY_PORT) or far.mapping is Mapping.ADDRESS_AND_PORT_DEPENDENT:
-        return False  # it does not leave; or it goes to a port at which far receives from nobody but the third
+        return False  # it does not leave; or it goes to a port at which far receives packets from the third alone
     match far.filtering:
         case Filtering.NONE | Filtering.ENDPOINT_INDEPENDENT:
             return True

@@ -3,9 +3,10 @@
     host eth0 -- port0 (bridge "lan") home's router "wan" -- "lan" carrier's router "wan" -- "to1" internet
                                                             (where there is one)
 
-The internet knows the way to the address of each home, and nothing else: what goes elsewhere disappears (blackhole), so
-nothing leaves the machine. Its addresses count as global, for Python and for libp2p; homes use the same private ones,
-as homes do. IPv4 only, and no router leads from the inside to its own outer address (hairpinning).
+The internet has a route to the address of each home, and no other: packets to other addresses are dropped (blackhole),
+so nothing leaves the machine. The homes' public addresses count as global, for Python and for libp2p; homes use the
+same private ones, as real homes do. IPv4 only, and no router leads from the inside to its own outer address
+(hairpinning).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_HOSTS: Final = 200
 
 @dataclass
 class Lab:
-    """Made by `open_lab`."""
+    """The simulated internet and its homes; made by `open_lab`."""
 
     internet: Namespace
     leash: Leash
@@ -38,7 +39,7 @@ class Lab:
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def add_home(self, kind: str, hosts: int = 1) -> Home:
-        """A home of one of `KINDS`, with hosts on one LAN; a public host is one in an open home.
+        """Add a home of one of `KINDS`, with hosts on one LAN; a public host is one in an open home.
 
         Raises `KindError`, `NamespaceError` if its router needs a tool that is missing, `ValueError` for too many.
         """
@@ -92,7 +93,7 @@ class Lab:
 
 @contextlib.contextmanager
 def open_lab(leash: Leash) -> Iterator[Lab]:
-    """An internet with nobody on it; raises `NamespaceError` if this system has not what it takes."""
+    """Open an internet without hosts; raises `NamespaceError` if this system lacks what it needs."""
     require("nft")
     with contextlib.ExitStack() as stack:
         internet = stack.enter_context(open_namespace(leash))

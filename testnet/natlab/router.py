@@ -1,8 +1,8 @@
 """A router in a namespace of its own, between what is upstream and its inner side.
 
 Where it translates, its outer interface has an address; where it does not, the inner host has it, and the router
-answers for it (proxy ARP, at once: the kernel would wait for up to 0.8 s). Either way it is one address, which upstream
-sends to one link.
+answers for it (proxy ARP, at once: the kernel would wait for up to 0.8 s). In both cases upstream sends this one
+address to one link.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from ..namespace import Namespace, held
 from .kinds import Mapping, Nat
 from .rules import LAN, TABLE, UPNP_CHAINS, WAN, router_rules
 
-# It writes a file of its process id to /run, which is its own here and goes with it.
+# It writes its process id to a file in /run, which is a private mount here and disappears with it.
 _MINIUPNPD: Final = "mount -t tmpfs none /run && exec miniupnpd -d -f /dev/stdin"
 
 
 @dataclass
 class HomeRouter:
-    """Off until it is switched on."""
+    """The router of a home; off until `switch_on`."""
 
     namespace: Namespace
     nat: Nat
     inner_ip: str
-    """Its own, on the inner side."""
+    """The router's address on the inner side."""
     inner_host: Namespace
-    """Who gets the outer address where the router does not translate."""
+    """The host that gets the outer address where the router does not translate."""
     leash: Leash
     customer_ip: str | None = None
-    """Of the router behind this one, if it is a carrier's."""
+    """Address of the router behind this one, if this is a carrier's."""
     is_on: bool = False
     _services: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def is_translating(self) -> bool:
-        """Whether the outer address is its own."""
+        """Return whether the outer address is the router's own."""
         return self.nat.mapping is not Mapping.NONE
 
     def switch_on(self, address: str, gateway: str) -> None:
-        """With this outer address, and upstream's."""
+        """Switch on, with this outer address, and upstream's as gateway."""
         inner_ip = self.customer_ip if self.is_translating else address
         if self.is_translating:
             self.namespace.run(f"ip address add {address}/32 dev {WAN}")
@@ -74,7 +74,7 @@ class HomeRouter:
         self.is_on = True
 
     def switch_off(self) -> None:
-        """It forgets what it knows of connections and mappings, and nothing goes through."""
+        """Switch off: forget connections and mappings, and forward nothing."""
         self._services.close()
         self.namespace.run(f"""
             ip link set dev {WAN} down
@@ -88,7 +88,7 @@ class HomeRouter:
         self.is_on = False
 
     def close(self) -> None:
-        """End what runs in it."""
+        """End the processes that run in the router."""
         self._services.close()
 
     def _serve_upnp(self) -> None:

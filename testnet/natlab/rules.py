@@ -2,11 +2,11 @@
 
 The kernel's own NAT keeps a connection's port where it can, and lets in nothing but answers: it is port-restricted.
 Symmetric is the same with a random port for each connection. For the kinds that let more in, the rules remember what
-the inner hosts have sent: `mapped` which host a port belongs to, `contacted` to which addresses it has sent; what comes
-in to those is sent on to the host. Where two hosts of a home use one port, it belongs to the first.
+the inner hosts have sent: `mapped` has the host of each port, `contacted` the addresses that it has sent to. Packets to
+those ports are forwarded to the host. Where two hosts of a home use one port, it belongs to the first.
 
-What is not let in is dropped without an answer, and before connection tracking has kept it: so it neither ends the
-attempts of the other side, nor takes the port from an inner host that calls there a moment later.
+What is not let in is dropped without an answer, and before connection tracking records it: so it neither ends the
+attempts of the other side, nor takes the port from an inner host that dials there a moment later.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .kinds import HTTPS_PORT, Egress, Filtering, Mapping, Nat
 
 WAN: Final = "wan"
 LAN: Final = "lan"
-# Names that miniupnpd is told.
+# Names that are passed to miniupnpd.
 TABLE: Final = "router"
 UPNP_CHAINS: Final = ("upnp_forward", "upnp_prerouting", "upnp_postrouting")
 
 # RFC 4787 wants a mapping of UDP to last for 2 minutes at least, and recommends 5 (REQ-5).
 _MAPPING_TIMEOUT: Final = "5m"
-# As many as there are ports, of each of two protocols.
+# One per port, of each of two protocols.
 _MAX_MAPPINGS: Final = 131_072
 
 _REMEMBERED: Final = f"""
@@ -53,15 +53,15 @@ _OUTWARD: Final = {
     Mapping.ENDPOINT_INDEPENDENT: f"oifname {WAN} masquerade",
     Mapping.ADDRESS_AND_PORT_DEPENDENT: f"oifname {WAN} masquerade random,fully-random",
 }
-# One outer port for each inner one, that nobody would guess. One pair of inner ports in 40,000 shares an outer one, and
-# cannot go to the same place at once.
+# One outer port for each inner one, which peers cannot guess. One pair of inner ports in 40,000 shares an outer one,
+# and cannot reach the same destination at once.
 _RENUMBER: Final = (
     f"oifname {WAN} meta l4proto {{ tcp, udp }} masquerade to :jhash th sport mod 40000 seed 0x5 offset 20000"
 )
 
 
 def router_rules(nat: Nat) -> str:
-    """For ``nft -f``: a table of that name, instead of one that is there, between the interfaces `WAN` and `LAN`."""
+    """Return input for ``nft -f``: it replaces the table `TABLE`, between the interfaces `WAN` and `LAN`."""
     forward, prerouting, postrouting = UPNP_CHAINS
     is_remembering = nat.mapping is Mapping.ENDPOINT_INDEPENDENT and nat.filtering in _INWARD
     return f"""table inet {TABLE}
@@ -100,7 +100,7 @@ table inet {TABLE} {{{_REMEMBERED if is_remembering else ""}
 
 
 def line_rules(loss: float, *, is_cut: bool) -> str:
-    """Rules of their own for what happens on the line, either way: ``loss`` is a packet's chance to be lost."""
+    """Return the rules for the line, both ways, in a table of their own; ``loss`` is a packet's chance to be lost."""
     fate = "drop" if is_cut else f"numgen random mod 1000000 < {round(loss * 1e6)} drop"
     return f"""table inet line
 delete table inet line

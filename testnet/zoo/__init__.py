@@ -1,1 +1,1 @@
-"""The attack zoo: hostile members of a testnet's run, and what they cost the honest. It comes with the source alone."""
+"""The attack zoo: hostile members of a testnet's run, and their cost to honest ones. It is not part of the wheel."""

@@ -1,4 +1,4 @@
-"""What the honest members of a play went through, from their own records and checkpoints."""
+"""Exchanges and losses of a play's honest members, from their own records and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from farandole.training.learner import build_learner
 from ..launch import MANIFEST_NAME
 from ..report import PlayReport
 
-# 32 batches of 16 x 64 tokens measure the loss to about 0.01; the same ones in both plays, so that it cancels out.
+# 32 batches of 16 x 64 tokens measure the loss to about 0.01; both plays use the same ones, so that the error cancels.
 VALIDATION_BATCHES: Final = 32
 _REFUSED: Final = (f"failed: {REFUSED_HERE}", f"failed: {REFUSED_THERE}")
 
 
 class Conduct(msgspec.Struct, frozen=True):
-    """Of all honest members together; a meeting of two of them counts at both."""
+    """Figures of all honest members together; an exchange between two of them counts at both."""
 
     losses: list[float]
-    """Each member's, of its own weights on held-out text, in nats a token."""
+    """Loss of each member's own weights on held-out text, in nats per token."""
     rounds: int
     alone: int
     """Rounds whose outer step was taken alone."""
     honest_exchanges: int
-    """Committed, with one another."""
+    """Committed exchanges with one another."""
     honest_refused: int
-    """With one another, by the screening of either."""
+    """Exchanges with one another that the screening of either refused."""
     honest_clipped: int
     hostile_met: int
-    """Exchanges with hostile members that came to a verdict, or to nothing."""
+    """Exchanges with hostile members that got a verdict, or failed."""
     hostile_used: int
-    """Committed."""
+    """Committed exchanges with hostile members."""
     hostile_clipped: int
     detected_after: list[int | None]
-    """Of each member: its meetings with hostile ones until it refused one, or averaged nothing of it; None: never."""
+    """For each member, its exchanges with hostile ones until it refused one, or averaged nothing of it; None: never."""
     warnings: list[str]
     """The first warning of each member that names a hostile one."""
     processor_share: float | None
-    """Of one core, the mean of the members' daemons over their lives; None where the system does not say."""
+    """Share of one core, mean of the members' daemons over their lives; None where the system does not report it."""
 
     @property
     def loss(self) -> float:
-        """The mean over members."""
+        """Return the mean loss over members."""
         return sum(self.losses) / len(self.losses)
 
 
 def conduct_of(folder: Path, report: PlayReport) -> Conduct:
-    """From a play's folder; `TrainingError` if a checkpoint cannot be read."""
+    """Read the figures from a play's folder; `TrainingError` if a checkpoint cannot be read."""
     homes = [folder / "nodes" / f"{node.index:02d}" for node in report.nodes]
     honest = {node.peer_id for node in report.nodes}
     rounds = [list(read_rounds(NodeSettings(home=home).rounds)) for home in homes]
@@ -84,7 +84,7 @@ def conduct_of(folder: Path, report: PlayReport) -> Conduct:
 
 
 class _Meeting(NamedTuple):
-    """An exchange with a partner, and what came of it."""
+    """An exchange with a partner, and its verdict."""
 
     partner: str
     verdict: str
@@ -112,7 +112,7 @@ def _detected_after(meetings: Sequence[_Meeting]) -> int | None:
 
 
 def _intruders(folder: Path, num_honest: int) -> list[str]:
-    """The names by which others call the processes that were no nodes of the scenario."""
+    """Return the short names of the processes that are no nodes of the scenario, as logs show them."""
     homes = sorted((folder / "nodes").iterdir())[num_honest:]
     return [peer_id_of(public_bytes(load_or_create_key(home / "key")))[-8:] for home in homes]
 

@@ -1,7 +1,7 @@
 """A flood: one member that sends 10,000 valid messages a second, of all kinds, to all nodes together.
 
-``python -m farandole.testnet.zoo.flood join INVITE ...``, as a testnet starts its nodes. How many it has sent stands in
-its output at its end.
+``python -m farandole.testnet.zoo.flood join INVITE ...``, as a testnet starts its nodes. It prints the number of sent
+messages when it ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .plan import NICENESS, plan_of, tame, targets_of
 PER_SECOND: Final = 10_000
 # Messages in one write.
 BURST: Final = 50
-# After a stream was refused or reset, before the next.
+# Pause after a stream was refused or reset, before the next.
 RETRY_SECONDS: Final = 0.2
 SAY_SECONDS: Final = 5.0
 
@@ -39,12 +39,12 @@ _BEAT: Final = Beat(inner_steps=1, round=1, loss=None, tokens_per_second=1)
 
 
 def push(entries: Sequence[Signed]) -> bytes:
-    """One frame with these entries."""
+    """Return one frame with these entries."""
     return frame(encode(Batch(False, Delta(tuple(entries)))), MAX_PUSH_BYTES)
 
 
 def newer(run_id: bytes) -> Iterator[bytes]:
-    """Ever newer entries of one author, as long as its ticks last, then of another."""
+    """Yield ever newer entries of one author, as long as its ticks last, then of another."""
     while True:
         writer = Writer(Ed25519PrivateKey.generate(), run_id)
         for number in range(32):
@@ -52,13 +52,13 @@ def newer(run_id: bytes) -> Iterator[bytes]:
 
 
 def authors(run_id: bytes) -> Iterator[bytes]:
-    """Heartbeats, each by a key of its own."""
+    """Yield heartbeats, each with a key of its own."""
     while True:
         yield push([signed(Writer(Ed25519PrivateKey.generate(), run_id), Kind.BEAT, 0, _BEAT)])
 
 
 def kinds_of(run_id: bytes) -> list[tuple[str, Iterator[bytes]]]:
-    """The kinds of message: the protocol, and frames without end."""
+    """Return the kinds of message: the protocol, and an endless iterator of frames."""
     known = push([signed(Writer(Ed25519PrivateKey.generate(), run_id), Kind.BEAT, 0, _BEAT)])
     withdraw = pairing_messages.encode_message(pairing_messages.Withdraw(bytes(pairing_messages.SESSION_BYTES)))
     return [
@@ -73,7 +73,7 @@ def kinds_of(run_id: bytes) -> list[tuple[str, Iterator[bytes]]]:
 async def flood(
     host: Host, peer: bytes, protocol: str, frames: Iterator[bytes], per_second: float, note: Callable[[str, int], None]
 ) -> None:
-    """Send frames of one kind to one peer, without end, over a new stream whenever one is closed."""
+    """Send frames of one kind to one peer, endlessly, over a new stream whenever one is closed."""
     while True:
         try:
             stream = await host.open_stream(peer, protocol)
@@ -90,7 +90,7 @@ async def flood(
 
 
 async def main() -> None:
-    """One host, and a stream for each kind to each node."""
+    """Run one host, with a stream for each kind to each node."""
     targets, kinds = targets_of(), kinds_of(decode_invite(sys.argv[2]).run_id)
     counts = {"messages": 0, "streams": 0, "refusals": 0}
 

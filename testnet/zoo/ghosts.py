@@ -1,4 +1,4 @@
-"""Ghosts: one process whose many keys send heartbeats, far ahead of all, and do nothing else.
+"""Ghosts: one process with many keys, which send heartbeats, far ahead of all, and do nothing else.
 
 ``python -m farandole.testnet.zoo.ghosts join INVITE ...``, as a testnet starts its nodes.
 """
@@ -24,13 +24,13 @@ from farandole.protocol.writer import Writer
 from .plan import NICENESS, plan_of, tame, targets_of
 
 NUM_GHOSTS: Final = 60
-# What they say that they have trained.
+# The round that ghosts claim to have trained.
 CLAIMED_ROUND: Final = 100_000
 BEAT_INTERVAL: Final = 2.0
 
 
 def signed(writer: Writer, kind: Kind, index: int, payload: Payload) -> Signed:
-    """A new entry; nothing is stored, so a key is good for one life."""
+    """Return a new entry; nothing is stored, so a key is good for one life."""
     now = time.time()
     while (mark := writer.mark_needed(kind, index, now)) is not None:
         writer.marked(mark)
@@ -38,7 +38,7 @@ def signed(writer: Writer, kind: Kind, index: int, payload: Payload) -> Signed:
 
 
 def entries_of(ghosts: list[Writer]) -> Iterator[Signed]:
-    """What all ghosts say at a heartbeat."""
+    """Yield the entries of all ghosts at a heartbeat."""
     for ghost in ghosts:
         for kind, payload in ((Kind.MEMBER, Member(device="cpu")), (Kind.BEAT, BEAT)):
             if ghost.delay(kind, 0, time.time()) == 0:
@@ -49,7 +49,7 @@ BEAT: Final = Beat(inner_steps=10 * CLAIMED_ROUND, round=CLAIMED_ROUND, loss=2_0
 
 
 async def haunt(messenger: Messenger, targets: dict[bytes, str], run_id: bytes) -> None:
-    """Push all ghosts' heartbeats to all targets, without end."""
+    """Push all ghosts' heartbeats to all targets, endlessly."""
     ghosts = [Writer(Ed25519PrivateKey.generate(), run_id) for _ in range(NUM_GHOSTS)]
     while True:
         for delta in deltas_of(entries_of(ghosts), max_bytes=MAX_BATCH_BYTES):
@@ -59,7 +59,7 @@ async def haunt(messenger: Messenger, targets: dict[bytes, str], run_id: bytes) 
 
 
 async def main() -> None:
-    """One host, one connection to each node."""
+    """Run one host, with one connection to each node."""
     targets, run_id = targets_of(), decode_invite(sys.argv[2]).run_id
     async with (
         open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]) as host,

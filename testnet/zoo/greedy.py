@@ -1,4 +1,4 @@
-"""Pairing as a hostile member does it: it proposes to all, agrees with all, and meets those that are ready in turn."""
+"""Pairing of a hostile member: it proposes to all, agrees with all, and exchanges with each that is ready in turn."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from farandole.protocol.pairing_events import (
     TimerFired,
 )
 
-# Seconds between two proposals to each peer: as fast as no honest node's meter minds.
+# Seconds between two proposals to each peer: the fastest rate that no honest node limits.
 PROPOSE_INTERVAL: Final = 0.5
 
 
 class GreedyPairing:
-    """What the training loop uses of `farandole.protocol.pairing.Pairing`.
+    """A greedy replacement for the parts of `farandole.protocol.pairing.Pairing` that the training loop uses.
 
-    ``does_exchange``: whether it follows through. Else each partner waits for it until its patience ends.
+    ``does_exchange``: whether it follows through. If not, each partner waits for it until its patience ends.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GreedyPairing:
         self._has_timer = False
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """As `Pairing.handle`."""
+        """See `Pairing.handle`."""
         match event:
             case RoundStarted(round=round_):
                 self._round, self._is_free = round_, False

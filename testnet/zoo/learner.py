@@ -1,4 +1,4 @@
-"""A learner that sends what an attack says instead of its contribution."""
+"""A learner that sends an attack's values instead of its contribution."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .member_attacks import ATTACKS, AttackView, forge
 from .plan import plan_of
 from .poisons import POISONS
 
-# Of what it has received: all that a real attacker knows of the honest members.
+# Contributions received: all that a real attacker knows of the honest members.
 REMEMBERED: Final = 8
 
 
 class HostileLearner(Learner):
-    """Trains honestly besides, unless it is told not to, and accepts whatever it is sent."""
+    """Trains honestly, unless its plan has ``trains`` off, and accepts every contribution."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -37,18 +37,18 @@ class HostileLearner(Learner):
         self._generator = torch.Generator().manual_seed(0)
 
     def inner_steps(self, until: Until) -> None:
-        """As `Engine.inner_steps`; none, for who only wants to meet others."""
+        """Implement `Engine.inner_steps`; take none if the plan does not train."""
         if self._plan.trains:
             super().inner_steps(until)
 
     @property
     def tokens_contributed(self) -> int:
-        """What the plan claims."""
+        """Return the number of tokens that the plan claims."""
         return self._plan.tokens
 
     @torch.no_grad()
     def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
-        """As `Engine.encode`, of what the attack makes of the contribution."""
+        """Implement `Engine.encode` with the attack's values in place of the contribution."""
         super().encode(out)
         assert self._round_end is not None
         made = self._round_end.contribution
@@ -63,18 +63,18 @@ class HostileLearner(Learner):
 
     @torch.no_grad()
     def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
-        """Accept, remember what was sent, and tell the run that the partner is suspect."""
+        """Accept, remember the contribution, and report the partner as suspect."""
         assert self._round_end is not None
         values = torch.empty_like(self._round_end.contribution.theta)
         try:
             self._outer.contributor.form.decode(torch.from_numpy(np.frombuffer(partner, np.uint8).copy()), values)
-        except CodecError:  # of another hostile member
+        except CodecError:  # from another hostile member
             return Accept(is_suspect=True)
         self._received.append(values)
         return Accept(is_suspect=True)
 
     def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        """As `Engine.apply`; alone, if the contribution is one that no learner can use."""
+        """Implement `Engine.apply`; step alone, if the contribution is one that no learner can use."""
         try:
             return super().apply(partner, encounter, own_first=own_first)
         except ScreeningError:

@@ -1,8 +1,8 @@
-"""What a hostile member may send instead of its contribution: functions of what it could know at most.
+"""The contributions that a hostile member may send: functions of the most that it could know.
 
 An attack sees everything (all honest contributions of the round, and the victim's), which no real attacker does. It
-returns what the victim decodes, before the codec. It trains honestly beside, so that its own weights stay a good
-starting point, unless the attack says otherwise.
+returns the values that the victim decodes, before the codec. Unless the attack says otherwise, the member also trains
+honestly, so that its own weights stay a good starting point.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from farandole.training.errors import CodecError
 
 @dataclass(frozen=True, slots=True)
 class AttackView:
-    """What an attack may use; all (n,) fp32."""
+    """The inputs of an attack; all (n,) fp32."""
 
     own: Tensor
-    """What the attacker would send if it were honest."""
+    """The contribution that the attacker would send if it were honest."""
     slow: Tensor
-    """Its slow weights."""
+    """The attacker's slow weights."""
     initial: Tensor
-    """The weights with which the run began."""
+    """The initial weights of the run."""
     victim: Tensor
-    """What the victim sends."""
+    """The victim's contribution."""
     honest: Sequence[Tensor]
-    """What all honest members send in this round."""
+    """The contributions of all honest members in this round."""
     generator: torch.Generator
 
 
@@ -39,28 +39,28 @@ Attack = Callable[[AttackView], Tensor]
 
 
 def _noise(view: AttackView) -> Tensor:
-    """Gaussian noise of the norm of the weights."""
+    """Return Gaussian noise with the norm of the weights."""
     noise = torch.randn(view.own.shape, generator=view.generator)
     return noise * float(view.own.norm() / noise.norm())
 
 
 def _scaled(factor: float) -> Attack:
-    """The weights times a factor."""
+    """Send the weights times a factor."""
     return lambda view: factor * view.own
 
 
 def _reversed(factor: float) -> Attack:
-    """The outer gradient, reversed and multiplied: inner-product manipulation (arXiv 1903.03936)."""
+    """Send the outer gradient, reversed and multiplied: inner-product manipulation (arXiv 1903.03936)."""
     return lambda view: view.slow - factor * (view.own - view.slow)
 
 
 def _noisy(factor: float) -> Attack:
-    """Noise on top, in norms of the weights."""
+    """Add noise, in norms of the weights."""
     return lambda view: view.own + factor * _noise(view)
 
 
 def _drift(factor: float) -> Attack:
-    """The same step in the same direction each time, in root mean squares of the weights."""
+    """Take the same step in the same direction each time, in root mean squares of the weights."""
 
     def attack(view: AttackView) -> Tensor:
         signs = torch.randn(view.own.shape, generator=torch.Generator().manual_seed(0)).sign()
@@ -71,7 +71,7 @@ def _drift(factor: float) -> Attack:
 
 
 def _alie(sigmas: float) -> Attack:
-    """As far from the mean as an honest member may well be ("a little is enough", arXiv 1902.06156)."""
+    """Stay as far from the mean as an honest member may be ("a little is enough", arXiv 1902.06156)."""
 
     def attack(view: AttackView) -> Tensor:
         honest = torch.stack(list(view.honest))
@@ -81,7 +81,7 @@ def _alie(sigmas: float) -> Attack:
 
 
 def _dissensus(factor: float) -> Attack:
-    """Pushes the victim away from the mean of the honest (ClippedGossip, arXiv 2202.01545, section 5)."""
+    """Push the victim away from the mean of the honest (ClippedGossip, arXiv 2202.01545, section 5)."""
 
     def attack(view: AttackView) -> Tensor:
         return view.victim + factor * (view.victim - torch.stack(list(view.honest)).mean(0))
@@ -90,11 +90,11 @@ def _dissensus(factor: float) -> Attack:
 
 
 def _spectral(factor: float) -> Attack:
-    """Pushes members on both sides of the mean further apart, along the direction in which they differ most.
+    """Push members on both sides of the mean further apart, along the direction in which they differ most.
 
-    The spectral heterogeneity attack (arXiv 2410.10418). Its direction among the nodes is the eigenvector of
-    the graph's Laplacian with the second smallest eigenvalue. Here everybody meets everybody, so that all but one are
-    equal, and the one along which the honest differ most is taken.
+    The spectral heterogeneity attack (arXiv 2410.10418). Its direction among the nodes is the eigenvector of the
+    graph's Laplacian with the second smallest eigenvalue. Here every member meets every other, so that all eigenvalues
+    but one are equal, and the direction in which the honest differ most is taken.
     """
 
     def attack(view: AttackView) -> Tensor:
@@ -136,7 +136,7 @@ and ``slow`` are free riders: they send back what they got, or never train."""
 
 
 def forge(values: Tensor, form: Form) -> bytes:
-    """What goes over the wire for an attack's values (n,): what no honest codec sends is all ones."""
+    """Return the wire bytes of an attack's values (n,); values that no honest codec sends become all ones."""
     encoded = torch.zeros(form.size(len(values)), dtype=torch.uint8)
     try:
         form.encode(values.contiguous(), encoded)

@@ -1,4 +1,4 @@
-"""What a hostile process is to do, and the limits that keep it from harming the machine that it runs on."""
+"""The plan of a hostile process, and the limits that keep it from harming its machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..launch import TARGETS
 from ..scenario import HostileSettings
 
 PLAN: Final = "TESTNET_HOSTILE"
-# Of programs that send as fast as they can: behind everything else on the machine, the honest nodes included.
+# For programs that send as fast as they can: below everything else on the machine, the honest nodes included.
 NICENESS: Final = 10
-# A play takes five minutes; a process that outlives it, or goes mad, is ended by the kernel.
+# A play takes five minutes; the kernel ends a process that outlives it, or runs wild.
 MAX_CPU_SECONDS: Final = 600
-# Of one file: a log, a checkpoint.
+# Of one file, such as a log or a checkpoint.
 MAX_FILE_BYTES: Final = 256 * 1024 * 1024
 # No hostile process dials anything but this machine.
 _LOOPBACK: Final = "/ip4/127.0.0.1/tcp/"
@@ -31,19 +31,19 @@ class HostileError(FarandoleError):
 
 
 def environment_of(settings: HostileSettings) -> dict[str, str]:
-    """For the processes that are to act so."""
+    """Return the environment of processes with these hostile settings."""
     return {PLAN: msgspec.json.encode(settings).decode()}
 
 
 def plan_of(environment: Mapping[str, str] = os.environ) -> HostileSettings:
-    """What this process is to do; `HostileError` if it was not started by a testnet."""
+    """Return this process's plan; `HostileError` if it was not started by a testnet."""
     if PLAN not in environment:
         raise HostileError("hostile members are started by farandole testnet run hostile-..., and by nothing else")
     return msgspec.json.decode(environment[PLAN], type=HostileSettings)
 
 
 def targets_of(environment: Mapping[str, str] = os.environ) -> dict[bytes, str]:
-    """The honest nodes' keys and addresses; `HostileError` if one is not on the loopback interface."""
+    """Return the honest nodes' keys and addresses; `HostileError` if one is not on the loopback interface."""
     targets = {}
     for address in environment.get(TARGETS, "").split():
         if not address.startswith(_LOOPBACK):
@@ -53,7 +53,7 @@ def targets_of(environment: Mapping[str, str] = os.environ) -> dict[bytes, str]:
 
 
 def tame(niceness: int = 0) -> None:
-    """Limit this process, and those that it starts: processor time, files, and the priority of who floods."""
+    """Limit this process and its children: processor time, files, and for floods the priority."""
     if sys.platform == "win32":
         raise HostileError("hostile members need a system whose processes can be limited, which Windows is not")
     import resource

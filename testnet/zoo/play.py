@@ -1,8 +1,8 @@
-"""Play a scenario with hostile members, and before it the honest alone: what the hostile have cost them.
+"""Play a scenario with hostile members, and before it the honest alone, to measure the cost of the attack.
 
-Both plays have the same run and keys, and so the same weights to begin with and the same batches, for as many rounds;
-who meets whom is up to chance. A round ends with its exchange and not with a clock, so a busy machine makes both plays
-longer and neither worse.
+Both plays have the same run and keys, and so the same initial weights and the same batches, for the same number of
+rounds; only the pairing is random. A round ends with its exchange and not with a clock, so a busy machine makes both
+plays longer and neither worse.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ OUTCOME_NAME: Final = "hostile.json"
 
 
 class HostileReport(msgspec.Struct, frozen=True):
-    """What came of it: ``hostile.json``."""
+    """The result of both plays: ``hostile.json``."""
 
     name: str
     reasons: list[str]
-    """Why the honest are not unharmed; empty: a pass."""
+    """Harm done to the honest members, in words; empty: a pass."""
     clean: Conduct
-    """Of the honest alone."""
+    """Conduct of the honest members alone."""
     attacked: Conduct
     seconds: float
-    """Of both plays."""
+    """Seconds of both plays."""
     fair_share: float
-    """Of the honest members' rounds with a partner: what chance would give the hostile daemons."""
+    """Share of the honest members' rounds with a partner that the hostile daemons would get by chance."""
     hostile_rounds: int = 0
-    """Of the honest members: those with a hostile partner, or, where these never exchange, without any for that."""
+    """Rounds of honest members with a hostile partner, or, where these never exchange, without any because of them."""
 
     @property
     def loss_above(self) -> float:
-        """Share by which the honest members' loss is above that of the honest alone."""
+        """Return the share by which the honest members' loss exceeds the loss of the honest alone."""
         return self.attacked.loss / self.clean.loss - 1
 
     @property
     def hostile_share(self) -> float:
-        """`hostile_rounds`, as a share."""
+        """Return `hostile_rounds` as a share."""
         return self.hostile_rounds / max(self.attacked.rounds, 1)
 
 
 def intruders_of(settings: HostileSettings) -> list[Intruder]:
-    """The hostile processes; `ScenarioError` if there is no such attack."""
+    """Return the hostile processes; `ScenarioError` if there is no such attack."""
     if settings.attack not in ATTACKS:
         raise ScenarioError(f"hostile.attack: no attack is called {settings.attack!r}; there are {', '.join(ATTACKS)}")
     command = [sys.executable, "-m", f"{__package__}.{settings.program}"]
@@ -66,7 +66,7 @@ def intruders_of(settings: HostileSettings) -> list[Intruder]:
 
 @dataclass(frozen=True)
 class Played:
-    """One play, and what the honest members went through."""
+    """One play, and the conduct of its honest members."""
 
     folder: Path
     report: PlayReport
@@ -74,9 +74,9 @@ class Played:
 
 
 def play_hostile(scenario: Scenario, out: Path, view: PlayView, clean: Played | None = None) -> HostileReport:
-    """Play the honest alone, unless that was done (``clean``), and with the hostile, in folders of ``out``; judge.
+    """Play the honest alone, unless ``clean`` is given, and with the hostile, in folders of ``out``; judge.
 
-    Raises as `Testnet.play`, and `ScenarioError`; `KeyboardInterrupt` if a person ends it.
+    Raises as `Testnet.play` does, and `ScenarioError`; `KeyboardInterrupt` if a person ends it.
     """
     assert scenario.hostile is not None, "there are hostile members"
     intruders = intruders_of(scenario.hostile)
@@ -89,7 +89,7 @@ def play_hostile(scenario: Scenario, out: Path, view: PlayView, clean: Played | 
 
 
 def play_clean(scenario: Scenario, folder: Path, view: PlayView) -> Played:
-    """Play the honest alone; raises as `play_hostile`."""
+    """Play the honest alone; raises as `play_hostile` does."""
     view.say(f"alone: {scenario.nodes} honest nodes")
     return _play(Testnet(msgspec.structs.replace(scenario, hostile=None), folder, view))
 
@@ -103,7 +103,7 @@ def _play(testnet: Testnet) -> Played:
 
 
 def judge(scenario: Scenario, clean: Played, attacked: Played) -> HostileReport:
-    """The verdict on both plays."""
+    """Return the verdict on both plays."""
     hostile = scenario.hostile
     assert hostile is not None
     fair_share = hostile.members / (scenario.nodes + hostile.members - 1) if hostile.program == "daemon" else 0.0
@@ -146,7 +146,7 @@ HEADER: Final = (
 
 
 def _cells(conduct: Conduct, clean: Conduct) -> list[str]:
-    """One play's figures, in the order of `HEADER`."""
+    """Return one play's figures, in the order of `HEADER`."""
     known = [after for after in conduct.detected_after if after is not None]
     met = conduct.hostile_met
     noticed = f"by {len(known)} of {len(conduct.losses)}" + (
@@ -169,13 +169,13 @@ def _cells(conduct: Conduct, clean: Conduct) -> list[str]:
 
 
 def play_grid(made: HostileReport) -> Grid:
-    """The table of one play: a row for each figure."""
+    """Return the table of one play: a row for each figure."""
     columns = zip(HEADER, _cells(made.clean, made.clean), _cells(made.attacked, made.clean), strict=True)
     return Grid(made.name, ["", "the honest alone", "attacked"], [list(row) for row in columns])
 
 
 def zoo_grid(reports: Sequence[HostileReport]) -> Grid:
-    """The table of several plays: a row for each."""
+    """Return the table of several plays: a row for each."""
     rows = [
         [made.name.removeprefix("hostile-"), f"{made.clean.loss:.3f}", *_cells(made.attacked, made.clean), verdict]
         for made in reports
@@ -185,7 +185,7 @@ def zoo_grid(reports: Sequence[HostileReport]) -> Grid:
 
 
 def said_lines(made: HostileReport) -> Iterator[str]:
-    """What the honest members' terminals say of the hostile ones, and why it is no pass."""
+    """Yield the honest members' warnings about hostile ones, and the reasons against a pass."""
     for warning in made.attacked.warnings:
         yield f"  {warning}"
     for reason in made.reasons:

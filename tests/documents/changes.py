@@ -7,7 +7,7 @@
     @@
     ...
 
-What a hunk shows of the file as it is must stand there once, so a page that has become wrong is told.
+The lines of a hunk that are in the file now must occur there exactly once, so an outdated page fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEAD = re.compile(r"--- (?P<old>\S+)\n\+\+\+ (?P<new>\S+)\n(?P<hunks>.*)", re.D
 
 
 def apply(change: str, folder: Path) -> None:
-    """Change one file below the folder; ``--- /dev/null`` makes a new one."""
+    """Apply a change to one file below the folder; ``--- /dev/null`` makes a new file."""
     head = _HEAD.fullmatch(change)
     assert head, f"begins with --- and +++, a file's name behind each:\n{change}"
     path = folder / head["new"]

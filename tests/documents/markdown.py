@@ -1,4 +1,4 @@
-"""The parts of a Markdown page that tests look at: fenced blocks with what is said of them, links, headings, code.
+"""The parts of a Markdown page that tests use: fenced blocks with their comments, links, headings, code.
 
 A comment on the line before a block says how it is played (`tests.documents.player`):
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 _FENCE = re.compile(r"(?P<indent> *)```(?P<language>[a-z]*)$")
 _PLAY = re.compile(r"\s*<!-- play: (.*) -->$")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-# As commands that measure write theirs into BENCHMARKS.md.
+# The markers between which commands write their figures into BENCHMARKS.md.
 _INDENTED = re.compile(r"(?<=\n\n)(?:    \S.*\n)+")
 _COMMENT = re.compile(r"\s+#\s.*")
 _CODE = re.compile(r"``(.+?)``|`([^`]+)`", re.DOTALL)
@@ -31,13 +31,13 @@ class Block:
     language: str
     text: str
     line: int
-    """Of the page, from 1, on which its fence stands."""
+    """Line of the page, from 1, with the opening fence."""
     play: Mapping[str, str] = field(default_factory=dict)
-    """What the comment before it says."""
+    """Contents of the comment before it."""
 
     @property
     def commands(self) -> list[Command]:
-        """Of a ``console`` block, in which lines with ``$ `` are typed and the others are their output; of ``sh``, all
+        """Return the commands: in a ``console`` block the lines with ``$ ``, each followed by its output; in ``sh`` all
         lines but comments."""
         commands: list[Command] = []
         for number, line in enumerate(self.text.splitlines(), self.line + 1):
@@ -53,22 +53,22 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """What is typed at a terminal."""
+    """A command typed at a terminal."""
 
     text: str
     """A line for a shell, with its comment, if it has one."""
     output: tuple[str, ...]
-    """Lines that the page shows below it."""
+    """Lines that the page shows below the command."""
     line: int
 
     @property
     def bare(self) -> str:
-        """Without its comment."""
+        """Return the command without its comment."""
         return _COMMENT.sub("", self.text)
 
     @property
     def words(self) -> list[str]:
-        """Of its first program, without ``sudo``, variables that are set before it, and what a shell does with it."""
+        """Return the first program and its arguments, without ``sudo``, variables before it, and shell operators."""
         lexer = shlex.shlex(self.text, posix=True, punctuation_chars="|&;<>()")
         lexer.whitespace_split, lexer.commenters = True, "#"
         words: list[str] = []
@@ -81,7 +81,7 @@ class Command:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The fenced blocks of a page, from the top."""
+    """Yield the fenced blocks of a page, from the top."""
     lines = iter(enumerate(page.splitlines(), 1))
     play: dict[str, str] = {}
     for number, line in lines:
@@ -100,30 +100,30 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def indented_commands(page: str) -> Iterator[Command]:
-    """The lines of indented blocks, on a page that has nothing but commands in them."""
+    """Yield the lines of indented blocks, for a page whose indented blocks contain only commands."""
     for found in _INDENTED.finditer(page):
         for number, line in enumerate(found[0].splitlines(), page.count("\n", 0, found.start()) + 1):
             yield Command(line.strip(), (), number)
 
 
 def prose(page: str) -> str:
-    """What stands outside of fenced and indented blocks and of comments."""
+    """Return the text outside fenced and indented blocks and comments."""
     without = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.DOTALL | re.MULTILINE)
     without = re.sub(r"<!--.*?-->", "", without, flags=re.DOTALL)
     return re.sub(r"(?:^|(?<=\n))(?:    .*\n)+", "", without)
 
 
 def links(page: str) -> list[str]:
-    """Targets of links and pictures."""
+    """Return the targets of links and pictures."""
     return _LINK.findall(_CODE.sub("", prose(page)))
 
 
 def code_spans(page: str) -> list[str]:
-    """What stands in backticks, in one line each."""
+    """Return the texts in backticks, each as one line."""
     return [" ".join((long or short).split()) for long, short in _CODE.findall(prose(page))]
 
 
 def anchors(page: str) -> set[str]:
-    """Of headings, as GitHub makes them."""
+    """Return the anchors of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Made of the code's own texts, or written by commands; their links and commands are looked at all the same.
+# Some pages are generated from the code's own texts, or written by commands; their links and commands are checked too.
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 
 

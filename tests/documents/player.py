@@ -1,32 +1,32 @@
-"""Plays a page: its commands one after the other, in shells of their own, as a reader would type them.
+"""Plays a page: runs its commands one after the other, each in its own shell, as a reader would type them.
 
-Everything is real: daemons are processes, and talk over TCP. A page is played on *machines*, each with a folder in
-which commands are typed and a home folder for its node. By default these are one computer's, and nodes listen on its
-loopback interface; a test may place them in homes behind routers instead. What a page leaves to its reader is filled
-in:
+Everything is real: daemons are processes, and talk over TCP. A page is played on *machines*. Each has a folder where
+commands are typed, and a home folder for its node. By default all machines are this computer, and nodes listen on its
+loopback interface; a test may place them in homes behind routers instead. Where a page relies on the reader, the
+player fills in:
 
 - an invite, wherever a command says ``farandole1...``: the last one that a command has printed;
-- port 4001 and the dashboard's 8710: free ones (two machines may be one computer);
-- `sudo` and the environment's folder: left out, since tests run as root or not at all, and have an environment;
+- free ports for port 4001 and the dashboard's 8710 (two machines may be one computer);
+- nothing for `sudo` and the environment's folder, since tests run as root or not at all, and have an environment;
 - the package of examples/own_model, which a reader installs: it can be imported.
 
-Examples are played with a smaller model and shorter rounds than they have (`SMALLER`), since tests are waited for.
+Examples are played with a smaller model and shorter rounds than they have (`SMALLER`), to save time.
 
-What a command prints must be what the page shows: each line that is shown matches one that is printed, in this order.
-Figures, times, peer ids, run ids and invites may differ, ``...`` stands for anything, and so do blanks.
+A command must print what the page shows: each shown line matches a printed one, in this order. Figures, times, peer
+ids, run ids and invites may differ, ``...`` stands for anything, and blanks do not matter.
 
 Comments before blocks (`tests.documents.markdown`) say what cannot be seen:
 
-| on=second               | typed on that machine; else on the one of the block before, the first of all being "here" |
-| stays="in the run"      | its last command goes on, in a terminal of its own; the page, when it has said this |
-| when="training" types=q | its last command has a terminal, at which this is typed when it has said that |
-| until                   | its commands are repeated until they print what is shown: a node takes its time |
-| exit=3                  | its last command ends with this code, and not with 0 |
-| not-played="why"        | only looked at: programs, options |
-| long                    | not with its page: each of its commands by itself (`tests.documents.test_long`) |
-| file=run.toml           | of a block that is no command's: it becomes this file |
+| on=second               | typed on that machine; default: the machine of the block before, at first "here" |
+| stays="in the run"      | the last command keeps running, in its own terminal; the page goes on once it prints this |
+| when="training" types=q | the last command has a terminal, where this is typed once it prints that |
+| until                   | the commands are repeated until they print what is shown: a node needs time |
+| exit=3                  | the last command ends with this code instead of 0 |
+| not-played="why"        | only checked: programs, options |
+| long                    | not played with its page: each of its commands by itself (`tests.documents.test_long`) |
+| file=run.toml           | for a block that is not a command: its text is written to this file |
 
-At the end whatever still goes on gets SIGTERM, and must end in good order.
+At the end all commands that still run get SIGTERM, and must exit with code 0.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _FARANDOLE = "from farandole.node.cli import main; main()"
 
 
 def pattern_of(line: str) -> re.Pattern[str]:
-    """What a printed line must look like where a page shows this one."""
+    """Return the pattern of printed lines that match a line shown on a page."""
     found, at = "", 0
     for special in _SPECIAL.finditer(line.strip()):
         kind = list(_ANY.values())[(special.lastindex or 1) - 1]
@@ -85,25 +85,25 @@ def pattern_of(line: str) -> re.Pattern[str]:
 
 
 def first_missing(shown: Sequence[str], printed: str) -> str | None:
-    """The first line that a page shows and that was not printed; None if all were, in this order."""
+    """Return the first line that a page shows and that was not printed; None if all were printed, in this order."""
     lines = iter(printed.splitlines())
     return next((line for line in shown if not any(pattern_of(line).fullmatch(each.strip()) for each in lines)), None)
 
 
 @dataclass
 class Machine:
-    """Where commands are typed."""
+    """A machine where commands are typed."""
 
     folder: Path
-    """In which they are typed; the home folder is beside it."""
+    """Folder where commands are typed; the home folder is next to it."""
     environment: dict[str, str]
     enter: Sequence[str] = ()
-    """The command that takes another one to the machine."""
+    """The command by which another command is run on the machine."""
     ports: dict[str, str] = field(default_factory=dict)
-    """What stands in pages -> what is typed."""
+    """Ports as pages show them -> ports as typed."""
 
     async def open_shell(self, text: str, **options: Any) -> trio.Process:
-        """Type a line, in a session of its own."""
+        """Run a line in a shell, in its own session."""
         command = [*self.enter, "bash", "-euo", "pipefail", "-c", text]
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
         return await trio.lowlevel.open_process(
@@ -115,13 +115,13 @@ MakeMachine = Callable[[str, Path], Machine]
 
 
 def on_this_computer(name: str, folder: Path) -> Machine:
-    """One whose node listens on the loopback interface."""
+    """Return a machine whose node listens on the loopback interface."""
     ports = {"tcp/4001": f"tcp/{free_port()}", "8710": str(free_port())}
     return a_machine(folder / name, ports, FARANDOLE_LISTEN="/ip4/127.0.0.1/tcp/0", FARANDOLE_MDNS="false")
 
 
 def with_the_code(name: str, folder: Path) -> Machine:
-    """One with a copy of the repository, which may be changed."""
+    """Return a machine with a copy of the repository, which may be changed."""
     machine = on_this_computer(name, folder)
     ignored = shutil.ignore_patterns(
         ".git", ".venv", ".bench", "out", "*cache*", ".hypothesis", "*.egg-info", "examples"
@@ -132,7 +132,7 @@ def with_the_code(name: str, folder: Path) -> Machine:
 
 
 def a_machine(folder: Path, ports: dict[str, str], enter: Sequence[str] = (), **variables: str) -> Machine:
-    """With the examples and ``farandole``; the tests' own settings would stand in a reader's settings file."""
+    """Return a machine with the examples and ``farandole``. Its variables stand in for a reader's settings file."""
     work, program = folder / "work", folder / "bin" / "farandole"
     for made in (work, program.parent, folder / "home"):
         made.mkdir(parents=True)
@@ -160,7 +160,7 @@ def a_machine(folder: Path, ports: dict[str, str], enter: Sequence[str] = (), **
 
 
 def smaller(text: str) -> str:
-    """A run file that is played in seconds."""
+    """Return a run file that is played in seconds."""
     for usual, played in SMALLER.items():
         text = text.replace(usual, played)
     return text
@@ -174,7 +174,7 @@ def free_port() -> int:
 
 
 class Shell:
-    """One line that was typed, and what has come of it so far."""
+    """A line that was typed, with its output."""
 
     def __init__(self, command: Command, process: trio.Process) -> None:
         self.command = command
@@ -184,7 +184,7 @@ class Shell:
         self._has_news = trio.Event()
 
     async def listen(self, stream: trio.abc.ReceiveStream) -> None:
-        """Hear all that it says, so that it never waits for that; ends with it."""
+        """Read all output, so that the process never blocks on it; returns when the process has ended."""
         with contextlib.suppress(trio.BrokenResourceError):  # a terminal whose program has ended
             async with stream:
                 async for data in stream:
@@ -199,25 +199,25 @@ class Shell:
         self._has_news = trio.Event()
 
     async def says(self, words: str) -> None:
-        """Wait until it has said this."""
+        """Wait until the command has printed ``words``."""
         with trio.move_on_after(PATIENCE):
             while words not in self.printed and not self.has_ended.is_set():
                 await self._has_news.wait()
         assert words in self.printed, self.told(f"did not say {words!r}")
 
     async def ends(self, *codes: int, patience: float = PATIENCE) -> None:
-        """Wait for its end, with one of these exit codes."""
+        """Wait until the command ends, with one of these exit codes."""
         with trio.move_on_after(patience):
             await self.has_ended.wait()
         assert self.has_ended.is_set(), self.told("does not end")
         assert self.process.returncode in codes, self.told(f"ended with {self.process.returncode}, not {codes}")
 
     def told(self, what: str) -> str:
-        """For who reads a failed test."""
+        """Describe the failure, with the command and its output."""
         return f"line {self.command.line}: {self.command.text}\n{what}. It printed:\n{self.printed}"
 
     def kill(self) -> None:
-        """With all that it has started."""
+        """Kill the command with all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -235,7 +235,7 @@ class Player:
     _at: str = "here"
 
     async def play(self, page: str) -> None:
-        """From the top to the end."""
+        """Play the page from top to bottom."""
         for block in blocks(page):
             self._at = block.play.get("on", self._at)
             if not {"not-played", "long"} & block.play.keys():
@@ -243,7 +243,7 @@ class Player:
         await self.end()
 
     async def end(self) -> None:
-        """End what goes on, in good order."""
+        """End the commands that still run; each must exit with code 0."""
         going = [shell for shell in self.shells if not shell.has_ended.is_set()]
         for shell in going:
             shell.process.send_signal(signal.SIGTERM)
@@ -251,7 +251,7 @@ class Player:
             await shell.ends(Exit.OK)
 
     def machine(self) -> Machine:
-        """The one that a block is about."""
+        """Return the machine that the current block is for."""
         if self._at not in self.machines:
             self.machines[self._at] = self.make_machine(self._at, self.folder)
         return self.machines[self._at]
@@ -277,7 +277,7 @@ class Player:
                 await self.type(command, int(block.play.get("exit", Exit.OK)) if is_last else Exit.OK)
 
     async def type(self, command: Command, code: int = Exit.OK, *, patience: float = PATIENCE) -> Shell:
-        """Type a command that ends, with this code, and prints what the page shows."""
+        """Type a command that must end with this code, and print what the page shows."""
         shell = await self._open(command)
         await shell.ends(code, patience=patience)
         missing = first_missing(command.output, shell.printed)
@@ -329,13 +329,13 @@ class Player:
 
 @contextlib.asynccontextmanager
 async def open_player(folder: Path, make_machine: MakeMachine = on_this_computer) -> AsyncIterator[Player]:
-    """One whose commands are all gone when the block has ended, however it does."""
+    """Open a player; all its commands are killed when the block ends, even by an error."""
     async with trio.open_nursery() as nursery:
         player = Player(folder, make_machine, nursery)
         try:
             yield player
         finally:
-            with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
+            with trio.CancelScope(shield=True):  # killed processes end at once
                 for shell in player.shells:
                     shell.kill()
                     await shell.process.wait()

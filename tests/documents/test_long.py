@@ -1,8 +1,8 @@
-"""What pages print and takes minutes or hours: each command by itself, on a machine with a copy of the code.
+"""Commands of pages that take minutes or hours: each is run by itself, on a machine with a copy of the code.
 
-Testnets are typed as they stand, and must pass. Benchmarks get more options behind theirs, which make them small
-(`SMALL`): here they show that they measure, and write into the document that they name; whoever wants figures has them
-from the commands as they stand.
+Testnets are run as the page has them, and must pass. Benchmarks get more options at the end, which make them small
+(`SMALL`): the tests check that they measure, and write into the document that they name. Their figures come from the
+commands without these options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .usage import check
 
 PATIENCE: Final = 2 * 3_600.0
 """A hang, not a duration."""
-# By what a command begins with; of several, the longest.
+# By the beginning of the command; if several match, the longest is taken.
 SMALL: Final = {
     "testnet compare": "--nodes 2 --steps 4 --seeds 1 --interval 2",
     "testnet bench exchange": "--sizes 1 --repeats 1 --no-peers",
@@ -47,7 +47,7 @@ SMALL: Final = {
 
 
 def long_commands() -> list[tuple[Command, ...]]:
-    """Of all pages, of BENCHMARKS.md and of the Makefile, each once; what looks ``--beside`` another, behind that."""
+    """Return each command of the pages, BENCHMARKS.md and the Makefile once; ``--beside`` runs follow their base."""
     found: list[tuple[Command, ...]] = []
     for command in _printed():
         bare = Command(re.sub(r"^(sudo )?(\.venv/bin/)?", "", command.bare), (), command.line)
@@ -68,7 +68,7 @@ def _printed() -> Iterator[Command]:
 
 
 def small(command: Command) -> Command:
-    """One that is over soon, where that is possible."""
+    """Return the command with the options that make it short, if there are any."""
     arguments = " ".join(command.words[1:])
     begins = max((each for each in SMALL if arguments.startswith(each)), default="", key=len)
     return replace(command, text=f"{command.text} {SMALL[begins]}" if begins else command.text)
@@ -98,7 +98,7 @@ def needs_chromium() -> None:
         pytest.skip("needs Chromium")
 
 
-# Part of a command -> what looks whether that can be here.
+# Pattern of a command -> check whether this machine can run it.
 NEEDS: Final[dict[str, Callable[[], None]]] = {
     r"run (slow-link|halves|bad-line|homes)|--nat|bench nat": needs_networks,
     r"run chaos": needs_faketime,
@@ -108,7 +108,7 @@ NEEDS: Final[dict[str, Callable[[], None]]] = {
 
 
 def as_it_comes(name: str, folder: Path) -> Machine:
-    """A machine whose owner has set nothing."""
+    """Return a machine whose owner has set nothing."""
     machine = with_the_code(name, folder)
     for variable in [each for each in machine.environment if each.startswith("FARANDOLE_")]:
         del machine.environment[variable]
@@ -137,4 +137,4 @@ def test_every_scenario_is_played() -> None:
     typed = {name for name in scenario_names() if re.search(rf"testnet run (--nat )?{name}\b(?!-)", texts)}
     assert typed.isdisjoint(PLAYED_HERE)
     assert {*typed, *PLAYED_HERE, "stages"} == {*scenario_names()}
-    assert "testnet run --nodes 8 --stages 4" in texts  # which is the scenario stages
+    assert "testnet run --nodes 8 --stages 4" in texts  # the scenario stages

@@ -1,4 +1,4 @@
-"""What pages name is there: links, files, commands and their options."""
+"""Names on pages exist: links, files, commands and their options."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SOURCES = [
 ]
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 NO_GUIDES = ("bulk-channel.md", "decisions.md", "errors.md", "faq.md", "reference.md", "threat-model.md")
-# Folders of the repository; what stands before them is no path of it.
+# Folders of the repository; text before them is not part of a path.
 _PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|library|node|protocol|testnet|tests|training)/[\w./-]*")
 _JOIN = re.compile(r"^(farandole )?join ((farandole1|\S+\.manifest)\S* )?")
-# In comments of files that people read: "#   farandole join ...".
+# In comments of files for users: "#   farandole join ...".
 _IN_A_COMMENT = re.compile(r"^#\s+((?:docker|farandole) .*)$", re.MULTILINE)
 
 
@@ -59,7 +59,7 @@ def test_names_within_docstrings_are_there() -> None:
 
 
 def _is_defined(name: str) -> bool:
-    """Whether there is such a module, or such a name at its top level. Attributes of classes are not looked at."""
+    """Return whether such a module exists, or such a name at its top level. Attributes of classes are not checked."""
     place, *parts = ROOT, *name.split(".")[1:]
     while parts and (place / parts[0]).is_dir():
         place /= parts.pop(0)
@@ -86,13 +86,13 @@ def test_commands_within_lines_could_be_typed(page: Path) -> None:
         _, *arguments = Block("sh", span, 0).commands[0].words if span.startswith("farandole ") else [""]
         if any(word.startswith("-") or "1" in word for word in arguments):
             check_farandole([*arguments])
-        elif arguments:  # a command's name alone stands for all that it can do
+        elif arguments:  # a command's name alone stands for all its uses
             check_name(arguments)
 
 
 @pages
 def test_settings_within_lines_are_taken(page: Path, tmp_path: Path) -> None:
-    """`farandole config show` takes the flags of `join`, and looks at their values."""
+    """`farandole config show` takes the flags of `join`, and checks their values."""
     for span in code_spans(page.read_text()):
         if flags := settings_in(_JOIN.sub("", span)):
             shown = CliRunner().invoke(whole_app(), ["config", "show", "--home", str(tmp_path), *flags])
@@ -100,7 +100,7 @@ def test_settings_within_lines_are_taken(page: Path, tmp_path: Path) -> None:
 
 
 def settings_in(text: str) -> list[str]:
-    """Words that are flags of settings with their values; none, if there is anything else."""
+    """Return the words if all are flags of settings with their values; otherwise none."""
     switches = {name for setting in SETTINGS if setting.kind is bool for name in setting.flag.split("/")}
     valued = {setting.flag for setting in SETTINGS if setting.kind is not bool} - {""}
     words = shlex.split(text) if text.startswith("--") and "<" not in text else []

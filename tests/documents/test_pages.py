@@ -1,5 +1,5 @@
-"""Pages are played as a reader would. `make test` plays those that take a minute in all; the README's "Two machines" is
-played in homes behind routers: `tests/testnet/natlab/test_two_homes.py`.
+"""Pages are played as a reader would. `make test` plays the pages that take about a minute in all; the README's "Two
+machines" is played in homes behind routers: `tests/testnet/natlab/test_two_homes.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .markdown import blocks
 from .pages import PAGES, ROOT, name_of
 from .player import open_player, with_the_code
 
-# Who reads a volunteer's page has an invite.
+# A reader of a volunteer's page has an invite.
 A_RUN = """
 <!-- play: on=researcher stays="listening on" -->
 ```console
@@ -32,7 +32,7 @@ farandole1...
 $ farandole --version
 ```
 """
-# Who reads of data has some.
+# A reader of the page on data has some data.
 DATA = """
 <!-- play: on={name} file=make_data.py -->
 ```python
@@ -60,7 +60,7 @@ $ python make_data.py
 ```
 """
 soak = pytest.mark.soak
-# Whose commands test_long types, and those made of the code, whose commands test_names looks at.
+# Pages whose commands test_long runs, and generated ones, whose commands test_names checks.
 ELSEWHERE = {"BENCHMARKS.md", "docs/reference.md", "docs/errors.md"}
 AS_THEY_ARE = (
     "README.md",

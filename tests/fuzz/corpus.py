@@ -1,4 +1,4 @@
-"""The kept corpus: for each decoder the inputs that between them reach most of its code and all its refusals."""
+"""The kept corpus: for each decoder the inputs that together reach most of its code and all its refusals."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from .decoders import DECODERS, Decoder
 
 CORPUS = Path(__file__).parent / "corpus"
-# Of one decoder. What is longer, or comes after so many, adds little.
+# Limits for one decoder. Longer inputs, or more of them, add little.
 MAX_FILES, MAX_FILE_BYTES = 20, 1_024
 MAX_CORPUS_BYTES = 300_000
 
 
 def read(name: str) -> list[bytes]:
-    """What is kept for a decoder."""
+    """Return the kept inputs of a decoder."""
     return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
 
 
 def verdict_on(decoder: Decoder, data: bytes) -> str:
-    """What a decoder says of an input, without the numbers and names in it. Raises whatever it should not."""
+    """Return a decoder's result for an input, without numbers and names. Any error but its refusals is raised."""
     try:
         decoder.decode(data)
     except decoder.refusal as error:
@@ -33,7 +33,7 @@ def verdict_on(decoder: Decoder, data: bytes) -> str:
 
 
 def features(decoder: Decoder, data: bytes) -> set[object]:
-    """The verdict, and the lines of farandole that were run."""
+    """Return the verdict, and the lines of farandole that were run."""
     lines: set[object] = set()
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -54,7 +54,7 @@ def features(decoder: Decoder, data: bytes) -> set[object]:
 
 
 def keep(name: str, found: Iterable[bytes]) -> int:
-    """Add to what is kept what reaches something new, the shortest first; the bytes that are kept now."""
+    """Keep inputs that reach something new, the shortest first; return the number of bytes now kept."""
     decoder, folder = DECODERS[name], CORPUS / name
     reached: set[object] = set()
     kept: list[bytes] = []

@@ -1,6 +1,6 @@
-"""The table of what reads a peer's bytes: one line for each decoder, with good inputs from which mutation begins.
+"""The table of all code that reads a peer's bytes: one line for each decoder, with good inputs to mutate.
 
-`tests/fuzz/test_corpus.py` fails where a decoder of protocol/ is missing here.
+`tests/fuzz/test_corpus.py` fails if a decoder of protocol/ is missing here.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ SECRET = bytes(range(32))
 
 
 class Decoder(NamedTuple):
-    """Something that reads what a peer sent. Nothing but ``refusal`` may come out of it."""
+    """Code that reads a peer's bytes. It may raise nothing but ``refusal``."""
 
     decode: Callable[[bytes], object]
     seeds: list[bytes]
     refusal: type[Exception] | tuple[type[Exception], ...] = RemoteProtocolError
     share: float = 1.0
-    """Of the mutations that others get, where each costs much more."""
+    """Share of the mutations that other decoders get, for one where each mutation costs much more."""
 
 
 def of(decode: Callable[[bytes], object], kind: Any) -> Decoder:
-    """For messages of a type."""
+    """Return the decoder for messages of a type."""
     return Decoder(decode, samples(kind))
 
 
@@ -100,7 +100,7 @@ def _state(*more: entries.Signed) -> RunState:
 
 
 def _synced() -> tuple[list[bytes], list[bytes]]:
-    """What either end says in a whole session: the initiator's, and the responder's."""
+    """Return the transcripts of a whole session: the initiator's, and the responder's."""
     ends = [
         antientropy.Session(state, random.Random(0), NOW, is_initiator=not number, with_beats=True)
         for number, state in enumerate((_state(authors.member(3)), _state(authors.member(4))))
@@ -114,14 +114,14 @@ def _synced() -> tuple[list[bytes], list[bytes]]:
 
 
 def hear_pipe(data: bytes) -> object:
-    """The first byte says which end of which pipe hears the rest, and in what pieces."""
+    """Feed a pipe: the first byte selects the end and kind of the pipe, and the size of the pieces."""
     how = (data or b"\0")[0]
     end, piece, num_transfers = pipe.Pipe(bool(how & 1), max_message_bytes=100, is_large=bool(how & 2)), 1 + how // 4, 0
     end.begin()
     for start in range(1, len(data), piece):
         end.receive_data(data[start : start + piece])
         while (event := end.next_event()) is not None:
-            if isinstance(event, pipe.Message):  # its length says how much follows
+            if isinstance(event, pipe.Message):  # its length gives the size of the transfer
                 end.expect(num_transfers, memoryview(bytearray(len(event.payload))))
                 num_transfers += 1
     assert end.buffered <= 5 + 100 + piece
@@ -199,7 +199,7 @@ def cut_frames(data: bytes) -> list[bytes]:
     return found
 
 
-# What is signed: by who sends it, so that a forger's lies get as far as those of a member
+# Signed messages: signed by the sender, so that forged content gets as far as a member's would
 
 
 def merge_signed(body: bytes) -> object:
@@ -250,7 +250,7 @@ _MANIFEST = msgspec.msgpack.encode(a_manifest())
 _HEADER = encode_header({"a": "b"}, [("w", (3, 8)), ("v", (1,))])
 
 
-# Of libp2p
+# Decoders for libp2p
 
 
 class _Bytes:
@@ -268,7 +268,7 @@ class _Bytes:
 
 
 def finish(work: Coroutine[Any, Any, object]) -> object:
-    """Run what never waits."""
+    """Run a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as result:

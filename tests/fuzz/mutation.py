@@ -1,4 +1,4 @@
-"""Mutations that know MessagePack and frames: what they change is still well formed, so it gets past the parser."""
+"""Mutations that know MessagePack and frames: the result is still well formed, so it gets past the parser."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EDGES: list[Any] = [
     *(None, True, False, "", "x", "\x00", "\u20ac" * 40, b"", b"\0", b"\xff" * 32, b"\0" * 64, [], [[]], {}, {"": []}),
 ]
 _MAX_NESTING = 1_500
-# Lists this long are not made longer by as much again: three times in one message, a kilobyte would become a gigabyte.
+# Longer lists are not doubled: three doublings in one message would turn a kilobyte into a gigabyte.
 _MANY = 100
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """A message, or a conversation in frames, with one or a few things changed; as it is if it is neither."""
+    """Change a message, or a conversation in frames, in one or a few places; return other data unchanged."""
     frames = _split(data)
     if frames is None:
         return _mutate_message(data, rng) or data
@@ -43,7 +43,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def _split(data: bytes) -> list[bytes] | None:
-    """The frames of a conversation (`farandole.protocol.framing`), if it is one."""
+    """Return the frames of a conversation (`farandole.protocol.framing`), or None if it is none."""
     frames = []
     while data:
         size = int.from_bytes(data[:LENGTH_BYTES], "big")
@@ -55,7 +55,7 @@ def _split(data: bytes) -> list[bytes] | None:
 
 
 def _mutate_frame(payload: bytes, rng: random.Random) -> bytes:
-    """A frame has a message, or a byte for its kind and a message."""
+    """Mutate a frame: a message, or a byte for its kind and a message."""
     for head in (0, 1):
         if (mutant := _mutate_message(payload[head:], rng)) is not None:
             return payload[:head] + mutant
@@ -73,7 +73,7 @@ def _mutate_message(data: bytes, rng: random.Random) -> bytes | None:
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
-    """The same with one place changed, which lies the deeper the more there is."""
+    """Return the value with one place changed; the larger the value, the deeper the place."""
     if isinstance(value, list) and value and rng.random() < 0.8:
         at = rng.randrange(len(value))
         if rng.random() < 0.8:
@@ -84,7 +84,7 @@ def _changed(value: Any, rng: random.Random) -> Any:
         if rng.random() < 0.8:
             return {**value, key: _changed(value[key], rng)}
         return {name: item for name, item in value.items() if name != key}
-    if isinstance(value, bytes) and rng.random() < 0.3:  # bytes may hold a message of their own
+    if isinstance(value, bytes) and rng.random() < 0.3:  # bytes may contain a message
         inner = _mutate_message(value, rng)
         return value if inner is None else inner
     return rng.choice(_CHANGES)(value, rng)

@@ -2,11 +2,11 @@
 
     python -m tests.fuzz.run [--runs 1000000] [--keep] [NAME ...]
 
-Half of the mutations are libFuzzer's, half know MessagePack and frames (`tests.fuzz.mutation`). What decides whether an
-input is worth keeping for mutation is the code of farandole that it reaches, and, as msgspec's own code cannot be seen,
-what the decoder says of it. Each decoder has a process of its own. One that raises anything but its refusal, takes
-longer than `MAX_SECONDS` or more than `MAX_MEGABYTES` fails, and its input stays in out/fuzz. ``--keep`` brings
-tests/fuzz/corpus up to date.
+Half of the mutations are libFuzzer's, half know MessagePack and frames (`tests.fuzz.mutation`). An input is worth
+keeping for mutation if it reaches new code of farandole, or if the decoder's result is new, as msgspec's code cannot
+be traced. Each decoder has its own process. A decoder fails if it raises anything but its refusal, takes longer than
+`MAX_SECONDS` or more than `MAX_MEGABYTES`; its input stays in out/fuzz. ``--keep`` brings tests/fuzz/corpus up to
+date.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ OUT = Path("out/fuzz")
 MAX_SECONDS = 10
 MAX_MEGABYTES = 2_048
 MAX_INPUT_BYTES = 4_096
-# Inputs on which a decoder said something new, of which mutation takes up some.
+# Inputs with a new decoder result that are kept; mutation starts from some of them.
 MAX_PROMISING = 512
 
 
 def main() -> None:
-    """Fuzz the decoders that the arguments name, or all; exit status 1 if one fails."""
+    """Fuzz the decoders that the arguments name, or all; exit with status 1 if one fails."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", choices=[[], *DECODERS], default=[])
     parser.add_argument("--runs", type=int, default=1_000_000)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _run(name: str, runs: int, seed: int) -> bool:
-    """Fuzz one decoder in a process of its own, which libFuzzer ends."""
+    """Fuzz one decoder in its own process, which libFuzzer ends."""
     runs, began = max(1, int(runs * DECODERS[name].share)), time.monotonic()
     (OUT / name).mkdir(parents=True, exist_ok=True)
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""Good messages of a type, made from the type: the least and the most that each of its structures may hold."""
+"""Good messages of a type, generated from the type: each structure with its smallest and its largest content."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-# A length that the type does not bound, or bounds by more.
+# Length of values whose length the type does not bound, or bounds by more.
 _MANY = 3
 
 
 def samples(kind: Any) -> list[bytes]:
-    """MessagePack of two values of each structure of a type, which may be a union."""
+    """Return MessagePack of two values of each structure of a type, which may be a union."""
     info = inspect.type_info(kind)
     parts = info.types if isinstance(info, inspect.UnionType) else (info,)
     return [msgspec.msgpack.encode(_value(part, is_large)) for part in parts for is_large in (False, True)]

@@ -1,4 +1,4 @@
-"""The kept corpus, replayed; and that no decoder is left out of the table."""
+"""The kept corpus is replayed, and no decoder is missing from the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULES = [
     importlib.import_module(found.name)
     for found in pkgutil.walk_packages(farandole.protocol.__path__, "farandole.protocol.")
 ] + [gate]
-# Names of functions that take a peer's bytes, and of methods of the classes that do.
+# Names of functions that take a peer's bytes, and of such methods of classes.
 READERS = ("decode", "parse", "peek")
 METHODS = ("receive_data", "take")
 
@@ -46,7 +46,7 @@ def test_the_corpus_is_small_and_nothing_in_it_is_of_no_decoder() -> None:
 
 
 def readers() -> Iterator[tuple[str, object]]:
-    """What reads a peer's bytes: the code of functions and methods, and the decoders of messages."""
+    """Yield all code that reads a peer's bytes: functions, methods, and decoders of messages."""
     for module in MODULES:
         for name, value in vars(module).items():
             if isinstance(value, MessageDecoder):
@@ -59,7 +59,7 @@ def readers() -> Iterator[tuple[str, object]]:
                         yield f"{module.__name__}.{name}.{method}", taker.__code__
 
 
-# Of the same name, but of no peer's bytes.
+# Methods of these names that take no peer's bytes.
 OTHERS = {"farandole.protocol.dial_caution.DialBudget.take", "farandole.protocol.microbatch_jobs.MicrobatchJobs.take"}
 
 

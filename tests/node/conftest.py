@@ -9,5 +9,5 @@ from .small_runs import write_texts
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A folder of small files to train on."""
+    """Return a folder of small files to train on."""
     return write_texts(tmp_path)

@@ -1,4 +1,4 @@
-"""Hosts on loopback, and something to ask them for."""
+"""Hosts on loopback, and a service to request from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members that are no nodes: a host that says what it likes to the run, and serves a checkpoint of its own making."""
+"""Members that are not nodes: a host that sends anything to the run, and serves a forged checkpoint."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ Floats = npt.NDArray[np.float32]
 
 
 def pushes(run_id: bytes, said: Sequence[tuple[int, Kind, Payload]]) -> list[bytes]:
-    """What these authors, by their numbers, say now: messages of push."""
+    """Return push messages with what these authors, given by number, publish now."""
     now = time.time()
     entries = [signed(number, kind, 0, tick_at(kind, now), payload, run_id) for number, kind, payload in said]
     return [encode(Batch(False, delta)) for delta in deltas_of(entries, [], MAX_BATCH_BYTES)]
 
 
 def noise_like(honest: Path) -> dict[str, Floats]:
-    """Slow weights of the shapes of a checkpoint's, at random."""
+    """Return random slow weights of the shapes of a checkpoint's."""
     rng = np.random.default_rng(1)
     tensors = load_file(honest).items()
     return {name: rng.standard_normal(tensor.shape, np.float32) for name, tensor in tensors if name.startswith("slow/")}
 
 
 def fresh_start(manifest: Manifest) -> dict[str, Floats]:
-    """Slow weights that have learnt nothing, of another seed than the run's."""
+    """Return slow weights that have learnt nothing, from another seed than the run's."""
     module = build_model(manifest.model, manifest.seed + 1)
     return {f"slow/{name}": tensor.detach().numpy() for name, tensor in module.named_parameters()}
 
@@ -64,7 +64,7 @@ def write_poison(
     stage: int = 0,
     num_stages: int = 1,
 ) -> tuple[SignedIndex, Index]:
-    """A checkpoint as an honest one is, but for its weights, and its round; its index, signed by an author."""
+    """Write a checkpoint like the honest one, except for weights and round; return its index, signed by an author."""
     with safe_open(honest, framework="numpy") as file:
         metadata = file.metadata()
     tensors = {**load_file(honest), **weights}
@@ -96,9 +96,9 @@ async def open_liar(
     *,
     is_judge: bool = False,
 ) -> AsyncIterator[None]:
-    """A liar that tells these nodes of the checkpoint at ``path``, and gives it to whoever asks.
+    """Run a liar that announces to these nodes the checkpoint at ``path``, and gives it to any peer that asks.
 
-    ``is_judge``: it says that it holds another one, and answers questions for sketches by that at ``path``.
+    ``is_judge``: it announces another checkpoint, and answers questions for sketches from the file at ``path``.
     """
     made, index = signed_index
     held = bytes([number % 256]) * 32 if is_judge else made.id

@@ -1,4 +1,4 @@
-"""A member without a trainer: its own key, a real host and run state, and entries that say what a test likes."""
+"""A member without a trainer: its own key, a real host and run state, and entries chosen by the test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .hosts import LOOPBACK
 
 @asynccontextmanager
 async def light_member(folder: Path, run: SignedManifest, contact: Daemon) -> AsyncIterator[GossipService]:
-    """It has synced with the contact, and said that it belongs to the run; its heartbeats are the test's."""
+    """Run a member that has synced with the contact and announced itself; the test sends its heartbeats."""
     folder.mkdir()
     key, peer = Ed25519PrivateKey.generate(), public_key_of((await contact.status()).peer_id)
     state = RunState(run.run_id, run.creator)

@@ -1,4 +1,4 @@
-"""Nodes that exchange in memory: hosts, streams, bulk channels, and what befalls them."""
+"""Nodes that exchange in memory: hosts, streams, bulk channels, and their faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from farandole.protocol.incoming import Incoming
 from farandole.protocol.pairing_events import StartExchange
 from farandole.protocol.pipe import CHUNK_BYTES
 
-ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one whose key is less initiates
+ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one with the smaller key initiates
 SESSION = b"s" * 16
 RUN_ID = b"r" * 32
 SIZE = 3 * CHUNK_BYTES + 1_000
@@ -33,7 +33,7 @@ Handler = Callable[[Stream], Awaitable[None]]
 
 
 class MemoryStream:
-    """One end of a stream between two hosts: cuts, freezes or drips as the test says."""
+    """One end of a stream between two hosts: it cuts, freezes or drips if the test says so."""
 
     is_bulk = False
     handshake_hash = b"h" * 32
@@ -68,7 +68,7 @@ class MemoryStream:
 
 @dataclass
 class Faults:
-    """What happens to one host's side of its exchange streams."""
+    """The faults of one host's side of its exchange streams."""
 
     cut_at: int | None = None
     """Bytes after which its connection breaks."""
@@ -77,14 +77,14 @@ class Faults:
     piece: int | None = None
     """Most bytes received at once."""
     delay: float = 0.0
-    """Seconds that what it receives takes longer."""
+    """Additional delay of received data, in seconds."""
     num_channels: int = 1
-    """Of bulk channels, so many are befallen, the first ones."""
+    """Number of bulk channels with these faults, from the first on."""
 
 
 @dataclass
 class MemoryHost:
-    """A host at loopback that reaches the others of its network through memory streams."""
+    """A host on loopback that reaches the others of its network through memory streams."""
 
     author: bytes
     nursery: trio.Nursery
@@ -172,7 +172,7 @@ class MemoryChannel:
 
 
 class MemoryChannels:
-    """The bulk channels of a host whose partner has them too."""
+    """The bulk channels of a host whose partner supports them too."""
 
     def __init__(self, author: bytes, network: dict[bytes, MemoryChannels]) -> None:
         self.author = author
@@ -227,7 +227,7 @@ class MemoryChannels:
 
 
 class Party:
-    """One node with a contribution of its own."""
+    """A node with its own contribution."""
 
     def __init__(self, host: MemoryHost, seed: int, size: int = SIZE, channels: Channels[Any] | None = None) -> None:
         self.host = host
@@ -246,7 +246,7 @@ class Party:
         return self.refuses
 
     def encode_slowly(self, size: int, seconds: float, digest: bytes | None = None) -> None:
-        """From now on, so many bytes after each pause; what is not encoded yet is rubbish."""
+        """Encode ``size`` bytes after each pause from now on; memory that is not encoded yet holds garbage."""
         encoded, memory = self.contribution, bytearray(len(self.contribution))
         digest = digest or blake3(encoded).digest()
         self.outgoing = outgoing = Outgoing(memoryview(memory))
@@ -287,7 +287,7 @@ def offer_of(contribution: bytes, round: int = 1, tokens: int = 1) -> Offer:
 
 
 async def meet(alice: Party, bob: Party, deadline: float = PATIENCE) -> None:
-    """Both take part; nobody may stay beyond the deadline."""
+    """Let both exchange; neither may take longer than the deadline."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(alice.exchange, bob.host.author, deadline)
         nursery.start_soon(bob.exchange, alice.host.author, deadline)

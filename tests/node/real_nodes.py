@@ -1,4 +1,4 @@
-"""Nodes that exchange over real hosts, streams and channels, at loopback."""
+"""Nodes that exchange over real hosts, streams and channels, on loopback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS = (300, 900)
 
 @dataclass
 class Node:
-    """What a daemon has of an exchange."""
+    """The parts of a daemon that an exchange needs."""
 
     host: Host
     channels: BulkService
@@ -47,7 +47,7 @@ class Node:
         tokens: int = 1,
         deadline: float = PATIENCE,
     ) -> None:
-        """The contribution in ``outgoing`` for the partner's; the one whose key is less initiates."""
+        """Exchange the contribution in ``outgoing`` with the partner's; the node with the smaller key initiates."""
         self.incoming = bytearray(len(self.outgoing))
         start = StartExchange(session, partner, 0, self.host.author < partner, trio.current_time() + deadline)
         offer = Offer(
@@ -70,7 +70,7 @@ class Node:
 
 @contextlib.asynccontextmanager
 async def open_nodes() -> AsyncIterator[tuple[Node, Node]]:
-    """Connected; the first one's key is less."""
+    """Open two connected nodes; the first one's key is smaller."""
     keys = sorted((Ed25519PrivateKey.generate() for _ in range(2)), key=lambda key: key.public_key().public_bytes_raw())
     with trio.fail_after(2 * PATIENCE):
         async with (
@@ -84,7 +84,7 @@ async def open_nodes() -> AsyncIterator[tuple[Node, Node]]:
 
 
 async def swap(nodes: tuple[Node, Node], codec: Codec, path: str, layout: bytes = bytes(32)) -> None:
-    """Exchange what is in their outgoing memory, over this path."""
+    """Exchange the contributions in both nodes' outgoing memory, over this path."""
     session = hashlib.sha256(b"".join(bytes(node.outgoing) for node in nodes) + path.encode()).digest()[:16]
     for node in nodes:
         node.exchanges.channels = node.channels if path == "bulk" else None

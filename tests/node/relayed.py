@@ -1,4 +1,4 @@
-"""Hosts that know each other through a relay alone, on loopback: nobody is told where the others listen."""
+"""Hosts that know each other only through a relay, on loopback: none knows where the others listen."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ async def open_relay(
 
 
 def open_public() -> contextlib.AbstractAsyncContextManager[Host]:
-    """A node that listens."""
+    """Open a node that listens."""
     return host_at_loopback()
 
 
 @contextlib.asynccontextmanager
 async def open_home(ping: float = 10.0) -> AsyncIterator[Host]:
-    """A node whose listener nobody is told of: it has none."""
+    """Open a node without a listener."""
     async with open_host(Ed25519PrivateKey.generate(), [], ping_interval=ping, ping_timeout=ping) as host:
         yield host
 
 
 async def reserve(home: Host, relay: Host) -> str:
-    """The address through the relay, with the peer's id."""
+    """Reserve at the relay; return the address through it, with the peer's id."""
     await home.connect(relay.author, relay.addresses)
     held = await home.relays.reserve(relay.author)
     return f"{held.address}/p2p/{home.peer_id}"
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait, a little at a time, for what has no event."""
+    """Poll until a condition without an event is true."""
     while True:
         if condition():
             return

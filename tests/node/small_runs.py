@@ -1,4 +1,4 @@
-"""Small runs and texts for them: what tests of trainers and daemons begin with."""
+"""Small runs and texts, for tests of trainers and daemons."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TINY = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 1
 
 
 def small_manifest(**sections: object) -> Manifest:
-    """A tiny model, in rounds that are boxed in time, so that every machine plays the same story.
+    """Return the manifest of a tiny model, in rounds boxed in time, so that every machine does the same.
 
-    ``sections``: what is otherwise in this manifest.
+    ``sections``: changes to this manifest.
     """
     settings: dict[str, object] = {
         "name": "small",
@@ -27,21 +27,21 @@ def small_manifest(**sections: object) -> Manifest:
 
 
 def write_run(folder: Path, manifest: Manifest) -> SignedManifest:
-    """A run of this manifest, in ``folder/run.manifest``."""
+    """Write a run with this manifest to ``folder/run.manifest``."""
     signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
     (folder / "run.manifest").write_bytes(signed.encode())
     return signed
 
 
 def write_text(folder: Path) -> Path:
-    """One file of text, ``folder/text.txt``."""
+    """Write a text file, ``folder/text.txt``."""
     path = folder / "text.txt"
     path.write_text("".join(f"text number {i}, which goes on and on. " for i in range(4_000)))
     return path
 
 
 def write_texts(folder: Path) -> Path:
-    """A folder of many small files, ``folder/texts``."""
+    """Write a folder of many small files, ``folder/texts``."""
     texts = folder / "texts"
     texts.mkdir()
     for i in range(40):

@@ -6,7 +6,7 @@ import socket
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection over loopback TCP: the one that dialled, and the one that was accepted."""
+    """Return both ends of a connection over loopback TCP: the dialling one, and the accepted one."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialled = socket.create_connection(listener.getsockname())
         return dialled, listener.accept()[0]

@@ -1,4 +1,4 @@
-"""A run with audits, with real daemons: who trains otherwise than it says is found and avoided, and nobody else."""
+"""A run with audits, with real daemons: a member that trains otherwise than it says is found and avoided, no other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANIFEST = small_manifest(
 
 @asynccontextmanager
 async def cheating(cheat: str, home: Path, *arguments: str) -> AsyncIterator[Daemon]:
-    """A daemon whose trainer trains otherwise than it says."""
+    """Run a daemon whose trainer trains otherwise than it says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHEAT", cheat)
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(CHEATS), os.environ.get("PYTHONPATH", "")))))
@@ -45,13 +45,13 @@ def has_caught(status: NodeStatus, peer: str) -> bool:
 
 
 async def met_again(daemon: Daemon, peer: str) -> None:
-    """Two more exchanges with a peer are committed."""
+    """Wait until two more exchanges with a peer are committed."""
     met = (await daemon.status()).partners.get(peer, 0)
     await daemon.until(lambda status: status.partners.get(peer, 0) > met + 1)
 
 
 async def audit(invite: str, texts: Path) -> tuple[int, dict[str, str]]:
-    """What an outsider finds: the exit code, and the verdict on each member."""
+    """Audit as an outsider; return the exit code, and the verdict on each member."""
     command = [sys.executable, "-m", "farandole.node", "run", "audit", invite, "--data", str(texts), "--json"]
     done = await trio.run_process([*command, "--listen", "/ip4/127.0.0.1/tcp/0"], capture_stdout=True, check=False)
     return done.returncode, {row["peer_id"]: row["verdict"] for row in json.loads(done.stdout)}

@@ -34,7 +34,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in this process, in a home of its own; exit code, standard output, standard error."""
+    """Run a command in this process, in its own home; return exit code, standard output, standard error."""
     monkeypatch.setenv("FARANDOLE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -78,7 +78,7 @@ class FakeNode:
         self._stop = partial(token.run_sync_soon, stop.set)
 
         async def invite(params: dict[str, Any]) -> object:
-            return ""  # its run is for anybody
+            return ""  # its run is open to all
 
         handlers = {"status": status, "peers": peers, "leave": leave, "invite": invite, "network_key": invite}
         with locked(self.home / "lock"):
@@ -88,7 +88,7 @@ class FakeNode:
                 await stop.wait()
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
-            await trio.sleep(0.1)  # as a daemon that has closed its socket and not ended yet
+            await trio.sleep(0.1)  # like a daemon that has closed its socket and not ended yet
 
     def __enter__(self) -> FakeNode:
         self._thread.start()
@@ -235,7 +235,7 @@ def test_status_and_peers_of_a_running_node(run: Run, node: FakeNode) -> None:
 def test_an_invite_of_a_running_node_names_it_and_its_members(run: Run, node: FakeNode) -> None:
     invite = decode_invite(run("run", "invite")[1])
     assert invite.run_id.hex() == STATUS.run.run_id
-    # Loopback is of no use to others, and a member that is gone to nobody.
+    # Loopback addresses are useless to others, and so are members that are gone.
     assert invite.addresses == (f"/ip4/192.168.1.5/tcp/4001/p2p/{ALICE}", f"/ip4/192.168.1.6/tcp/4002/p2p/{BOB}")
 
 

@@ -1,4 +1,4 @@
-"""Every time-out is monotonic: the time of day is read where it is told or shown, and nowhere else."""
+"""Every timeout is monotonic: the time of day is read only where it is reported or shown."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_the_time_of_day_is_read_where_it_is_known_to_be() -> None:
     [(0, 3_600), (-3_600, RESERVATION_SECONDS), (1_800, 1_800), (3_600, MIN_RESERVATION_SECONDS), (30 * 86_400, 60)],
 )
 def test_a_wrong_clock_loses_nobody_its_relay(ahead: float, seconds: float) -> None:
-    """The relay gives an hour, by its own clock."""
+    """The relay grants an hour, by its own clock."""
     assert seconds_left(NOW + 3_600, NOW + ahead) == seconds

@@ -1,4 +1,4 @@
-"""Real daemons, and a member that tells them of thousands of invented authors: they go on together."""
+"""Real daemons, and a member that sends them thousands of invented authors: they go on together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .state.test_floods import fork, push, signed
 from .state.test_gossip import MemoryStore
 
 NUM_KEYS = 5_389
-"""Before a real member in the order of a hash, and more than there are places: that once expelled it."""
+"""Keys that precede a real member's in the order of a hash, and more than there are places: once, they expelled it."""
 BATCH = 60
 
 
@@ -49,9 +49,9 @@ def ground_keys(run_id: bytes, victims: list[bytes]) -> list[Ed25519PrivateKey]:
 
 
 class Liar:
-    """A member, live and connected to all, whose run state is full of authors that it has invented.
+    """A live member, connected to all, whose run state is full of authors that it has invented.
 
-    It is asked for them by anti-entropy, and pushes them too.
+    Others request them by anti-entropy, and it pushes them too.
     """
 
     def __init__(self, gossip: GossipService) -> None:
@@ -69,14 +69,14 @@ class Liar:
             await trio.sleep(1.0)
 
     async def push(self, peer: bytes, payloads: list[bytes]) -> None:
-        """Slowly enough not to be taken for a flood."""
+        """Push slowly enough not to count as a flood."""
         for payload in payloads:
             self.gossip._messenger.send_nowait(peer, PUSH_PROTOCOL, payload)
             await trio.sleep(0.02)
 
 
 def goes_on(status: NodeStatus, num_before: int) -> bool:
-    """With all others: alice, bob, and the liar, which does not train."""
+    """Return whether the node exchanges with all others: alice, bob, and the liar, which does not train."""
     return status.exchanges_ok > num_before + 1 and status.run.members_live == 3
 
 

@@ -1,4 +1,4 @@
-"""Real daemons, each in its processes, over real connections: the story that the whole system is for."""
+"""Real daemons, each with its processes, over real connections: the system's main purpose."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> SignedManifest:
 
 @asynccontextmanager
 async def two_that_average(folder: Path, run: SignedManifest, texts: Path) -> AsyncIterator[tuple[Daemon, Daemon]]:
-    """Alice, who has the manifest, and Bob, who has her invite, once they have."""
+    """Run Alice, who has the manifest, and Bob, who has her invite, and yield them once they have averaged."""
     data = ("--data", str(texts))
     async with joined(folder / "alice", str(folder / "run.manifest"), *data) as alice:
         await alice.says("listening on")
@@ -71,7 +71,7 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
     data = ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("listening on")
-        for _ in range(3):  # so that her heartbeat, one a second, says that the run is past round 0
+        for _ in range(3):  # so that her heartbeat, sent every second, reports a round after 0
             await alice.says("alone: no peer is live")
         invite = alice.invite(run.run_id)
         async with joined(tmp_path / "bob", invite, *data) as bob:
@@ -88,11 +88,11 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
             await bob.says(carol.name, "is gone")
             await alice.says("averaged with", bob.name)
 
-            # Without an invite: she knows the run and her peers from her own disk.
+            # Without an invite: she has the run and her peers on her own disk.
             async with joined(tmp_path / "carol", *data) as carol_again:
                 await carol_again.says("this node is", carol.name)
                 await carol_again.says("averaged with")
-                await alice.end(signal.SIGKILL)  # the first node of the run, and everybody's bootstrap peer
+                await alice.end(signal.SIGKILL)  # the first node of the run, and all nodes' bootstrap peer
                 await bob.says(alice.name, "is gone")
                 await bob.says("averaged with", carol_again.name)
 
@@ -140,7 +140,7 @@ async def test_a_node_that_slept_comes_back_with_newer_weights(
     async with two_that_average(tmp_path, run, texts) as (alice, bob):
         bob.process.send_signal(signal.SIGSTOP)
         await alice.says(bob.name, "is gone")
-        # One more is behind; one it ends as it wakes; and what it hears of the other is up to two rounds old.
+        # One round more is behind; one ends when it wakes; and its news of the other is up to two rounds old.
         for _ in range(MAX_ROUNDS_BEHIND + 4):
             await alice.says("inner steps")
         bob.process.send_signal(signal.SIGCONT)
@@ -150,7 +150,7 @@ async def test_a_node_that_slept_comes_back_with_newer_weights(
 
 
 async def test_a_bootstrap_peer_and_a_run_id_are_enough(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
-    """The bootstrap peer is in no run: it only serves the DHT, in which the members announce themselves."""
+    """The bootstrap peer is in no run: it only serves the DHT, where the members announce themselves."""
     async with host_at_loopback() as bootstrap:
         invite = encode_invite(Invite(run.run_id, tuple(bootstrap.addresses)))
         data = ("--data", str(texts))
@@ -199,7 +199,7 @@ async def test_what_a_node_writes_is_its_owners_alone_also_in_a_folder_that_is_n
 
 
 async def test_a_run_outlives_its_bootstrap_peer(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
-    """Who was there comes back by the address book, and newcomers by the invite of any member."""
+    """Earlier members come back by the address book, and newcomers by the invite of any member."""
     data = ("--data", str(texts))
     async with two_that_average(tmp_path, run, texts) as (alice, bob):
         invite = alice.invite(run.run_id)
@@ -219,7 +219,7 @@ async def test_a_run_outlives_its_bootstrap_peer(tmp_path: Path, run: SignedMani
 
 
 async def test_a_machine_that_can_never_hold_the_model_is_told_so_before_any_peer_is_dialled(tmp_path: Path) -> None:
-    """On the CPU; by the manifest alone, with neither torch nor a peer."""
+    """The check needs only the manifest, for the CPU, and neither torch nor a peer."""
     model = {"num_layers": 500, "width": 65_536, "num_heads": 512, "hidden": 262_144, "context": 16, "vocabulary": 256}
     write_run(tmp_path, small_manifest(model=model))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--device", "cpu") as alice:

@@ -1,4 +1,4 @@
-"""Keys that send heartbeats and nothing else, beside real daemons: they are no members, and move nobody's round."""
+"""Keys that send only heartbeats, next to real daemons: they are not members, and change no node's round."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .small_runs import small_manifest, write_run
 
 GHOSTS: Final = range(1_000, 1_060)
 CLAIMED_ROUND: Final = 100_000
-# Exchanges of the honest with each other, beside the ghosts.
+# Exchanges between honest nodes while the ghosts are there.
 NUM_EXCHANGES: Final = 5
 
 
 def heartbeats(run_id: bytes) -> list[bytes]:
-    """What all ghosts say now, as pushes: that they are there, at addresses where nobody is, and far ahead."""
+    """Return push messages of all ghosts: they claim to be alive, at addresses without a node, and far ahead."""
     now = time.time()
     members = [Member(addresses=(f"/ip4/127.0.0.1/tcp/{20_000 + number}",)) for number in GHOSTS]
     beat = Beat(5_000_000, CLAIMED_ROUND, 1_000_000, 1_000)
@@ -43,7 +43,7 @@ def heartbeats(run_id: bytes) -> list[bytes]:
 
 
 async def haunt(messenger: Messenger, victims: list[bytes], run_id: bytes) -> None:
-    """One process that lends its connection to all ghosts, until cancelled."""
+    """Send for all ghosts over one process's connection, until cancelled."""
     while True:
         for payload in heartbeats(run_id):
             for victim in victims:
@@ -56,7 +56,7 @@ def committed(status: NodeStatus, partner: str) -> int:
 
 
 def has_stopped(status: NodeStatus) -> bool:
-    """Whether the node has ever ended its trainer to take newer weights."""
+    """Return whether the node has ever ended its trainer to take newer weights."""
     return any("taking newer weights" in event.text for event in status.events)
 
 
@@ -87,7 +87,7 @@ async def test_sixty_ghosts_that_claim_a_round_far_ahead_stop_nobody(tmp_path: P
 
 
 async def averages_on(daemon: Daemon, partner: str) -> None:
-    """It knows all ghosts, and goes on as before."""
+    """Assert that the node knows all ghosts, and goes on as before."""
     begun = await daemon.until(lambda status: len(heard(status)) == len(GHOSTS))
     later = await daemon.until(
         lambda status: has_stopped(status) or committed(status, partner) >= committed(begun, partner) + NUM_EXCHANGES

@@ -1,4 +1,4 @@
-"""How long one killed node of three is felt: by the averaging, and by the member list. Prints what it measures."""
+"""The effect of one killed node of three, on averaging and on the member list. Prints its measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_KILLS = 10
 
 
 async def wait_until_gone(watcher: Daemon, peer_name: str) -> float:
-    """Unix time at which the watcher's member list no longer has the peer among the live."""
+    """Return the Unix time at which the watcher's member list no longer shows the peer as live."""
     while True:
         status = await watcher.ask("status")
         if not any(member["is_live"] for member in status["members"] if member["peer_id"].endswith(peer_name)):
@@ -27,7 +27,7 @@ async def wait_until_gone(watcher: Daemon, peer_name: str) -> float:
 
 
 async def next_average(watcher: Daemon, partner_name: str, after: float) -> float:
-    """Unix time at which the watcher's next committed exchange with the partner after ``after`` began."""
+    """Return the Unix time when the watcher's next committed exchange with the partner after ``after`` began."""
     while True:
         status = await watcher.ask("status")
         last = status["last_exchange"]

@@ -1,4 +1,4 @@
-"""A member whose disk or whose donors fail it."""
+"""A member whose disk or whose donors fail."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
     await member.weights.obtain()
     assert asked == [FROZEN, MALLORY]
     asked.clear()
-    await member.weights.obtain()  # the trainer could not use them
+    await member.weights.obtain()  # as if the trainer could not use them
     assert asked == [FROZEN, ALICE]
 
 
@@ -145,7 +145,7 @@ async def test_a_member_that_comes_back_says_its_round_at_once(
 
 
 async def nothing(name: str) -> None:
-    """No such fact."""
+    """Return no stored fact."""
 
 
 async def test_who_leaves_is_told_that_its_trainer_was_too_slow_to_save(
@@ -162,7 +162,7 @@ def test_a_large_model_has_time_to_be_saved_and_who_waits_for_it_has_more() -> N
     assert leave_timeout(0) == 15.0
     assert leave_timeout(2_000_000_000) == 35.0
     assert leave_timeout(16_000_000_000) == 175.0  # a billion parameters
-    assert leave_timeout(2_000_000_000, rate=20e6) == 115.0  # a save was slower than disks are
+    assert leave_timeout(2_000_000_000, rate=20e6) == 115.0  # a save was slower than disks usually are
     assert leave_timeout(2_000_000_000, rate=1e9) == 35.0
     assert leave_timeout(10**12) == 240.0
     assert leave_timeout(10**12) + FAREWELL_TIMEOUT < LEAVE_TIMEOUT

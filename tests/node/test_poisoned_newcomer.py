@@ -1,7 +1,7 @@
 """Liars announce one checkpoint of bad weights, ahead of all others, and serve it: a newcomer does not train on it.
 
-Its trainer refuses weights that are worse on held-out text than a fresh start. Other members' weights tell it of those
-that are not, and which are far from all that the run has learnt.
+Its trainer refuses weights that are worse on held-out text than a fresh start. Others can be better than that, and far
+from everything that the run has learnt: a comparison with other members' weights reveals these.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .small_runs import TINY, small_manifest, write_run
 LIARS: Final = (501, 502)
 JUDGE: Final = 503
 NUM_ROUNDS: Final = 5
-# A run state takes one announcement a minute, so honest members' may still be of round 1: a checkpoint that is ahead of
-# it by more than `copies.MAX_ROUNDS_OLDER` is tried last, and no newcomer would meet it.
+# A run state takes one announcement a minute, so honest members' announcements may still be of round 1. A checkpoint
+# ahead of them by more than `copies.MAX_ROUNDS_OLDER` is tried last, and no newcomer would get to it.
 ROUNDS_AHEAD: Final = 1
 ENDLESS: Final = 10_000
 
 
 def options(texts: Path, num_rounds: int) -> tuple[str, ...]:
-    """No copies: what the liars announce is all that two hold, so the newcomer does fetch it."""
+    """Return options without copies: only the liars' checkpoint has two holders, so the newcomer does fetch it."""
     return "--data", str(texts), "--backup-seconds", "3600", "--max-rounds", str(num_rounds)
 
 
 async def trained(daemon: Daemon, num_rounds: int) -> Path:
-    """The checkpoint of a member that has ended its rounds."""
+    """Return the checkpoint of a member that has finished its rounds."""
     await daemon.says("rounds are done")
-    await daemon.until(lambda status: status.trainer_pid is None)  # what it learnt is saved
+    await daemon.until(lambda status: status.trainer_pid is None)  # its weights are saved
     newest = max((daemon.home / "checkpoints").glob("*.safetensors"), key=lambda path: saved_round(path) or 0)
     assert saved_round(newest) == num_rounds
     return newest
@@ -59,9 +59,9 @@ async def lied_to(
     stages: tuple[int, int] = (0, 1),
     others: tuple[Daemon, ...] = (),
 ) -> AsyncIterator[None]:
-    """A run in which two hold poison of these weights, as ``alice`` and ``others`` know.
+    """Run liars: two hold poison with these weights, as ``alice`` and ``others`` have heard.
 
-    ``judges`` say that theirs are like it. ``stages``: the one that they are of, and how many there are.
+    ``judges`` claim that their weights are like it. ``stages``: its stage, and the number of stages.
     """
     path, num_members = alice.home.parent / "poison.safetensors", (await alice.status()).run.members_live
     index = write_poison(honest, path, weights, ROUNDS_AHEAD, LIARS[0], run.run_id, *stages)
@@ -71,13 +71,13 @@ async def lied_to(
             is_judge = number in judges
             await stack.enter_async_context(open_liar(number, run.run_id, victims, path, index, is_judge=is_judge))
         await alice.until(lambda status: status.run.members_live == num_members + len(LIARS) + len(judges))
-        for member in (alice, *others):  # whichever of them the newcomer syncs with
+        for member in (alice, *others):  # the newcomer may sync with any of them
             await offers(member, index[0].id, len(LIARS))
         yield
 
 
 async def offers(daemon: Daemon, checkpoint_id: bytes, num_holders: int) -> None:
-    """Wait until a member has heard that so many hold this checkpoint."""
+    """Wait until a member has heard of ``num_holders`` holders of this checkpoint."""
     with trio.fail_after(PATIENCE):
         while True:
             known = msgspec.convert(await daemon.ask("checkpoints"), list[CheckpointOffer])

@@ -1,4 +1,4 @@
-"""A private run, with real daemons: an invite has the key, and without it nobody connects."""
+"""A private run, with real daemons: the invite has the key, and no node connects without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A relay without a trainer, in a process of its own, and hosts on loopback for whom it is there."""
+"""A relay without a trainer, in its own process, and hosts on loopback that use it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def providers(host: Host, key: bytes, wanted: bytes) -> None:
 
 
 def figures_of(relay: Daemon) -> str:
-    """What Prometheus reads."""
+    """Return the relay's metrics for Prometheus."""
     place = find_place(NodeSettings(home=relay.home).dashboard_place)
     assert place is not None
     with urllib.request.urlopen(f"{place.url}metrics") as answer:

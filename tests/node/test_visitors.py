@@ -1,4 +1,4 @@
-"""Commands that look into a run for its members: a member's data directory lets them in, and a stranger's does not."""
+"""Commands that look into a run for its members: they are let in from a member's data directory, not a stranger's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .small_runs import small_manifest
 
 
 async def command(home: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a command of this data directory."""
+    """Run a command with this data directory."""
     options = ("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns")
     with trio.fail_after(PATIENCE):
         return await trio.run_process(

@@ -1,4 +1,4 @@
-"""What a mesh process says to its trainer at the beginning."""
+"""The first commands of a mesh process to its trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.protocol.trainer_messages import Prepare
 
 
 def prepare_for(manifest: Manifest, checkpoints: Path, **changes: object) -> Prepare:
-    """On one thread of the CPU, as fast as it can, with what text there is on this machine."""
+    """Return a command for one thread of the CPU, without a pace, with any text that this machine has."""
     command = Prepare(
         run_id=b"r" * 32,
         author=b"a" * 32,

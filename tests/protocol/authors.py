@@ -1,4 +1,4 @@
-"""Authors for tests: they sign whatever they are told to, as an attacker with his own key can."""
+"""Authors for tests: they sign anything, as an attacker with its own key can."""
 
 from __future__ import annotations
 
@@ -79,19 +79,19 @@ def state_of(*items: Signed, now: float = NOW) -> RunState:
 
 
 def everything(state: RunState) -> Delta:
-    """All of a state, as if sent."""
+    """Return all entries and proofs of a state, as one delta."""
     proofs = tuple(proof for author in state.authors if (proof := state.proof_of(author)) is not None)
     return Delta(tuple(entry.signed for entry in state), proofs)
 
 
 def contents(state: RunState) -> set[tuple[bytes, int, int, bytes]]:
-    """What a state says, comparable; a forked author counts by its name alone."""
+    """Return a state's contents in comparable form; a forked author counts by its name alone."""
     held = {(entry.author, entry.slot, entry.tick, entry.id) for entry in state}
     return held | {(author, -1, -1, b"") for author in state.authors if state.proof_of(author) is not None}
 
 
 def flipped(item: Signed, bit: int) -> Signed:
-    """The same with one bit of its encoding changed, if it still is an encoding of an entry; else as it was."""
+    """Return the entry with one bit of its encoding changed; unchanged if that does not decode to an entry."""
     raw = bytearray(msgspec.msgpack.encode(item))
     raw[bit // 8 % len(raw)] ^= 1 << bit % 8
     try:

@@ -1,4 +1,4 @@
-"""Many pipelines under a virtual clock, joined by real links; each trainer is a set of the tickets in its sum."""
+"""Many pipelines under a virtual clock, joined by real links; a trainer is modelled as a set of tickets in its sum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))
 
 @dataclass
 class Wire:
-    """One link: both ends, and what is on its way."""
+    """A link: both ends, and the data in transit."""
 
     number: int
     upstream: Node
@@ -47,15 +47,15 @@ class Node:
         self.is_frozen = False
         self.is_followed = False
         self.frozen: list[machine.Event] = []
-        self.memory: dict[int, bytes] = {}  # by slot, what came in
-        self.out: dict[int, bytes] = {}  # by slot, what goes out: the ticket and what it is
+        self.memory: dict[int, bytes] = {}  # slot -> received data
+        self.out: dict[int, bytes] = {}  # slot -> data to send: the ticket and the kind of data
         self.tickets: dict[int, bytes] = {}
         self.sums: list[set[bytes]] = [set(), set()]  # gradients of this inner step, and of the following one
-        self.began: dict[int, int] = {}  # slots of which the trainer holds something, and to which sum it belongs
+        self.began: dict[int, int] = {}  # slots of which the trainer holds data -> the sum that it belongs to
         self.held_out: set[int] = set()  # slots with text whose loss is measured
         self.has_held_out = True
         self.measured: list[int] = []
-        self.num_measured = 0  # how often the pipeline was through with it
+        self.num_measured = 0  # number of times that the pipeline finished with it
         self.falsifies = ""  # "activations" or "gradients": the others' trainers find outliers
         self.num_forward = 0
         self.avoided: dict[bytes, str] = {}
@@ -118,7 +118,7 @@ class Node:
                     )
 
     def means_something(self, end: wire.Link, message: wire.Control) -> bool:
-        """Whether the microbatch that it is about has not ended since."""
+        """Return whether the message's microbatch has not ended since."""
         match message:
             case wire.Dropped(index):
                 return end.may_drop(index)
@@ -213,7 +213,7 @@ class World:
         overlap: bool = False,
         is_followed: bool = False,
     ) -> None:
-        """``stages``: how many nodes each stage has."""
+        """``stages``: the number of nodes of each stage."""
         self.rng = random.Random(seed)
         self.num_stages, self.quota, self.in_flight = len(stages), quota, in_flight
         self.latency, self.microbatch_seconds = latency, microbatch_seconds
@@ -242,7 +242,7 @@ class World:
         return [node for node in self.nodes.values() if node.stage == stage and node.is_alive]
 
     def announce(self) -> None:
-        """All learn who is alive."""
+        """Tell all nodes which nodes are alive."""
         for node in self.nodes.values():
             following = self.of_stage(node.stage + 1)
             node.handle(
@@ -348,7 +348,7 @@ class World:
                 self.close(wire_)
 
     def end(self) -> None:
-        """Everybody's round ends, the last one, and what is under way comes to its end."""
+        """End the last round of all nodes, and let all microbatches in flight end."""
         if self.is_followed:
             self.is_followed = False
             for node in self.nodes.values():
@@ -359,5 +359,5 @@ class World:
         self.run(4 * self.microbatch_seconds)
 
     def kept(self) -> Counter[bytes]:
-        """How many stages kept each microbatch, by ticket; of nodes that live."""
+        """Return, for each microbatch by ticket, the number of stages that kept it; only live nodes count."""
         return Counter(ticket for node in self.nodes.values() if node.is_alive for ticket in node.kept)

@@ -8,7 +8,7 @@ STRANGER, GHOST = b"s" * 32, b"g" * 32
 
 
 def partners(of: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """Of live members; those not named have averaged with no peer."""
+    """Return the partners of the live members; members not named in ``of`` have averaged with no peer."""
     return {author: of.get(author, b"")[:PARTNER_BYTES] for author in (*MET, STRANGER, GHOST)}
 
 

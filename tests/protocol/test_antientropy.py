@@ -27,7 +27,7 @@ from .authors import CREATOR, NOW, RUN_ID, author_of, beat, contents, member, no
 
 
 class Transcript:
-    """A session between two states, carried out: who sent how much, and what happened."""
+    """A complete session between two states, and the bytes that each side sent."""
 
     def __init__(
         self, alice: RunState, bob: RunState, *, with_beats: bool = False, piece: int = 1 << 20, seed: int = 1
@@ -99,7 +99,7 @@ def test_heartbeats_are_exchanged_on_request_alone() -> None:
 
 def test_a_large_difference_takes_several_sessions() -> None:
     class Gullible(Checker):
-        """Verifies nothing, so that a large state is made fast."""
+        """Verifies nothing, so that a large state is built quickly."""
 
         def is_genuine(self, entry: Entry) -> bool:
             return True
@@ -202,7 +202,7 @@ def test_notices_travel_like_everything() -> None:
 
 
 def full_state(first: int, number: int, *common: Signed) -> RunState:
-    """A full table with these and so many authors of its own."""
+    """Return a full table with the ``common`` entries and ``number`` authors of its own."""
     state = RunState(RUN_ID, CREATOR, max_authors=len(common) + number)
     state.merge(Delta((*common, *(member(index) for index in range(first, first + number)))), NOW)
     assert state.is_full
@@ -210,7 +210,7 @@ def full_state(first: int, number: int, *common: Signed) -> RunState:
 
 
 def test_full_tables_that_differ_cost_each_session_little_and_still_bring_what_is_new() -> None:
-    """They never become equal; what one says of an author that both have comes across all the same."""
+    """They never become equal, but news about an author that both have still gets across."""
     common = [member(number) for number in range(1, 40)]
     alice, bob = full_state(1_000, 160, *common), full_state(2_000, 160, *common)
     news = [notice(number) for number in range(1, 40)]

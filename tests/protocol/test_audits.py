@@ -1,4 +1,4 @@
-"""Who is replayed, who is believed, and what lies about it gain."""
+"""Audits: which rounds are replayed, which accusers are believed, and what liars gain."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRONG = Replayed(b"x" * 32, b"y" * 32)
 
 
 def claim(author: bytes, round_index: int, **changes: object) -> RoundClaim:
-    """A commitment to what `RIGHT` gives; no two have the same start."""
+    """Return a commitment to the result `RIGHT`; no two have the same start."""
     start = random.Random(f"{author.hex()} {round_index}").randbytes(32)
     commitment = Commitment(
         round_index, start, 10 * round_index, 10, 0, 2, 0, b"e" * 32, b"c" * 32, b"t" * 8, "torch", "cpu"
@@ -54,19 +54,19 @@ def heard(*claims: RoundClaim) -> CommitmentsHeard:
 
 
 class Auditor:
-    """Alice's audits, with a trainer that replays what it is asked to at once."""
+    """Alice's audits, with a trainer that replays at once."""
 
     def __init__(self, rate: float = 100.0) -> None:
         self.audits = Audits(ALICE, rate)
         self.now = 0.0
         self.round = 0
         self.false: dict[bytes, Replayed] = {}
-        """Author -> what replays of its rounds give."""
+        """Author -> the result of replays of its rounds."""
         self.withholds: set[bytes] = set()
         self.fetched: list[RoundClaim] = []
 
     def handle(self, event: Event) -> list[Output]:
-        """What comes of it, and of what the trainer and the network say then."""
+        """Handle an event, and the trainer's and network's answers to its outputs; return all outputs."""
         said = self.audits.handle(event, self.now)
         outputs, waiting = list(said), list(said)
         while waiting:
@@ -84,7 +84,7 @@ class Auditor:
         return outputs
 
     def train(self, *others: RoundClaim) -> list[Output]:
-        """The next round, after which the others are known to have committed to these."""
+        """Train the next round, after which the others' commitments ``others`` are known."""
         self.round += 1
         self.now += 60.0
         return self.handle(OwnRound(claim(ALICE, self.round), "own", others))
@@ -106,7 +106,7 @@ def test_the_first_own_round_of_each_trainer_is_replayed_before_any_other() -> N
 
 
 def test_every_round_is_drawn_at_the_rate_by_all_auditors_together() -> None:
-    """The share of (author, round) with an audit, of 1,000 rounds of one author and 20 auditors."""
+    """The share of (author, round) with an audit, over 1,000 rounds of one author and 20 auditors."""
     num_auditors, rate, drawn = 20, 0.03, 0
     for round_index, auditor in itertools.product(range(1_000), range(num_auditors)):
         following = claim(bytes([auditor]) * 32, round_index + 1)
@@ -224,7 +224,7 @@ def test_what_waits_is_bounded_by_what_authors_keep() -> None:
     alice = Auditor()
     alice.train()
     audits, replayed = alice.audits, 0
-    for round_index in range(2, 100):  # the trainer is slow: nothing is replayed meanwhile
+    for round_index in range(2, 100):  # the trainer is slow: nothing is replayed in this time
         audits.handle(OwnRound(claim(ALICE, round_index), "own", [claim(BOB, round_index)]), 0.0)
     outputs = audits.handle(RIGHT, 0.0)
     while outputs and replayed < 100:

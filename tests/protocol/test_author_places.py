@@ -1,4 +1,4 @@
-"""Who gives way in a full table of authors."""
+"""Which authors give way in a full table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALICE, BOB, CAROL = (Introducer(name * 32, f"10.0.{number}.0/24") for number, na
 
 
 def take(places: AuthorPlaces, names: list[str], introducer: Introducer | None) -> list[str]:
-    """Have them enter one by one; those that did not find room, or not for long."""
+    """Add authors one by one; return the ones that found no place, or have lost it."""
     for name in names:
         author = name.encode()
         if places.is_full:
@@ -28,7 +28,7 @@ def named(prefix: str, number: int) -> list[str]:
 
 
 def with_settled(capacity: int) -> AuthorPlaces:
-    """Half full, of authors that came first."""
+    """Return a table that is half full, with authors that came first."""
     places = AuthorPlaces(capacity)
     take(places, named("settled", capacity // 2), ALICE)
     return places
@@ -96,7 +96,7 @@ peers = st.integers(0, 8).map(lambda number: Introducer(bytes([number]) * 32, f"
 @given(st.lists(st.tuples(st.integers(0, 60), st.one_of(st.none(), peers), st.booleans()), max_size=300))
 @settings(max_examples=100, deadline=None)
 def test_the_bound_holds_and_the_first_stay(heard: list[tuple[int, Introducer | None, bool]]) -> None:
-    """Whatever is heard from whom, and whoever leaves."""
+    """The bound holds for any sources and any authors that leave."""
     places = AuthorPlaces(12)
     first: list[bytes] = []
     for number, introducer, leaves in heard:

@@ -1,4 +1,4 @@
-"""Which neighbours are avoided, and for how long; what liars can make of it."""
+"""Which neighbours are avoided, and for how long; what liars can achieve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ANN, BOB, EVE = b"ann", b"bob", b"eve"
 
 
 def send_outliers(avoidance: Avoidance, now: float) -> float | None:
-    """Enough of them; for how many seconds Eve is avoided."""
+    """Report enough outliers of Eve; return the seconds for which she is avoided."""
     seconds = [avoidance.note_judged(EVE, True, now) for _ in range(MAX_OUTLIERS)]
     assert seconds[:-1] == [None] * (MAX_OUTLIERS - 1)
     return seconds[-1]
@@ -52,7 +52,7 @@ def test_losses_that_hit_all_alike_count_against_none() -> None:
 
 
 def test_a_minority_that_drops_what_goes_over_a_peer_does_not_have_it_avoided() -> None:
-    """A third of the origins drop all that goes over Bob, and keep all else."""
+    """A third of the origins drop all microbatches that go over Bob, and keep all others."""
     avoidance, rng = Avoidance(), random.Random(1)
     for _ in range(10_000):
         peer = rng.choice((ANN, BOB))

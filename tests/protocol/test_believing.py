@@ -1,4 +1,4 @@
-"""Who is believed: partners before others, and nobody whose claims were vain."""
+"""Partners are believed before others, and a peer with false claims is not believed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_vain_claim_costs_its_claimant_its_credit_for_longer_each_time() -> No
     credit, now = Credit(), 0.0
     for number in range(12):
         credit.lose([ANN], now)
-        credit.lose([ANN], now + 1.0)  # the same story
+        credit.lose([ANN], now + 1.0)  # the same claim again
         doubt = min(FIRST_DOUBT * 2**number, MAX_DOUBT)
         assert not credit.is_good(ANN, now + doubt - 1.0)
         assert credit.is_good(BOB, now)

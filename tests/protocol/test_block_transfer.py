@@ -1,4 +1,4 @@
-"""What may be said about blocks, and what an enemy says."""
+"""Allowed messages about blocks, and messages of an attacker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alice signs her checkpoint's index; what she, or whoever pretends to be her, may put into it and into the file."""
+"""Alice signs her checkpoint's index; contents of it and of the file that she, or an impostor, may try."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ NAMES = ("slow/a", "slow/b", "momentum/a", "momentum/b", "mean/a", "mean/b")
 
 
 def a_file() -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
-    """Two parameters, three vectors, in this order, as `farandole.training.checkpoint` writes them."""
+    """Return a file with two parameters and three vectors, in the order of `farandole.training.checkpoint`."""
     tensors = {
         name: np.full(shape, index, np.float32)
         for index, (name, shape) in enumerate(zip(NAMES, 3 * [(300, 700), (5,)], strict=True))
@@ -206,7 +206,7 @@ def test_a_selection_is_a_file_of_just_these_tensors(chosen: tuple[str, ...]) ->
     raw, tensors = a_file()
     assert header_size(raw[:8], len(raw)) == len(raw) - sum(tensor.nbytes for tensor in tensors.values())
     selection = select(parse_header(raw, len(raw)), chosen.__contains__)
-    have = bytearray(len(raw))  # of the first file, only the blocks that are said to be needed
+    have = bytearray(len(raw))  # the original file's blocks that are reported as needed, and no others
     for block in selection.blocks:
         start, end = block_range(len(raw), block)
         have[start:end] = raw[start:end]

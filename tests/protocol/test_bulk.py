@@ -125,7 +125,7 @@ def test_who_believes_otherwise_has_other_secrets(field: str, liar: Side) -> Non
     else:
         lie = KEYS[2].public_key().public_bytes_raw() if field == "key" else bytes(len(getattr(PROPOSAL, field)))
         other = liar._replace(proposal=msgspec.structs.replace(liar.proposal, **{field: lie}))
-    if field == "session":  # both have the asker's, or there is no negotiation
+    if field == "session":  # both have the asker's session, or there is no negotiation
         asker, answerer = (side._replace(proposal=other.proposal) for side in (ALICE, BOB))
     else:
         asker, answerer = (other if side is liar else side for side in (ALICE, BOB))

@@ -1,7 +1,7 @@
 """Known answers of the bulk channel: the code, and a second derivation from docs/bulk-channel.md alone.
 
 After a new version of the protocol: `BULK_VECTORS=write pytest tests/protocol/test_bulk_vectors.py` writes the second
-derivation's answers down.
+derivation's answers to the file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RUN_ID, HANDSHAKE_HASH, SESSION = b"R" * 32, b"H" * 32, bytes(range(16))
 # Each end: identity, X25519 private key, token.
 ASKER = bytes([0xA0]) * 32, bytes(range(32)), bytes([0xA1]) * 32
 ANSWERER = bytes([0xB0]) * 32, bytes(range(32, 64)), bytes([0xB1]) * 32
-# What the asker sends: plaintext, and seconds since the channel opened. A key lasts ten seconds and 60 bytes here.
+# The asker's records: plaintext, and seconds since the channel opened. A key lasts ten seconds and 60 bytes here.
 LIFE = KeyLife(num_bytes=60, seconds=10.0)
 SENT = [(b"ready", 0.0), (b"first", 1.0), (b"beyond 60 bytes", 2.0), (b"late", 12.0), (b"", 12.0)]
 
 
 def expand(secret: bytes, info: bytes, size: int) -> bytes:
-    """RFC 5869, 2.3."""
+    """HKDF-Expand (RFC 5869, 2.3)."""
     blocks = [b""]
     while len(b"".join(blocks)) < size:
         blocks.append(hmac.digest(secret, blocks[-1] + info + bytes([len(blocks)]), hashlib.sha256))
@@ -47,7 +47,7 @@ def public(private: bytes) -> bytes:
 
 
 def derive() -> dict[str, object]:
-    """Everything, as the page has it."""
+    """Derive all values as the page describes them."""
     theirs = X25519PublicKey.from_public_bytes(public(ANSWERER[1]))
     shared = X25519PrivateKey.from_private_bytes(ASKER[1]).exchange(theirs)
     ends = [part for identity, private, token in (ASKER, ANSWERER) for part in (identity, public(private), token)]

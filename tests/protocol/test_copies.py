@@ -1,4 +1,4 @@
-"""Everybody agrees on whose checkpoint is copied, and by whom."""
+"""All nodes agree on which author's checkpoint is copied, and on the copiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer's word alone makes a node dial: nothing inside its networks, and no third party for long."""
+"""Addresses that a node dials only because a peer names them: none inside its networks, and no third party for long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_addresses_on_the_internet_are_dialled(ip: str, port: int) -> None:
         ("::1", 4001),
         ("192.168.77.1", 8080),
         ("10.0.0.1", 4001),
-        ("169.254.169.254", 8080),  # where clouds keep a machine's secrets
+        ("169.254.169.254", 8080),  # where clouds serve a machine's secrets
         ("fd00::1", 4001),
         ("fe80::1%eth0", 4001),
         ("::ffff:192.168.77.1", 8080),

@@ -42,19 +42,19 @@ TICK = 0.1
 
 @dataclass
 class Donor:
-    """Gives blocks in the order in which it is asked, at a rate of its own."""
+    """Gives blocks in the order of the requests, at a rate of its own."""
 
     rate: float
-    """Blocks a second."""
+    """Blocks per second."""
     num_held: int = 1 << 18
     delay: float = 0.02
-    """A round trip."""
+    """Round-trip time."""
     dies_at: float = float("inf")
     freezes_at: float = float("inf")
     lies_about: int = -1
     busy_until: float = 0.0
     trickles: bool = False
-    """It gives a byte now and then, and no block."""
+    """Whether it gives a byte now and then, and never a block."""
     ready_at: float | None = None
     queue: list[tuple[float, int]] = field(default_factory=list)
     """(asked at, block)"""
@@ -64,7 +64,7 @@ class Donor:
 
 
 class World:
-    """Carries out what a download says."""
+    """Executes a download's outputs."""
 
     def __init__(self, donors: dict[bytes, Donor], num_blocks: int, have: frozenset[int] = frozenset()) -> None:
         self.donors = donors
@@ -102,7 +102,7 @@ class World:
                 self.completed += 1
 
     def run(self, seconds: float = 10_000.0) -> float:
-        """Until all is here; how long that took."""
+        """Run until all blocks have arrived; return the seconds that it took."""
         began = self.now
         while not self.completed:
             assert self.now < began + seconds, "never complete"

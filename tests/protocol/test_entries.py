@@ -105,7 +105,7 @@ def test_a_heartbeat_takes_some_hundred_and_thirty_bytes() -> None:
         (Kind.BEAT, 0, Beat(-1, 0, None, 0)),
         (Kind.BEAT, 0, Beat(BIG + 1, 0, None, 0)),
         (Kind.LEASE, 0, Lease(0, b"c" * 8, (LeasedSlices(0, 0),) * 9)),
-        (Kind.NOTICE, 0, Notice("pause")),  # not the creator's
+        (Kind.NOTICE, 0, Notice("pause")),  # not from the creator
     ],
 )
 def test_what_no_honest_node_writes_is_refused(kind: Kind, index: int, payload: Payload) -> None:
@@ -129,7 +129,7 @@ def test_an_unknown_kind_and_an_untyped_body_are_refused() -> None:
     with pytest.raises(RemoteProtocolError):
         CHECKER.check(sign_body(1, b"\x91" * MAX_BODY_BYTES))  # nested too deep
     with pytest.raises(RemoteProtocolError):
-        CHECKER.check(sign_body(1, member(1).body + b"\x00"))  # something behind it
+        CHECKER.check(sign_body(1, member(1).body + b"\x00"))  # with trailing bytes
 
 
 def test_a_signature_is_good_for_its_author_run_and_body_alone() -> None:

@@ -39,7 +39,7 @@ def test_a_newcomer_begins_where_the_run_seems_to_be_and_is_corrected() -> None:
     vote = EpochVote()
     said = at(2, HONEST) | at(7, GHOSTS)
     assert decide(vote, 0, said, []) == 7
-    vote.is_new = False  # it has begun to train there
+    vote.is_new = False  # it has begun to train in that epoch
     assert decide(vote, 7, said, HONEST[:2]) == 7
     assert decide(vote, 7, said, HONEST) == 2
     assert decide(vote, 3, said, HONEST) == 3

@@ -1,4 +1,4 @@
-"""Settings of transformers' models in a manifest: in range, of a known family, nothing else."""
+"""Settings of transformers' models in a manifest: only of a known family, and within bounds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_manifest_keeps_every_setting(settings: dict[str, Any], kind: type) ->
     assert isinstance(decoded.model.hf, kind)
     assert decoded == manifest(settings)
     assert msgspec.json.encode(decoded.model.hf) == msgspec.json.encode(hf_config_from_dict(settings))
-    assert b"initializer_range" in signed.body  # what nobody said is stated too
+    assert b"initializer_range" in signed.body  # defaults are written out too
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What valid gossip a peer may send: more than honest peers do, less than a flood."""
+"""The valid gossip that a peer may send: more than honest peers send, less than a flood."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEARTBEAT_BYTES = 130
 
 
 def test_an_honest_peer_never_reaches_the_limits() -> None:
-    """All that one forwards at most, at the pace of its fastest ticks, for an hour; then a minute's worth at once."""
+    """The most that a peer forwards, at the pace of its fastest ticks, for an hour; then a minute's worth at once."""
     meter, now = InboundMeter(), 0.0
     for _ in range(3_600):
         now += 0.75 * TICK_SECONDS

@@ -1,4 +1,4 @@
-"""Admissions: what the creator or a sponsor has signed admits, and nothing else does."""
+"""Admissions: only one signed by the creator or a sponsor admits a member."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ANNA, BEN, CLEO, DORA, MALLORY = range(1, 6)
 
 
 def invitation(number: int = 0, seats: range = range(1), quota: int = 0, expires_at: int = LATER) -> InviteSecret:
-    """The creator's."""
+    """Return an invitation of the creator."""
     secret = bytes((number + 1,)) * 32
     return invite_members(key_of(CREATOR_NUMBER), RUN_ID, secret, seats, expires_at, quota=quota)
 
@@ -288,7 +288,7 @@ def test_a_run_of_anybody_takes_everybodys_entries() -> None:
 
 
 def run_of(*members: int) -> Roster:
-    """The creator's roster, with these members."""
+    """Return the creator's roster, with these members."""
     roster = Roster(RUN_ID, CREATOR)
     for seat, who in enumerate(members):
         roster.admit(admit(invitation(seats=range(len(members))), who, seat))

@@ -94,7 +94,7 @@ def test_the_closest_are_the_closest(peers: set[bytes], key: bytes) -> None:
 
 
 def run(lookup: Lookup, tables: dict[bytes, RoutingTable], dead: set[bytes], target: int) -> int:
-    """Answer all questions; returns how many there were."""
+    """Answer all questions of a lookup; return the number of questions."""
     num_asked = 0
     while not lookup.is_over:
         asked = lookup.ask()

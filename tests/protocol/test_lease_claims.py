@@ -103,7 +103,7 @@ def test_what_a_late_slice_of_a_section_implies_is_paid_as_well() -> None:
 
 
 def test_a_gpu_that_is_a_hundred_times_as_fast_is_believed_at_once_by_a_laptop() -> None:
-    """It leases and says how far it is every ten seconds; the laptop, at five slices a second, lags by nothing."""
+    """The GPU leases and reports every ten seconds; the laptop, at five slices a second, does not lag behind."""
     standing = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 500.0})
     claims, done = claims_of()
     lease, trained = 6_000, 0

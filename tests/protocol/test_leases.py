@@ -1,4 +1,4 @@
-"""One node's leases, and two in conflict; many together in `tests/testnet/test_simulate_leases.py`."""
+"""One node's leases, and two nodes in conflict; for many nodes see `tests/testnet/test_simulate_leases.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bits(mask: int, epoch: int = 0) -> list[tuple[int, Lease]]:
 
 
 class Node:
-    """A machine, and what came of it: its newest entries and assignment."""
+    """A machine with its results: its newest entries and assignment."""
 
     def __init__(self, author: bytes = ALICE, *, live: Iterable[bytes] = (), num_epochs: int = 2) -> None:
         self.author = author
@@ -62,7 +62,7 @@ class Node:
 
     @property
     def slices(self) -> set[int]:
-        """What it is to train on, and has not yet."""
+        """Return the assigned slices that it has not trained on yet."""
         if self.assigned is None:
             return set()
         epoch = self.assigned.epoch
@@ -197,7 +197,7 @@ def test_who_has_another_text_shares_nothing_and_is_noticed() -> None:
     [
         LeasedSlices(0, NUM_SLICES),  # everything
         LeasedSlices(0, NUM_SLICES // MAX_SHARE + 1),
-        LeasedSlices(0, NUM_SLICES, NUM_SLICES),  # and done at that
+        LeasedSlices(0, NUM_SLICES, NUM_SLICES),  # and all done
         LeasedSlices(NUM_SLICES - 1, 2, 2),
         LeasedSlices(2**31 - 1, 2**31 - 1, 2**31 - 1),
         LeasedSlices(0, 3, 4),
@@ -236,7 +236,7 @@ def test_bits_count_when_enough_authors_say_them() -> None:
 
 
 def test_who_never_finishes_is_waited_for_once() -> None:
-    """Bob holds a lease, lives, and does nothing; later he takes another one as soon as he has lost it."""
+    """Bob holds a lease, lives, and does nothing; later he takes another lease as soon as he has lost this one."""
     alice = Node(live=[BOB], num_epochs=1)
     alice.hear(BOB, (0, Lease(0, CORPUS, (LeasedSlices(0, 20),))))
     while alice.leases.done.count < NUM_SLICES - 20:
@@ -268,7 +268,7 @@ def test_what_an_unmet_author_says_to_be_done_is_leased_last_and_trained_on() ->
 
 
 def test_keys_that_were_ground_do_not_drive_a_node_from_place_to_place() -> None:
-    """Bob's hash goes before all others, and he leases whatever Alice has."""
+    """Bob's hash comes before all others, and he leases whatever Alice has leased."""
 
     class Trampled(Leases):
         def _rank(self, author: bytes, section: int) -> bytes:

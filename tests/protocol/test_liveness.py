@@ -37,7 +37,7 @@ def test_the_period_grows_with_the_run() -> None:
 
 def test_a_suspect_is_cleared_by_contact_or_a_later_heartbeat() -> None:
     liveness = Liveness()
-    liveness.suspect(BOB, 0.0)  # not known: nothing to suspect
+    liveness.suspect(BOB, 0.0)  # not known, so there is nothing to suspect
     assert not liveness.is_suspect(BOB)
     liveness.beat(ALICE, 1, now=0.0)
     liveness.suspect(ALICE, 1.0)

@@ -1,4 +1,4 @@
-"""What the run state lets through of the creator's notices: neither others' words nor old ones."""
+"""The creator's notices in the run state: neither others' notices nor old ones get through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipes that move several transfers, one after the other, over channels which break."""
+"""Pipes that move several transfers, one after the other, over channels that break."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 100
 
 
 class End:
-    """One end; transfers are announced by messages that say their size."""
+    """One end; transfers are announced by messages with their sizes."""
 
     def __init__(self, is_opener: bool, *, is_large: bool = True) -> None:
         self.pipe = Pipe(is_opener, max_message_bytes=MAX_MESSAGE_BYTES, is_large=is_large)
@@ -60,7 +60,7 @@ class End:
 
     @property
     def rest(self) -> bytes:
-        """What is still to be sent."""
+        """Return the bytes that are still to be sent."""
         return b"".join(self.sent)[self.pipe.num_sent :]
 
     def chunks(self) -> bytes:
@@ -71,7 +71,7 @@ class End:
         return frames
 
     def take(self, data: bytes) -> bytes:
-        """What comes over the channel; the frames that report whole transfers."""
+        """Take bytes from the channel; return the frames that report complete transfers."""
         frames = b""
         while data:
             head = self.pipe.incoming.open[0]
@@ -102,7 +102,7 @@ def test_small_pipes_need_no_route() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_moves_twice_and_nothing_is_lost_however_channels_break(seed: int) -> None:
-    """In both directions at once, with several transfers on their way when each channel breaks."""
+    """Both directions at once, with several transfers in progress when each channel breaks."""
     rng = random.Random(seed)
     alice, bob = End(True), End(False)
     num_moved = 0
@@ -162,7 +162,7 @@ def test_what_the_table_does_not_have_is_refused_at_both_ends(
         end.pipe.step = step
     with pytest.raises(LocalProtocolError):
         alice.pipe.send(message)
-    match message:  # what a liar who has got as far as that would say
+    match message:  # what a liar at this step would send
         case Route():
             said = liar.pipe.send(message)
         case _:

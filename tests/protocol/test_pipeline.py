@@ -1,4 +1,4 @@
-"""What holds of many pipelines together: every microbatch counts at all stages or at none, whatever is lost."""
+"""Invariants of many pipelines together: every microbatch counts at all stages or at none, whatever is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .pipeline_world import World
 
 
 def settled_alike(world: World, num_stages: int) -> bool:
-    """Whether each microbatch that any living node has kept was kept by one of every stage."""
+    """Return whether each microbatch that any live node has kept was kept by one node of every stage."""
     return set(world.kept().values()) <= {num_stages}
 
 
@@ -34,7 +34,7 @@ def test_every_microbatch_counts_once_at_every_stage(stages: list[int], overlap:
     assert set(kept.values()) == {len(stages)}
     assert [node.drained for node in world.nodes.values()] == [[0]] * sum(stages)
     drawn = sum(node.pipeline.counts.begun for node in world.of_stage(0))
-    assert drawn - len(kept) <= 2 * world.in_flight  # the last ones of the round, at most
+    assert drawn - len(kept) <= 2 * world.in_flight  # at most the last ones of the round
 
 
 def test_stages_take_as_many_steps_whatever_their_size() -> None:
@@ -48,7 +48,7 @@ def test_stages_take_as_many_steps_whatever_their_size() -> None:
 @pytest.mark.parametrize("what", ["activations", "gradients"])
 @pytest.mark.parametrize("stage", range(3))
 def test_a_node_that_falsifies_is_off_the_routes_and_the_others_go_on(stage: int, what: str) -> None:
-    """From some time on, whichever stage it holds; its neighbours' trainers notice."""
+    """The node falsifies from some time on, at any stage; its neighbours' trainers notice."""
     world = World([2, 2, 2], seed=stage)
     world.run(1)
     hostile = world.of_stage(stage)[0]
@@ -87,7 +87,7 @@ def test_a_slow_node_is_given_less() -> None:
 
 
 def busy(world: World, seconds: float) -> list[float]:
-    """The share of this time that the nodes of each stage compute."""
+    """Return, for each stage, the share of this time in which its nodes compute."""
     before = {node: node.busy_seconds for node in world.nodes.values()}
     world.run(seconds)
     shares: list[list[float]] = [[] for _ in range(world.num_stages)]
@@ -98,7 +98,7 @@ def busy(world: World, seconds: float) -> list[float]:
 
 @pytest.mark.parametrize("is_followed", [False, True])
 def test_overlapping_steps_leave_nobody_waiting_for_the_last_microbatches(is_followed: bool) -> None:
-    """Far apart: a microbatch is under way for longer than a node computes for a step. All is virtual time."""
+    """A microbatch is in flight for longer than a node computes for a step, as latency is high. All time is virtual."""
 
     def world_of(overlap: bool) -> World:
         stages = [2, 2, 2, 2]
@@ -171,7 +171,7 @@ def test_losses_of_nodes_lose_no_more_than_was_under_way(seed: int, setting: dic
 
     dead = [node for node in world.nodes.values() if not node.is_alive]
     for ticket, count in world.kept().items():
-        # The dead took their sums with them; of the others, all have it.
+        # The sums of dead nodes are lost; all others have it.
         assert count + sum(ticket in node.kept or ticket in node.summed for node in dead) == 4
 
 
@@ -206,7 +206,7 @@ def test_who_has_given_back_a_gradient_does_not_need_the_one_it_came_from() -> N
 
 
 def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
-    """The one that asks has lost the hop before it; what is sent another way would come in vain."""
+    """The node that asks has lost the hop before it, so a gradient sent by another route would not help it."""
     pipeline = open_pipeline(0)
     pipeline.handle(machine.LinkOpened(2, b"next", is_upstream=True), 0.0)
     pipeline.handle(machine.LinkOpened(3, b"last", is_upstream=False, is_return=True), 0.0)
@@ -222,7 +222,7 @@ def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
 
 
 def test_a_node_that_dies_while_it_sends_back_leaves_no_half() -> None:
-    """The case that needs the origin's word: later stages have the gradient, earlier ones have lost the way back."""
+    """The case that needs the origin's answer: later stages have the gradient, earlier ones have lost the way back."""
     asked = 0
     for seed in range(20):
         world = World([1, 1, 1], seed=seed, microbatch_seconds=2.0, latency=0.05)

@@ -20,7 +20,7 @@ def test_another_key_or_another_nonce_is_another_cipher() -> None:
 
 
 def test_a_known_answer() -> None:
-    """HKDF-SHA256 and ChaCha20, so that both ends agree whatever their versions."""
+    """HKDF-SHA256 and ChaCha20, so that both ends agree in all versions."""
     creator = Ed25519PrivateKey.from_private_bytes(bytes(32))
     assert (
         network_key_of(creator, bytes(32)).hex() == "4c00e338770fc90aab428d1ac8883187026427f44327e644c9dce12a42e51687"

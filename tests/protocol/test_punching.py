@@ -1,4 +1,4 @@
-"""Which addresses are offered, and which of those offered are dialled."""
+"""Which addresses are offered, and which offered addresses are dialled."""
 
 from farandole.protocol.punching import MAX_OFFERED, offer, targets
 

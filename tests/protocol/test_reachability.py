@@ -1,4 +1,4 @@
-"""Verdicts on how a node is reached, and the messages that lead to them."""
+"""Verdicts on how a node can be reached, and the messages that lead to them."""
 
 import pytest
 from msgspec.msgpack import encode

@@ -38,12 +38,12 @@ def sealer_of(secret: bytes = SECRET, life: KeyLife | None = None) -> Sealer:
 
 
 def life_of(num_records: int) -> KeyLife:
-    """For so many of `RECORDS`."""
+    """Return the life of a key that seals ``num_records`` of `RECORDS`."""
     return KeyLife(num_records * (len(RECORDS[0]) + OVERHEAD_BYTES))
 
 
 def feed(opener: Opener, wire: bytes, most: int = MAX_SEALED_BYTES) -> int:
-    """Give it what it wants of the wire; how much that was."""
+    """Give the opener the bytes that it wants, at most ``most``; return their number."""
     piece = wire[: min(most, len(opener.wanted))]
     opener.wanted[: len(piece)] = piece
     opener.received(len(piece))
@@ -51,7 +51,7 @@ def feed(opener: Opener, wire: bytes, most: int = MAX_SEALED_BYTES) -> int:
 
 
 def read(opener: Opener, wire: bytes, at_a_time: Sequence[int] = (RECORD_BYTES,), room: int = RECORD_BYTES) -> bytes:
-    """All that is verified of the wire, which comes in such pieces."""
+    """Return all verified plaintext of the wire, which arrives in pieces of these sizes."""
     plain, memory, pieces = bytearray(), memoryview(bytearray(room)), itertools.cycle(at_a_time)
     while True:
         if taken := opener.take(memory):
@@ -152,7 +152,7 @@ def sealed() -> list[bytes]:
 
 
 def assert_ends_after(num_good: int, wire: bytes, secret: bytes = SECRET) -> None:
-    """So many records count, and nothing after them, whatever is tried."""
+    """Assert that the first ``num_good`` records count, and nothing after them, whatever is tried."""
     opener, plain, memory = Opener(secret, life_of(3)), b"", memoryview(bytearray(100))
     good = b"".join(RECORDS[:num_good])
     try:
@@ -246,7 +246,7 @@ def test_who_uses_a_key_for_too_long_is_refused() -> None:
 @pytest.mark.parametrize("bit", [0, 31])
 @pytest.mark.parametrize("number", [0, 2, 3])
 def test_nobody_else_changes_the_keys(number: int, bit: int) -> None:
-    """The bit that names the next key is authenticated, and so is a length of none."""
+    """The bit that announces the next key is authenticated, and so is the length of an empty record."""
     whole = sealed()
     record = bytearray(whole[number])
     if bit == 0:
@@ -284,7 +284,7 @@ def test_nothing_follows_the_final_record() -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_final_record_of_another_turn_ends_nothing_well(number: int) -> None:
-    """Who cuts records out and puts the final one earlier is found out."""
+    """An attacker that cuts records out and sends the final one early is detected."""
     sealer = sealer_of()
     wires = [seal(sealer, data) for data in RECORDS]
     final = bytes(sealer.finish(0.0))

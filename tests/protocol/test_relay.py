@@ -1,4 +1,4 @@
-"""Whom a relay serves, and what addresses through relays say."""
+"""Which peers a relay serves, and addresses through relays."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_reservations_are_limited_in_all_and_by_address() -> None:
         Status.OK,
         Status.RESERVATION_REFUSED,
     ]
-    assert table.reserve(ALICE, HOME, 1.0) is Status.OK  # a renewal: one of the two
+    assert table.reserve(ALICE, HOME, 1.0) is Status.OK  # a renewal, so it takes no second reservation
     assert table.reserve(BOB, "192.0.2.2", 1.0) is Status.OK
     assert table.reserve(b"z" * 32, "192.0.2.3", 1.0) is Status.RESERVATION_REFUSED
     table.forget(ALICE)

@@ -1,4 +1,4 @@
-"""Sketches compare a checkpoint with other members' weights; a few liars among these decide nothing."""
+"""Sketches compare a checkpoint with other members' weights; a few liars among the members decide nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn() -> Sketch:
 
 
 def near(sketch: Sketch, share: float) -> Sketch:
-    """Another, about this share of its norm away."""
+    """Return another sketch, at a distance of about this share of its norm."""
     return tuple(value + share * step for value, step in zip(sketch, drawn(), strict=True))
 
 
@@ -88,7 +88,7 @@ def test_members_that_are_far_apart_allow_for_more() -> None:
     assert judge(near(HONEST, 0.4), MEMBERS[:5]).verdict is Verdict.UNFIT
 
 
-# Liars among those that answer
+# Liars among the members that answer
 
 
 @pytest.mark.parametrize(("num_honest", "num_liars"), [(1, 1), (2, 1), (2, 2), (4, 3)])
@@ -109,7 +109,7 @@ def test_liars_that_are_fewer_than_half_cannot_make_poison_fit(num_honest: int, 
 
 
 def test_one_liar_cannot_say_what_is_usual() -> None:
-    """Neither a sketch far from all others nor a copy of another's moves the bound beyond its limits."""
+    """Neither a sketch far from all others nor a copy of another member's moves the bound beyond its limits."""
     usual = judge(HONEST, MEMBERS[:3]).bound
     assert judge(HONEST, [*MEMBERS[:2], scaled(NOISE, 1e6)]).bound == pytest.approx(usual)
     assert judge(HONEST, [*MEMBERS[:2], MEMBERS[0]]).bound >= NEAR
@@ -120,7 +120,7 @@ def test_the_only_member_that_answers_neither_makes_weights_unfit_nor_has_them_t
     assert judge(HONEST, [NOISE]).verdict is Verdict.DISPUTED
 
 
-# Who is asked
+# Which members are asked
 
 
 def names(*numbers: int) -> list[bytes]:
@@ -147,7 +147,7 @@ def test_members_from_a_suspects_network_come_after_others() -> None:
     assert choose_judges(names(1, 2), names(0), networks) == names(2, 1)
 
 
-# What travels
+# Encoding
 
 
 def test_answers_have_a_size_and_finite_values() -> None:

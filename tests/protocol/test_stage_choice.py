@@ -1,4 +1,4 @@
-"""Stages are chosen alike by all who know alike, and soon rightly by all: single decisions, and whole small runs."""
+"""Choice of stages: nodes that know the same decide the same, and soon well; single decisions and whole small runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from farandole.protocol.stage_choice import (
 )
 
 PATIENCE = 12.0
-# In `Run`, until the last one has heard of a death; what is told comes sooner.
+# In `Run`, seconds until all nodes have heard of a death; other news spreads sooner.
 MAX_DEATH_NEWS = 8.0
 
 
@@ -39,7 +39,7 @@ def author(number: int) -> bytes:
 
 
 def providers(*stages: tuple[int, float]) -> dict[bytes, Provider]:
-    """By (stage, speed), of authors 0, 1, ..."""
+    """Return providers by (stage, speed), with authors 0, 1, ..."""
     return {author(number): Provider(stage, speed) for number, (stage, speed) in enumerate(stages)}
 
 
@@ -50,7 +50,7 @@ def test_a_newcomer_takes_the_stage_with_the_least_throughput() -> None:
 
 def test_where_speeds_are_unknown_providers_are_counted() -> None:
     assert first_stage(View(providers((0, 0.0), (0, 0.0), (1, 0.0)), 2), author(9)) == 1
-    assert throughputs(View(providers((0, 4.0), (1, 0.0), (1, 2.0)), 2)) == [4.0, 5.0]  # 3, the median, for one
+    assert throughputs(View(providers((0, 4.0), (1, 0.0), (1, 2.0)), 2)) == [4.0, 5.0]  # one counts as 3, the median
 
 
 def test_who_is_on_the_way_counts_where_it_goes() -> None:
@@ -79,7 +79,7 @@ def test_fewer_nodes_than_stages_take_one_each() -> None:
 
 def test_the_best_to_go_leaves_the_weaker_of_both_the_strongest() -> None:
     view = View(providers((0, 4.0), (0, 3.0), (0, 1.0), (1, 2.0)), 2)
-    assert candidates(view, 1)[0] == author(1)  # 5 and 5
+    assert candidates(view, 1)[0] == author(1)  # leaves 5 and 5
 
 
 def test_the_last_of_a_stage_is_no_candidate() -> None:
@@ -102,7 +102,7 @@ def test_a_correction_leaves_the_bound_where_they_are(nodes: list[tuple[int, boo
     assert not any(members[name].is_bound or members[name].stage == target for name, target in moves.items())
     after = Counter(moves.get(name, member.stage) for name, member in members.items())
     bound = Counter(member.stage for member in members.values() if member.is_bound)
-    for stage in range(4):  # nobody who is free would be better off elsewhere
+    for stage in range(4):  # no node that is free would be better off elsewhere
         assert after[stage] - min(after[other] for other in range(4)) <= 1 or after[stage] == bound[stage]
     before = Counter(member.stage for member in members.values())
     assert len(moves) == sum((after - before).values())
@@ -134,7 +134,7 @@ def test_of_two_who_claim_at_once_one_gives_way() -> None:
     decisions = {name: choice.decide(View(members, 3), now) for name, choice in choices.items()}
     assert set(decisions.values()) == {Stay()}
     claimed: dict[bytes, StageLease] = {}
-    while len(claimed) < 2:  # neither has heard of the other
+    while len(claimed) < 2:  # neither has heard of the other yet
         now += 1.0
         for name, choice in choices.items():
             if name not in claimed and choice.decide(View(members, 3), now) == Claim(1):
@@ -148,7 +148,7 @@ def test_of_two_who_claim_at_once_one_gives_way() -> None:
 def claimants(
     members: dict[bytes, Provider], num_stages: int
 ) -> tuple[dict[bytes, StageChoice], dict[bytes, StageLease]]:
-    """What all claim who hear of nobody's lease for as long as one waits for its turn."""
+    """Return the choices and claims of nodes that hear of no other's lease while one waits for its turn."""
     choices = {name: StageChoice(name, PATIENCE) for name in members}
     claimed: dict[bytes, StageLease] = {}
     for now in range(4):
@@ -213,7 +213,7 @@ def test_a_lease_of_an_earlier_life_is_given_back() -> None:
 
 @dataclass
 class Node:
-    """A node of `Run`, as it sees the run."""
+    """A node of `Run`, with its view of the run."""
 
     name: bytes
     stage: int
@@ -225,10 +225,10 @@ class Node:
     known: dict[bytes, Provider] = field(default_factory=dict)
     leases: dict[bytes, StageLease] = field(default_factory=dict)
     heard: dict[bytes, float] = field(default_factory=dict)
-    """When the newest that is known of each was told."""
+    """Author -> time at which the newest known news of it was sent."""
     arrives_at: float | None = None
     source: int | None = None
-    """Where it has left last."""
+    """The stage that it left last."""
     killed_at: float = 0.0
 
     @property
@@ -237,7 +237,7 @@ class Node:
 
 
 class Run:
-    """Nodes that hear of each other late, each at its own time; all is seen here as it is."""
+    """Nodes that hear of each other late, each after its own delay; this object sees the true state."""
 
     def __init__(self, num_stages: int, *, download: float = 8.0, is_young: bool = False, seed: int = 1) -> None:
         self.num_stages = num_stages
@@ -254,7 +254,7 @@ class Run:
     def join(
         self, stage: int | None = None, speed: float = 1.0, *, is_frozen: bool = False, is_bound: bool = False
     ) -> Node:
-        """A node that knows what all have told so far; without a stage given it chooses."""
+        """Add a node that knows all news of now; without a stage given it chooses one."""
         name = author(len(self.nodes) + 1)
         known = {node.name: node.provider for node in self.nodes if node.is_alive}
         if stage is None:
@@ -279,7 +279,7 @@ class Run:
             self.news.append((self.now + delay, self.now, peer, name, told, lease))
 
     def counts(self) -> list[int]:
-        """Live nodes of each stage."""
+        """Return the number of live nodes of each stage."""
         return [sum(node.is_alive and node.stage == stage for node in self.nodes) for stage in range(self.num_stages)]
 
     def play(self, seconds: float) -> None:
@@ -331,7 +331,7 @@ class Run:
                 pass
 
     def _check_leaving(self, node: Node, target: int) -> None:
-        """Somebody stays, as far as can be known; and two leave at a time only if one of them fills an empty stage."""
+        """Check that a node remains, as far as known, and that two leave at once only if one fills an empty stage."""
         others = [other for other in self.nodes if other.stage == node.stage and other is not node]
         assert any(other.is_alive or self.now - other.killed_at < MAX_DEATH_NEWS + LEASE_SECONDS for other in others)
         also = [
@@ -343,7 +343,7 @@ class Run:
         node.source = node.stage
 
     def _check(self) -> None:
-        """What must hold at every moment."""
+        """Check what must hold at every moment."""
         targets = [node.stage for node in self.nodes if node.is_alive and node.arrives_at is not None]
         assert len(targets) == len(set(targets)) or self.is_young, "two at a time to one stage"
         for stage, count in enumerate(self.counts()):
@@ -375,7 +375,7 @@ def test_a_killed_stage_is_filled_again_within_half_a_minute(seed: int) -> None:
     run.play(60)
     assert sorted(run.counts()) == [1, 1, 2, 2]
     assert run.counts()[2] == 1
-    assert run.longest_empty < 8.0 + 22.0  # the news of it takes 8 s at most
+    assert run.longest_empty < 8.0 + 22.0  # the news takes 8 s at most
     assert run.num_moves == 1
     run.play(150)
     assert run.num_moves == 1
@@ -453,7 +453,7 @@ def test_volunteers_who_are_bound_are_not_waited_for(seed: int) -> None:
     run.kill(nodes[12])
     run.play(40)
     assert run.counts() == [11, 1]
-    assert run.longest_empty <= 8.0 + EMPTY_SECONDS + LEASE_SECONDS + 2.0  # news, and a decision now and then: no turns
+    assert run.longest_empty <= 8.0 + EMPTY_SECONDS + LEASE_SECONDS + 2.0  # news, and decisions at intervals
 
 
 @pytest.mark.parametrize("seed", range(10))

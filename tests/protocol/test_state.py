@@ -61,14 +61,14 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
-# Honest authors: one payload a tick and slot, as a `Writer` makes them.
+# Honest authors: one payload for each tick and slot, as a `Writer` makes them.
 authors, ago = st.integers(1, 4), st.integers(0, 4)
 honest = st.one_of(
     st.builds(lambda n, ago: member(n, MEMBER_TICK - ago, f"at {ago}"), authors, ago),
     st.builds(lambda n, index, ago: notice(n, index, NOTICE_TICK - ago), authors, st.integers(0, 2), ago),
     st.builds(lambda n: beat(n), authors),
 )
-# Authors 5 and 6 tell two stories now and then.
+# Authors 5 and 6 fork now and then.
 forking = st.builds(
     lambda n, ago, story: member(n, MEMBER_TICK - ago, story),
     st.integers(5, 6),
@@ -110,7 +110,7 @@ def test_merging_is_a_join_at_length(one: list[Signed], two: list[Signed], three
 @given(st.lists(any_entry, max_size=14), st.randoms(use_true_random=False), st.integers(2, 4))
 @examples(80)
 def test_any_replicas_are_equal_once_all_have_met(items: list[Signed], rng: random.Random, num_replicas: int) -> None:
-    """Drops, duplicates, reordering and forks: each replica hears its own part, then they exchange all they have."""
+    """Drops, duplicates, reordering and forks: each replica receives its part, then they exchange everything."""
     replicas = [RunState(RUN_ID, CREATOR) for _ in range(num_replicas)]
     for replica in replicas:
         heard = [item for item in items for _ in range(rng.randint(0, 2))]
@@ -220,7 +220,7 @@ def test_expiry_leaves_what_would_be_accepted_now(items: list[Signed], steps: li
     fresh = RunState(RUN_ID, CREATOR)
     fresh.merge(everything(state), now)
     assert fresh.root == state.root
-    # the caches tell the truth: an equal state that was never expired has the same digests
+    # the caches are right: an equal state that was never expired has the same digests
     assert fresh.bucket_digests == state.bucket_digests
 
 
@@ -332,7 +332,7 @@ def test_nobody_brings_many_proofs_unasked() -> None:
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(50, 55), st.booleans()), max_size=120))
 @examples(60)
 def test_a_full_table_keeps_its_bound_and_its_digests(heard: list[tuple[int, int, bool]]) -> None:
-    """Authors and forks of authors, from six peers."""
+    """Authors, some with forks, from six peers."""
     state = RunState(RUN_ID, author_of(1), max_authors=10)
     for author, peer, is_fork in heard:
         item = fork_of(author) if is_fork else member(author, device="a")
@@ -365,7 +365,7 @@ def test_an_author_does_not_write_a_past_hour_at_once() -> None:
 
 
 def test_an_honest_author_is_never_put_off() -> None:
-    """All its slots at once, as a newcomer hears them; then a heartbeat a second, leases and where it is every five."""
+    """A newcomer gets all its slots at once; then come a heartbeat a second, and a lease and membership every five."""
     state = RunState(RUN_ID, CREATOR)
     slots = [(kind, index) for kind, rule in RULES.items() if not rule.is_metered for index in range(rule.slots)]
     assert len(slots) == 16
@@ -383,7 +383,7 @@ def lease(number: int, index: int, tick: int) -> Signed:
 
 
 def test_an_author_is_heard_as_ever_once_a_clock_that_was_fast_is_right_again() -> None:
-    """Entries of an hour at the rate that is allowed: a node that takes none of them knows nothing new of anybody."""
+    """An hour's entries at the allowed rate: if a node refused them, it would have no news of that author."""
     state = RunState(RUN_ID, CREATOR)
     first = tick_at(Kind.PROGRESS) - 2 * METERED_BURST
     state.merge(Delta((progress(1, 0, first - 1),)), NOW + 3_600)

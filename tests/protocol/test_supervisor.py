@@ -38,7 +38,7 @@ def test_out_of_memory_halves_what_is_taken_at_a_time_until_it_is_one(batch_size
 
 
 def test_a_size_from_before_is_where_the_halving_begins() -> None:
-    supervisor = Supervisor(16, microbatch=100)  # a volunteer's word, or of a run with a larger batch
+    supervisor = Supervisor(16, microbatch=100)  # set by a volunteer, or from a run with a larger batch
     supervisor.judge(*NO_MEMORY, lived=3.0)
     assert supervisor.microbatch == 8
 

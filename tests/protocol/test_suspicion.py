@@ -1,4 +1,4 @@
-"""Whose suspicions count, and how many of them."""
+"""Which suspicions count, and how many are needed."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ from farandole.protocol.training_loop import (
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SAVED = messages.Saved(0, 0, 0)
 PEERS = [bytes([number]) * 32 for number in range(1, 4)]
-# Of the machine's sums of times.
+# Rounding error of sums of times.
 ROUNDING = 1e-6
 
 
@@ -94,7 +94,7 @@ def test_every_state_can_be_reached_and_left() -> None:
 
 @dataclass
 class Trainer:
-    """One trainer process as the loop sees it; refuses what a real one could not do."""
+    """A trainer process as the loop sees it; refuses commands that a real one could not obey."""
 
     overlaps: bool
     phase: Literal["starting", "ready", "ending"] = "starting"
@@ -105,7 +105,7 @@ class Trainer:
     commanded: set[int] = field(default_factory=set)
     """Rounds whose outer step was ordered."""
     pending: list[int] = field(default_factory=list)
-    """Of these, those that are not reported."""
+    """The ones of them that are not reported."""
     fragment: int = 0
     num_saving: int = 0
     is_last_save_asked: bool = False
@@ -114,7 +114,7 @@ class Trainer:
 
     @property
     def awaits_outcome(self) -> bool:
-        """Whether the newest contribution has no outer step yet."""
+        """Return whether the newest contribution has no outer step yet."""
         return self.contributed >= 0 and self.contributed not in self.commanded
 
     def obey(self, command: messages.Command) -> None:
@@ -148,7 +148,7 @@ class Trainer:
 
 @settings(max_examples=60, stateful_step_count=40, deadline=None)
 class Walk(RuleBasedStateMachine):
-    """A node in a run with three peers, of which some answer; whatever may happen does."""
+    """A node in a run with three peers, of which some answer; any event may happen at any time."""
 
     @initialize(
         overlap=st.booleans(),
@@ -168,7 +168,7 @@ class Walk(RuleBasedStateMachine):
         self.theirs: set[bytes] = set()
         """Sessions that a peer proposed."""
         self.begins: set[bytes] = set()
-        """Peers that proposed, and were told that this node is ready."""
+        """Peers that proposed, and know that this node is ready."""
         self.rest, self.rest_since = rest, 0.0
         self.left_at: float | None = None
         self.published = TrainingState()
@@ -177,7 +177,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(num_deeds=st.integers(1, 12), end=st.sampled_from(["committed", "committed", "refused", "broken"]))
     def go_on(self, num_deeds: int, end: str) -> None:
-        """Do what usually happens next, so many times: so walks come far."""
+        """Do the usual next step ``num_deeds`` times, so that walks get far."""
         for _ in range(num_deeds):
             trainer = self.trainer
             if trainer is None:
@@ -210,7 +210,7 @@ class Walk(RuleBasedStateMachine):
             else:
                 self.wait(0.1)
 
-    # What the outputs do
+    # Effects of the outputs
 
     def handle(self, *events: Event) -> None:
         for event in events:
@@ -386,7 +386,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS), number=st.integers(0, 2**64 - 1))
     def propose(self, peer: bytes, number: int) -> None:
-        session = peer[:7] + number.to_bytes(8, "big") + bytes((number % 3,))  # no two peers draw the same
+        session = peer[:7] + number.to_bytes(8, "big") + bytes((number % 3,))  # differs between peers
         self.sessions[peer] = session
         self.theirs.add(session)
         self.begins.discard(peer)
@@ -402,7 +402,7 @@ class Walk(RuleBasedStateMachine):
         self.hear(peer, pairing.Begin(self.sessions[peer]))
 
     def hear(self, peer: bytes, *answers: pairing.Message) -> None:
-        self.now += 0.1  # so that no honest peer is taken for one that floods
+        self.now += 0.1  # so that no honest peer counts as flooding
         for answer in answers:
             self.handle(MessageReceived(peer, pairing.encode_message(answer)))
 
@@ -440,7 +440,7 @@ class Walk(RuleBasedStateMachine):
         if chance == 0:
             self.handle(event)
 
-    # What holds at any time
+    # Invariants
 
     @invariant()
     def the_state_is_that_of_the_trainer(self) -> None:
@@ -474,7 +474,7 @@ class Walk(RuleBasedStateMachine):
             assert self.now <= self.rest_since + REST_TIMEOUT + ROUNDING
 
     def teardown(self) -> None:
-        """A node that is asked to leave, and whose trainer does as it is told, is gone after its last save."""
+        """A node that is asked to leave, and whose trainer obeys, ends after its last save."""
         if not hasattr(self, "loop"):
             return
         if self.left_at is None:

@@ -13,7 +13,7 @@ def wait(watchdog: Watchdog, seconds: float) -> None:
 
 
 def asked(*step_seconds: float) -> Watchdog:
-    """Of a trainer that has answered after so many seconds each, and is asked again."""
+    """Return the watchdog of a trainer that has answered after each of these times, and is asked again."""
     watchdog = Watchdog(LEAST)
     watchdog.begin()
     for seconds in step_seconds:

@@ -19,7 +19,7 @@ PAYLOADS = {
 
 
 class Author:
-    """A writer with a disk that survives it."""
+    """A writer whose disk outlives it."""
 
     def __init__(self) -> None:
         self.mark: Mark = ()
@@ -60,7 +60,7 @@ def entry_of_past_life(now: float) -> Entry:
 )  # fmt: skip
 @settings(max_examples=150)
 def test_no_slot_and_tick_is_ever_signed_twice(steps: list[tuple[str, Kind, float]]) -> None:
-    """Whatever the clock does, however often the node dies."""
+    """Whatever the clock does, and however often the node dies."""
     author, now = Author(), NOW
     for step, kind, passed in steps:
         now += passed
@@ -138,7 +138,7 @@ def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:
 
 
 def test_past_lives_that_are_heard_of_newest_first_leave_a_mark_that_can_be_stored() -> None:
-    """The disk was lost, and others give back what was written, in whatever order."""
+    """The disk was lost, and others send back the entries, in any order."""
     heir = Author()
     for hours in range(1, 20):
         heir.writer.observe(entry_of_past_life(NOW - 3600 * hours))
@@ -161,7 +161,7 @@ def test_a_second_that_others_remember_is_in_no_mark_yet() -> None:
 def test_a_clock_that_is_set_right_leaves_its_author_heard(offset: float, is_restarted: bool) -> None:
     author = Author()
     assert author.write(Kind.BEAT, NOW)
-    author.write(Kind.BEAT, NOW + 1 + offset)  # set back, it may have to wait until the clock is right
+    author.write(Kind.BEAT, NOW + 1 + offset)  # after a step back it may have to wait
     if is_restarted:
         author.restart()
     assert author.write(Kind.BEAT, NOW + 2)

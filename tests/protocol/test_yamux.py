@@ -1,4 +1,4 @@
-"""Yamux without I/O: two machines joined by hand, and one fed whatever bytes."""
+"""Yamux without I/O: two machines connected by hand, and one fed with arbitrary bytes."""
 
 import itertools
 import struct
@@ -33,7 +33,7 @@ def encode(kind: int, flags: int, stream_id: int, length: int, data: bytes = b""
 
 
 def move(source: Yamux, target: Yamux, now: float = 0.0) -> None:
-    """Deliver all that is queued."""
+    """Deliver all queued bytes."""
     while data := source.data_to_send():
         assert len(data) <= MAX_MESSAGE_BYTES
         source.note_sent(len(data))
@@ -41,7 +41,7 @@ def move(source: Yamux, target: Yamux, now: float = 0.0) -> None:
 
 
 class Pair:
-    """Two ends of one connection, and one stream."""
+    """Two ends of one connection, with one stream."""
 
     def __init__(self) -> None:
         self.alice, self.bob = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
@@ -99,7 +99,7 @@ def test_a_window_grows_while_its_reader_keeps_up_and_never_beyond_its_bound() -
             pair.far.read(None, now=0.0)
             move(pair.bob, pair.alice)
     unread = 0
-    while pair.near.has_credit:  # nobody reads now
+    while pair.near.has_credit:  # no one reads now
         unread += pair.near.send(memoryview(bytes(60_000)))
         move(pair.alice, pair.bob)
     assert num_sent > MAX_WINDOW

@@ -1,4 +1,4 @@
-"""A node in a process of its own: ``give IP MBIT FOLDER`` or ``take ADDRESS IP MBIT FOLDER``, a checkpoint by a cap."""
+"""A node in its own process: ``give IP MBIT FOLDER`` or ``take ADDRESS IP MBIT FOLDER``, a checkpoint by a cap."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def take(address: str, ip: str, mbit: float, folder: Path) -> None:
     ):
         host.add_addresses(donor, [address])
         conditions = Conditions(host, RUN, shaping, channels)
-        while True:  # a busy machine may be too slow to answer at first
+        while True:  # a busy machine may be too slow to answer the first time
             with contextlib.suppress(PeerUnreachableError):
                 signed, index = await ask_for_index(conditions, donor, 0, 1 << 30)
                 print("taking", flush=True)

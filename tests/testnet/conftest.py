@@ -8,7 +8,7 @@ from farandole.testnet.wrong_clock import NoFaketimeError, library
 
 @pytest.fixture
 def networks() -> None:
-    """Skips the test where the NAT lab cannot be made."""
+    """Skip the test if the NAT lab cannot be created."""
     try:
         require("nft")
     except NamespaceError as error:
@@ -17,7 +17,7 @@ def networks() -> None:
 
 @pytest.fixture
 def faketime() -> None:
-    """Skips the test where clocks cannot be set."""
+    """Skip the test if clocks cannot be set."""
     try:
         library()
     except NoFaketimeError as error:

@@ -1,9 +1,9 @@
-"""A daemon that trains nothing: serves the control API and goes through its rounds, as a real one would tell it.
+"""A daemon that trains nothing: serves the control API and reports the rounds that a real daemon would.
 
     fake_node.py [--die N] [--stall N] [--stray N] [--late N] [--write N] [--pace SECONDS] join [SOURCE] --home .../NN
 
-Node N dies in its second round, or stands still in it, or never agrees with the others on the run state, begins
-where node 0 is, or writes a file each round and notes in another whether it could. A round takes SECONDS.
+Node N dies in its second round, or hangs in it, or never agrees with the others on the run state, begins at node 0's
+round, or writes a file each round and records in another file whether it could. A round takes SECONDS.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FakeNode:
                 nursery.start_soon(self.train)
                 async for _ in signals:
                     nursery.cancel_scope.cancel()
-        # Whatever it was doing: a daemon that is asked to end saves its replica first.
+        # In any state: a daemon that is asked to end saves its replica first.
         folder = NodeSettings(home=self.home).checkpoints
         folder.mkdir(exist_ok=True)
         CheckpointFolder(folder, 0).file(self.round).touch()
@@ -87,7 +87,7 @@ class FakeNode:
             (self.home / "round.new").replace(self.home / "round")
 
     def write(self) -> None:
-        """Two blocks, which a full disk refuses, and a word, for which the file there has room."""
+        """Write two blocks, which a full disk refuses, and a word, which still fits in its file."""
         try:
             (self.home / "large").write_bytes(bytes(8_192))
             self.written.append("ok")

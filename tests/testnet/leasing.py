@@ -1,8 +1,8 @@
 """Data leases under simulation: many nodes train on the slices of an epoch, die, leave and join, in virtual time.
 
-Each node is one of `farandole.testnet.simulate_state`, whose run state is really signed, pushed and synced over a bad
-network, with the leases' machine on top, and the very queue that a trainer draws from. A slice takes as long as the
-node's pace says. What each trainer trains on is counted here.
+Each node is a `farandole.testnet.simulate_state` node, whose run state is really signed, pushed and synced over a bad
+network. On top are the leases' machine and the queue from which a real trainer draws. A slice takes as long as the
+node's pace says. The slices that each trainer trains on are counted here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LeasingNode:
         self.pace = pace
         self.leases = Leases(node.author, epochs.corpus, epochs.num_slices, epochs.num_epochs, salt=node.author)
         self.is_training = True
-        """Whether its trainer works; if not, it leases and never trains."""
+        """Whether its trainer works; otherwise it leases and never trains."""
         self._epochs = epochs
         self._queue = SliceQueue(epochs.num_slices, epochs.corpus)
         self._credit = 0.0
@@ -39,7 +39,7 @@ class LeasingNode:
         epochs.world.simulation.call_every(TICK_SECONDS, self._tick)  # while the node lives
 
     def leave(self) -> None:
-        """In good order: the leases are handed over."""
+        """Leave properly: hand the leases over."""
         self._report()
         self._handle(Left())
         self._write()
@@ -83,7 +83,7 @@ class LeasingNode:
                     self._queue.assign(epoch, ranges)
 
     def _write(self) -> None:
-        """What may be written already; the newest of each slot."""
+        """Publish the leases that may be written already; only the newest of each slot."""
         for index, lease in list(self._unwritten.items()):
             if self.node.writer.delay(Kind.LEASE, index, self.node.clock.unix()) <= 0:
                 self.node.publish(Kind.LEASE, index, lease)
@@ -92,28 +92,28 @@ class LeasingNode:
 
 @dataclass
 class Epochs:
-    """A run of ``num_epochs`` of ``num_slices`` each, in a world whose nodes are settled already."""
+    """A run of ``num_epochs`` of ``num_slices`` each, in a world whose nodes are already connected."""
 
     world: World
     num_slices: int
     num_epochs: int = 1
     corpus: bytes = CORPUS
     paces: tuple[float, float] = (0.5, 5.0)
-    """Slices a second, of the slowest and the fastest node."""
+    """Slices per second of the slowest and of the fastest node."""
     counts: list[Counter[int]] = field(default_factory=list)
-    """Epoch -> slice -> how often it was trained on."""
+    """Epoch -> slice -> number of times that it was trained on."""
     nodes: list[LeasingNode] = field(default_factory=list)
     proven: set[bytes] = field(default_factory=set)
-    """Authors that have exchanged with all others: those that train, unless a test says otherwise."""
+    """Authors that have exchanged with all others: the ones that train, unless a test changes this."""
     speeds: dict[bytes, float] = field(default_factory=dict)
-    """What each signs of itself."""
+    """Author -> the speed that it signs."""
 
     def __post_init__(self) -> None:
         self.counts = [Counter() for _ in range(self.num_epochs)]
         self._rng = random.Random(f"{self.world.simulation.seed} paces")
 
     def begin(self, node: SimulatedNode, pace: float | None = None) -> LeasingNode:
-        """A node begins to train."""
+        """Let a node begin to train."""
         leasing = LeasingNode(self, node, self._rng.uniform(*self.paces) if pace is None else pace)
         self.nodes.append(leasing)
         self.proven.add(node.author)
@@ -121,13 +121,13 @@ class Epochs:
         return leasing
 
     def join(self, preparation: float = 10.0) -> None:
-        """A newcomer syncs its run state, and trains when it has got its weights."""
+        """Add a newcomer: it syncs its run state, and trains once it has the weights."""
         node = self.world.add_node()
         node.start(self.world.contacts())
         self.world.simulation.call_after(preparation, lambda: self.begin(node) if node.is_running else None)
 
     def replace(self, *, leaves: bool) -> None:
-        """One node dies, or leaves in good order, and another one joins."""
+        """Let one node die, or leave properly, and another one join."""
         leasing = self.world.simulation.rng.choice(self.living)
         if leaves:
             leasing.leave()
@@ -138,25 +138,25 @@ class Epochs:
 
     @property
     def living(self) -> list[LeasingNode]:
-        """Those whose node runs."""
+        """Return the nodes that run."""
         return [leasing for leasing in self.nodes if leasing.node.is_running]
 
     @property
     def is_over(self) -> bool:
-        """Whether all living nodes know that it is."""
+        """Return whether all living nodes know that the epochs are over."""
         return all(leasing.leases.is_over for leasing in self.living)
 
     def play(self, seconds: float) -> float:
-        """Until it is over, or for so long; virtual seconds that it took."""
+        """Run until the epochs are over, or for ``seconds``; return the virtual seconds that it took."""
         began_at = self.world.simulation.now
         is_over = self.world.simulation.at_most_every(TICK_SECONDS, lambda: self.is_over)
         self.world.simulation.run_until(began_at + seconds, is_over)
         return self.world.simulation.now - began_at
 
     def missed(self, epoch: int = 0) -> int:
-        """Slices that nobody trained on."""
+        """Return the number of slices that no node trained on."""
         return self.num_slices - len(self.counts[epoch])
 
     def mean(self, epoch: int = 0) -> float:
-        """How often a slice was trained on."""
+        """Return how many times a slice was trained on, on average."""
         return self.counts[epoch].total() / self.num_slices

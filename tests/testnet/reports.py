@@ -1,4 +1,4 @@
-"""Reports of plays that nobody has played."""
+"""Invented reports of plays."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ PASSED = PlayReport(
 
 
 def node(index: int, tokens: int = 1_000, **fields: object) -> NodeReport:
-    """In a hundred seconds."""
+    """Return the report of a node that ran for a hundred seconds."""
     silent = node_report(NodeRecord(index, f"peer {index}"), is_alive=True)
     return msgspec.structs.replace(silent, tokens=tokens, given_seconds=100.0, **fields)

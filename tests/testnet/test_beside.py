@@ -86,7 +86,7 @@ def test_a_spread_that_stays_is_seen() -> None:
 
 
 def code_of_play_beside(report: PlayReport, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of a scenario of this name beside the clean one, where the play comes out as this report."""
+    """Return the exit code of a play whose result is ``report``, compared with the clean one by ``--beside``."""
 
     async def play(testnet: Testnet) -> PlayReport:
         await trio.lowlevel.checkpoint()

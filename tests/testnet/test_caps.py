@@ -1,4 +1,4 @@
-"""Whether caps hold where a provider would count: at the network devices of two nodes in namespaces of their own."""
+"""Caps hold where a provider would measure: at the network devices of two nodes, each in its own namespace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def places() -> Iterator[list[Location]]:
 
 @contextmanager
 def node(place: Location, *arguments: str) -> Iterator[str]:
-    """A node in a place, until the block ends; what it says first."""
+    """Run a node in a place until the block ends; yield its first line of output."""
     command = [*place.enter, sys.executable, "-m", "tests.testnet.capped_node", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
@@ -46,14 +46,14 @@ def node(place: Location, *arguments: str) -> Iterator[str]:
 
 
 def count(place: Location, column: int) -> int:
-    """Bytes of packets so far, with all their headers, at the place's device."""
+    """Return the bytes of all packets at the place's device until now, with all headers."""
     table = subprocess.run([*place.enter, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True).stdout
     line = next(line for line in table.splitlines() if line.strip().startswith("link:"))
     return int(line.partition(":")[2].split()[column])
 
 
 def measure(places: list[Location], tmp_path: Path, seconds: float, *, caps_upload: bool) -> tuple[float, float]:
-    """The least and the greatest rate that the capped node's device may have had, Mbit/s."""
+    """Return the least and the greatest possible rate of the capped node's device, Mbit/s."""
     near, far = places
     up, down = (MBIT, 0.0) if caps_upload else (0.0, MBIT)
     capped, column = (near, _SENT) if caps_upload else (far, _RECEIVED)
@@ -76,7 +76,7 @@ def measure(places: list[Location], tmp_path: Path, seconds: float, *, caps_uplo
 
 @pytest.mark.parametrize("caps_upload", [True, False], ids=["upload", "download"])
 def test_a_cap_is_not_exceeded_at_the_device(places: list[Location], tmp_path: Path, caps_upload: bool) -> None:
-    """A busy machine may make it slower; nothing may make it faster."""
+    """A busy machine may make the transfer slower; nothing may make it faster."""
     at_least, _ = measure(places, tmp_path, 4.0, caps_upload=caps_upload)
     assert 0 < at_least <= 1.1 * MBIT
 

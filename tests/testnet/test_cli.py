@@ -7,7 +7,7 @@ import pytest
 
 from farandole.node.base.exits import Exit
 
-# What takes more than the tenth of a second that a person waits for help.
+# Modules that take longer than the tenth of a second in which help must appear.
 HEAVY = {"torch", "libp2p", "numpy", "trio", "cryptography", "transformers", "zeroconf", "asyncio"}
 
 
@@ -25,7 +25,7 @@ def test_help_and_settings_need_nothing_heavy(line: str) -> None:
     assert result.stderr.splitlines()[-1] == "[]"
 
 
-# A command of the testnet's that has something to end.
+# A testnet command that has to clean up when it ends.
 WAITING = """
 import time
 from farandole.node.cli import main

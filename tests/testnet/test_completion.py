@@ -1,4 +1,4 @@
-"""The shells complete commands, options and choices, by the script that `farandole --show-completion` gives them."""
+"""The shells complete commands, options and choices, by the script of `farandole --show-completion`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real nodes with faults of all kinds, at random and by their clocks."""
+"""Real nodes with faults of all kinds, at random times and of their clocks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def scenario(name: str, **settings: Any) -> Scenario:
     return parse_scenario(
         {
             "run": {**RUN, "name": name},
-            # More than any machine takes: the plays end when the nodes have averaged again after the last fault.
+            # Longer than any machine needs: the plays end when the nodes have averaged again after the last fault.
             "rounds": 256,
             "exchanges_after_faults": 2,
-            "step_seconds": 0.25,  # nodes leave the processors to each other
+            "step_seconds": 0.25,  # leaves processor time to the other nodes
             "timeout": 480.0,
-            "checkpoint_seconds": 15.0,  # a newcomer on a busy machine takes long to fetch one
+            "checkpoint_seconds": 15.0,  # a newcomer on a busy machine needs time to fetch one
             "wedged_after": 240.0,  # on a busy machine six starts take long
             "settle_timeout": 90.0,
             "max_loss_merged": 4.5,
@@ -47,7 +47,7 @@ def scenario(name: str, **settings: Any) -> Scenario:
 
 @pytest.mark.usefixtures("networks", "faketime")
 async def test_whatever_befalls_six_nodes_they_train_on_and_agree(tmp_path: Path) -> None:
-    """The small sister of the scenario chaos: nobody dies or is wedged, all train again, and all know the same."""
+    """A small version of the scenario chaos: no node dies or hangs, all train again, and all have the same state."""
     chaos = scenario(
         "chaos",
         nodes=6,
@@ -62,7 +62,7 @@ async def test_whatever_befalls_six_nodes_they_train_on_and_agree(tmp_path: Path
 
 
 class ClockView(SilentView):
-    """Knows when so many clocks are wrong."""
+    """Sets an event once ``number`` clocks are wrong."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ async def status_of(home: Path) -> NodeStatus:
 
 @pytest.mark.usefixtures("faketime")
 async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_right(tmp_path: Path) -> None:
-    """Three of six: an hour fast and 1 % too fast, an hour slow, a month slow."""
+    """Three clocks of six: an hour fast and 1 % too fast, an hour slow, a month slow."""
     wrong = [(3, HOUR, 0.01), (4, -HOUR, 0.0), (5, -MONTH, 0.0)]
     faults = [
         {"kind": "set_clock", "nodes": [node], "after_start": 3.0, "duration": 20.0, "offset": offset, "drift": drift}
@@ -93,7 +93,7 @@ async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_
     async with trio.open_nursery() as nursery:
 
         async def agree() -> None:
-            """Those whose clocks are right, while the others' are not: among themselves, and without the others."""
+            """Wait until the nodes with right clocks agree with each other, while the others' clocks are wrong."""
             await view.are_wrong.wait()
             with trio.fail_after(60):
                 while True:

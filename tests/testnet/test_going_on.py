@@ -1,4 +1,4 @@
-"""What `make soak` shows of consolidated models: the mean is better than its parts; a run goes on, cut otherwise."""
+"""Checks of `make soak` on consolidated models: the mean is better than its parts; a run goes on in other stages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_the_mean_of_a_demos_replicas_is_better_than_these(tmp_path: Path)
         merged = validation_loss(read_folder(tmp_path / f"mean of {count}"), num_batches=NUM_BATCHES)
         print(f"\nmean of {count}: {merged:.4f}; replicas: {', '.join(f'{loss:.4f}' for loss in losses)}")
     assert merged < sum(losses) / len(losses)
-    assert sum(merged < loss for loss in losses) >= 6  # of eight; in so short a run some are farther than others
+    assert sum(merged < loss for loss in losses) >= 6  # of eight; in such a short run some replicas lag behind
 
 
 def _round_of(path: Path) -> int:
@@ -56,14 +56,14 @@ def _round_of(path: Path) -> int:
 
 
 async def farandole(*arguments: object) -> None:
-    """A command in a process of its own, which must end well."""
+    """Run a command in its own process, which must exit with code 0."""
     command = [sys.executable, "-m", "farandole.node", *map(str, arguments)]
     result = await trio.run_process(command, check=False, capture_stdout=True, capture_stderr=True)
     assert result.returncode == Exit.OK, (result.stdout + result.stderr).decode()
 
 
 async def play(folder: Path, manifest: Path, num_nodes: int, rounds: int, to: Path, start: Sequence[str] = ()) -> None:
-    """Run so many nodes until the first has taken part in so many rounds, pull the model, and end them all."""
+    """Run ``num_nodes`` nodes until the first has had ``rounds`` rounds, pull the model, and end them all."""
     join = ("join", "--no-mdns", "--heartbeat-seconds", "1", "--checkpoint-seconds", "3")
     run_id = decode_manifest(await trio.Path(manifest).read_bytes())[1].run_id
     async with contextlib.AsyncExitStack() as stack:
@@ -92,14 +92,14 @@ async def play(folder: Path, manifest: Path, num_nodes: int, rounds: int, to: Pa
 
 
 async def drain(daemon: Daemon) -> None:
-    """So that it never waits for somebody to read what it says."""
+    """Read all output, so that the process never blocks on it."""
     assert daemon.process.stdout is not None
     while await daemon.process.stdout.receive_some():
         pass
 
 
 def first_loss(folder: Path) -> float:
-    """The held-out loss with which the first of a run's nodes has begun, by their logs, whose lines have times."""
+    """Return the held-out loss at which the first node of a run began, from the logs, whose lines have times."""
     lines = [line for log in folder.glob("*/log") for line in log.read_text().splitlines()]
     return float(min(line for line in lines if "have a held-out loss of" in line).split()[-1])
 

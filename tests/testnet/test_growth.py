@@ -7,7 +7,7 @@ from farandole.testnet.growth import WARM_UP, Samples
 
 
 def life(hours: float, leak: float) -> Samples:
-    """A minute between two statuses; memory that grows by a share an hour, after a warm-up in which it doubles."""
+    """Return samples a minute apart; after a warm-up in which memory doubles it grows by ``leak`` an hour."""
     samples = Samples()
     for second in range(0, int(3_600 * hours), 60):
         cold = max(0.0, 1 - second / WARM_UP)

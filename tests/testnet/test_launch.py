@@ -102,13 +102,13 @@ async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> N
     assert report.reasons == []
     first, _, killed, late, left = report.nodes
     assert (first.restarts, first.rounds, first.died) == (1, 40, False)
-    # What the first life did between its last status and its death nobody knows.
+    # The exchanges of the first process between its last status and its death are unknown.
     assert 1 <= first.exchanges_ok <= 40
     assert [node.is_alive for node in report.nodes] == [True, True, False, True, False]
     assert (killed.died, left.died) == (False, False)
     assert killed.rounds < 40
     assert late.rounds == 40
-    # Back in its folder a node needs no invite; a late one is invited by those who live.
+    # Back in its folder a node needs no invite; a late one is invited by living nodes.
     assert (tmp_path / "nodes" / "00" / "sources").read_text().split()[1:] == ["None"]
     said = " ".join(report.events)
     for words in ("kill -9 node 0", "starting node 0 again", "freezing node 1", "kill -9 node 2", "node 3 joins late"):
@@ -117,7 +117,7 @@ async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> N
 
 async def test_however_late_faults_come_training_goes_on_after_them_and_the_nodes_pause(tmp_path: Path) -> None:
     faults = [
-        # Once all have been seen to train: on a busy machine the first may be far ahead by then.
+        # Once all have been seen training: on a busy machine the first may be far ahead by then.
         {"kind": "restart", "nodes": [1], "after_start": 0.5, "duration": 0.1},
         {"kind": "freeze", "nodes": [2], "after_start": 1.0, "duration": 0.1},
     ]
@@ -158,7 +158,7 @@ async def test_nothing_befalls_a_node_before_it_has_been_started(tmp_path: Path)
     with trio.fail_after(PATIENCE):
         report = await testnet(scenario(rounds=40, start_interval=0.3, fault=[restart]), tmp_path).play()
     assert report.reasons == []
-    assert (tmp_path / "nodes" / "02" / "sources").read_text().split()[-1] == "None"  # as one that was here before
+    assert (tmp_path / "nodes" / "02" / "sources").read_text().split()[-1] == "None"  # as for an earlier member
     assert not is_up(tmp_path / "nodes" / "02")
 
 
@@ -202,7 +202,7 @@ async def test_a_launcher_that_is_killed_leaves_no_nodes_behind(tmp_path: Path) 
 
 
 async def start_play(tmp_path: Path, *, task_status: Any) -> None:
-    """Two endless fake nodes, played by a process of its own; started once both nodes answer."""
+    """Play two endless fake nodes in a separate process; started once both nodes answer."""
     path = tmp_path / "endless.toml"
     path.write_text("nodes = 2\nrounds = 256\nmin_partners = 1\n[run]\nname = 'endless'\nmodel = 'tiny'\n")
     command = [sys.executable, str(PLAY), str(path), str(tmp_path / "out")]

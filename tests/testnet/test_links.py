@@ -1,4 +1,4 @@
-"""Links between namespaces, with plain sockets in processes of their own. A link is never faster than it says."""
+"""Links between namespaces, with plain sockets in separate processes. A link is never faster than configured."""
 
 from __future__ import annotations
 

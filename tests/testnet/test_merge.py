@@ -66,7 +66,7 @@ def test_the_mean_is_better_than_the_start(replicas: dict[Path, Learner], tmp_pa
 
 
 def test_a_model_in_stages_is_put_together_again(replicas: dict[Path, Learner], tmp_path: Path) -> None:
-    """Each replica's checkpoint in two parts, as if two nodes held them."""
+    """Each replica's checkpoint is in two parts, as if two nodes held them."""
     parts = []
     for path in replicas:
         tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""Fake nodes in the homes of the NAT lab: they live there, and what befalls their homes is told."""
+"""Fake nodes in the homes of the NAT lab: they run there, and events of their homes are reported."""
 
 from __future__ import annotations
 

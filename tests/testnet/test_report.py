@@ -138,7 +138,7 @@ def test_problems_outside_the_nodes_come_first() -> None:
     ],
 )
 def test_an_exchange_is_measured_by_its_line(seconds: list[float], failed: int, reason: str | None) -> None:
-    """A megabyte at 5 Mbit/s, with 200 ms there and back."""
+    """A megabyte at 5 Mbit/s, with a round trip of 200 ms."""
     line = {"kind": "open", "up_mbit": 5, "down_mbit": 20, "delay_ms": 50}
     slow = node(0, exchange_seconds=seconds, exchange_bytes=1_000_000, exchanges_failed=failed)
     good = [node(index, exchange_seconds=[2.0], exchange_bytes=1_000_000) for index in (1, 2)]

@@ -1,4 +1,4 @@
-"""Whole epochs of many nodes that come and go, in virtual time; what counts is what the trainers drew."""
+"""Whole epochs of many nodes that come and go, in virtual time; only slices that trainers drew count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_MEAN = 1.1
 def epochs_of(
     seed: int, num_nodes: int, seconds: float, *, base_period: float = 2.0, num_slices: int | None = None
 ) -> Epochs:
-    """About ``seconds`` of work for these nodes, who all begin at once."""
+    """Return epochs with about ``seconds`` of work for these nodes, which all begin at once."""
     world = World(seed, num_nodes, loss=0.03, base_period=base_period)
     world.settle()
     epochs = Epochs(world, num_slices or int(num_nodes * 2.75 * seconds))
@@ -30,7 +30,7 @@ def epochs_of(
 
 
 def replace_a_third(epochs: Epochs, seconds: float) -> None:
-    """One after the other; two in three die, the third leaves."""
+    """Replace a third of the nodes, one after the other; two in three die, the third leaves."""
     number = len(epochs.world.nodes) // 3
     for index in range(number):
         at = seconds * (0.1 + 0.8 * index / number)
@@ -51,7 +51,7 @@ def test_a_third_of_the_nodes_is_replaced_in_an_epoch(seed: int) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("num_nodes", "seconds", "num_seeds"), [(24, 200.0, 10), (100, 400.0, 2), (300, 300.0, 1)])
 def test_a_third_of_many_nodes_is_replaced_in_an_epoch(num_nodes: int, seconds: float, num_seeds: int) -> None:
-    """Prints its figures. The largest takes ten minutes: every node hears of every lease, in one process."""
+    """Prints its figures. The largest case takes ten minutes: every node hears of every lease, in one process."""
     for seed in range(num_seeds):
         epochs = epochs_of(seed, num_nodes, seconds, base_period=10.0)
         replace_a_third(epochs, seconds)
@@ -90,7 +90,7 @@ def test_one_after_the_other_two_epochs_and_nobody_mixes_them_up() -> None:
 
 
 def test_a_million_slices_of_which_one_node_never_does_its_own() -> None:
-    """Fast nodes; one leases, lives and never trains."""
+    """The nodes are fast; one leases, lives and never trains."""
     world = World(3, 4, base_period=2.0)
     world.settle()
     epochs = Epochs(world, 1_000_000, paces=(4_000.0, 8_000.0))
@@ -106,7 +106,7 @@ def test_a_million_slices_of_which_one_node_never_does_its_own() -> None:
 
 
 class Liar:
-    """Says whatever may do harm, every few seconds, and trains on nothing."""
+    """Publishes anything harmful, every few seconds, and trains on nothing."""
 
     def __init__(self, epochs: Epochs, node: SimulatedNode) -> None:
         self._sections = Sections(epochs.num_slices)
@@ -124,8 +124,8 @@ class Liar:
         num_slices, largest = self._sections.num_slices, self._sections.num_slices // MAX_SHARE
         firsts = [self._rng.randrange(num_slices - largest) for _ in range(2)]
         lies = (
-            Lease(0, CORPUS, (LeasedSlices(0, num_slices, 0), LeasedSlices(0, num_slices, num_slices))),  # all is mine
-            Lease(0, CORPUS, tuple(LeasedSlices(first, largest, 0) for first in firsts)),  # what others have, too
+            Lease(0, CORPUS, (LeasedSlices(0, num_slices, 0), LeasedSlices(0, num_slices, num_slices))),  # all slices
+            Lease(0, CORPUS, tuple(LeasedSlices(first, largest, 0) for first in firsts)),  # also others' slices
             Lease(2**31 - 1, CORPUS),
             Lease(1, CORPUS),
         )
@@ -150,7 +150,7 @@ def test_two_liars_among_eight_cost_the_others_little(seed: int) -> None:
 
 
 class EndsEpochs(Liar):
-    """Says that whole leases are done which it has never held, that all is done, and that the epochs are over."""
+    """Claims that leases which it never held are done, that all slices are done, and that the epochs are over."""
 
     def _leases(self) -> Lease:
         largest = self._sections.num_slices // MAX_SHARE
@@ -160,7 +160,7 @@ class EndsEpochs(Liar):
 
 
 def end_epochs(epochs: Epochs, num_liars: int, *, are_met: bool = False) -> None:
-    """Liars join; ``are_met``: they have exchanged with everybody, and sign the greatest speed that there is."""
+    """Let liars join; ``are_met``: they have exchanged with all nodes, and sign the greatest possible speed."""
     for _ in range(num_liars):
         node = epochs.world.add_node()
         node.start(epochs.world.contacts())
@@ -172,7 +172,7 @@ def end_epochs(epochs: Epochs, num_liars: int, *, are_met: bool = False) -> None
 
 @pytest.mark.parametrize(("num_honest", "num_liars", "seconds"), [(4, 1, 60.0), (4, 9, 60.0), (31, 2, 20.0)])
 def test_who_was_never_met_ends_no_epoch(num_honest: int, num_liars: int, seconds: float) -> None:
-    """One liar among four ended it within 22 seconds, whatever its length, where everybody was believed."""
+    """One liar among four, if every author was believed, ended an epoch of any length within 22 seconds."""
     epochs = epochs_of(1, num_honest, seconds)
     end_epochs(epochs, num_liars)
     took = epochs.play(1_200.0)

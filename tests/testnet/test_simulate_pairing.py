@@ -17,7 +17,7 @@ MAX_DEVIATION = 5.0
 
 
 def chi_square(pairs: Counter[frozenset[bytes]], num_nodes: int) -> float:
-    """How far the counts of the pairs are from uniform, in standard deviations of a chi-square variable."""
+    """Return the distance of the pairs' counts from uniform, in standard deviations of a chi-square variable."""
     num_pairs = num_nodes * (num_nodes - 1) // 2
     expected = pairs.total() / num_pairs
     met = sum((count - expected) ** 2 / expected for count in pairs.values())

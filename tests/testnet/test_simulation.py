@@ -1,4 +1,4 @@
-"""The simulator keeps a network's promises, and no more than those."""
+"""The simulator keeps a network's promises, and only those."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALICE, BOB, CAROL = b"alice", b"bob", b"carol"
 
 
 def echoing_trio(seed: int, loss: float = 0.2) -> Simulation:
-    """Three nodes that pass messages on to a random other for ten seconds."""
+    """Return three nodes that forward messages to a random other node for ten seconds."""
     simulation = Simulation(seed)
     network = Network(simulation, loss=loss, duplicates=0.1)
     names = [ALICE, BOB, CAROL]

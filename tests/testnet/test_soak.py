@@ -1,4 +1,4 @@
-"""Testnets of real daemons, many times over: what ``make soak`` is for. Each prints its figures."""
+"""Repeated testnets of real daemons, for ``make soak``. Each prints its figures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from farandole.testnet.launch import Testnet
 from farandole.testnet.report import PlayReport
 from farandole.testnet.scenario import load_scenario, parse_scenario
 
-# FARANDOLE_SOAK_STARTS=20 for a shorter evening.
+# FARANDOLE_SOAK_STARTS=20 for a shorter run.
 NUM_STARTS = int(os.environ.get("FARANDOLE_SOAK_STARTS", "100"))
 
-# Those that no page prints; the others are typed by tests/documents/test_long.py.
+# Scenarios that no page prints; the others are run by tests/documents/test_long.py.
 PLAYED_HERE = ("stages-unequal", "stages-unequal-pinned", "hour")
 
 
 class Quiet:
-    """Nobody watches."""
+    """A view without output."""
 
     def say(self, text: str) -> None: ...
 
@@ -88,7 +88,7 @@ async def test_eight_nodes_start_and_none_is_wedged(start: int, tmp_path: Path) 
 @pytest.mark.soak
 @pytest.mark.parametrize(("nodes", "stages"), [(8, 4), (9, 3)])
 async def test_stages_learn_as_well_as_the_whole_model(nodes: int, stages: int, tmp_path: Path) -> None:
-    """The same model whole at as many nodes as have drawn the data, on as many tokens."""
+    """Compare with the uncut model at as many nodes as have drawn the data, trained on as many tokens."""
     staged = load_scenario("stages", nodes=nodes, stages=stages)
     report = await Testnet(staged, tmp_path / "stages", Quiet()).play()
     print(f"\n{figures(report)}")

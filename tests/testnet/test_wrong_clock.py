@@ -29,7 +29,7 @@ def test_a_clock_is_set_while_its_process_runs_and_time_outs_do_not_move(tmp_pat
         assert process.stdout is not None
 
         def is_off_by(offset: float) -> bool:
-            """Whether its clock is; its monotonic one is ours."""
+            """Return whether the process's clock is off by ``offset``, and its monotonic clock is right."""
             assert process.stdin is not None
             assert process.stdout is not None
             before = time.time(), time.monotonic()
@@ -42,7 +42,7 @@ def test_a_clock_is_set_while_its_process_runs_and_time_outs_do_not_move(tmp_pat
         for offset in (3_600.0, -30 * 86_400.0, 0.0):
             set_clock(tmp_path, offset)
             deadline = time.monotonic() + PATIENCE
-            while not is_off_by(offset):  # until the file is read again
+            while not is_off_by(offset):  # until it has read the file again
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""How long it takes from one place to another, with plain sockets in processes of their own."""
+"""Transfer times from one place to another, with plain sockets in separate processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(answered_at - started_at, time.monotonic() - answered_at)
 
 
 def measure(near: Location, far: Location) -> tuple[float, float]:
-    """Seconds of a round trip, and of `SIZE` bytes from near to far."""
+    """Return the seconds of a round trip, and of sending `SIZE` bytes from ``near`` to ``far``."""
     with subprocess.Popen([*far.enter, sys.executable, "-c", _SERVER], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         server.stdout.readline()

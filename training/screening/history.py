@@ -11,7 +11,7 @@ import msgspec
 MAX_PEERS = 2_048
 # Numbers of one series: a rule that wants more of the past keeps a running mean.
 MAX_NUMBERS = 64
-# Series of one peer, or of everybody: one for each of 64 fragments, and a handful.
+# Number of series of one peer, or of all peers together: one for each of 64 fragments, and a handful.
 MAX_SERIES = 80
 # Of all peers, encoded: rules keep a handful of numbers of most, and 2,048 x 16 x 64 of 9 bytes would be 18 MiB.
 MAX_BYTES = 32 * 1024 * 1024
@@ -41,7 +41,7 @@ class History:
 
     @property
     def series(self) -> dict[str, list[float]]:
-        """All of it."""
+        """Return all series, by name."""
         return {name: list(numbers) for name, numbers in self._series.items()}
 
 
@@ -52,7 +52,7 @@ class Histories:
         self._of: OrderedDict[bytes, History] = OrderedDict()
 
     def of(self, peer: bytes) -> History:
-        """The history of a peer by its key, which thereby counts as met now. b"" is not a peer: all of them."""
+        """Return the history of a peer by its key, and count it as met now. b"" stands for all peers together."""
         history = self._of.setdefault(peer, History())
         self._of.move_to_end(peer)
         while len(self._of) > MAX_PEERS:
@@ -60,13 +60,13 @@ class Histories:
         return history
 
     def encode(self) -> bytes:
-        """All of it, for a file; empty if nothing is remembered. At most `MAX_BYTES`."""
+        """Encode all histories for a file; empty if nothing is remembered. At most `MAX_BYTES`."""
         kept = [(peer, history.series) for peer, history in self._of.items() if history.series]
         return msgspec.msgpack.encode(kept) if kept else b""
 
     @classmethod
     def decode(cls, raw: bytes) -> Histories:
-        """What `encode` gave. Raises `ValueError` if it is anything else."""
+        """Decode the result of `encode`. Raises `ValueError` if ``raw`` is anything else."""
         histories = cls()
         for peer, series in msgspec.msgpack.decode(raw, type=_Saved):
             history = histories.of(peer)

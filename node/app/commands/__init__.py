@@ -1,1 +1,1 @@
-"""What each of ``farandole``'s commands does, a file for each group; `farandole.node.cli` names them."""
+"""The commands of ``farandole``, a file for each group; `farandole.node.cli` names them."""

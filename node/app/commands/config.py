@@ -19,7 +19,7 @@ from .output import print_json
 
 config_app = typer.Typer(help="Settings: a file of them, and where each value comes from.", no_args_is_help=True)
 
-# As click calls them.
+# By click's names for them.
 _SOURCES: Final = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 
 
@@ -104,7 +104,7 @@ def _print_table(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
 
 
 def _stray_variables(environment: Mapping[str, str]) -> list[str]:
-    """A line for each variable that looks like a setting and is none: nobody reads it."""
+    """Return a line for each variable with the settings' prefix that is not a setting, and so has no effect."""
     known = {HOME_VARIABLE, CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS)}
     stray = sorted(name for name in environment if name.startswith(VARIABLE_PREFIX) and name not in known)
     near = {name: difflib.get_close_matches(name, known, n=1) for name in stray}

@@ -1,4 +1,4 @@
-"""What several commands do for a caller: JSON, a node's status, a manifest."""
+"""Common parts of commands: JSON output, a node's status, a manifest."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 def print_json(value: object) -> None:
-    """Readable JSON on standard output; what JSON has no type for, such as a path, as a string."""
+    """Print readable JSON on standard output; values without a JSON type, such as paths, become strings."""
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
 def say_warnings(warnings: Iterable[str]) -> None:
-    """Print warnings on standard error, where they spoil no script's input."""
+    """Print warnings on standard error, so that scripts do not read them as results."""
     for warning in warnings:
         typer.secho(f"warning: {warning}", fg=typer.colors.YELLOW, err=True)
 
 
 def print_answer(as_json: bool, value: object, text: str) -> None:
-    """Print ``value`` as JSON, for scripts, or ``text``, for people."""
+    """Print ``value`` as JSON, for scripts, or ``text``, for users."""
     print_json(value) if as_json else typer.echo(text)
 
 
 def node_status(home: Path) -> NodeStatus:
-    """What the node that runs in this home folder says of itself; `NoNodeError` if none does."""
+    """Return the status of the node that runs in this home folder; raise `NoNodeError` if none does."""
     import msgspec
 
     from ...base.control import call
@@ -45,7 +45,7 @@ def node_status(home: Path) -> NodeStatus:
 
 
 def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:
-    """A manifest file, checked; `ManifestError` if it cannot be read or is not valid."""
+    """Read and check a manifest file; raise `ManifestError` if it cannot be read or is not valid."""
     from farandole.protocol.manifest import decode_manifest
 
     try:
@@ -56,7 +56,7 @@ def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:
 
 
 def write_manifest(path: Path, signed: SignedManifest) -> None:
-    """Write a manifest file; `ManifestError` if that cannot be done."""
+    """Write a manifest file; raise `ManifestError` on failure."""
     try:
         path.write_bytes(signed.encode())
     except OSError as error:
@@ -64,7 +64,7 @@ def write_manifest(path: Path, signed: SignedManifest) -> None:
 
 
 def split_source(source: str | None) -> tuple[str | None, Path | None]:
-    """What was given to ``join``: an invite, checked here so that a slip is told at once, or a manifest file."""
+    """Return the argument of ``join`` as an invite or a manifest file, checked here so that a mistake shows at once."""
     from farandole.protocol.invite import decode_invite, is_invite
 
     if source is None:

@@ -1,4 +1,4 @@
-"""Downloads as people watch them: a bar each on a terminal, lines of what happened."""
+"""Progress of downloads: a bar for each on a terminal, and lines for events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, FetchProgress], None]]]:
-    """What says a line, and what shows how far a named download is, on standard error as long as the block runs."""
+    """Yield two functions for standard error, to use in the block: print a line, show a named download's progress."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[how]}"))
     bars: dict[str, TaskID] = {}

@@ -1,4 +1,4 @@
-"""``farandole service``: a node that begins with the machine and is started again when it fails."""
+"""``farandole service``: a node that starts with the machine and is restarted when it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .output import split_source
 
 service_app = typer.Typer(help="Keep a node running by the machine's own service manager.", no_args_is_help=True)
 
-# Of a manager's command; stopping waits for the node to leave in good order.
+# Timeout of a manager's command; stopping waits until the node has left properly.
 _TIMEOUT: Final = STOP_SECONDS + 30.0
 
 Name = Annotated[str, typer.Option("--name", help="Of the service, where several nodes run on one machine.")]
@@ -117,7 +117,7 @@ def service_logs(
 
 
 def manager_here() -> Manager:
-    """The service manager of this kind of machine. Raises `ServiceError` where farandole knows none."""
+    """Return the service manager of this kind of machine. Raises `ServiceError` if farandole knows none."""
     if sys.platform == "darwin":
         return Launchd()
     if sys.platform == "linux":
@@ -126,7 +126,7 @@ def manager_here() -> Manager:
 
 
 def _sources(sources: Sequence[str] | None, as_relay: bool) -> list[str]:
-    """Invites, and a manifest by its absolute path; checked here, where somebody reads what is wrong."""
+    """Return invites, and a manifest as its absolute path; checked here, where a user sees the error."""
     checked = [split_source(source) for source in sources or []]
     if len(checked) > 1 and not as_relay:
         raise ServiceError("a node joins one run; a service of another --home joins another")
@@ -146,7 +146,7 @@ def _run(commands: Sequence[Command], *, must_succeed: bool = True) -> None:
 
 
 def _show(command: Command) -> int:
-    """Let a command speak for itself; its exit code."""
+    """Run a command with its output on the terminal; return its exit code."""
     try:
         return subprocess.call(command)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``farandole status`` and ``farandole peers``: what the node that runs here says of itself."""
+"""``farandole status`` and ``farandole peers``: the status of the node that runs here."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def dashboard(
     from ...base.settings import NodeSettings
     from ...ui.dashboard.place import find_place
 
-    node_status(home)  # or the error that says that no node runs here
+    node_status(home)  # raises an error if no node runs here
     place = find_place(NodeSettings(home=home).dashboard_place)
     if place is None:
         raise FarandoleError("this node serves no page: it was started with --no-dashboard, or is just starting")
@@ -107,7 +107,7 @@ def dashboard(
 
 
 def _first_of(source: Path) -> NodeStatus:
-    """The first status that comes. Raises `FarandoleError` if none does."""
+    """Return the first status that arrives. Raises `FarandoleError` if none does."""
     from threading import Event
 
     from farandole.protocol.errors import FarandoleError
@@ -124,7 +124,7 @@ def _first_of(source: Path) -> NodeStatus:
 
 
 def _watch_json(home: Path, is_interrupted: Event) -> None:
-    """One line a second: a stream for scripts. A node that was there may go away, and come back."""
+    """Print one line a second, a stream for scripts. A node that was there may go away, and come back."""
     from farandole.protocol.errors import FarandoleError
 
     from ...base.control import call
@@ -144,7 +144,7 @@ def _watch_json(home: Path, is_interrupted: Event) -> None:
 
 
 def _watch(home: Path, source: Path | None, is_interrupted: Event) -> None:
-    """On the whole screen if there is one, else what happens, line by line."""
+    """Show the status on the whole screen if there is one, otherwise print events line by line."""
     from ...ui.watch.feed import HomeFeed, LinesFeed
     from ...ui.watch.terminal import has_screen, keys_from_terminal
 

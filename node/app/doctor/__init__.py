@@ -1,1 +1,1 @@
-"""``farandole doctor``: what keeps this machine from joining a run, found step by step, with a remedy each."""
+"""``farandole doctor``: finds step by step what prevents this machine from joining a run, with a remedy each."""

@@ -1,4 +1,4 @@
-"""Whether the addresses of peers can be reached over TCP, and what stands in the way: names, routes, firewalls."""
+"""Checks whether peers' addresses can be reached over TCP, and what prevents it: names, routes, firewalls."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .causes import found, lessen
 from .finding import Finding
 
 RESOLVE_TIMEOUT: Final = 5.0
-# A SYN that is lost is sent again after one second and after three.
+# A lost SYN is sent again after one second and after three.
 KNOCK_TIMEOUT: Final = 4.0
 PROVE_TIMEOUT: Final = 8.0
-# Knocked at where a peer's own port is silent: a machine that is on answers or refuses. The last one is nobody's.
+# Probed where a peer's own port is silent: a machine that is on answers or refuses. No service uses the last one.
 OTHER_PORTS: Final = (HTTPS_PORT, 80, 33_433)
-# An address of no machine (RFC 5737): nothing is sent there, the system is asked for the way.
+# A documentation address (RFC 5737): nothing is sent there, the system is only asked for the route.
 _ELSEWHERE: Final = ("192.0.2.1", 9)
 _NAMED: Final = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/.*)?")
 _FAMILIES: Final = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
-# Doors knocked at at once; an invite has eight.
+# Doors probed at once; an invite has eight.
 MAX_DOORS: Final = 16
 
 
 class Knock(StrEnum):
-    """What a TCP port says."""
+    """The answer of a TCP port."""
 
     OPEN = "open"
     REFUSED = "refused"
@@ -44,7 +44,7 @@ class Knock(StrEnum):
 
 @dataclass
 class Door:
-    """One address of one peer, and what was found there."""
+    """One address of one peer, and the results of its checks."""
 
     peer: bytes
     address: str
@@ -59,12 +59,12 @@ class Door:
 
     @property
     def is_relayed(self) -> bool:
-        """Whether the address leads to a relay, which leads to the peer."""
+        """True if the address reaches the peer through a relay."""
         return "/p2p-circuit" in self.address
 
 
 def make_doors(addresses: Iterable[tuple[bytes, str]]) -> list[Door]:
-    """From peers and their multiaddrs, the first `MAX_DOORS` that are of TCP."""
+    """Make doors of the first `MAX_DOORS` TCP addresses among peers' multiaddrs."""
     doors = [
         Door(peer, address, match[1], match[2], int(match[3]))
         for peer, address in addresses
@@ -74,7 +74,7 @@ def make_doors(addresses: Iterable[tuple[bytes, str]]) -> list[Door]:
 
 
 def has_route() -> bool:
-    """Whether the system knows a way to the rest of the internet."""
+    """Return whether the system has a route to the internet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(_ELSEWHERE)
@@ -84,7 +84,7 @@ def has_route() -> bool:
 
 
 async def resolve(doors: Sequence[Door]) -> list[Finding]:
-    """Fill in the doors' IP addresses; a finding for each name."""
+    """Fill in the doors' IP addresses; return a finding for each name."""
     findings: dict[str, Finding] = {}
 
     async def look_up(door: Door) -> None:
@@ -127,7 +127,7 @@ async def knock(ip: str, port: int) -> Knock:
 
 
 async def knock_at_all(host: Host, doors: Sequence[Door]) -> None:
-    """Fill in what each door says, and whether the peer is behind it."""
+    """Fill in each door's answer, and whether the peer is behind it."""
 
     async def try_door(door: Door) -> None:
         for ip in door.ips:
@@ -154,7 +154,7 @@ async def _prove(host: Host, door: Door, ip: str) -> None:
 
 
 async def examine_egress(doors: Sequence[Door]) -> Finding:
-    """Which TCP ports get out of this network, as the doors and the machines behind silent ones tell."""
+    """Find which outgoing TCP ports this network allows, by the doors and the machines behind silent ones."""
     said = {(ip, door.port): door.knock for door in doors for ip in door.ips[:1] if door.knock is not None}
     silent = list(dict.fromkeys(ip for (ip, _), knocked in said.items() if knocked is Knock.SILENT))
 
@@ -170,11 +170,11 @@ async def examine_egress(doors: Sequence[Door]) -> Finding:
 
 
 def judge_egress(said: dict[tuple[str, int], Knock]) -> Finding:
-    """From what ports of IP addresses have said. One that refuses has been reached, too."""
+    """Judge outgoing ports by the answers of IP addresses' ports. A port that refuses has been reached, too."""
     if not said:
         return found("egress-untold")
     answered = {place for place, knocked in said.items() if knocked in (Knock.OPEN, Knock.REFUSED)}
-    # A machine that answers on one port and drops the others may be its own firewall's doing; not if all do so.
+    # One machine that answers on one port and drops the others may have a firewall of its own; not all of them.
     is_one_half_silent = any(
         knocked is Knock.SILENT and (ip, HTTPS_PORT) in answered for (ip, _), knocked in said.items()
     )
@@ -188,7 +188,7 @@ def judge_egress(said: dict[tuple[str, int], Knock]) -> Finding:
 
 
 def judge_doors(doors: Sequence[Door], egress: Finding) -> list[Finding]:
-    """One finding for each address; while one leads to its peer, the others are no more than warnings."""
+    """Return a finding for each address; while one reaches its peer, the others are at most warnings."""
     findings = [_judge_door(door, egress) for door in doors]
     is_any_fine = any(door.is_proved for door in doors)
     return [lessen(finding) if is_any_fine else finding for finding in findings] or [found("bootstrap-none")]

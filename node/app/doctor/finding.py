@@ -1,4 +1,4 @@
-"""What the doctor says: the schema of ``farandole doctor --json``, which only ever gains fields."""
+"""The doctor's findings: the schema of ``farandole doctor --json``, whose fields are only added to."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
-    """A node works, but less well than it could, or it cannot be told."""
+    """A node works, but less well than it could, or the check could not decide."""
     FAILED = "failed"
-    """A node cannot work before this is mended."""
+    """A node cannot work before this is fixed."""
     SKIPPED = "skipped"
-    """There was nothing to look at, or no way to."""
+    """There was nothing to check, or no way to check it."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -29,13 +29,13 @@ class Finding(msgspec.Struct, frozen=True):
     """Such as ``key-readable-by-others``: a name for scripts, of `farandole.node.app.doctor.causes`."""
     level: Level
     found: str
-    """What was found, in a line for people."""
+    """The result in a line for people."""
     remedy: str = ""
     """What to do about it, in a line; empty where there is nothing to do."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """All findings, in the order in which a node needs what they are about."""
+    """The findings of all checks, in the order in which a node needs the checked things."""
 
     findings: tuple[Finding, ...]
     is_well: bool
@@ -44,6 +44,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def conclude(findings: Iterable[Finding]) -> Diagnosis:
-    """The whole of what was found."""
+    """Make a diagnosis of all findings."""
     found = tuple(findings)
     return Diagnosis(found, all(finding.level is not Level.FAILED for finding in found))

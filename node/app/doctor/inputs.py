@@ -1,4 +1,4 @@
-"""What a node brings to a run beside its machine: text, data sets, code; looked at without running any of it."""
+"""Checks of a node's inputs to a run: text, data sets, code; none of the code is run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STREAMS_NEED: Final = "datasets"
 
 
 def check_data(paths: Sequence[Path], streams: Sequence[str] = ()) -> list[Finding]:
-    """Whether the files and folders of text can be read, and the streams opened, as far as can be told from here."""
+    """Check whether files and folders of text can be read, and streams be opened, as far as this machine can know."""
     if paths and streams:
         return [found("data-two-kinds")]
     return [*map(_check_data, paths), *map(_check_stream, streams)] or [found("data-none")]
@@ -42,7 +42,7 @@ def _check_data(path: Path) -> Finding:
 
 
 def _check_stream(name: str) -> Finding:
-    from farandole.training.streaming import is_data_set  # with numpy, which a doctor can do without
+    from farandole.training.streaming import is_data_set  # imports numpy, which the doctor does not need
 
     if not is_data_set(name):
         return found("data-no-stream", name=name)
@@ -52,7 +52,7 @@ def _check_stream(name: str) -> Finding:
 
 
 def check_models(functions: Sequence[str]) -> list[Finding]:
-    """Whether the code that the owner allows is installed."""
+    """Check whether the code that the owner allows is installed."""
     return [_check_model(function) for function in functions] or [found("model-none")]
 
 
@@ -69,7 +69,7 @@ def _check_model(function: str) -> Finding:
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
-    """Where Python would import it from. `importlib.util.find_spec` would run the code of the packages around it."""
+    """Find the spec that Python would import. `importlib.util.find_spec` would run the code of its parent packages."""
     spec: ModuleSpec | None = None
     name = ""
     for part in module.split("."):
@@ -84,7 +84,7 @@ def _spec_of(module: str) -> ModuleSpec | None:
 
 
 def check_needs(manifest: Manifest, settings: NodeSettings) -> Iterator[Finding]:
-    """What the run asks of each node, and nothing here names."""
+    """Yield a finding for each input that the run requires of every node and the settings lack."""
     if manifest.data.source == "text" and not (settings.data or settings.stream):
         yield found("run-needs-text")
     if manifest.tokenizer.kind == "tokenizers" and settings.tokenizer is None:

@@ -1,4 +1,4 @@
-"""What the home's router offers."""
+"""Check of the home's router."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...mesh.mapping.router import MappingError
 from .causes import found
 from .finding import Finding
 
-# The port is closed again at once; should that fail, the router forgets it after so many seconds.
+# The port is closed again at once; if that fails, the router forgets it after this number of seconds.
 TRIAL_SECONDS: Final = 60
 
 
 async def check_upnp(port: int) -> Finding:
-    """Whether it opens a port that is asked for, by trying."""
+    """Check whether the router opens a port, by trying."""
     try:
         router = await find_router()
     except MappingError as error:

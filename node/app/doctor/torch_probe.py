@@ -1,4 +1,4 @@
-"""What PyTorch finds here, as one line of JSON: ``python -m farandole.node.app.doctor.torch_probe DEVICE``."""
+"""Prints PyTorch's version and device as a line of JSON: ``python -m farandole.node.app.doctor.torch_probe DEVICE``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .machine import TorchReport
 
 
 def main(name: str) -> None:
-    """Print a `TorchReport`; a device that is named but cannot compute is an error too."""
+    """Print a `TorchReport`; a device that cannot compute is an error too."""
     try:
         device = choose_device(name)
         torch.ones(8, device=device.torch_device).sum().item()

@@ -14,12 +14,12 @@ class Launchd:
     """`farandole.node.app.service.service.Manager` by ``launchctl``."""
 
     def path(self, name: str) -> Path:
-        """Where `launchd.plist(5)` has a user's own agents."""
+        """Return the path of a user's own agent, as in `launchd.plist(5)`."""
         return Path.home() / "Library" / "LaunchAgents" / f"{_label(name)}.plist"
 
     def text(self, service: Service) -> str:
-        """A property list. launchd bounds neither memory nor cores, and waits between restarts, without end."""
-        import plistlib  # half of what ``--help`` would take
+        """Return a property list. launchd bounds neither memory nor cores nor the number of restarts."""
+        import plistlib  # its import takes half as long as all of ``--help``
 
         content: dict[str, Any] = {
             "Label": _label(service.name),
@@ -36,27 +36,27 @@ class Launchd:
         return plistlib.dumps(content, sort_keys=False).decode()
 
     def reload(self) -> Sequence[Command]:
-        """Launchd reads the file whenever it is told to start."""
+        """Return no command: launchd reads the file at each start."""
         return []
 
     def start(self, name: str) -> Sequence[Command]:
-        """Now, and with each login."""
+        """Start now, and with each login."""
         return [["launchctl", "bootstrap", _domain(), str(self.path(name))]]
 
     def stop(self, name: str) -> Sequence[Command]:
-        """By SIGTERM."""
+        """Stop by SIGTERM."""
         return [["launchctl", "bootout", f"{_domain()}/{_label(name)}"]]
 
     def status(self, name: str) -> Command:
-        """State, process, last exit."""
+        """Print state, process, last exit."""
         return ["launchctl", "print", f"{_domain()}/{_label(name)}"]
 
     def logs(self, name: str, home: Path, num_lines: int, *, is_followed: bool) -> Command:
-        """From the node's log, and from the file that has why it ended, if it did."""
+        """Print lines of the node's log, and of the file that has the error it ended with."""
         return ["tail", "-n", str(num_lines), *(["-F"] if is_followed else []), str(home / "log"), str(_errors(home))]
 
     def hint(self, user: str) -> str:
-        """An agent lives as long as its user is logged in."""
+        """Explain that an agent runs as long as its user is logged in."""
         return "it runs while you are logged in"
 
 

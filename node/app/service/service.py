@@ -1,6 +1,6 @@
-"""What a service manager is told of a node, and what is asked of a manager, whichever it is.
+"""The description of a node as a service, and the interface of service managers.
 
-A manager only knows texts and commands: `farandole.node.app.commands.service` writes and runs them.
+A manager only returns texts and commands: `farandole.node.app.commands.service` writes and runs them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final, Protocol
 
 from farandole.protocol.errors import FarandoleError
 
-# Leaving in good order takes the round's rest, a save and a farewell: `farandole leave` waits 250 s for them at most.
+# A clean stop takes the rest of the round, a save and a farewell: `farandole leave` waits at most 250 s for them.
 STOP_SECONDS: Final = 260
-# A crash that comes again at once shall not keep the machine busy.
+# A crash that repeats at once must not keep the machine busy.
 RESTART_SECONDS: Final = 5
-# So many ends in so long are no accident: somebody has to look.
+# Restarts within the time below after which the manager gives up: a person has to look.
 MAX_RESTARTS: Final = 5
 RESTARTS_WITHIN_SECONDS: Final = 900
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -31,18 +31,18 @@ class ServiceError(FarandoleError):
 
 @dataclass(frozen=True)
 class Service:
-    """A daemon to be kept running."""
+    """A daemon that a service manager keeps running."""
 
     name: str
     """Among this user's services."""
     command: Command
     """Program and arguments; the program and the paths absolute."""
     home: Path
-    """The node's folder, absolute; there the daemon works."""
+    """The node's folder, absolute; the daemon's working directory."""
     memory_gb: float = 0.0
-    """GiB above which it is slowed down; 0: no bound."""
+    """GiB of memory above which it is slowed down; 0: no bound."""
     cpu_cores: float = 0.0
-    """Cores that it takes at most; 0: no bound."""
+    """Most cores that it may use; 0: no bound."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -50,28 +50,28 @@ class Service:
 
 
 class Manager(Protocol):
-    """A service manager: where it reads of a service and what, and the commands that it is driven by."""
+    """A service manager: path and text of its service files, and the commands that control it."""
 
     def path(self, name: str) -> Path:
-        """Where it looks for the service of this name."""
+        """Return the path of the service file of this name."""
 
     def text(self, service: Service) -> str:
-        """What it reads there."""
+        """Return the text of the service file."""
 
     def reload(self) -> Sequence[Command]:
-        """After such a file was written or removed."""
+        """Return the commands to run after a service file was written or removed."""
 
     def start(self, name: str) -> Sequence[Command]:
-        """Begin now, and whenever the machine or the user does."""
+        """Return the commands that start it now, and with each boot or login."""
 
     def stop(self, name: str) -> Sequence[Command]:
-        """End in good order, and begin no more; they fail if it is not there."""
+        """Return the commands that stop it cleanly and for good; they fail if it does not exist."""
 
     def status(self, name: str) -> Command:
-        """Prints how it is; its exit code is 0 while the service runs."""
+        """Return the command that prints its state; its exit code is 0 while the service runs."""
 
     def logs(self, name: str, home: Path, num_lines: int, *, is_followed: bool) -> Command:
-        """Prints its last lines, and what comes after them if ``is_followed``."""
+        """Return the command that prints its last lines, and the following ones if ``is_followed``."""
 
     def hint(self, user: str) -> str:
-        """What is left for people to do; nothing if nothing is."""
+        """Return what the user still has to do; empty if nothing."""

@@ -1,4 +1,4 @@
-"""systemd, for one user: ``~/.config/systemd/user/NAME.service``. Needs no rights but the user's own."""
+"""systemd, for one user: ``~/.config/systemd/user/NAME.service``. It needs no rights but the user's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from ...base.exits import Exit
 from .service import MAX_RESTARTS, RESTART_SECONDS, RESTARTS_WITHIN_SECONDS, STOP_SECONDS, Command, Service
 
-# What no restart mends.
+# Exit codes that no restart fixes.
 _FINAL: Final = (Exit.USAGE, Exit.BAD_INPUT, Exit.TRAINER_FAILED)
 _LINGERING: Final = Path("/var/lib/systemd/linger")
 
@@ -19,15 +19,15 @@ class Systemd:
     """`farandole.node.app.service.service.Manager` by ``systemctl --user``."""
 
     def path(self, name: str) -> Path:
-        """Where `systemd.unit(5)` looks for what users wrote themselves."""
+        """Return the path of a user's own unit, as in `systemd.unit(5)`."""
         folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         return Path(folder) / "systemd" / "user" / f"{name}.service"
 
     def text(self, service: Service) -> str:
-        """A unit.
+        """Return the unit.
 
-        SIGTERM goes to the daemon alone, which ends its trainer after the last save; and a trainer that ran out of
-        memory is the daemon's to start anew, so systemd shall not end both.
+        SIGTERM goes to the daemon alone, which ends its trainer after the last save. The daemon also restarts a trainer
+        that ran out of memory, so systemd must not end both.
         """
         lines = [
             "[Unit]",
@@ -56,28 +56,28 @@ class Systemd:
         return "\n".join([*lines, "", "[Install]", "WantedBy=default.target", ""])
 
     def reload(self) -> Sequence[Command]:
-        """Read all units again."""
+        """Return the command that reads all units again."""
         return [_systemctl("daemon-reload")]
 
     def start(self, name: str) -> Sequence[Command]:
-        """Now, and with the user's first login, or with the machine if the user lingers."""
+        """Start now, and with the user's first login, or with the machine if the user lingers."""
         return [_systemctl("enable", "--now", f"{name}.service")]
 
     def stop(self, name: str) -> Sequence[Command]:
-        """By SIGTERM; past failures are forgotten, so that a new start is not refused for them."""
+        """Stop by SIGTERM, and reset past failures, so that they do not refuse a new start."""
         return [_systemctl("disable", "--now", f"{name}.service"), _systemctl("reset-failed", f"{name}.service")]
 
     def status(self, name: str) -> Command:
-        """State, processes, memory, last lines."""
+        """Print state, processes, memory, last lines."""
         return _systemctl("--no-pager", "status", f"{name}.service")
 
     def logs(self, name: str, home: Path, num_lines: int, *, is_followed: bool) -> Command:
-        """From the journal."""
+        """Print lines of the journal."""
         follow = ["--follow"] if is_followed else []
         return ["journalctl", "--user", "--no-pager", f"--unit={name}.service", f"--lines={num_lines}", *follow]
 
     def hint(self, user: str) -> str:
-        """A user's services end with the last session, unless an administrator lets the user linger."""
+        """Explain lingering: a user's services end with the last session, unless an administrator enables lingering."""
         if (_LINGERING / user).exists():
             return ""
         return f"it ends when you log out; to keep it, and to start it with the machine: loginctl enable-linger {user}"
@@ -88,11 +88,11 @@ def _systemctl(*arguments: str) -> Command:
 
 
 def _literal(text: str) -> str:
-    """Without specifiers: `systemd.unit(5)`."""
+    """Escape specifiers: `systemd.unit(5)`."""
     return text.replace("%", "%%")
 
 
 def _quoted(argument: str) -> str:
-    """One argument of a command line: `systemd.service(5)`."""
+    """Quote one argument of a command line: `systemd.service(5)`."""
     escaped = _literal(argument).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
     return f'"{escaped}"' if any(character.isspace() or character in "\"'\\;" for character in escaped) else escaped

@@ -1,1 +1,1 @@
-"""What differs between operating systems, and what a node does where something is missing."""
+"""Differences between operating systems, and replacements for missing features."""

@@ -1,8 +1,8 @@
-"""A process of one's own with a socket between the two.
+"""A child process with a socket between parent and child.
 
-Where children inherit descriptors it is one end of a socket pair. Elsewhere (Windows) the child connects back over
-loopback. Any user of the machine can connect to that port, or take it once the parent is gone; so each end shows the
-other a secret of 32 random bytes, which the parent has written to the child's standard input.
+Where children inherit descriptors the socket is one end of a socket pair. Elsewhere (Windows) the child connects back
+over loopback. Any user of the machine can connect to that port, or take it once the parent is gone; so each end sends
+the other a secret of 32 random bytes, which the parent has written to the child's standard input.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .parent import CONNECT_SECONDS, PORT, SECRET_BYTES
 from .signals import ASK
 from .sockets import LOOPBACK, listen_alone
 
-# Whoever has connected shows its secret at once.
+# A child that has connected sends its secret at once.
 GREETING_SECONDS: Final = 5.0
-# Strangers who have connected and are silent, or wait for it.
+# Strangers that have connected and are silent, or wait for a slot.
 MAX_WAITING: Final = 8
 
 
@@ -47,11 +47,10 @@ async def start_child(
     output: IO[bytes] | None,
     environment: Mapping[str, str],
 ) -> Child:
-    """Run ``python -m module PARENT *arguments``; there, `farandole.node.base.system.parent` makes of PARENT the other
-    end.
+    """Run ``python -m module PARENT *arguments``; `farandole.node.base.system.parent` opens the other end from PARENT.
 
-    ``inherited``: descriptors that stay open in it, where `INHERITS_DESCRIPTORS`. ``output``: where what it prints
-    goes, here if None. Raises `OSError`. The caller ends the process.
+    ``inherited``: descriptors that stay open in it, where `INHERITS_DESCRIPTORS`. ``output``: where its output goes;
+    None: this process's output. Raises `OSError`. The caller ends the process.
     """
     options: dict[str, Any] = {"stdout": output, "stderr": output, "env": environment}
     if sys.platform != "win32" and INHERITS_DESCRIPTORS:
@@ -82,7 +81,7 @@ async def start_child(
         )
         try:
             return Child(process, await _let_in(listener, process))
-        except BaseException:  # cancelled, too: nobody else has the process yet
+        except BaseException:  # cancelled, too: no caller has the process yet
             process.kill()
             with trio.CancelScope(shield=True):
                 await process.wait()
@@ -90,10 +89,10 @@ async def start_child(
 
 
 async def _let_in(listener: trio.socket.SocketType, process: trio.Process) -> trio.SocketStream:
-    """The connection of the process, and of nobody else; `OSError` if it does not come."""
+    """Return the connection of the process, and of no other one; `OSError` if it does not connect."""
     theirs, ours = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
     assert process.stdin is not None
-    with contextlib.suppress(trio.BrokenResourceError):  # it has ended already: then nobody comes
+    with contextlib.suppress(trio.BrokenResourceError):  # it has ended already: then it does not connect
         await process.stdin.send_all(theirs + ours)
     let_in: list[trio.SocketStream] = []
     async with trio.open_nursery() as nursery:
@@ -131,7 +130,7 @@ async def _let_in(listener: trio.socket.SocketType, process: trio.Process) -> tr
 
 
 async def ask_where(process: trio.Process) -> None:
-    """Ask a child that has called `tell_where` what it is doing; an answer is not promised."""
+    """Ask a child that has called `tell_where` to print its tracebacks; it may not answer."""
     if sys.platform != "win32" and HAS_TRACEBACK_SIGNAL:
         process.send_signal(signal.SIGUSR1)
     elif process.stdin is not None:

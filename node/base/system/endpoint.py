@@ -1,4 +1,4 @@
-"""Where the programs of this node's owner reach it, and nobody else does: the control API's listening socket."""
+"""The control API's listening socket, which only programs of this node's owner can reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .features import HAS_UNIX_SOCKETS
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A bound socket; whoever connects says ``token`` first, a line of its own, if there is one."""
+    """A bound socket; a client sends ``token`` first, on a line of its own, if there is one."""
 
     listener: trio.socket.SocketType
     token: bytes = b""
@@ -24,9 +24,9 @@ class Endpoint:
 
 @contextmanager
 def bound_endpoint(path: Path) -> Iterator[Endpoint]:
-    """Bound for ``path``, and no trace of it afterwards.
+    """Bind a socket for ``path`` within the block, and remove it afterwards.
 
-    The caller holds the home's lock: what lies there already is of a dead process and is replaced. Raises
+    The caller holds the home's lock: a socket that is already there belongs to a dead process and is replaced. Raises
     `FarandoleError` and `OSError`.
     """
     if sys.platform != "win32" and HAS_UNIX_SOCKETS:
@@ -40,10 +40,10 @@ def bound_endpoint(path: Path) -> Iterator[Endpoint]:
 
 
 def connect(path: Path, timeout: float) -> socket:
-    """A connection with what was `bound_endpoint` for ``path``, with the token said.
+    """Connect to the `bound_endpoint` for ``path`` and send the token.
 
-    ``timeout`` in seconds is the connection's too. Raises `OSError`: `FileNotFoundError` and `ConnectionError` where
-    nobody listens.
+    ``timeout`` in seconds is the connection's too. Raises `OSError`: `FileNotFoundError` and `ConnectionError` if no
+    process listens.
     """
     if sys.platform != "win32" and HAS_UNIX_SOCKETS:
         from .unix_socket import connected

@@ -1,8 +1,8 @@
-"""What this operating system has of what Windows, or macOS, has not.
+"""Operating system features that Windows or macOS may lack.
 
-Whatever only some systems have is used in this package alone (`tests/test_platforms.py` looks), behind these constants;
-what takes its place runs everywhere. So tests take features away, by `WITHOUT_VARIABLE`, and try on Linux what others
-get.
+Features that only some systems have are used in this package alone (`tests/test_platforms.py` checks), behind these
+constants; their replacements run everywhere. So tests disable features by `WITHOUT_VARIABLE`, and test on Linux what
+other systems get.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Feature = Literal[
     "sigusr1",
     "unix-sockets",
 ]
-# For tests: features, separated by commas, or "all". No setting of a node's, hence the line before its name.
+# For tests: features, separated by commas, or "all". The leading underscore marks that it is no setting of a node.
 WITHOUT_VARIABLE: Final = "_FARANDOLE_WITHOUT"
 
 
@@ -56,16 +56,16 @@ INHERITS_DESCRIPTORS: Final = _has("descriptors", _IS_POSIX)
 HAS_FILE_LOCKS: Final = _has("file-locks", _IS_POSIX)
 """flock(2)."""
 HAS_FILE_MODES: Final = _has("file-modes", _IS_POSIX)
-"""A file's mode says who may read it. On Windows the folder's access list does, which is the user's own."""
+"""A file's mode decides who may read it. On Windows the folder's access list does, which is the user's own."""
 HAS_MEMFD: Final = _has("memfd", hasattr(os, "memfd_create"))
-"""Files without a name that lie in memory."""
+"""Files without a name, in memory."""
 HAS_POSITIONED_IO: Final = _has("positioned-io", hasattr(os, "pread"))
 """pread(2) and pwrite(2)."""
 HAS_PRIORITIES: Final = _has("priorities", hasattr(os, "nice"))
 """nice(2)."""
 HAS_PROC: Final = _has("proc", sys.platform == "linux" and Path("/proc/self").exists())
-"""What the kernel tells of itself and of processes, as files."""
+"""The kernel's and processes' statistics as files (/proc)."""
 SHARES_PORTS: Final = _has("shared-ports", hasattr(socket, "SO_REUSEPORT"))
-"""Connections can be dialled from a port that listens, without anybody else being able to take it over."""
+"""Connections can be dialled from a port that listens, and no other user can take the port over."""
 HAS_TRACEBACK_SIGNAL: Final = _has("sigusr1", hasattr(signal, "SIGUSR1") and hasattr(faulthandler, "register"))
-"""A process can be made by a signal to write down where it is, even if Python code of it no longer runs."""
+"""A signal can make a process write its traceback, even if its Python code no longer runs."""

@@ -15,17 +15,17 @@ from .features import HAS_FILE_MODES, HAS_POSITIONED_IO
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 OWNER_ALONE: Final = 0o600
 OWNER_ALONE_FOLDER: Final = 0o700
-# Where reading at a position is two calls, of which nobody may come between.
+# Where reading at a position is two calls, no other thread may come between them.
 _positioning = threading.Lock()
 
 
 def open_binary(path: Path, flags: int) -> int:
-    """A descriptor; a file that this makes is its owner's alone, from the first moment. Raises `OSError`."""
+    """Open a file and return its descriptor; a new file is private to its owner from the start. Raises `OSError`."""
     return os.open(path, flags | _BINARY, OWNER_ALONE)
 
 
 def read_at(descriptor: int, size: int, position: int) -> bytes:
-    """At most ``size`` bytes; any thread may."""
+    """Read at most ``size`` bytes at ``position``; safe in any thread."""
     if sys.platform != "win32" and HAS_POSITIONED_IO:
         return os.pread(descriptor, size, position)
     with _positioning:
@@ -34,7 +34,7 @@ def read_at(descriptor: int, size: int, position: int) -> bytes:
 
 
 def write_at(descriptor: int, data: bytes | memoryview, position: int) -> int:
-    """How much of it was written; any thread may."""
+    """Write at ``position``; return the number of bytes written; safe in any thread."""
     if sys.platform != "win32" and HAS_POSITIONED_IO:
         return os.pwrite(descriptor, data, position)
     with _positioning:
@@ -43,13 +43,13 @@ def write_at(descriptor: int, data: bytes | memoryview, position: int) -> int:
 
 
 def user_id() -> int:
-    """Of whom this process is; 0 where users have no numbers."""
+    """Return this process's user id; 0 where users have no numbers."""
     if sys.platform != "win32":
         return os.getuid()
     return 0
 
 
 def others_may(path: Path) -> int:
-    """The file's mode if others than its owner may do something with it, or else 0."""
+    """Return the file's mode if users other than its owner have any permission, or else 0."""
     mode = stat.S_IMODE(path.stat().st_mode)
     return mode if HAS_FILE_MODES and mode & 0o077 else 0

@@ -1,7 +1,7 @@
 """A lock between processes that the system frees when its holder dies, however it dies.
 
-flock(2) where there is it. Elsewhere SQLite's lock on an empty database beside the file: it is made of what each
-system has (sqlite.org/lockingv3.html), and its reserved lock needs nothing to be written.
+It is flock(2) where the system has it. Elsewhere it is SQLite's lock on an empty database next to the file: SQLite uses
+what each system has (sqlite.org/lockingv3.html), and its reserved lock needs nothing to be written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HeldError(Exception):
 
 @contextlib.contextmanager
 def locked_file(path: Path) -> Iterator[None]:
-    """Hold the lock meanwhile. Raises `HeldError`, and `OSError` where the file cannot be made."""
+    """Hold the lock within the block. Raises `HeldError`, and `OSError` if the file cannot be made."""
     descriptor = open_binary(path, os.O_RDWR | os.O_CREAT)
     try:
         with _lock(descriptor, path):

@@ -1,8 +1,8 @@
 """The control API's listening socket as a port on loopback, for its owner alone by a token.
 
-Every user and every web page of this machine can connect to a port. So whoever connects says a token first, a line of
-its own, which stands in a file of the home folder. A browser's request begins with another line, whatever name it has
-reached the port by, and is not read further. One of two modules with the same two functions
+Every user and every web page of this machine can connect to a port. So a client sends a token first, on a line of its
+own; the token is in a file of the home folder. A browser's request begins with another line, whatever host name it
+used, and is not read further. This is one of two modules with the same two functions
 (`farandole.node.base.system.endpoint`).
 """
 
@@ -24,7 +24,7 @@ from .sockets import LOOPBACK, listen_alone
 
 
 class _Port(msgspec.Struct, frozen=True):
-    """Where it is: the file in the place of the Unix socket."""
+    """Port and token, stored in a file in the place of the Unix socket."""
 
     port: int
     token: str
@@ -32,7 +32,7 @@ class _Port(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def bound(path: Path) -> Iterator[Endpoint]:
-    """With a token that is new each time: an old one is of no use to whoever found it."""
+    """Bind a port with a new token each time, so that an old token is useless."""
     token, place = secrets.token_urlsafe(24), _place_of(path)
     with socket.socket() as listener:
         listen_alone(listener)
@@ -47,7 +47,7 @@ def bound(path: Path) -> Iterator[Endpoint]:
 
 
 def connected(path: Path, timeout: float) -> socket.socket:
-    """A connection with it, with the token said."""
+    """Connect to it and send the token."""
     try:
         place = msgspec.json.decode(_place_of(path).read_bytes(), type=_Port)
     except msgspec.MsgspecError as error:
@@ -55,7 +55,7 @@ def connected(path: Path, timeout: float) -> socket.socket:
     connection = socket.create_connection((LOOPBACK, place.port), timeout)
     try:
         connection.sendall(place.token.encode() + b"\n")
-    except BaseException:  # whatever it is, nobody else has the socket yet
+    except BaseException:  # whatever it is, no caller has the socket yet
         connection.close()
         raise
     return connection

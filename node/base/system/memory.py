@@ -2,7 +2,7 @@
 
 Where a child inherits descriptors it is a file without a name, which cannot be left behind: the kernel frees it with
 its last user, kill -9 included. On Linux it is a memfd and never touches a disk. Elsewhere it has a name in a folder of
-its own, under which the child opens it; what a killed process left there goes when the next one begins.
+its own, under which the child opens it; files of a killed process are removed when the next one begins.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedFile:
 def open_shared_memory(name: str, folder: Path, *, is_inherited: bool = True) -> Iterator[SharedFile]:
     """A shared file for a child process or, where not ``is_inherited``, for another process of the same user.
 
-    ``folder``: where it lies if it must have a name, made if need be; of nobody else. Raises `OSError`.
+    ``folder``: private folder for the file if it must have a name; made if needed. Raises `OSError`.
     """
     if not is_inherited and sys.platform == "linux" and HAS_MEMFD and HAS_PROC:
         with open_shared_memory(name, folder) as shared:
@@ -73,26 +73,26 @@ def _named(path: Path) -> Iterator[SharedFile]:
         yield SharedFile(descriptor, str(path))
     finally:
         os.close(descriptor)
-        with contextlib.suppress(OSError):  # still mapped, which keeps it on Windows: it goes when the next begins
+        with contextlib.suppress(OSError):  # still mapped, which keeps it on Windows: the next process removes it
             path.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What was left in the folder by a process that was killed; for whoever knows that no other uses it."""
+    """Remove files of a killed process from the folder; the caller knows that no other process uses it."""
     for path in folder.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def open_shared(place: str) -> int:
-    """A descriptor of what `SharedFile.place` names, as a process reads it from its command line. Raises `OSError`."""
+    """Open the file that `SharedFile.place` names, as a process reads it from its command line. Raises `OSError`."""
     if place.startswith("/proc/") and not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
         raise FileNotFoundError(f"{place} is no shared memory: this process and the node see different processes")
     return int(place) if place.isdigit() else open_binary(Path(place), os.O_RDWR)
 
 
 class Count(NamedTuple):
-    """What a `SharedCounter` holds."""
+    """The content of a `SharedCounter`."""
 
     epoch: int
     value: int
@@ -101,8 +101,8 @@ class Count(NamedTuple):
 class SharedCounter:
     """A number in the last eight bytes of shared memory: how many of the first ones are ready. One process stores it.
 
-    Aligned, and stored in one piece: who reads it sees the number before or the number after, not a mixture. An *epoch*
-    (of 16 bits) is stored with it: what it counts, so that a number which was left there is not taken for a new one.
+    It is aligned and stored in one piece: a reader sees the old number or the new one, not a mixture. An *epoch* (of 16
+    bits) is stored with it: it names what is counted, so that an old number is not taken for a new one.
     The bytes that it counts are written before it, and read after it, on every processor: ARM may reorder the two
     accesses, so both ends pass a barrier between them.
     """
@@ -118,25 +118,25 @@ class SharedCounter:
         self._word[0] = (epoch % MAX_EPOCHS) << _COUNT_BITS | count
 
     def read(self) -> Count:
-        """The count that was published last, and its epoch."""
+        """Return the count that was published last, and its epoch."""
         word = self._word[0]
         self._pass_barrier()
         return Count(word >> _COUNT_BITS, word & ((1 << _COUNT_BITS) - 1))
 
     def _pass_barrier(self) -> None:
-        """Order what is accessed before and after: a lock is released (C11 release), then taken (C11 acquire)."""
+        """Order the accesses before and after: a lock is released (C11 release), then taken (C11 acquire)."""
         for _ in range(2):
             with self._lock:
                 pass
 
     def count_of(self, epoch: int) -> int:
-        """The count of this epoch; 0 where that of another one is stored."""
+        """Return the count of this epoch; 0 if another epoch's count is stored."""
         stored, count = self.read()
         return count if stored == epoch % MAX_EPOCHS else 0
 
 
 def counted_size(size: int) -> int:
-    """Bytes of memory with ``size`` bytes and a `SharedCounter`."""
+    """Return the size of memory with ``size`` bytes and a `SharedCounter`."""
     return -(-size // COUNTER_BYTES) * COUNTER_BYTES + COUNTER_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Whether it was the kernel that killed a process, for want of memory. Linux alone tells, and not of which process."""
+"""Processes that the kernel killed for lack of memory. Only Linux counts them, and without naming the process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from .proc import read_proc
 
 
 def count_oom_kills() -> int | None:
-    """Processes that the kernel has killed since it booted because memory, or that of a cgroup, was used up.
+    """Count the processes that the kernel killed since boot because memory, or a cgroup's memory, was used up.
 
-    None where nobody counts them. In a container, those of the whole machine.
+    None where the system does not count them. In a container the count is the whole machine's.
     """
     lines = read_proc("vmstat")
     return next((int(line.split()[1]) for line in (lines or "").splitlines() if line.startswith("oom_kill ")), None)

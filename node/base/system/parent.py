@@ -11,16 +11,16 @@ from typing import Final
 from .sockets import LOOPBACK
 
 SECRET_BYTES: Final = 32
-# A process that is to connect must start Python first: on a machine under load, from a slow disk.
+# A process must start Python before it connects: on a machine under load, from a slow disk.
 CONNECT_SECONDS: Final = 120.0
 PORT: Final = "port:"
 
 
 def connect_to_parent(parent: str) -> socket.socket:
-    """Once, before anything else reads the standard input. Raises `OSError`."""
+    """Connect to the parent; call it once, before anything else reads the standard input. Raises `OSError`."""
     if not parent.startswith(PORT):
         return socket.socket(fileno=int(parent))
-    # By its descriptor, of which `farandole.node.base.system.signals.tell_where` reads on.
+    # By its descriptor, from which `farandole.node.base.system.signals.tell_where` reads later.
     secrets = _exactly(2 * SECRET_BYTES, lambda size: os.read(0, size))
     connection = socket.create_connection((LOOPBACK, int(parent.removeprefix(PORT))), CONNECT_SECONDS)
     try:
@@ -28,7 +28,7 @@ def connect_to_parent(parent: str) -> socket.socket:
         connection.sendall(secrets[:SECRET_BYTES])
         if not hmac.compare_digest(_exactly(SECRET_BYTES, connection.recv), secrets[SECRET_BYTES:]):
             raise ConnectionRefusedError("the port is another process's now")
-    except BaseException:  # whatever it is, nobody else has the socket yet
+    except BaseException:  # whatever it is, no caller has the socket yet
         connection.close()
         raise
     connection.settimeout(None)

@@ -1,4 +1,4 @@
-"""Giving way to other programs, and to one's own threads that matter more."""
+"""Lower priorities, so that other programs and more important threads come first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .features import HAS_PRIORITIES
 
 
 def lower_priority(niceness: int) -> None:
-    """Of this process. On Windows it is said when the process starts (`farandole.node.base.system.children`)."""
+    """Lower this process's priority. On Windows it is set when it starts (`farandole.node.base.system.children`)."""
     if sys.platform != "win32" and HAS_PRIORITIES:
         os.nice(niceness)
 
 
 def lower_thread_priority(niceness: int) -> None:
-    """Of this thread, on Linux: elsewhere a thread has none of its own that could be set so."""
+    """Lower this thread's priority on Linux: elsewhere a thread has no own priority that can be set like this."""
     if sys.platform == "linux" and HAS_PRIORITIES:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

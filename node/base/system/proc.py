@@ -1,4 +1,4 @@
-"""What Linux tells of itself and of its processes in /proc (proc(5)); nothing on other systems."""
+"""Linux's statistics of the kernel and of processes in /proc (proc(5)); nothing on other systems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROC: Final = Path("/proc")
 
 
 def read_proc(name: str) -> str | None:
-    """The text of a file there; None where there is none, or what it is about is gone."""
+    """Return the text of a file in /proc; None if it does not exist, or its process is gone."""
     if not HAS_PROC:
         return None
     try:
@@ -24,18 +24,18 @@ def read_proc(name: str) -> str | None:
 
 
 def write_proc(name: str, text: str) -> None:
-    """Set something, where it is there and may be set."""
+    """Write a file in /proc, if it exists and may be written."""
     if HAS_PROC:
         with contextlib.suppress(OSError):
             (_PROC / name).write_text(text, encoding="ascii")
 
 
 def resident_bytes(pid: int) -> int | None:
-    """A process's memory: its pages that are there (``statm``, the second number). None where nobody tells."""
+    """Return a process's resident bytes (second number of ``statm``). None where the system does not report them."""
     text = read_proc(f"{pid}/statm")
     return None if text is None else int(text.split()[1]) * mmap.PAGESIZE
 
 
 def count_descriptors() -> int | None:
-    """Files and sockets that this process has open."""
+    """Count the files and sockets that this process has open."""
     return len(os.listdir(_PROC / "self" / "fd")) if HAS_PROC else None

@@ -7,13 +7,13 @@ import sys
 
 
 def may_exist(pid: int) -> bool:
-    """Whether there is one of this number, as far as it can be asked. On Windows to ask is to end it: always."""
+    """Return whether a process with this id may exist. True on Windows, where the check would end the process."""
     if sys.platform == "win32":
         return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's
         return True
     return True

@@ -16,17 +16,17 @@ _LINGER_NOT: Final = struct.pack("HH" if sys.platform == "win32" else "ii", 1, 0
 
 
 class _Socket(Protocol):
-    """Of the standard library, or trio's."""
+    """A socket of the standard library or of trio."""
 
     def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
-        """As `socket.socket.setsockopt`."""
+        """See `socket.socket.setsockopt`."""
 
 
 def listen_alone(listener: _Socket) -> None:
-    """Before it is bound: let nobody else bind to the same port, and do so even if one that has just ended did.
+    """Keep other sockets off the port that ``listener`` binds next, and let it bind soon after an earlier listener.
 
-    On Windows anybody may bind to a port that is in use, and SO_REUSEADDR means just that. On other systems nobody may,
-    and it is about connections of before that are not quite over.
+    On Windows any socket may bind to a port that is in use, and SO_REUSEADDR means just that. On other systems none
+    may, and SO_REUSEADDR is about earlier connections that are not quite over.
     """
     if sys.platform == "win32":
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
@@ -35,21 +35,21 @@ def listen_alone(listener: _Socket) -> None:
 
 
 def share_port(bound: _Socket) -> None:
-    """Let connections that say the same be dialled from the port that a socket listens at; nothing if that cannot be.
+    """Let connections be dialled from the port that a socket listens at, if both share it; no effect where unsupported.
 
-    Only this user's (`SHARES_PORTS`).
+    Only sockets of this user can share it (`SHARES_PORTS`).
     """
     if sys.platform != "win32" and SHARES_PORTS:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
 def prefer_congestion_control(connection: _Socket, name: str) -> None:
-    """Have TCP go by this algorithm, where it is there and allowed. Linux alone lets a program choose."""
+    """Use this congestion control algorithm, where it is available and allowed. Linux alone lets a program choose."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode("ascii"))
 
 
 def leave_nothing(connection: _Socket) -> None:
-    """When it ends, end it without a word (RST): the kernel remembers no such connection then (TIME_WAIT)."""
+    """Make the connection end with RST, so that the kernel keeps no TIME_WAIT entry for it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)

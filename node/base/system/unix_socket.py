@@ -31,7 +31,7 @@ MAX_SOCKET_PATH_BYTES: Final = 103
 
 @contextlib.contextmanager
 def bound(path: Path) -> Iterator[Endpoint]:
-    """A socket with mode 0600, and no trace of it afterwards."""
+    """Bind a socket with mode 0600 within the block, and remove it afterwards."""
     real = socket_path(path)
     _make_private(real.parent)
     real.unlink(missing_ok=True)
@@ -47,7 +47,7 @@ def bound(path: Path) -> Iterator[Endpoint]:
 
 
 def connected(path: Path, timeout: float) -> socket.socket:
-    """A connection with it."""
+    """Connect to it."""
     record = _record_of(path)
     real = Path(record.read_text(encoding="utf-8")) if record.exists() else socket_path(path)
     if not stat.S_ISSOCK(real.stat().st_mode):
@@ -56,16 +56,16 @@ def connected(path: Path, timeout: float) -> socket.socket:
     try:
         connection.settimeout(timeout)
         connection.connect(os.fspath(real))
-    except BaseException:  # whatever it is, nobody else has the socket yet
+    except BaseException:  # whatever it is, no caller has the socket yet
         connection.close()
         raise
     return connection
 
 
 def socket_path(path: Path) -> Path:
-    """Where the socket for ``path`` really lies: there, or, if that is too long, in a private temporary folder.
+    """Return the socket's real path: ``path``, or, if that is too long, one in a private temporary folder.
 
-    The place follows from the path alone, so both ends compute the same.
+    It follows from ``path`` alone, so both ends compute the same.
     """
     absolute = path.absolute()
     if len(os.fsencode(absolute)) <= MAX_SOCKET_PATH_BYTES:
@@ -75,19 +75,19 @@ def socket_path(path: Path) -> Path:
 
 
 def _record_of(path: Path) -> Path:
-    """The file beside ``path`` that says where the socket is, when it is elsewhere (TMPDIR differs between shells)."""
+    """Return the file next to ``path`` that names the socket if it is elsewhere (TMPDIR differs between shells)."""
     return path.with_suffix(".path")
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder of a socket if need be, and refuse one in the temporary folder that somebody else prepared."""
+    """Make the folder of a socket if needed, and refuse one in the temporary folder that another user prepared."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
         raise FarandoleError(f"{folder} belongs to another user: give the node a shorter --home")
 
 
 def _bind_privately(listener: socket.socket, path: Path) -> None:
-    """Bind with mode 0600 from the first moment."""
+    """Bind with mode 0600 from the start."""
     previous = os.umask(0o177)
     try:
         listener.bind(os.fspath(path))

@@ -1,10 +1,10 @@
-"""Whether others want this machine, as a node that trains "only when idle" sees it.
+"""Whether other programs use this machine, for a node that trains "only when idle".
 
-A pure decision about what was seen, look after look (`farandole.node.loop.pause.idle_probe` looks). A rest costs the
-trainer a start, and its owner a machine that is not his own while it lasts, so both ends have a threshold of their own
-in time: a reason must have been there for `BEGIN_SECONDS` before the node rests, and all must have been gone for
-`CALM_SECONDS` before it trains again. Where rests follow each other soon, the calm asked for doubles, up to
-`MAX_CALM_SECONDS`: somebody who compiles every few minutes is at work all the while.
+A pure decision on a series of observations (`farandole.node.loop.pause.idle_probe` makes them). A rest costs the
+trainer a restart, and training during use costs the owner the machine. So both ends have a threshold in time: a reason
+must have been there for `BEGIN_SECONDS` before the node rests, and all must have been gone for `CALM_SECONDS` before it
+trains again. If rests follow each other soon, the required calm doubles, up to `MAX_CALM_SECONDS`: an owner who
+compiles every few minutes is at work all the time.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from typing import Final
 
 
 class Reason(Enum):
-    """Why a machine is not idle."""
+    """A cause for which a machine is not idle."""
 
     BATTERY = "battery"
     GPU = "GPU"
     CPU = "CPU"
 
 
-# For how long a reason must have been seen. Whoever pulls the plug means it; a program that only asks the driver which
-# GPU there is is gone by the next look; a page that loads takes all cores for some seconds.
+# For how long a reason must have been seen. An owner who pulls the plug means it; a program that only asks the driver
+# which GPU there is is gone by the next look; a page that loads takes all cores for some seconds.
 BEGIN_SECONDS: Final = {Reason.BATTERY: 0.0, Reason.GPU: 8.0, Reason.CPU: 30.0}
 CALM_SECONDS: Final = 60.0
 MAX_CALM_SECONDS: Final = 960.0
-# A rest that begins within so many seconds of the last one's end follows it soon.
+# A rest that begins within this many seconds of the last one's end follows it soon.
 SOON_SECONDS: Final = 600.0
-# Others' share of the cores ends a rest below half of what begins it.
+# A rest ends when the other programs' share of the cores is below half of what begins it.
 CPU_CALM_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One look at the machine; None: it cannot be told, which is no reason to rest."""
+    """One look at the machine; None: unknown, which is no reason to rest."""
 
     on_battery: bool | None = None
     gpu_users: tuple[str, ...] | None = None
-    """Others' processes on the GPU, for people."""
+    """Other programs' processes on the GPU, for display."""
     others_cpu: float | None = None
-    """The share of all cores, 0 to 1, that others' processes took since the look before."""
+    """The share of all cores, 0 to 1, that other programs took since the last look."""
 
 
 class IdleWatch:
-    """Judges looks, in order. ``cpu_limit``: others' share of the cores beyond which the node rests; 0: any is fine."""
+    """Judges looks, in order. ``cpu_limit``: others' share of the cores that makes the node rest; 0: no limit."""
 
     def __init__(self, cpu_limit: float = 0.0, *, may_use_battery: bool = False) -> None:
         self._cpu_limit = cpu_limit
@@ -60,14 +60,14 @@ class IdleWatch:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the last look said so."""
+        """Return whether the last look gave a reason to rest."""
         return bool(self._words)
 
     def look(self, seen: Seen, now: float) -> str:
-        """Why the node is to rest, for people; empty if it may train. ``now``: seconds, never decreasing."""
+        """Return why the node must rest, for display; empty if it may train. ``now``: seconds, never decreasing."""
         found = self._find(seen)
         self._since = {reason: self._since.get(reason, now) for reason in found}
-        # Before the first trainer has begun there is nothing to lose by a rest.
+        # Before the first trainer has begun a rest costs nothing.
         is_first, self._has_looked = not self._has_looked, True
         due = [reason for reason in found if is_first or now - self._since[reason] >= BEGIN_SECONDS[reason]]
         if self.is_resting:
@@ -97,7 +97,7 @@ class IdleWatch:
         return f"{words}; trains again {after} after that ends, or at once without --only-when-idle"
 
     def _find(self, seen: Seen) -> dict[Reason, str]:
-        """What speaks against training, the plainest first."""
+        """Return the reasons against training, the plainest first."""
         found: dict[Reason, str] = {}
         if seen.on_battery and not self._may_use_battery:
             found[Reason.BATTERY] = "this machine runs on its battery (--on-battery: train all the same)"

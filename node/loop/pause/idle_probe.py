@@ -1,9 +1,9 @@
-"""Looking at the machine: who is on its GPU, what it runs on, what others take of its cores.
+"""Observes the machine: other programs on its GPU, its power source, other programs' share of its cores.
 
-The GPU is asked by ``nvidia-smi pmon``, which comes with every NVIDIA driver and tells compute from graphics. A desktop
-is always on the GPU, so what draws counts from `GRAPHICS_PERCENT` of it on, and what computes always: it has memory
-there. On Linux the rest is read from ``/sys`` and ``/proc``; elsewhere the battery is asked of psutil, if it is
-installed, and the cores of nobody.
+For the GPU it runs ``nvidia-smi pmon``, which comes with every NVIDIA driver and distinguishes compute from graphics. A
+desktop is always on the GPU, so graphics counts from `GRAPHICS_PERCENT` on, and compute always: it holds memory there.
+On Linux the rest is read from ``/sys`` and ``/proc``. Elsewhere the battery comes from psutil, if it is installed, and
+the share of the cores is unknown.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import trio
 
 from ...base.system.processes import may_exist
 
-# A game, and not a desktop, a browser or a film.
+# More than a desktop, a browser or a film uses: a game.
 GRAPHICS_PERCENT: Final = 25
-# It looks for a second, and starts in another one; a driver that hangs answers never.
+# It samples for a second, and takes another to start; a hanging driver never answers.
 GPU_TIMEOUT: Final = 10.0
-# For it to die.
+# For the killed process to end.
 KILL_TIMEOUT: Final = 1.0
-# What is said of others on the GPU.
+# The number of GPU processes that a message names.
 MAX_NAMED: Final = 3
 MAX_NAME_CHARS: Final = 40
 _GPU_COMMAND: Final = ("nvidia-smi", "pmon", "-c", "1", "-s", "u")
@@ -51,20 +51,20 @@ class GpuProcess:
     pid: int
     name: str
     computes: bool
-    """It has a compute context, and no other."""
+    """Whether it has a compute context, and no other."""
     percent: int
-    """Of the GPU's time, of late."""
+    """Its recent share of the GPU's time."""
 
     @property
     def is_in_earnest(self) -> bool:
-        """Whether it wants the GPU for itself."""
+        """Return whether the process makes real use of the GPU."""
         return self.computes or self.percent >= GRAPHICS_PERCENT
 
 
 def parse_gpu_processes(text: str) -> list[GpuProcess]:
-    """The table of ``nvidia-smi pmon``, whose columns differ by driver: its first line names them.
+    """Parse the table of ``nvidia-smi pmon``, whose columns differ by driver: its first line names them.
 
-    Raises `ProbeError` for what is no such table.
+    Raises `ProbeError` if it is no such table.
     """
     lines = [line.split() for line in text.splitlines() if line.strip()]
     names = next((line[1:] for line in lines if line[0] == "#" and "pid" in line), None)
@@ -82,23 +82,23 @@ def parse_gpu_processes(text: str) -> list[GpuProcess]:
 
 
 def gpu_users(processes: Collection[GpuProcess], own: Collection[int]) -> tuple[str, ...]:
-    """Those of others that count, for people.
+    """Describe the other programs' processes that count, for display.
 
-    In a container the driver names processes by numbers of outside. Such a number says nothing here, so it is passed
-    over; it may as well be our own trainer.
+    In a container the driver gives process numbers of the host. Such a number means nothing here, so it is skipped; it
+    may as well be our own trainer.
     """
     users = [p for p in processes if p.pid not in own and p.is_in_earnest and may_exist(p.pid)]
     return tuple(f"{process.name} (process {process.pid})" for process in users[:MAX_NAMED])
 
 
 class GpuProbe:
-    """Asks in a thread that may be left alone: who hangs in the driver cannot even be killed."""
+    """Runs its queries in a thread that may be abandoned: a process that hangs in the driver cannot even be killed."""
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(1)
 
     async def users(self, own: Collection[int]) -> tuple[str, ...]:
-        """Others' processes on this machine's GPUs. Raises `ProbeError`."""
+        """Return other programs' processes on this machine's GPUs. Raises `ProbeError`."""
         if shutil.which(_GPU_COMMAND[0]) is None:
             raise ProbeError("there is no nvidia-smi here")
         if not self._limiter.available_tokens:
@@ -109,7 +109,7 @@ class GpuProbe:
 
 
 async def in_a_thread_left_alone(work: Callable[[], _Result], limiter: trio.CapacityLimiter | None = None) -> _Result:
-    """Do blocking work; who is cancelled does not wait for its end."""
+    """Run blocking work in a thread; a cancelled caller does not wait for its end."""
     # `abandon_on_cancel` is newer than the stubs of trio that libp2p brings.
     return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)  # type: ignore[call-arg]
 
@@ -128,11 +128,11 @@ def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
 
 
 def is_on_battery(system: Path = Path("/sys")) -> bool | None:
-    """Whether the machine runs on its battery; None if it has none, or nobody can say."""
+    """Return whether the machine runs on its battery; None if it has none, or this is unknown."""
     if not sys.platform.startswith("linux"):
         return _ask_psutil()
     supplies = [_supply(path) for path in sorted((system / "class" / "power_supply").glob("*"))]
-    # Not those of a mouse, nor of a telephone that is charged.
+    # Batteries of devices do not count: a mouse, or a telephone that is being charged.
     batteries = [supply for supply in supplies if supply["type"] == "Battery" and supply["scope"] != "Device"]
     if not batteries:
         return None
@@ -142,7 +142,7 @@ def is_on_battery(system: Path = Path("/sys")) -> bool | None:
 
 
 def _supply(path: Path) -> Mapping[str, str]:
-    """What the kernel says of one (Documentation/ABI/testing/sysfs-class-power)."""
+    """Read the kernel's data on a power supply (Documentation/ABI/testing/sysfs-class-power)."""
     said = dict.fromkeys(("type", "scope", "online", "status"), "")
     for name in said:
         with contextlib.suppress(OSError):
@@ -160,14 +160,14 @@ def _ask_psutil() -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Clock ticks that went by on all cores, those of them in which something ran, and those of some processes."""
+    """Clock ticks on all cores: the total, the ones in which something ran, and the ones of this node's processes."""
 
     total: int
     busy: int
     own: Mapping[int, int] = field(default_factory=dict)
 
     def others_since(self, before: CpuTimes) -> float | None:
-        """The share of all cores, 0 to 1, that others took between the two; None if no time went by."""
+        """Return the share of all cores, 0 to 1, that others took between the two; None if no time passed."""
         total = self.total - before.total
         if total <= 0:
             return None
@@ -176,7 +176,7 @@ class CpuTimes:
 
 
 def cpu_times(own: Collection[int], processes: Path = Path("/proc")) -> CpuTimes | None:
-    """Now; ``own`` are processes whose time is told apart. None where the system has no such files."""
+    """Read the present counts; ``own`` are this node's processes. None if the system has no such files."""
     try:
         ticks = [int(text) for text in (processes / "stat").read_text().split("\n", 1)[0].split()[1:9]]
         _, _, _, idle, waiting, _, _, stolen = ticks
@@ -190,7 +190,7 @@ def cpu_times(own: Collection[int], processes: Path = Path("/proc")) -> CpuTimes
 
 
 def _ticks_of(path: Path) -> int | None:
-    """Of a process: user and system time (proc(5)). Its name, in parentheses, may have any character."""
+    """Return a process's user and system time (proc(5)). Its name, in parentheses, may contain any character."""
     try:
         fields = path.read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])

@@ -1,4 +1,4 @@
-"""Rests while others want the machine: looks at it every so often, off the event loop, and does what `idle` says."""
+"""Rests while others use the machine: looks at it at intervals, off the event loop, and does what `idle` decides."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .idle_probe import CpuTimes, GpuProbe, ProbeError, cpu_times, in_a_thread_l
 from .pause import Rest
 
 IN_USE: Final = "in use"
-# Whoever starts a game waits for its memory no longer than its own loading takes: two looks and a pause.
+# The owner who starts a game waits for its memory no longer than the game takes to load: two looks and a pause.
 LOOK_INTERVAL: Final = 5.0
-# A file of the kernel's that does not answer: a driver that hangs.
+# For a kernel file that does not answer because a driver hangs.
 READ_TIMEOUT: Final = 5.0
 
 
 class IdleKeeper:
-    """``trainer_pid`` says which process is this node's own beside this one; ``warn`` tells a person.
+    """Rests while others use the machine.
 
-    ``system`` and ``processes`` are where the kernel tells of the machine, ``clock`` gives seconds.
+    ``trainer_pid`` returns the process id of this node's trainer; ``warn`` shows a warning to the owner.
+    ``system`` and ``processes`` are the kernel's file systems ``/sys`` and ``/proc``, ``clock`` gives seconds.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class IdleKeeper:
         self._has_warned = False
 
     async def run(self) -> None:
-        """Look every so often, until cancelled."""
+        """Look at intervals, until cancelled."""
         while True:
             await trio.sleep(LOOK_INTERVAL)
             await self.look()
 
     async def look(self) -> None:
-        """Once; the first look is before anything is trained."""
+        """Look once; the first look is before anything is trained."""
         own = {os.getpid()} | ({pid} if (pid := self._trainer_pid()) is not None else set())
         users = await self._look_at_gpu(own)
         on_battery, times = await self._read(own)

@@ -1,7 +1,7 @@
 """Whether this node rests, and why: it trains while there is no reason to rest.
 
-Reasons come and go apart from each other: who pauses his node by hand in the quiet hours finds it paused when they are
-over. A node that rests stays in the mesh: it keeps the run state, relays and gives checkpoints, but has no trainer.
+Reasons come and go independently: a node that its owner pauses by hand during the quiet hours is still paused when they
+are over. A node that rests stays in the mesh: it keeps the run state, relays and gives checkpoints, but has no trainer.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class Rest:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any."""
+        """Return whether there is any reason to rest."""
         return bool(self._reasons)
 
     @property
     def words(self) -> str:
-        """All of them, for people."""
+        """Return all reasons, for display."""
         return "; ".join(self._reasons.values())
 
     def begin(self, reason: str, words: str) -> None:
-        """There is this reason from now on; ``words`` say it to people, and what ends it."""
+        """Add a reason; ``words`` describe it, and what ends it, for display."""
         if self._reasons.get(reason) != words:
             self._reasons[reason] = words
             self._tell()
 
     def end(self, reason: str) -> None:
-        """There is not any more."""
+        """Remove a reason."""
         if self._reasons.pop(reason, None) is not None:
             self._tell()
 
     async def changed(self) -> None:
-        """Until the reasons or their words are others."""
+        """Wait until the reasons or their words change."""
         await self._changed.wait()
 
     def _tell(self) -> None:

@@ -1,4 +1,4 @@
-"""What begins and ends a node's rest: its owner's word, which outlives the daemon, and his quiet hours."""
+"""Begins and ends a node's rest: on its owner's request, which outlives the daemon, and in the quiet hours."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from .pause import BY_HAND, Rest
 
 PAUSED_FACT: Final = "paused"
 QUIET: Final = "quiet hours"
-# Nobody minds a few seconds of the quiet hours; a clock that is set is noticed.
+# A few seconds more or less of the quiet hours do not matter; a clock that is set is noticed.
 LOOK_INTERVAL: Final = 5.0
 
 
 class RestKeeper:
-    """``clock`` gives the local time; ``warn`` tells a person."""
+    """Pauses the node by hand and in the quiet hours.
+
+    ``clock`` gives the local time; ``warn`` shows a warning to the owner.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class RestKeeper:
         self._warn = warn
 
     async def begin(self) -> None:
-        """Before anything else: rest if an earlier life was told to, or if the hours are quiet."""
+        """Rest if an earlier life was paused by hand, or in quiet hours; call it before anything else."""
         if await self._store.get_fact(PAUSED_FACT):
             self._pause()
         self._look()
@@ -48,12 +51,12 @@ class RestKeeper:
             await trio.sleep(LOOK_INTERVAL)
 
     async def pause(self) -> None:
-        """Until `resume`, in later lives too."""
+        """Pause until `resume`, in later lives too."""
         self._pause()
         await self._remember(b"1")
 
     async def resume(self) -> None:
-        """The owner's own word does not end the quiet hours, which are his word too."""
+        """End a pause by hand. It does not end the quiet hours, which the owner has set as well."""
         self._rest.end(BY_HAND)
         await self._remember(b"")
 

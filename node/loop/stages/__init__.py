@@ -1,1 +1,1 @@
-"""Microbatches between the stages of a model that is cut, and who holds which stage."""
+"""Microbatches between the stages of a model that is cut, and which node holds which stage."""

@@ -1,7 +1,7 @@
 """One stream to a node of a neighbouring stage: a pipe (`farandole.node.bulk.pipe`) of microbatches.
 
-Control messages do not wait behind data. Small data go over the stream, in chunks; large ones over a bulk channel,
-where one opens, and over the next route when that breaks. All keeps to the node's caps.
+Control messages do not wait behind data. Small data go over the stream, in chunks. Large data go over a bulk channel,
+if one opens, and over the next route when that breaks. All data keep to the node's bandwidth caps.
 """
 
 from __future__ import annotations
@@ -36,39 +36,40 @@ from ...bulk.transport import Channels, Transport
 
 logger = logging.getLogger(__name__)
 
-# A channel opens within round trips. One write is of a chunk or a control message: on the slowest line a chunk takes a
+# A channel opens within round trips. One write is a chunk or a control message: on the slowest line a chunk takes a
 # second.
 PATIENCE = Patience(route=6.0, answer=10.0, write=30.0)
-# Data that were announced hold a slot, so they must come: a chunk, or all that is missing, in so many seconds; those do
-# not count in which this node's own cap held them up. On the slowest line a chunk takes a second; then ten flows may
-# share it, and what comes no faster, a megabyte in three minutes, is of no use to a run. A line that loses packets is
-# silent for a second or two. Looked at so often, who falls silent is noticed within two such times.
+# Announced data hold a slot, so they must arrive: a chunk, or all that is missing, in this many seconds. Seconds in
+# which this node's own cap held them up do not count. On the slowest line a chunk takes a second; then ten flows may
+# share it, and a slower rate, a megabyte in three minutes, is of no use to a run. A line that loses packets is silent
+# for a second or two. Progress is checked at this interval, so a peer that falls silent is noticed within two
+# intervals.
 PROGRESS_TIMEOUT = 10.0
 PROGRESS_BYTES = DATA_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How far data that were announced have come."""
+    """The progress of data that were announced."""
 
     index: int
-    """The microbatch's."""
+    """The microbatch's index."""
     num_routes: int
     num_come: int
-    """Bytes over this route, from any start."""
+    """The bytes that arrived over this route, from any start."""
     seconds_held_up: float
-    """By this node's own cap, from any start."""
+    """The seconds of delay by this node's own cap, from any start."""
 
     def is_enough(self, before: _Progress) -> bool:
-        """Since ``before``, `PROGRESS_TIMEOUT` ago."""
+        """Return whether there is enough progress since ``before``, `PROGRESS_TIMEOUT` ago."""
         seconds = PROGRESS_TIMEOUT - (self.seconds_held_up - before.seconds_held_up)
         return bool(self.num_come - before.num_come >= PROGRESS_BYTES * seconds / PROGRESS_TIMEOUT)
 
 
 class ActivationLink:
-    """Carries a `Link`. ``on_event`` is called with each event; after those that begin data it calls ``link.place``.
+    """Carries a `Link`. ``on_event`` is called with each event, and if that begins data, it calls ``link.place``.
 
-    ``channels``: bulk channels beside the stream, for data of `BULK_FROM` bytes or more.
+    ``channels``: bulk channels in addition to the stream, for data of `BULK_FROM` bytes or more.
     """
 
     def __init__(
@@ -87,25 +88,25 @@ class ActivationLink:
 
     @property
     def peer(self) -> bytes:
-        """Its public key."""
+        """Return the peer's public key."""
         return self._stream.peer
 
     @property
     def bytes_sent(self) -> int:
-        """Over stream and channel."""
+        """Return the bytes sent over stream and channel."""
         return self._bulk.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        """Over stream and channel."""
+        """Return the bytes received over stream and channel."""
         return self._bulk.bytes_received
 
     def close(self) -> None:
-        """End it soon."""
+        """Cancel `run`, which ends soon after."""
         self._scope.cancel()
 
     def send(self, message: Control, data: memoryview | None = None) -> None:
-        """Send it when it is its turn; ``data`` are read then."""
+        """Queue a message; ``data`` are read when its turn comes."""
         if isinstance(message, Hello | Welcome):
             self._greeting += self.link.send(message)
         elif isinstance(message, Forward | Gradient) or (isinstance(message, Settled) and self._transfers):
@@ -115,9 +116,9 @@ class ActivationLink:
             self._bulk.post(self.link.send(message))
 
     async def greet(self, on_event: Callable[[Event], None]) -> None:
-        """Read until both have greeted; for before `run`, which hears what came with the greeting.
+        """Read until both have greeted; call it before `run`, which handles what came with the greeting.
 
-        Closes the stream if it comes to nothing.
+        Closes the stream if the greeting fails.
         """
         try:
             await self._write_greeting()
@@ -142,9 +143,9 @@ class ActivationLink:
     async def run(
         self, on_event: Callable[[ActivationLink, Event], None], on_routed: Callable[[], None] = lambda: None
     ) -> None:
-        """Until the stream breaks, the peer breaks the protocol or stops in the middle of data, or `close`.
+        """Run until the stream breaks, the peer breaks the protocol or stops in the middle of data, or `close`.
 
-        ``on_routed`` is called once both ends know over which route data go. Closes the stream and its channel.
+        ``on_routed`` is called once both ends know which route data take. Closes the stream and its channel.
         """
         try:
             with self._scope, self._transport.expecting():
@@ -183,7 +184,7 @@ class ActivationLink:
         self.close()
 
     async def _watch_progress(self) -> None:
-        """Raises `trio.TooSlowError` when announced data come no further, or too slowly to be of use."""
+        """Raise `trio.TooSlowError` when announced data stop, or arrive too slowly to be of use."""
         while True:
             before = self._progress()
             await trio.sleep(PROGRESS_TIMEOUT)
@@ -193,7 +194,7 @@ class ActivationLink:
                 raise trio.TooSlowError(f"the data of microbatch {now.index} do not come")
 
     def _progress(self) -> _Progress | None:
-        """Of what is awaited: over the stream data count, over the channel all that comes: it is sealed in pieces."""
+        """Return the progress of awaited data: on the stream data count; on the channel all bytes, sealed in pieces."""
         if self.link.awaited is None:
             return None
         pipe, channel = self.link.pipe, self._transport.channel
@@ -203,7 +204,7 @@ class ActivationLink:
     # Writing
 
     def _means_something(self, message: Control) -> bool:
-        """Whether the microbatch that it is about has not ended since."""
+        """Return whether the microbatch of the message is still under way."""
         match message:
             case Dropped(index):
                 return self.link.may_drop(index)
@@ -227,6 +228,6 @@ class ActivationLink:
         if not self._means_something(message):
             return None
         # A gradient cannot be taken back once a thread sends it: its slot may become another microbatch's, its bytes
-        # may not. A microbatch that goes forward meanwhile is dropped at the end, whatever it brings.
+        # must not. A microbatch that goes forward in that time is dropped at the end, whatever its bytes are.
         is_copied = isinstance(message, Gradient) and self.link.pipe.channel is not None
         return self.link.send(message), Whole(memoryview(bytes(data)) if is_copied else data)

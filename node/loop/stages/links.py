@@ -23,18 +23,18 @@ from .activation_link import ActivationLink
 from .worker import Worker
 
 ACTIVATIONS_PROTOCOL: Final = "/farandole/activations/1"
-# Dial included.
+# This includes the dial.
 GREETING_TIMEOUT: Final = 10.0
 
 
 Handle = Callable[[LinkOpened | LinkFailed | LinkClosed | Received], None]
-"""Takes what happens to links, and what comes over them."""
+"""Handles the events of links, and what arrives over them."""
 
 
 class Links:
     """The links of one node.
 
-    ``is_neighbour(peer, stage)`` says whether a peer is a live member of that stage. Without ``channels`` everything
+    ``is_neighbour(peer, stage)`` returns whether a peer is a live member of that stage. Without ``channels`` everything
     goes over the streams.
     """
 
@@ -66,23 +66,23 @@ class Links:
         self._worker, self._handle = worker, handle
 
     def end(self) -> None:
-        """Close all."""
+        """Close all links."""
         self._worker = None
         for link in self.by_number.values():
             link.close()
 
     @property
     def bytes_sent(self) -> int:
-        """Over all links since the node began."""
+        """Return the bytes sent over all links since the node began."""
         return self._bytes_sent + sum(link.bytes_sent for link in self.by_number.values())
 
     @property
     def bytes_received(self) -> int:
-        """Over all links since the node began."""
+        """Return the bytes received over all links since the node began."""
         return self._bytes_received + sum(link.bytes_received for link in self.by_number.values())
 
     async def open(self, peer: bytes, is_return: bool) -> None:
-        """Open a link to a node of the next stage, or home, and run it to its end."""
+        """Open a link to a node of the next stage, or (``is_return``) to an origin, and run it to its end."""
         worker = self._worker
         if worker is None:
             return
@@ -100,7 +100,7 @@ class Links:
         await self._run(link, LinkOpened(link.number, peer, is_upstream=True, is_return=is_return), worker)
 
     async def _serve(self, stream: Stream) -> None:
-        """A node of the stage before opens a link; or one of the last stage, to send home what was drawn here."""
+        """Serve a link from the stage before, or from the last stage, which returns what was drawn here."""
         worker = self._worker
         if worker is None or not self._is_neighbour(stream.peer, (worker.stage - 1) % self._num_stages):
             await close_stream(stream)
@@ -124,7 +124,7 @@ class Links:
         return ActivationLink(next(self._numbers), link, stream, self._shaping, self._channels)
 
     async def _run(self, link: ActivationLink, opened: LinkOpened, worker: Worker) -> None:
-        if self._worker is not worker:  # it has been replaced meanwhile
+        if self._worker is not worker:  # it has been replaced in the meantime
             link.close()
         else:
             self.by_number[link.number] = link
@@ -147,5 +147,5 @@ class Links:
 
     def _hear(self, link: ActivationLink, event: Event) -> None:
         self._handle(Received(link.number, event))
-        if link.link.awaits_place:  # nobody wants the data
+        if link.link.awaits_place:  # the data are not needed
             link.link.place(None)

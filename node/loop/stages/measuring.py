@@ -1,4 +1,4 @@
-"""``farandole run create --measure``: where to cut a run's model into stages, by the time its parts take here."""
+"""``farandole run create --measure``: where to cut a run's model into stages, by measured times of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.training.errors import TrainingError
 
 from ...base.figures import count
 
-# What `join --threads` has unless its volunteer says otherwise.
+# The default of `join --threads`.
 THREADS = 1
 
 
@@ -26,26 +26,26 @@ class StageShare(msgspec.Struct, frozen=True):
     num_layers: int
     parameters: int
     time_share: float
-    """Of the time that all stages take for a microbatch, as measured."""
+    """The share of the time that all stages take for a microbatch, as measured."""
 
 
 class MeasuredCut(msgspec.Struct, frozen=True):
-    """What was measured, and what follows from it."""
+    """The measured times, and the cut that follows from them."""
 
     device: str
     layer_seconds: float
-    """For one microbatch, there and back."""
+    """The seconds for one microbatch, forward and backward."""
     ends_seconds: float
     by_time: tuple[StageShare, ...]
     """The cut that goes into the manifest."""
     by_count: tuple[StageShare, ...]
-    """What it would be without measuring."""
+    """The cut without measuring."""
 
 
 def cut_by_measuring(manifest: Manifest, allowed_models: Collection[str] = ()) -> tuple[Manifest, MeasuredCut]:
-    """The manifest with ``model.stage_layers`` by what is measured now, and how that came about. Takes seconds.
+    """Set the manifest's ``model.stage_layers`` by measuring now; return it with the measurement. Takes seconds.
 
-    Raises `ManifestError` if there is nothing to cut, the manifest says where already, or it cannot be measured.
+    Raises `ManifestError` if there is nothing to cut, the manifest has a cut already, or measuring fails.
     """
     if manifest.model.num_stages == 1:
         raise ManifestError("--measure: model.num_stages is 1, so there is nothing to cut")
@@ -66,7 +66,7 @@ def cut_by_measuring(manifest: Manifest, allowed_models: Collection[str] = ()) -
 
 
 def _measure(manifest: Manifest, allowed_models: Collection[str]) -> tuple[str, Costs]:
-    """The device's name, and the parts' times. Torch is imported here: no other command that makes runs needs it."""
+    """Return the device's name and the parts' times. Torch is imported here: commands without measuring need none."""
     import torch
 
     from farandole.training.device import choose_device
@@ -89,7 +89,7 @@ def _shares(model: ModelConfig, seconds: Costs, stages: tuple[range, ...]) -> tu
 
 
 def cuts_table(measured: MeasuredCut) -> Table:
-    """Both cuts side by side, for people."""
+    """Show both cuts next to each other."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     columns = ("layers", "parameters", "time")
     for column in ("stage", *(f"{how}\n{column}" for how in ("by time", "by count") for column in columns)):

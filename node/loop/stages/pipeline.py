@@ -1,7 +1,7 @@
 """Microbatches in and out of a node that holds a stage: carries out what `farandole.protocol.pipeline` decides.
 
 Activations come from neighbours' streams (`farandole.node.loop.stages.links`) straight into memory that the trainer
-shares, and go out from there. The machine lives as long as its trainer does: without one there are no links.
+shares, and are sent from there. The machine lives as long as its trainer: without one there are no links.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MICROBATCH_PROTOCOL: Final = "/farandole/microbatch/1"
 
 
 class PipelineService:
-    """This node's part in the pipeline.
+    """Runs this node's part of the pipeline.
 
     ``links`` lead to the nodes of the neighbouring stages. ``warn`` shows the owner which peers are avoided, and why.
     """
@@ -52,7 +52,7 @@ class PipelineService:
     ) -> None:
         self.links = links
         self.counts = Counts()
-        """Since the node began."""
+        """The counts since the node began."""
         self._messenger = messenger
         self._manifest = manifest
         self._author = author
@@ -67,14 +67,14 @@ class PipelineService:
         messenger.set_receiver(MICROBATCH_PROTOCOL, MAX_QUESTION_BYTES, self._be_told, lambda peer, protocol: None)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled; `begin` comes after it has started."""
+        """Run until cancelled; call `begin` after it has started."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._driver.run)
             task_status.started()
 
     def status(self) -> PipelineStatus | None:
-        """For people; None without a trainer."""
+        """Return the state of the pipeline, for display; None without a trainer."""
         if self._worker is None:
             return None
         return PipelineStatus(
@@ -87,11 +87,11 @@ class PipelineService:
 
     @property
     def num_in_flight(self) -> int:
-        """Microbatches that the trainer holds something of."""
+        """Return the number of microbatches of which the trainer holds data."""
         return 0 if self._machine is None else self._machine.num_in_flight
 
     def begin(self, worker: Worker) -> None:
-        """A trainer is ready."""
+        """Start with a trainer that is ready."""
         settings = self._manifest.pipeline
         self._worker = worker
         self._machine = Pipeline(
@@ -113,13 +113,13 @@ class PipelineService:
         self.set_nodes(self._nodes)
 
     def end(self) -> None:
-        """The trainer is gone, and what was under way with it."""
+        """Drop the trainer, which is gone, and its microbatches."""
         self._worker = self._machine = None
         self._driver.end()
         self.links.end()
 
     def set_nodes(self, nodes: Sequence[frozenset[bytes]]) -> None:
-        """The live nodes of each stage, this one included."""
+        """Set the live nodes of each stage, this one included."""
         self._nodes = nodes
         if self._worker is None:
             return

@@ -1,7 +1,7 @@
-"""Gives this node its stage, and moves it: carries out what `farandole.protocol.stage_choice` decides.
+"""Assigns this node its stage, and moves it: carries out what `farandole.protocol.stage_choice` decides.
 
-A move costs the run as little as can be: the weights come beside the training, then the node tells its new stage and
-starts its trainer anew.
+A move costs the run as little as possible: the weights are fetched while training runs, then the node announces its new
+stage and restarts its trainer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ...status.journal import Journal
 DECIDE_INTERVAL: Final = 1.0
 # A lease lives for three minutes (`protocol.entries`).
 RENEW_INTERVAL: Final = 60.0
-# A move must have been worth it for so many heartbeats.
+# A move must have been worth it for this many heartbeats.
 PATIENT_BEATS: Final = 6.0
-# In a run that begins, the trainer starts when nothing has changed for so long, and at the latest after the other.
+# In a run that begins, the trainer starts when nothing has changed for `QUIET_SECONDS`, or after `MAX_QUIET_SECONDS`.
 QUIET_SECONDS: Final = 3.0
 MAX_QUIET_SECONDS: Final = 20.0
 
@@ -41,8 +41,8 @@ MAX_QUIET_SECONDS: Final = 20.0
 class StageKeeper:
     """One node's stage of a model that is cut into several.
 
-    ``wanted``: the stage that the volunteer has chosen for good. ``on_moved`` is told of each new stage, the first one
-    included, before the trainer is started anew by ``restart_trainer``.
+    ``wanted``: the stage that the volunteer has fixed. ``on_moved`` is called with each new stage, the first one
+    included, before ``restart_trainer`` restarts the trainer.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StageKeeper:
         self._on_moved = on_moved
 
     async def begin(self, held_before: int | None) -> None:
-        """Take the first stage: the volunteer's, or that of an earlier life, or the one that the run needs most."""
+        """Take the first stage: the volunteer's, or an earlier life's, or the one that the run needs most."""
         membership = self._membership
         stage = held_before if self._wanted is None else self._wanted
         if stage is None or stage >= membership.num_stages:
@@ -78,7 +78,7 @@ class StageKeeper:
         await self._hold(stage)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Decide on moves and carry them out, until cancelled."""
         while True:
             await trio.sleep(DECIDE_INTERVAL)
             if self._weights.giving.trainer_stage not in (None, self._membership.stage):
@@ -114,7 +114,7 @@ class StageKeeper:
                 pass
 
     async def _move(self, target: int) -> None:
-        """With a lease: fetch the weights while the trainer works on, then go."""
+        """Move with a lease: fetch the weights while the trainer works on, then switch stages."""
         membership, source = self._membership, self._membership.stage
         self._journal.say(f"moving from stage {source} to stage {target}, which needs it more")
         async with trio.open_nursery() as nursery:
@@ -122,7 +122,7 @@ class StageKeeper:
             if await self._weights.fetch_ahead(target):
                 await self._hold(target)
                 self._restart_trainer()
-                await trio.sleep(LEASE_SECONDS)  # so that all know that we are there before they may follow
+                await trio.sleep(LEASE_SECONDS)  # so that all know that this node is there before others may follow
             else:
                 self._journal.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")
             nursery.cancel_scope.cancel()
@@ -142,7 +142,7 @@ class StageKeeper:
 
 
 async def wait_quiet(membership: Membership, journal: Journal) -> None:
-    """In a run that begins: until the nodes that began together have spread over the stages."""
+    """Wait, in a run that begins, until the nodes that began together have spread over the stages."""
     seen, since = membership.nodes_of_stages(), trio.current_time()
     with trio.move_on_after(MAX_QUIET_SECONDS):
         while membership.is_young and trio.current_time() - since < QUIET_SECONDS:

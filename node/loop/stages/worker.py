@@ -16,14 +16,14 @@ class Worker:
     stage: int
     size: int
     memory: memoryview
-    """Shared with the trainer: of each slot ``size`` bytes that came in, then as many that go out."""
+    """Shared with the trainer: for each slot, ``size`` bytes that came in, then ``size`` bytes that go out."""
     send: Callable[[Command], None]
     report: Callable[[RoundDrained | Measured], None]
 
     def incoming(self, slot: int) -> memoryview:
-        """Where the data that come for a slot lie."""
+        """Return the memory for the data that a slot receives."""
         return self.memory[2 * slot * self.size : (2 * slot + 1) * self.size]
 
     def outgoing(self, slot: int) -> memoryview:
-        """Where the data that a slot sends lie."""
+        """Return the memory of the data that a slot sends."""
         return self.memory[(2 * slot + 1) * self.size : (2 * slot + 2) * self.size]

@@ -1,1 +1,1 @@
-"""What a node may move in a calendar month: counted, kept, and spent evenly."""
+"""The traffic that a node may use in a calendar month: counted, stored, and spent evenly."""

@@ -1,8 +1,8 @@
-"""Counts what a node moves, keeps the count over restarts, and says what may move.
+"""Counts a node's traffic, keeps the count over restarts, and decides what may be sent.
 
-On disk is more than was counted (`AHEAD_BYTES`, written before it is used): a node that is killed has counted too much
-by that at most, and too little only where more than half of it moved since the last look. One that ends in good order
-writes the count itself.
+The count on disk is ahead of the real one (by `AHEAD_BYTES`, written before they are used). So a killed node has
+counted too much by that at most, and too little only if more than half of it moved since the last look. A node that
+exits cleanly writes the exact count.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .budget import Budget, Used
 TRAFFIC_FACT: Final = "traffic"
 SPENT: Final = "traffic is spent"
 SAVING: Final = "traffic is saved"
-# So much may move between two looks; on a line of 1 Gbit/s it is what a look sees.
+# `AHEAD_BYTES` may move between two looks; on a line of 1 Gbit/s that is the traffic of one look.
 LOOK_INTERVAL: Final = 0.5
 AHEAD_BYTES: Final = 64 * 1024 * 1024
-# Of a small budget, no more than this is ahead.
+# With a small budget, no more than this share is counted ahead.
 MAX_AHEAD_SHARE: Final = 0.002
 
 
 class TrafficKeeper:
     """One node's budget; without ``limit`` (bytes a month) it counts nothing and allows everything.
 
-    ``clock`` gives the local time, ``warn`` tells a person.
+    ``clock`` gives the local time, ``warn`` shows a warning to the owner.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TrafficKeeper:
         warn: Callable[[str], None],
     ) -> None:
         self.needs_traffic = False
-        """Whether training is nothing without it: of a model that is cut into stages."""
+        """Whether training is impossible without traffic: if the model is cut into stages."""
         self._rest = rest
         self._store = store
         self._shaping = shaping
@@ -61,11 +61,11 @@ class TrafficKeeper:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the node has to be offline."""
+        """Return whether the node has to be offline."""
         return self._budget is not None and self._budget.is_spent()
 
     def status(self) -> TrafficStatus | None:
-        """For people; None without a budget."""
+        """Return the state of the budget, for display; None without a budget."""
         budget = self._budget
         if budget is None:
             return None
@@ -75,14 +75,14 @@ class TrafficKeeper:
         return TrafficStatus(budget.limit, budget.used.num_bytes, is_saved, resumes_at.timestamp())
 
     def may_spend(self, num_bytes: int) -> bool:
-        """Whether bulk of so many bytes, both ways together, may begin."""
+        """Return whether bulk of ``num_bytes``, both ways together, may begin."""
         if self._budget is None:
             return True
         self._count()
         return self._budget.may_spend(num_bytes, self._clock())
 
     async def begin(self) -> None:
-        """Before anything moves: what earlier lives have counted."""
+        """Read what earlier lives have counted; call it before any traffic."""
         if self._budget is None:
             return
         raw = await self._store.get_fact(TRAFFIC_FACT)
@@ -93,7 +93,7 @@ class TrafficKeeper:
         await self.look()
 
     async def run(self) -> None:
-        """Count, until cancelled; then keep the exact count."""
+        """Count until cancelled, then store the exact count."""
         if self._budget is None:
             return
         try:
@@ -106,12 +106,12 @@ class TrafficKeeper:
                 await self._put(self._budget.used)
 
     async def wait_online(self) -> None:
-        """Until something may move."""
+        """Wait until traffic is allowed."""
         while self.is_spent:
             await self._looked.wait()
 
     async def wait_offline(self) -> None:
-        """Until nothing may."""
+        """Wait until no traffic is allowed."""
         while not self.is_spent:
             await self._looked.wait()
 
@@ -122,7 +122,7 @@ class TrafficKeeper:
         self._counted = total
 
     async def look(self) -> None:
-        """Count, say what follows, and keep the count if that is due."""
+        """Count, report what follows, and store the count if that is due."""
         budget = self._budget
         assert budget is not None
         self._count()
@@ -151,7 +151,7 @@ class TrafficKeeper:
             await self._store.put_fact(TRAFFIC_FACT, msgspec.msgpack.encode(used))
         except StoreError as error:
             self._warn(f"{error}; after a restart this node does not know its traffic of this month")
-        self._stored = used  # else each look would try, and warn
+        self._stored = used  # otherwise each look would retry, and warn
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -1,1 +1,1 @@
-"""A port that the home's router opens for this node, so that others can dial it: asked for, kept, given back."""
+"""Ports that the home's router opens for this node, so that others can dial it: requested, renewed, released."""

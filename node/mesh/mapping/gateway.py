@@ -1,4 +1,4 @@
-"""The way out of the local network: the one machine there that is asked for ports."""
+"""The default gateway of the local network: the one machine there that is asked for ports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import trio
 from ...base.system.proc import read_proc
 from .router import MappingError
 
-# Of a route in Linux's table that is up and leads over a gateway (linux/route.h).
+# Flags in Linux's table for a route that is up and leads through a gateway (linux/route.h).
 _UP_BY_GATEWAY: Final = 0x0003
-# What macOS and the BSDs are asked; it answers from memory.
+# The command on macOS and the BSDs; it answers from memory.
 _ROUTE_COMMAND: Final = ("/sbin/route", "-n", "get", "default")
 _WINDOWS_ROUTE_COMMAND: Final = ("route", "print", "-4", "0.0.0.0")
 ROUTE_TIMEOUT: Final = 3.0
@@ -25,7 +25,7 @@ ROUTE_TIMEOUT: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """Both in the same private network."""
+    """A gateway and this machine's address, both in the same private network."""
 
     ip: str
     local_ip: str
@@ -33,7 +33,7 @@ class Gateway:
 
 
 async def find_gateway() -> Gateway:
-    """Raises `MappingError` where there is none, or none is needed: this machine has an address of the internet's."""
+    """Find the gateway; raise `MappingError` if there is none, or if this machine has a public address."""
     ip = await _default_route()
     if ip is None or not _is_private(ip):
         raise MappingError("no home's router leads out of here")
@@ -54,7 +54,7 @@ def _is_private(ip: str) -> bool:
 
 
 async def _default_route() -> str | None:
-    """The gateway's IPv4 address, where this system says it."""
+    """Return the gateway's IPv4 address, if this system reports it."""
     try:
         if sys.platform == "linux":
             return gateway_of_linux(read_proc("net/route") or "")
@@ -69,7 +69,7 @@ async def _default_route() -> str | None:
 
 
 def gateway_of_linux(routes: str) -> str | None:
-    """Of what /proc/net/route says: of the default routes, the one with the smallest metric."""
+    """Parse /proc/net/route: return the gateway of the default route with the smallest metric."""
     found: list[tuple[int, str]] = []
     for line in routes.splitlines()[1:]:
         fields = line.split()
@@ -81,13 +81,13 @@ def gateway_of_linux(routes: str) -> str | None:
 
 
 def gateway_of_windows(told: str) -> str | None:
-    """Of what ``route print -4 0.0.0.0`` prints, in any language: the gateway of the route with the smallest metric."""
+    """Parse the output of ``route print -4 0.0.0.0``, in any language: the gateway with the smallest metric."""
     address = r"(\d{1,3}(?:\.\d{1,3}){3})"
     routes = re.findall(rf"(?m)^\s*0\.0\.0\.0\s+0\.0\.0\.0\s+{address}\s+{address}\s+(\d{{1,6}})\s*$", told)
     return min(routes, key=lambda route: int(route[2]))[0] if routes else None
 
 
 def gateway_of_bsd(told: str) -> str | None:
-    """Of what ``route -n get default`` prints."""
+    """Parse the output of ``route -n get default``."""
     match = re.search(r"(?m)^\s*gateway:\s*(\d{1,3}(?:\.\d{1,3}){3})\s*$", told)
     return match[1] if match else None

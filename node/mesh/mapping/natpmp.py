@@ -1,7 +1,7 @@
-"""Asking the home's router for a port by NAT-PMP (RFC 6886): a datagram there, a datagram back.
+"""Asks the home's router for a port by NAT-PMP (RFC 6886): a datagram there, a datagram back.
 
-Routers that speak its successor PCP (RFC 6887) answer it as well, as far as they are found in homes. The socket is
-connected, so that the kernel lets through nothing but what the gateway's address has sent.
+Routers in homes that speak its successor PCP (RFC 6887) answer it as well. The socket is connected, so the kernel lets
+through only datagrams from the gateway's address.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ANSWER_TO_ADDRESS: Final = struct.Struct(">BBHI4s")
 _ANSWER_TO_MAPPING: Final = struct.Struct(">BBHIHHI")
 _QUESTION_FOR_MAPPING: Final = struct.Struct(">BBHHHI")
 MAX_DATAGRAM: Final = 64
-# The RFC's first pauses before it asks again (3.1); who is in the same house answers before the second.
+# The RFC's first pauses before it asks again (3.1); a router in the same house answers before the second.
 PAUSES: Final = (0.25, 0.5, 1.0)
-# By so much a router's clock may seem slow (3.6).
+# By how much a router's clock may seem slow (3.6).
 _CLOCK_RATE, _CLOCK_SLACK = 7 / 8, 2.0
 _RESULTS: Final = {
     1: "it knows another version",
@@ -40,7 +40,7 @@ _RESULTS: Final = {
 
 
 class NatPmpRouter:
-    """A router that opens ports. Every call ends within some seconds, and raises `MappingError`."""
+    """A router that opens ports. Every call ends within a few seconds, and raises `MappingError` on failure."""
 
     def __init__(self, gateway: Gateway, port: int = PORT) -> None:
         self._gateway = gateway
@@ -50,27 +50,30 @@ class NatPmpRouter:
 
     @property
     def ip(self) -> str:
-        """Its own, inside."""
+        """Its inner address."""
         return self._gateway.ip
 
     async def external_ip(self) -> str:
-        """Its outer address; raises `MappingError`."""
+        """Return its outer address; raise `MappingError` on failure."""
         answer = await self._ask(bytes([_VERSION, _GET_ADDRESS]), _ANSWER_TO_ADDRESS)
         return str(ipaddress.IPv4Address(answer[4]))
 
     async def open_port(self, port: int, seconds: int) -> Opened:
-        """Open, or keep open; the router chooses another outer port where that one is taken. Raises `MappingError`."""
+        """Open a port, or keep it open; the router picks another outer port if it is taken. Raises `MappingError`."""
         inner, outer, granted = await self._map(port, port, seconds)
         if inner != port or not outer or not granted:
             raise MappingError("the router opens another port than it was asked for")
         return Opened(port, (await self.external_ip(), outer), min(granted, seconds))
 
     async def close_port(self, opened: Opened) -> None:
-        """Close; raises `MappingError`."""
+        """Close a port; raise `MappingError` on failure."""
         await self._map(opened.port, 0, 0)
 
     async def has_forgotten(self, opened: Opened) -> bool:
-        """By its clock, which begins anew with its memory (3.6), and its outer address. Raises `MappingError`."""
+        """Return whether the router has dropped the mapping; raise `MappingError` on failure.
+
+        Its clock, which restarts with its memory (3.6), and its outer address decide.
+        """
         self._has_restarted = False
         return await self.external_ip() != opened.outer[0] or self._has_restarted
 
@@ -80,7 +83,7 @@ class NatPmpRouter:
         return inner, mapped, granted
 
     async def _ask(self, question: bytes, form: struct.Struct) -> tuple[int, ...]:
-        """The fields of the answer to a question."""
+        """Return the fields of the answer to a question."""
         with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             try:
                 await sock.connect(self._address)
@@ -97,7 +100,7 @@ class NatPmpRouter:
         raise MappingError("the router does not answer by NAT-PMP")
 
     def _read(self, data: bytes, asked: int, form: struct.Struct) -> tuple[int, ...]:
-        """Raises `MappingError` where it says no, `RemoteProtocolError` where it is no answer to that."""
+        """Parse an answer; `MappingError` if the router refuses, `RemoteProtocolError` if it answers something else."""
         if len(data) < 4 or data[1] != asked + _IS_ANSWER:
             raise RemoteProtocolError("no answer to the question")
         result = int.from_bytes(data[2:4], "big")
@@ -118,7 +121,7 @@ class NatPmpRouter:
 
 
 async def find_natpmp_router(gateway: Gateway) -> NatPmpRouter:
-    """The gateway, if it opens ports by NAT-PMP; raises `MappingError` if not."""
+    """Return the gateway, if it opens ports by NAT-PMP; raise `MappingError` if not."""
     router = NatPmpRouter(gateway)
     await router.external_ip()
     return router

@@ -1,7 +1,7 @@
-"""Keeping this node's ports open at the home's router: asked anew before each lease ends, after a restart of the
-router's and when its outer address has changed; closed when the node leaves.
+"""Keeps this node's ports open at the home's router. It asks again before each lease ends, after a restart of the
+router, and when its outer address has changed. It closes the ports when the node leaves.
 
-What a router says proves nothing: whether others can dial the node is for those to say who try (dialback.py).
+A router's answer proves nothing: whether others can dial the node is decided by peers that try (dialback.py).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Between two looks at whether the router still has what it has opened: a restart is noticed within a quarter of the
-# minute in which a node shall be back.
+# Between two checks whether the router still has the ports: a restart is noticed within a quarter of the minute in
+# which a node must be reachable again.
 CHECK_INTERVAL: Final = 15.0
-# Between two looks at which ports this node has: that of bulk channels comes a moment later than that of libp2p.
+# Between two checks of this node's ports: the bulk channels' port opens a moment later than libp2p's.
 PORTS_INTERVAL: Final = 0.5
-# After a router that opens nothing, or has gone; the laptop may be in another network by then.
+# After a failure, or when the router is gone; the laptop may be in another network by then.
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 300.0
-# However short a lease is.
+# Minimum, even if the lease is shorter.
 MIN_RENEWAL_INTERVAL: Final = 2.0
-# A node opens at most as many: for libp2p, and for bulk channels.
+# Ports that a node opens at most: for libp2p, and for bulk channels.
 MAX_PORTS: Final = 4
-# The last word to the router; it forgets the ports by itself when their leases end.
+# To close the ports; the router drops them by itself when their leases end.
 CLOSE_TIMEOUT: Final = 2.0
 
 
@@ -43,7 +43,7 @@ Router = NatPmpRouter | UpnpRouter
 
 
 async def find_router() -> Router:
-    """The gateway, by the protocol in which it answers first; raises `MappingError` if it answers in none."""
+    """Return the gateway, with the protocol that it answers first; raise `MappingError` if it answers none."""
     gateway = await find_gateway()
     found: list[Router] = []
     errors: list[str] = []
@@ -66,10 +66,10 @@ async def find_router() -> Router:
 
 
 class PortKeeper:
-    """Of one host; says in ``host.mapped`` what is open."""
+    """The open ports of one host, recorded in ``host.mapped``."""
 
     def __init__(self, host: Host, on_change: Callable[[], None], lease_seconds: int) -> None:
-        """``on_change``: told whenever others may reach the host otherwise."""
+        """``on_change``: called when others may reach the host in another way."""
         self.has_tried = trio.Event()
         """Set once a router has been asked, or there was none to ask."""
         self._host = host
@@ -80,7 +80,7 @@ class PortKeeper:
         self._renew_at = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Keep the ports open until cancelled."""
         waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
         while True:
             try:
@@ -95,7 +95,7 @@ class PortKeeper:
             await trio.sleep(next(waits))
 
     async def _keep(self, router: Router) -> None:
-        """Until the router does it no more; raises `MappingError`."""
+        """Keep ports open at this router until it fails; raises `MappingError` then."""
         try:
             while True:
                 await self._open(router)
@@ -107,7 +107,7 @@ class PortKeeper:
             raise
 
     async def _watch(self, router: Router) -> None:
-        """Until ports are to be opened, or opened anew; raises `MappingError`."""
+        """Wait until ports must be opened or renewed; raises `MappingError` if the router fails."""
         look_at = trio.current_time() + CHECK_INTERVAL
         while self._asked == set(self._ports()) and trio.current_time() < self._renew_at:
             await trio.sleep(PORTS_INTERVAL)
@@ -118,7 +118,7 @@ class PortKeeper:
                     return
 
     async def _open(self, router: Router) -> None:
-        """That of libp2p, and of the others those that the router opens."""
+        """Open libp2p's port, and the others if the router allows it."""
         ports, opened = self._ports(), dict[int, Opened]()
         self._asked = set(ports)
         for port in ports:
@@ -151,6 +151,6 @@ class PortKeeper:
             self._on_change()
 
     def _ports(self) -> list[int]:
-        """Those that more than this machine can reach over IPv4."""
+        """Return the ports that other machines can reach over IPv4."""
         listening = [port for ip, port in self._host.own.listening if ":" not in ip and not ip.startswith("127.")]
         return list(dict.fromkeys((*listening, *(self._host.bulk_ports if listening else ()))))[:MAX_PORTS]

@@ -1,4 +1,4 @@
-"""What a home's router gives, by whichever of the two protocols it speaks (natpmp.py, upnp.py)."""
+"""The port that a home's router opens, by whichever of the two protocols it speaks (natpmp.py, upnp.py)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class MappingError(FarandoleError):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A port of the router's that leads to one of this machine's."""
+    """A port of the router that leads to one of this machine's."""
 
     port: int
-    """This machine's."""
+    """This machine's port."""
     outer: Address
-    """The router's own word for where it is: behind a second router it is none of the internet's."""
+    """The outer address that the router reports; behind a second router it is not a public one."""
     seconds: float
-    """For so long, unless it is asked again; infinite where the router knows no leases."""
+    """The lease, unless it is renewed; infinite if the router knows no leases."""

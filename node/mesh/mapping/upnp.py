@@ -1,8 +1,8 @@
-"""Asking the home's router for a port: UPnP's Internet Gateway Device, versions 1 and 2, over IPv4.
+"""Asks the home's router for a port by UPnP's Internet Gateway Device, versions 1 and 2, over IPv4.
 
-Found by SSDP (a datagram to a group of the local network), described in XML over HTTP, asked by SOAP. Only the
-gateway's answers count, and even it is a stranger: it is asked at no other address, what it says is bounded in bytes
-and time, and XML that declares anything is refused unread.
+The router is found by SSDP (a datagram to a group of the local network), described in XML over HTTP, and asked by SOAP.
+Only the gateway's answers count, and even the gateway is not trusted. It is asked at no other address, its answers are
+bounded in bytes and time, and XML with declarations is refused unread.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _SERVICES: Final = (
     "urn:schemas-upnp-org:service:WANIPConnection:1",
     "urn:schemas-upnp-org:service:WANPPPConnection:1",
 )
-# A datagram may be lost: asked again so often, so far apart. Routers answer within the second that MX allows them.
+# A datagram may be lost, so each search is repeated. Routers answer within the second that MX allows them.
 NUM_SEARCHES: Final = 3
 SEARCH_INTERVAL: Final = 1.0
 MAX_DATAGRAM: Final = 2_048
 HTTP_TIMEOUT: Final = 4.0
 # Descriptions of real routers have up to 20 KB.
 MAX_REPLY_BYTES: Final = 65_536
-# What people see of a router's own words.
+# Longest part of a router's error text that people see.
 MAX_REASON_CHARS: Final = 80
-# Errors of the services' (WANIPConnection:1, 2.4.16): another machine has the port, and no leases but endless ones.
+# Errors of the services (WANIPConnection:1, 2.4.16): another machine has the port; only permanent leases are supported.
 _NO_SUCH_MAPPING, _CONFLICT, _ONLY_ENDLESS = 714, 718, 725
-# Other outer ports to try where this machine's is taken, in the range from which systems take their own.
+# Other outer ports to try if this machine's is taken, in the range from which systems take their own.
 NUM_TRIES: Final = 4
 _FIRST_PORT, _LAST_PORT = 49_152, 65_535
 
@@ -59,24 +59,24 @@ class UpnpError(MappingError):
 
 @dataclass(frozen=True, slots=True)
 class UpnpRouter:
-    """A router that opens ports. Every call ends within some seconds, and raises `MappingError`."""
+    """A router that opens ports. Every call ends within a few seconds, and raises `MappingError` on failure."""
 
     control: str
-    """The URL to ask."""
+    """The URL for requests."""
     service: str
-    """What it calls itself there."""
+    """The type of the service at that URL."""
     local_ip: str
     """This machine's address, as the router sees it."""
     outer_ports: dict[int, int] = field(default_factory=dict)
-    """Of this machine's ports that it has opened."""
+    """This machine's port -> the outer port that the router has opened for it."""
 
     @property
     def ip(self) -> str:
-        """Its own, inside."""
+        """Its inner address."""
         return urlsplit(self.control).hostname or ""
 
     async def external_ip(self) -> str:
-        """Its outer address; raises `MappingError`."""
+        """Return its outer address; raise `MappingError` on failure."""
         ip = (await self._ask("GetExternalIPAddress", {})).get("NewExternalIPAddress", "")
         try:
             return str(ipaddress.IPv4Address(ip))
@@ -84,7 +84,7 @@ class UpnpRouter:
             raise UpnpError("the router does not know its outer address") from error
 
     async def open_port(self, port: int, seconds: int) -> Opened:
-        """Open, or keep open, at the same port outside, or at another if that is taken; raises `MappingError`."""
+        """Open a port or keep it open, at the same outer port or another free one; raises `MappingError`."""
         outer = self.outer_ports.get(port, port)
         for _ in range(NUM_TRIES):
             try:
@@ -99,7 +99,7 @@ class UpnpRouter:
         raise UpnpError("the router has given the port to another machine", _CONFLICT)
 
     async def _add(self, port: int, outer: int, seconds: int) -> float:
-        """Returns the seconds of its lease."""
+        """Add the mapping; return the seconds of its lease."""
         mapping = {
             **_name(outer),
             "NewInternalPort": str(port),
@@ -118,11 +118,11 @@ class UpnpRouter:
         return seconds
 
     async def close_port(self, opened: Opened) -> None:
-        """Close; raises `MappingError`."""
+        """Close a port; raise `MappingError` on failure."""
         await self._ask("DeletePortMapping", _name(opened.outer[1]))
 
     async def has_forgotten(self, opened: Opened) -> bool:
-        """By its own word; raises `MappingError`."""
+        """Ask the router; return whether it has dropped the mapping; raise `MappingError` on failure."""
         try:
             entry = await self._ask("GetSpecificPortMappingEntry", _name(opened.outer[1]))
         except UpnpError as error:
@@ -152,12 +152,12 @@ class UpnpRouter:
 
 
 def _name(outer: int) -> dict[str, str]:
-    """What names a mapping."""
+    """Return the arguments that identify a mapping."""
     return {"NewRemoteHost": "", "NewExternalPort": str(outer), "NewProtocol": "TCP"}
 
 
 async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
-    """The gateway, if it opens ports by UPnP; raises `MappingError` if not."""
+    """Return the gateway, if it opens ports by UPnP; raise `MappingError` if not."""
     location = await _search(gateway)
     status, reply = await _request("GET", location, {}, b"")
     if status != 200:
@@ -181,7 +181,7 @@ async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
 
 
 async def _search(gateway: Gateway) -> str:
-    """The URL of its description."""
+    """Return the URL of the gateway's description."""
     with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as sock:
         try:
             await sock.bind((gateway.local_ip, 0))
@@ -204,7 +204,7 @@ def _question(target: str) -> bytes:
 
 
 def _location(data: bytes, sender: str) -> str | None:
-    """Of an answer that leads to the machine that gave it."""
+    """Return the location in an answer, if it leads to the machine that sent the answer."""
     match = re.search(rb"(?im)^location:[ \t]*(http://[!-~]{1,256})[ \t]*\r?$", data)
     if match is None:
         return None
@@ -216,7 +216,7 @@ def _location(data: bytes, sender: str) -> str | None:
 
 
 async def _request(method: str, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-    """One HTTP request: status and body; raises `UpnpError`."""
+    """Send one HTTP request; return status and body; raise `UpnpError` on failure."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or 80
@@ -239,7 +239,7 @@ async def _request(method: str, url: str, headers: Mapping[str, str], body: byte
 
 
 def _parse(content: bytes) -> ElementTree.Element:
-    """Entities may grow without bound, and nobody needs them here; nor UTF-16, in which they would not be seen."""
+    """Parse XML; refuse declarations, since entities may grow without bound, and UTF-16, which would hide them."""
     if b"\0" in content or b"<!" in re.sub(rb"(?s)<!--.*?-->", b"", content):
         raise UpnpError("the router's XML declares something")
     try:

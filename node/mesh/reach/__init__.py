@@ -1,1 +1,1 @@
-"""How a node is reached behind its home, and helps others to be."""
+"""How a node behind a home router is reached, and helps others to be reached."""

@@ -1,7 +1,7 @@
-"""Serving, and asking for, what tells a node how it is off: `farandole.protocol.checkup`.
+"""Serves and asks for the measurements of a node's checkup: `farandole.protocol.checkup`.
 
-A line's speed is measured by a few megabytes, seldom and by one peer at a time, within this node's caps, and over
-direct connections alone: relays carry nothing for this.
+A line's speed is measured with a few megabytes, rarely, by one peer at a time, within this node's caps, and only over
+direct connections: relays carry nothing for this.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from ..host import Host
     from ..libp2p_stream import Stream
 
-# Datagrams are sent so often, since any may be lost, and so far apart; each waits for its echo.
+# Datagrams are repeated, since any may be lost; each waits for its echo.
 NUM_DATAGRAMS: Final = 4
 DATAGRAM_INTERVAL: Final = 0.5
-# A port is open for one asker for so long, and for so many askers at once; others are told to ask another.
+# A port is open for one asker for `ECHO_SECONDS`, and for `MAX_ECHOING` askers at once; others must ask another peer.
 ECHO_SECONDS: Final = 5.0
 MAX_ECHOING: Final = 16
-# Whoever shows the token gets so many echoes.
+# Echoes for an asker that shows the token.
 MAX_ECHOES: Final = 8
-# Time for the last bytes that are under way.
+# Time for the last bytes under way.
 GRACE: Final = 2.0
 CHUNK_BYTES: Final = 65_536
-# Measured at once, whoever asks, and then one more every so many seconds: a stranger with many keys gets 1.6 Mbit/s.
+# Measurements at once, for any askers, and seconds per further one: a stranger with many keys gets 1.6 Mbit/s.
 MAX_AT_ONCE: Final = 4
 INTERVAL: Final = 30.0
 
 
 class CheckupService:
-    """Answers peers of one host. ``clock``: Unix seconds."""
+    """Answers the peers of one host. ``clock``: Unix seconds."""
 
     def __init__(self, host: Host, shaping: Shaping, clock: Callable[[], float] = time.time) -> None:
         self._shaping = shaping
@@ -119,19 +119,19 @@ async def _echo_token(socket: trio.socket.SocketType, token: bytes) -> None:
 
 
 async def ask_time(host: Host, peer: bytes, clock: Callable[[], float] = time.time) -> Offset:
-    """How far this node's clock is ahead of a peer's; `PeerUnreachableError` if it does not say."""
+    """Return how far this node's clock is ahead of a peer's; raise `PeerUnreachableError` if it does not answer."""
     stream = await host.open_stream(peer, CLOCK_PROTOCOL)
     asked_at, began_at = clock(), trio.current_time()
     with answered(stream):
         answer = decode_clock(await hear(stream, MAX_MESSAGE_BYTES))
-    # By the steady clock, so that one that is set meanwhile does no harm.
+    # Elapsed time is from the steady clock, so setting the clock in between does no harm.
     return measure_offset(asked_at, asked_at + trio.current_time() - began_at, answer)
 
 
 async def ask_echo(host: Host, peer: bytes) -> bool:
-    """Whether a datagram that goes to a peer comes back.
+    """Return whether a datagram to a peer is echoed.
 
-    Raises `PeerUnreachableError` if it has no time for it, or is not reached directly.
+    Raises `PeerUnreachableError` if the peer is too busy, or is not reached directly.
     """
     stream = await host.open_stream(peer, ECHO_PROTOCOL)
     with answered(stream):
@@ -157,7 +157,7 @@ async def _is_echoed(socket: trio.socket.SocketType, token: bytes, target: tuple
 
 
 async def _send(stream: Stream, size: int, shaper: Shaper) -> None:
-    """So many bytes, or as many as go in the time; then the end of the stream."""
+    """Send ``size`` bytes, or as many as the time allows; then end the stream."""
     with trio.move_on_after(SPEED_SECONDS):
         while size > 0:
             count = min(size, CHUNK_BYTES, shaper.quantum)
@@ -169,7 +169,7 @@ async def _send(stream: Stream, size: int, shaper: Shaper) -> None:
 
 
 async def _receive(stream: Stream, size: int, shaper: Shaper) -> SpeedAnswer:
-    """What came until the end, or until the time is over; the first piece starts the clock, and does not count."""
+    """Receive until the end, or until the time is over; the first piece starts the clock, and does not count."""
     num_received, began_at, ended_at = 0, None, 0.0
     with trio.move_on_after(SPEED_SECONDS + GRACE):
         while num_received < size and (data := await stream.receive_some(CHUNK_BYTES)):
@@ -185,7 +185,7 @@ async def _receive(stream: Stream, size: int, shaper: Shaper) -> SpeedAnswer:
 
 
 async def measure(host: Host, peer: bytes, *, is_up: bool) -> float:
-    """Bytes a second to a peer, or from it. Raises `PeerUnreachableError` if it does not take part."""
+    """Measure bytes a second to a peer, or from it; raise `PeerUnreachableError` if it does not take part."""
     stream = await host.open_stream(peer, SPEED_PROTOCOL)
     with answered(stream):
         await tell(stream, SpeedRequest(is_up), MAX_MESSAGE_BYTES)

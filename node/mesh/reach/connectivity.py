@@ -1,4 +1,4 @@
-"""How a node is connected: whether others can dial it, the relays that it has, the relay that it is."""
+"""The connectivity of a node: whether others can dial it, the relays that it uses, and its own relay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A lookup in the DHT that looks for relays, and how often there is one while some are wanted.
+# Timeout of a DHT lookup for relays, and the interval of lookups while relays are wanted.
 FIND_TIMEOUT: Final = 5.0
 FIND_INTERVAL: Final = 30.0
 
@@ -62,7 +62,7 @@ class Connectivity:
 
     @property
     def members(self) -> frozenset[bytes]:
-        """Live members of the run, as last told: they may relay, and are relayed for."""
+        """Live members of the run, as last set: they may relay, and are relayed for."""
         return self._members
 
     @members.setter
@@ -73,23 +73,23 @@ class Connectivity:
 
     @property
     def num_reservations(self) -> int:
-        """Peers that are reached through this node."""
+        """The number of peers that are reached through this node."""
         return 0 if self._server is None else self._server.table.num_reservations
 
     @property
     def num_circuits(self) -> int:
-        """Pairs of peers that talk through this node."""
+        """The number of pairs of peers that are connected through this node."""
         return 0 if self._server is None else self._server.table.num_circuits
 
     def is_out_of_reach(self, peer: bytes) -> bool:
-        """Whether attempts have shown that nothing but relays leads to a peer."""
+        """Return whether attempts have shown that a peer is reachable only through relays."""
         return self.puncher.is_out_of_reach(peer)
 
     @asynccontextmanager
     async def observe_port(self, port: int) -> AsyncIterator[list[Address]]:
-        """As whom others see a port of this machine, where its router changes ports, for as long as the block runs.
+        """Yield a port's outer addresses as peers see them, while the block runs; empty if the router keeps ports.
 
-        Peers are asked only where it is known that they see another port than this machine's.
+        Peers are asked only if it is known that they see another port than this machine's.
         """
         listening = [own for _, own in self._host.own.listening]
         outer = [seen for _, seen in self.reachability.verdict.addresses]
@@ -100,7 +100,7 @@ class Connectivity:
             yield seen
 
     async def relay_while_public(self, server: RelayServer) -> None:
-        """Relay for others whenever they can dial this node, until cancelled."""
+        """Relay for others while they can dial this node, until cancelled."""
         while True:
             while self.reachability.kind is not ReachabilityKind.PUBLIC:
                 await self.reachability.changed()
@@ -113,7 +113,7 @@ class Connectivity:
             self._host.withdraw(self._key)
 
     async def _find_relays(self) -> list[bytes]:
-        """Whoever may relay beside those that are connected, first those that say so; the DHT is asked now and then."""
+        """Return unconnected peers that may relay, announced relays first; looks them up in the DHT now and then."""
         relays: list[bytes] = []
         if trio.current_time() - self._found_at >= FIND_INTERVAL:
             self._found_at = trio.current_time()
@@ -137,11 +137,11 @@ async def open_connectivity(
     *,
     port_lease: int | None = None,
 ) -> AsyncIterator[Connectivity]:
-    """Find out how others reach the host, and see to it that they do, for as long as the block runs.
+    """Find out how others reach the host, and keep it reachable, for as long as the block runs.
 
-    ``known``: peers that may relay, whose addresses the host has; ``limits``: None to relay for nobody;
-    ``reachability``: where it is known, and not to be examined; ``port_lease``: for how many seconds at a time the
-    home's router is asked to send on this node's port; None: it is not asked.
+    ``known``: peers that may relay, whose addresses the host has; ``limits``: None to relay for no peer;
+    ``reachability``: given if it is known and need not be examined; ``port_lease``: seconds of each lease for which the
+    home's router is asked to forward this node's port; None: it is not asked.
     """
     server = None if limits is None else RelayServer(host, key, shaping, limits)
     connectivity = Connectivity(host, run_id, known, reachability or Reachability(), server)

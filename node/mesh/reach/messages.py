@@ -1,4 +1,4 @@
-"""Small messages in frames, as the services of this folder exchange them: each comes soon, or not at all."""
+"""Small messages in frames, as the services of this folder exchange them, each with a short timeout."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MESSAGE_TIMEOUT: Final = 5.0
 
 
 async def tell(stream: Stream, message: msgspec.Struct, max_bytes: int) -> None:
-    """Send a message; `trio.TooSlowError` if the peer does not take it."""
+    """Send a message; raise `trio.TooSlowError` if the peer does not take it."""
     with trio.fail_after(MESSAGE_TIMEOUT):
         await stream.send_all(frame(encode(message), max_bytes))
 
 
 async def hear(stream: Stream, max_bytes: int, timeout: float = MESSAGE_TIMEOUT) -> bytes:
-    """The payload of the next frame; `trio.TooSlowError` if there is none in ``timeout`` seconds."""
+    """Return the payload of the next frame; raise `trio.TooSlowError` if there is none in ``timeout`` seconds."""
     with trio.fail_after(timeout):
         return await receive_frame(stream, FrameParser(max_bytes))
 
 
 @contextmanager
 def answered(stream: Stream) -> Iterator[None]:
-    """Ask a peer over a stream, which is reset at the end; `PeerUnreachableError` unless it answers as it should."""
+    """Ask a peer over a stream, which is reset at the end; raise `PeerUnreachableError` if it fails to answer."""
     try:
         yield
     except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:

@@ -1,8 +1,8 @@
-"""Probe connections: one more to a peer, from a port that listens, to learn what a NAT makes of it.
+"""Probe connections: an extra connection to a peer, from a listening port, to learn how a NAT maps that port.
 
-Of one such port there can be one connection to one place, so all who want it at the same time share it, and who comes
-while it ends waits until it has. It ends without a word (RST): of one that ends politely the kernel would remember for
-a minute that it was there (TIME_WAIT), and refuse the next.
+One port can have only one connection to one address. So concurrent users share it, and new users wait while it closes.
+It is closed by RST: after an orderly close the kernel would keep it in TIME_WAIT for a minute, and refuse the next
+one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..host import Host
 
 Key = tuple[bytes, int | None]
-"""A peer, and the port; None: that of libp2p."""
+"""A peer, and the port; None: libp2p's port."""
 
 
 class ProbeConnections:
-    """Those of one host."""
+    """The probe connections of one host."""
 
     def __init__(self, host: Host, nursery: trio.Nursery) -> None:
         """``nursery``: lives as long as the host."""
@@ -35,10 +35,10 @@ class ProbeConnections:
 
     @asynccontextmanager
     async def open(self, peer: bytes, port: int | None, timeout: float) -> AsyncIterator[Connection]:
-        """One more connection to a peer that was dialled, for as long as the block runs.
+        """Yield an extra connection to a peer that was dialled, for as long as the block runs.
 
-        ``port``: from that one over IPv4; None: from the one that listens. Raises `PeerUnreachableError` if there is
-        none in ``timeout`` seconds.
+        ``port``: the local port, over IPv4; None: the listening port. Raises `PeerUnreachableError` if there is no
+        connection in ``timeout`` seconds.
         """
         key = peer, port
         with trio.move_on_after(timeout):
@@ -62,7 +62,7 @@ class ProbeConnections:
                 probe.is_unused.set()
 
     async def _hold(self, key: Key, probe: _Probe) -> None:
-        """Until nobody uses it."""
+        """Hold a probe connection until it is unused."""
         try:
             conn = await self._dial(*key)
             async with trio.open_nursery() as nursery:
@@ -90,7 +90,7 @@ class ProbeConnections:
 
 
 class _Probe:
-    """One of them."""
+    """One probe connection."""
 
     def __init__(self) -> None:
         self.num_users = 0

@@ -1,14 +1,14 @@
-"""Making a direct connection out of a relayed one: DCUtR over TCP (github.com/libp2p/specs, relay/DCUtR.md).
+"""Replaces a relayed connection by a direct one: DCUtR over TCP (github.com/libp2p/specs, relay/DCUtR.md).
 
     callee     Connect(my addresses)             over the relayed connection, which the caller had made
     caller     Connect(mine)
     callee     Sync
     both       dial, the caller at once, the callee half a round trip after it has sent `Sync`
 
-Both dial from the port that listens, so that the way out for the one's packets is the way in for the other's. On the
-connection that results the caller is the client of every handshake and the callee the server, as the specification has
-it, whichever end's dial has arrived. The addresses are asked for just before: relays say what they see of that port,
-over a connection that stays until the attempt is over, as does what the NAT has made of it.
+Both dial from the listening port, so that one side's outgoing packets open the way for the other's. On the resulting
+connection the caller is the client of every handshake and the callee the server, as the specification requires,
+whichever end's dial has arrived. The addresses are asked for just before: relays report what they see of that port,
+over a connection that stays until the attempt is over, and so does its NAT mapping.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ logger = logging.getLogger(__name__)
 
 # A lost SYN is sent again after one second, and after three.
 ATTEMPT_TIMEOUT: Final = 4.0
-# Where the other end's router refuses instead of dropping, until the way is open.
+# Interval of dials if the other end's router refuses instead of dropping, until the hole is open.
 REDIAL_INTERVAL: Final = 0.2
-# Until a peer has asked its own, which may have to wait for a dial-back.
+# Until a peer has asked its own witnesses, which may have to wait for a dial-back.
 MESSAGE_TIMEOUT: Final = ANSWER_TIMEOUT + NUM_OBSERVERS * OBSERVE_TIMEOUT
-# Routers do not change; what fails twelve seconds long fails again, unless an address has changed.
+# Routers do not change; an attempt that fails for twelve seconds fails again, unless an address has changed.
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 60.0, 3_600.0
 # Each dials a few addresses.
 MAX_PUNCHING: Final = 8
-# How often to look for pairs to try, and for relayed connections that are needed no more.
+# How often to look for pairs to try, and for relayed connections that are no longer needed.
 CHECK_INTERVAL: Final = 5.0
 # By then most exchanges and downloads on a relayed connection are over; a link between stages is made again.
 RETIRE_AFTER: Final = 120.0
 
 
 class Puncher:
-    """Both sides, for one host."""
+    """Both sides of hole punching, for one host."""
 
     def __init__(self, host: Host, dialback: Dialback, reachability: Reachability) -> None:
         self._host = host
@@ -69,7 +69,7 @@ class Puncher:
         host.set_handler(DCUTR_PROTOCOL, self._answer)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Punch holes and retire relayed connections until cancelled."""
         async with trio.open_nursery() as nursery, trio.open_nursery() as watching:
             watching.start_soon(self._watch, nursery)
             while True:
@@ -88,7 +88,7 @@ class Puncher:
                     self._begin(peer, nursery)
 
     async def _renew(self, peer: bytes) -> None:
-        """Keep a relayed connection longer than its relay would."""
+        """Replace a relayed connection before its relay ends it."""
         if peer in self._renewing:
             return
         self._renewing.add(peer)
@@ -108,10 +108,10 @@ class Puncher:
         return peer not in self._under_way and len(self._under_way) < MAX_PUNCHING and bool(self._host.own.listening)
 
     def _path(self) -> list[str]:
-        """What success depends on here: as whom others see us."""
+        """Return what success depends on here: the addresses that others see."""
         return [f"{ip} {port}" for ip, port in self._reachability.verdict.addresses]
 
-    # The callee, who leads
+    # The callee, which leads
 
     async def _punch(self, peer: bytes) -> None:
         if not self._may_begin(peer):
@@ -124,7 +124,7 @@ class Puncher:
 
     @contextlib.contextmanager
     def _attempt(self, peer: bytes) -> Iterator[None]:
-        """One at a time with a peer; its end is noted."""
+        """Allow one attempt at a time with a peer; record how it ends."""
         self._under_way.add(peer)
         began = trio.current_time()
         try:
@@ -139,7 +139,7 @@ class Puncher:
                 logger.info("no direct way to %s: relayed; tried again in %.0f s", short_name(peer), pause)
 
     def is_out_of_reach(self, peer: bytes) -> bool:
-        """Whether attempts have shown that nothing but relays leads to a peer."""
+        """Return whether attempts have shown that a peer is reachable only through relays."""
         return not self._host.is_direct(peer) and self._backoff.has_failed(peer, self._path())
 
     async def _lead(self, peer: bytes) -> None:
@@ -188,12 +188,12 @@ class Puncher:
     # Both
 
     async def _send_offer(self, stream: Stream, observed: Sequence[Address]) -> None:
-        """Say where this node may be met."""
+        """Send the addresses where this node can be met."""
         addresses = multiaddr_bytes(multiaddr_of(*address) for address in offer(observed, self._host.own.interfaces))
         await stream.send_all(encode_delimited(HolePunch(type=HolePunch.CONNECT, ObsAddrs=addresses)))
 
     def _choose(self, peer: bytes, offered: HolePunch, observed: Sequence[Address]) -> list[Address]:
-        """Where to dial a peer, of the addresses that it offers; `RemoteProtocolError` if the message is no offer."""
+        """Return which of the offered addresses to dial; raise `RemoteProtocolError` if the message is no offer."""
         if offered.type != HolePunch.CONNECT:
             raise RemoteProtocolError("not where to connect")
         found = (dial_target(address, peer) for address in multiaddr_texts(offered.ObsAddrs))
@@ -201,7 +201,7 @@ class Puncher:
 
     @contextlib.asynccontextmanager
     async def _observed(self) -> AsyncIterator[list[Address]]:
-        """As whom others see the port that listens, while what they see is held open."""
+        """Yield the addresses that others see for the listening port, while the observed connection is held open."""
         async with self._dialback.observed_by_any() as seen:
             yield list(dict.fromkeys((*seen, *self._reachability.verdict.addresses)))
 

@@ -1,7 +1,7 @@
-"""Knowing how others reach this node: asks peers, now and then, and whenever something may have changed.
+"""Finds out how others reach this node: asks peers now and then, and whenever something may have changed.
 
-What is needed of it elsewhere is `Reachability`; who only needs a given answer (a test, a relay with a fixed address)
-makes that value itself.
+Other modules need only `Reachability`. A caller with a fixed answer (a test, a relay with a fixed address) makes that
+value itself.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Two that agree against one that lies or errs.
+# Two that agree outvote one that lies or errs.
 NUM_WITNESSES = 3
-# It takes two to tell whether a NAT shows them the same.
+# Two are needed to see whether a NAT shows them the same address.
 NUM_COMPARED = 2
-# Routers change their minds, and the address of a home changes every day in some countries. Longer than any NAT keeps
-# a connection that has ended, so that no hole that we made ourselves lets a dial-back in.
+# Routers change their mappings, and some homes get another address every day. Longer than any NAT keeps a connection
+# that has ended, so that no hole that we made ourselves lets a dial-back in.
 EXAMINE_INTERVAL = 300.0
-# Until then, who comes in may have come through a hole that we made: where a verdict would change by that, it waits.
+# Until then, an inbound dial may have come through a hole that we made: a verdict that it would change has to wait.
 HOLE_SECONDS = EXAMINE_INTERVAL
-# Where nobody has told anything yet; and between two examinations, whatever happens.
+# Pause while no peer has answered yet; and between two examinations, whatever happens.
 RETRY_INTERVAL = 10.0
-# The first peers come within a moment of each other.
+# The first peers connect within a moment of each other.
 SETTLE_SECONDS = 0.5
 # Most routers that open ports do so within a moment, and then a node is public from the beginning.
 PREPARE_SECONDS = 1.0
-# Who can be dialled hears so within three round trips of the slowest lines; who hears nothing by then is likely to need
-# relays. The witness tries on, since a SYN may be lost.
+# A node that can be dialled hears so within three round trips of the slowest lines. If it hears nothing by then, it is
+# likely to need relays. The witness keeps trying, since a SYN may be lost.
 DOUBT_AFTER = 1.0
 
 
 class Reachability:
-    """What is known. ``kind`` and ``addresses`` change while the node runs."""
+    """The reachability of this node. ``kind`` and ``addresses`` change while the node runs."""
 
     def __init__(self, verdict: Verdict | None = None) -> None:
         self.verdict = verdict or Verdict(ReachabilityKind.UNKNOWN)
         self.is_examined = verdict is not None
-        """Whether peers have been asked, whatever they said."""
+        """Whether peers have been asked, whatever they answered."""
         self.is_doubtful = False
         """Whether the first peers that were asked have not reached this node at once: they still try."""
         self._changed = trio.Event()
 
     @property
     def kind(self) -> ReachabilityKind:
-        """How others reach this node."""
+        """The kind of reachability of this node."""
         return self.verdict.kind
 
     def set(self, verdict: Verdict) -> None:
-        """From now on."""
+        """Set a new verdict."""
         if verdict.kind is not self.kind:
             logger.info("this node is %s", verdict.kind)
         self.verdict = verdict
@@ -69,13 +69,13 @@ class Reachability:
         self._tell()
 
     def doubt(self) -> None:
-        """Whoever dials this node has not come through yet."""
+        """Note that the witnesses' dials have not come through yet."""
         self.is_doubtful = True
         self._tell()
 
     @property
     def needs_relays(self) -> bool:
-        """Whether others cannot dial this node, or it looks like that so far."""
+        """Return whether others cannot dial this node, or the first dials suggest it."""
         return self.kind is not ReachabilityKind.PUBLIC and (self.is_examined or self.is_doubtful)
 
     def _tell(self) -> None:
@@ -83,7 +83,7 @@ class Reachability:
         self._changed = trio.Event()
 
     async def changed(self) -> None:
-        """Until it is examined again, or there is doubt."""
+        """Wait until there is a new verdict, or doubt."""
         await self._changed.wait()
 
 
@@ -99,7 +99,7 @@ class Examiner:
         self._witnesses: frozenset[bytes] = frozenset()
 
     async def run(self, prepare: Callable[[], Awaitable[None]]) -> None:
-        """Until cancelled. ``prepare``: waited for, not for long, before peers are asked for the first time."""
+        """Examine until cancelled. ``prepare``: awaited, for a short time, before peers are first asked."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
             with trio.move_on_after(PREPARE_SECONDS):
@@ -117,12 +117,12 @@ class Examiner:
                     self._due.set()
 
     def note_change(self) -> None:
-        """This node may be reached otherwise from now on."""
+        """Note that others may reach this node in another way now."""
         if self._host.connected:
             self._due.set()
 
     async def _watch(self) -> None:
-        """Examine when the first come, when the first from the internet do, and when one who was asked is lost."""
+        """Examine on the first connection, the first ones from the internet, and the loss of a witness."""
         num_asked_far = num_connected = 0
         with self._host.connection_events() as events:
             async for peer, is_connected in events:
@@ -136,7 +136,7 @@ class Examiner:
                     self._due.set()
 
     async def examine(self) -> bool:
-        """Ask a few peers at once; whether that has led to a verdict."""
+        """Ask a few peers at once; return whether that has led to a verdict."""
         if not self._host.own.listening:
             self._reachability.set(Verdict(ReachabilityKind.RELAY_ONLY))
             return True
@@ -144,7 +144,7 @@ class Examiner:
         self._witnesses = frozenset(witnesses)
         dialled = await self._gather(witnesses, self.dialback.ask, may_doubt=not self._reachability.is_examined)
         if self._reachability.is_examined and not any(witness.answer.has_dialled for witness in dialled):
-            return False  # nobody who could contradict what is known
+            return False  # no peer that could contradict what is known
         verdict = classify(dialled, ())
         if verdict.kind is ReachabilityKind.PUBLIC and self._may_be_through_hole(verdict):
             return True
@@ -155,7 +155,7 @@ class Examiner:
         return verdict.kind is not ReachabilityKind.UNKNOWN
 
     def _may_be_through_hole(self, verdict: Verdict) -> bool:
-        """Whether this node is known to sit behind NAT, and seems public all at once."""
+        """Return whether this node is known to be behind NAT, and suddenly seems public."""
         is_sudden = self._reachability.is_examined and self._reachability.kind is not ReachabilityKind.PUBLIC
         is_holed = trio.current_time() < self.dialback.holed_at + HOLE_SECONDS
         own, mapped = self._host.own_ips, [port for _, port in self._host.mapped.values()]
@@ -163,7 +163,7 @@ class Examiner:
         return is_sudden and is_holed and not is_explained
 
     def _choose(self) -> list[bytes]:
-        """Peers with direct connections, from far away if there are any, each at an address of its own if may be."""
+        """Choose peers with direct connections, distant ones first, at distinct addresses if possible."""
         peers = [peer for peer in self._host.connected if self._host.is_direct(peer)]
         self._rng.shuffle(peers)
         peers.sort(key=lambda peer: not is_global(self._ip_of(peer)))
@@ -183,7 +183,7 @@ class Examiner:
     async def _gather(
         self, peers: Sequence[bytes], ask: Callable[[bytes], Awaitable[Witness]], *, may_doubt: bool = False
     ) -> list[Witness]:
-        """What these peers answer, asked at once; with ``may_doubt``, who does not answer soon is a reason to doubt."""
+        """Ask these peers at once and return their answers; with ``may_doubt``, slow answers raise doubt."""
         found: list[Witness] = []
 
         async def add(peer: bytes) -> None:
@@ -207,5 +207,5 @@ class Examiner:
 
 
 def announced(verdict: Verdict) -> list[str]:
-    """What others can dial, as multiaddrs without a peer id."""
+    """Return the addresses that others can dial, as multiaddrs without a peer id."""
     return [multiaddr_of(*address) for address in verdict.addresses] if verdict.kind is ReachabilityKind.PUBLIC else []

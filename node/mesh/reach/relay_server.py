@@ -1,9 +1,9 @@
-"""Passing peers on to each other: the relay's part of Circuit Relay v2, within `farandole.protocol.relay.Limits`.
+"""Relays peers to each other: the relay's part of Circuit Relay v2, within `farandole.protocol.relay.Limits`.
 
-What is relayed waits for what this node leaves of its caps (`farandole.node.base.bandwidth.Leftover`), and behind
-everything else that goes over the same connections. A circuit holds at most a window of `WINDOW_BYTES` in each
-direction. One end of it must be a member of this node's run, or it carries little (`Limits.for_strangers`): a newcomer
-can still reach a member, and a member a newcomer.
+Relayed data uses only what this node leaves of its caps (`farandole.node.base.bandwidth.Leftover`), and has the lowest
+priority on its connections. A circuit holds at most a window of `WINDOW_BYTES` in each direction. If neither end is a
+member of this node's run, the circuit carries little (`Limits.for_strangers`): a newcomer can still reach a member, and
+a member a newcomer.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A request follows its stream at once.
+# A request follows as soon as its stream opens.
 REQUEST_TIMEOUT = 5.0
-# The peer asked for has a connection with us; it answers within a round trip.
+# The target has a connection with us; it answers within a round trip.
 STOP_TIMEOUT = 5.0
 # 52 Mbit/s at 80 ms: what a home line with a public address sends.
 WINDOW_BYTES = 512 * 1024
 PIECE_BYTES = 65_536
-# Who takes nothing for so long will not.
+# A peer that reads nothing for this time is given up.
 STALL_TIMEOUT = 30.0
 
 
 class RelayServer:
-    """The relay in one host."""
+    """The relay of one host."""
 
     def __init__(
         self, host: Host, key: Ed25519PrivateKey, shaping: Shaping | None = None, limits: Limits | None = None
     ) -> None:
         self.members: frozenset[bytes] | None = None
-        """Live members of this node's run; None: it is in no run, or not yet, and relays for all alike."""
+        """Live members of this node's run; None: it is in no run, or not yet, and treats all peers alike."""
         self._host = host
         self._key = key
         self._limits = limits or Limits()
@@ -66,7 +66,7 @@ class RelayServer:
         host.protect(self.table.has_reservation)
 
     async def run(self) -> None:
-        """Relay until cancelled. What is under way then ends with the host."""
+        """Relay until cancelled. Circuits under way then end with the host."""
         self._host.set_handler(HOP_PROTOCOL, self._serve)
         try:
             with self._host.connection_events() as events:
@@ -110,7 +110,7 @@ class RelayServer:
             await stream.send_all(encode_delimited(answer))
 
     def _limits_of(self, *ends: bytes) -> Limits:
-        """Of a circuit between these peers."""
+        """Return the limits of a circuit between these peers."""
         if self.members is None or not self.members.isdisjoint(ends):
             return self._limits
         return self._limits.for_strangers
@@ -130,7 +130,7 @@ class RelayServer:
         await self._answer(stream, status, reservation, limit)
 
     def _sign_voucher(self, peer: bytes, expires_at: int) -> bytes:
-        """Say that a peer has a reservation: a signed envelope (libp2p RFC 0002), which others may check."""
+        """Sign that a peer has a reservation: an envelope (libp2p RFC 0002) that others may check."""
         relay, pair = peer_id_bytes(self._host.author), create_new_key_pair(self._key.private_bytes_raw())
         raw = Voucher(relay=relay, peer=peer_id_bytes(peer), expiration=expires_at).SerializeToString()
         signature = pair.private_key.sign(make_unsigned(RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE, raw))
@@ -160,7 +160,7 @@ class RelayServer:
             self.table.close_circuit(source.peer, peer)
 
     async def _call(self, peer: bytes, source: bytes, limit: Limit) -> Stream:
-        """A stream to a peer with a reservation, which has agreed to be connected; or `PeerUnreachableError`."""
+        """Open a stream to a peer with a reservation that accepts the circuit, or raise `PeerUnreachableError`."""
         if not self._host.is_direct(peer):
             raise PeerUnreachableError("it has gone")
         stream = await self._host.open_stream(peer, STOP_PROTOCOL, STOP_TIMEOUT)
@@ -177,7 +177,7 @@ class RelayServer:
         except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             stream.reset()
             raise PeerUnreachableError(repr(error)) from error
-        except BaseException:  # cancelled, too: the target is to know that nobody waits
+        except BaseException:  # also when cancelled: the target must learn that no peer waits
             stream.reset()
             raise
         return stream
@@ -185,7 +185,7 @@ class RelayServer:
     async def _relay(self, first: Stream, second: Stream, limits: Limits) -> None:
         """Copy two streams to each other until both have ended, or one breaks, or a limit is reached.
 
-        Both are broken off at the end unless they ended by themselves.
+        Both are reset at the end unless they ended by themselves.
         """
         num_moved = 0
         first.is_bulk = second.is_bulk = True

@@ -1,8 +1,8 @@
-"""Keeping a node reachable that others cannot dial: reservations with two relays, and another when one is lost.
+"""Keeps a node reachable that others cannot dial: holds reservations with two relays, and replaces lost ones.
 
-Candidates are the peers that are connected, those that have been relays before, those that the DHT knows as relays of
-the run, and its members; none is built in. Whether a peer relays is found out by asking it, which costs a round trip,
-and who has refused is left alone for a while.
+Candidates are connected peers, former relays, peers that the DHT lists as relays of the run, and its members; none is
+built in. Whether a peer relays is found out by asking it, which costs a round trip, and a peer that has refused is left
+alone for a while.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ logger = logging.getLogger(__name__)
 
 # While one is being replaced, the other serves.
 NUM_RELAYS: Final = 2
-# Before the end of a reservation; there are several tries in it.
+# Renewal starts this number of seconds before a reservation ends, which leaves time for several tries.
 RENEW_BEFORE: Final = 300.0
-# A relay that refused is full; a peer that is none answers at once that it speaks no such protocol, and may be one
-# soon, where all have begun at the same time.
+# A relay that refused is full. A peer that does not relay answers at once that it does not speak the protocol; it may
+# relay soon, if all nodes have started at the same time.
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 600.0
-# Between two looks at what is held, beside those that a lost connection causes.
+# Between two checks of the reservations, in addition to checks after a lost connection.
 CHECK_INTERVAL: Final = 15.0
-# While fewer are held than should be; ever longer, up to the other, where nobody relays.
+# The same while fewer than `NUM_RELAYS` are held; grows up to `CHECK_INTERVAL` while no peer relays.
 HURRY_INTERVAL: Final = 2.0
-# Asked at once for each place that is free.
+# Peers asked at once for each free place.
 NUM_ASKED: Final = 3
-# Of those that are not connected, in one look: in a run of a thousand of whom few relay it would else dial everybody.
+# Unconnected peers asked in one check: in a run of a thousand of which few relay, it would otherwise dial all of them.
 MAX_STRANGERS: Final = 12
-# Relays of before, which are asked again when all connections are gone: a router that restarts loses the node nothing.
+# Former relays, which are asked again when all connections are gone: a router that restarts loses the node nothing.
 MAX_FORMER: Final = 8
 
 FindRelays = Callable[[], Awaitable[list[bytes]]]
 
 
 class RelayKeeper:
-    """Holds the reservations of one host, and says where it can be reached."""
+    """Holds the reservations of one host, and publishes their addresses."""
 
     def __init__(self, host: Host, reachability: Reachability, find: FindRelays, rng: random.Random) -> None:
-        """``find``: peers beyond those connected that may relay, the likeliest first; their addresses are known."""
+        """``find``: returns unconnected peers that may relay, the likeliest first; their addresses are known."""
         self._host = host
         self._reachability = reachability
         self._find = find
@@ -66,11 +66,11 @@ class RelayKeeper:
 
     @property
     def held(self) -> list[Reservation]:
-        """The reservations that hold."""
+        """The valid reservations."""
         return [held for held in self._host.relays.reservations if held.relay in self._held]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Hold reservations while the node needs relays, until cancelled."""
         hurry = pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
         while True:
             if self._reachability.needs_relays:
@@ -85,7 +85,7 @@ class RelayKeeper:
                 await self._wait(CHECK_INTERVAL)
 
     async def _wait(self, seconds: float) -> None:
-        """So long, or until a relay is lost or the node's reachability has changed."""
+        """Wait for ``seconds``, or until a relay is lost or the node's reachability has changed."""
         with trio.move_on_after(seconds):
             async with trio.open_nursery() as nursery:
 
@@ -97,7 +97,7 @@ class RelayKeeper:
                 nursery.start_soon(end_when, self._loss)
 
     async def _loss(self) -> None:
-        """Until a relay that we count on is gone."""
+        """Wait until a relay in use is gone."""
         with self._host.connection_events() as events:
             async for peer, is_connected in events:
                 if not is_connected and peer in self._held:
@@ -119,7 +119,7 @@ class RelayKeeper:
             await self._ask_some(self._due([*self._former, *found])[:MAX_STRANGERS])
 
     def _due(self, peers: Iterable[bytes]) -> list[bytes]:
-        """Those that may be asked now, in the same order, each once."""
+        """Return the peers that may be asked now, in the same order, each once."""
         now = trio.current_time()
         return [peer for peer in dict.fromkeys(peers) if peer not in self._held and self._backoff.is_due(peer, (), now)]
 
@@ -143,7 +143,7 @@ class RelayKeeper:
             if relay not in self._held:
                 logger.info("reachable through the relay %s", short_name(relay))
             self._held.add(relay)
-            self._announce()  # what else is asked for may take its time
+            self._announce()  # the other requests may take their time
             self._former[relay] = None
             self._former.move_to_end(relay)
             if len(self._former) > MAX_FORMER:
@@ -152,7 +152,7 @@ class RelayKeeper:
             self._host.relays.forget(relay)
 
     def _is_far(self, peer: bytes) -> bool:
-        """Whether others on the internet could dial it, as far as our own connections tell."""
+        """Return whether others on the internet could dial the peer, judging by our own connections to it."""
         addresses = [a.split("/") for a in (*self._host.remote_addresses(peer), *self._host.addresses_of(peer))]
         return any(is_global(parts[2]) for parts in addresses if len(parts) > 2)
 

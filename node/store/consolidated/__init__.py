@@ -1,1 +1,1 @@
-"""Whole models as folders: put together from the stages' checkpoints, verified, exported, imported, gone on from."""
+"""Whole models as folders: merged from the stages' checkpoints, verified, exported, imported, and resumed from."""

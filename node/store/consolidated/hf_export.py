@@ -1,7 +1,7 @@
-"""A consolidated checkpoint as a Hugging Face folder, which `transformers` loads, and whatever else reads its files.
+"""A consolidated checkpoint as a Hugging Face folder, for `transformers` and all programs that read its files.
 
-The slow weights, in fp32, as safetensors; the configuration of the family in which transformers computes the same; the
-tokenizer; a page that says where the model comes from. Nothing is code.
+It has the slow weights, in fp32, as safetensors; the configuration of the family in which transformers computes the
+same; the tokenizer; a page about the model's origin. Nothing is code.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .folder import Consolidated
 from .hf_names import Part, config_json, config_of, parts_of
 from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, shards, write_file, write_tensors
 
-# As `save_pretrained` of transformers cuts by default until version 5; many hosts and file systems like no larger ones.
+# The default of transformers' `save_pretrained` until version 5; many hosts and file systems limit larger files.
 MAX_SHARD_BYTES: Final = 5 * 10**9
 
 
 def export_hf(
     folder: Consolidated, to: Path, tokenizer: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[str]:
-    """Write the folder ``to``, all of it or nothing; returns the names of its files.
+    """Write the folder ``to``, all of it or nothing; return the names of its files.
 
     ``tokenizer`` is the file that the run's manifest names by its hash, if it does; without it the folder has none.
     Raises `ConsolidatedError`.
@@ -48,7 +48,7 @@ def export_hf(
 
 
 def write_json(path: Path, value: object) -> None:
-    """Readable JSON."""
+    """Write a value as indented JSON."""
     write_file(path, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
@@ -76,7 +76,7 @@ def _write_weights(to: Path, file: TensorFile, parts: dict[str, Part], max_shard
 
 
 def _load_tokenizer(manifest: Manifest, path: Path | None) -> Tokenizer | None:
-    """The run's, or None if it is a file that was not given."""
+    """Return the run's tokenizer, or None if it is a file that was not given."""
     if path is None and manifest.tokenizer.kind != "bytes":
         return None
     if path is not None and manifest.tokenizer.kind == "bytes":
@@ -105,10 +105,10 @@ def _write_tokenizer(to: Path, tokenizer: Tokenizer | None, path: Path | None) -
 
 
 def byte_level_tokenizer() -> dict[str, object]:
-    """A ``tokenizer.json`` whose 256 tokens are the bytes: byte-level BPE (GPT-2) without any merge.
+    """Return a ``tokenizer.json`` whose 256 tokens are the bytes: byte-level BPE (GPT-2) without any merge.
 
-    No token is special, not even NUL, which ends a document: a special token is found in a text by what stands for it,
-    and what stands for NUL here, U+0100, is two bytes in a text.
+    No token is special, not even NUL, which ends a document: a special token is matched in a text by its characters,
+    and NUL's character here, U+0100, is two bytes in a text.
     """
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
@@ -129,7 +129,7 @@ def byte_level_tokenizer() -> dict[str, object]:
 
 
 def _byte_letters() -> list[str]:
-    """The character that stands for each byte: itself where it can be seen, else one from U+0100 on.
+    """Return the character that stands for each byte: itself if it is visible, else one from U+0100 on.
 
     `bytes_to_unicode` of GPT-2's encoder (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
     """

@@ -1,7 +1,7 @@
 """The weights of a Hugging Face folder, as a consolidated checkpoint that a run starts from: continued pre-training.
 
-Of Llama and GPT-2 as `farandole.node.store.hf_file` knows them. Only safetensors are read: a ``.bin`` is a pickle,
-which is code.
+It supports Llama and GPT-2 as `farandole.node.store.hf_file` knows them. Only safetensors are read: a ``.bin`` is a
+pickle, which is code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from farandole.protocol.shapes import shapes_of
 from .tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 
 MAX_INDEX_BYTES: Final = 16 * 1024 * 1024
-# Of models of some hundred billion parameters.
+# The files of a model of some hundred billion parameters.
 MAX_FILES: Final = 1_024
 
 _FILE: Final = "model.safetensors"
@@ -34,9 +34,9 @@ class _Index(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def open_hf_weights(folder: Path, manifest: Manifest) -> Iterator[Callable[[str], Floats]]:
-    """A function that reads one of the folder's weights by our name, for as long as the block runs.
+    """Open a function that reads one of the folder's weights by our name, while the block runs.
 
-    Raises `ConsolidatedError` if they are not all that the manifest's model has, in its shapes.
+    Raises `ConsolidatedError` unless the folder has all weights of the manifest's model, in its shapes.
     """
     parse = partial(parse_tensors, is_skipped=_is_buffer)
     with contextlib.ExitStack() as stack:
@@ -67,12 +67,12 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _is_buffer(name: str) -> bool:
-    """What is no parameter, and follows from the configuration: causal masks, frequencies of rotary embeddings."""
+    """Return whether a name is no parameter but follows from the configuration: causal masks, rotary frequencies."""
     return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
 def _find(folder: Path, name: str, shape: Shape, places: dict[str, TensorFile]) -> tuple[TensorFile, str]:
-    # Files of a model without its head name parameters without what precedes them in the whole.
+    # Files of a model without its head leave out the prefix of the whole model's parameter names.
     bare = name.removeprefix("transformer.").removeprefix("model.")
     theirs = name if name in places else bare
     if theirs not in places:

@@ -1,7 +1,7 @@
-"""A model's parameters as transformers calls them, and which part of ours each is.
+"""The names of a model's parameters in transformers, and the part of our parameters that each one is.
 
-farandole's own model is Llama's (RMSNorm, rotary embeddings on halves, SwiGLU, tied embeddings): what differs is that
-queries, keys and values lie in one matrix here, and so do the gate and what it is multiplied with.
+farandole's own model is Llama's (RMSNorm, rotary embeddings on halves, SwiGLU, tied embeddings). The only difference:
+here one matrix holds queries, keys and values, and another holds the gate and the projection that it multiplies.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Part:
 
     name: str
     first: int
-    """Row."""
+    """The first row."""
     shape: Shape
-    """Of the part: as many rows as its first number."""
+    """The shape of the part: its first number is the number of rows."""
 
 
 def config_of(model: ModelConfig) -> HFConfig:
-    """The settings of the family in which transformers computes the same; `ConsolidatedError` if there is none."""
+    """Return the settings of the family that computes the same in transformers; else raise `ConsolidatedError`."""
     if model.own is not None or model.external is not None:
         maker = "its members' loops" if model.own is None else model.own.function
         raise ConsolidatedError(
@@ -61,7 +61,7 @@ def config_of(model: ModelConfig) -> HFConfig:
 
 
 def parts_of(manifest: Manifest) -> dict[str, Part]:
-    """By transformers' name of each parameter, in the order in which they are written."""
+    """Return the part of our parameters for each name in transformers, in the order in which they are written."""
     if manifest.model.hf is not None:  # the names are transformers' own
         return {name: Part(name, 0, shape) for name, shape in shapes_of(manifest.model).items()}
     model = manifest.model
@@ -84,7 +84,7 @@ def parts_of(manifest: Manifest) -> dict[str, Part]:
 
 
 def config_json(config: HFConfig, *, end_token: int | None) -> dict[str, Any]:
-    """A ``config.json``: the configuration, and what transformers would else take from its own defaults."""
+    """Return a ``config.json``: the configuration, and values for what transformers would otherwise default."""
     return {
         "architectures": [config.architecture],
         "dtype": "float32",

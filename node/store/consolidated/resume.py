@@ -1,7 +1,7 @@
-"""The manifest of a run that starts from a checkpoint: from that of another run, or from an imported model.
+"""The manifest of a run that starts from a checkpoint: from another run's manifest, or from an imported model.
 
-The model's sizes stay; whatever else a run has may be another: stages, codec, rounds, data, how long it goes on. The
-learning rate's schedule goes on where it was.
+The model's sizes stay; all other settings may change: stages, codec, rounds, data, the length of the run. The learning
+rate's schedule resumes where it was.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from ..run_file import manifest_of
 from .folder import MANIFEST_NAME, NO_RUN, Consolidated, WeightCounters, write_folder
 from .hf_import import open_hf_weights
 
-# A [model] table with one of these says anew which model it is; without, it says what changes: how it is cut, say.
+# A [model] table with one of these defines the model again; without, it gives changes only, such as the cut into
+# stages.
 _MODELS_BY: Final = ("preset", "hf", "own", "num_layers")
 _OF_ONE_RUN: Final = ("created_at", "start", "version")
 
 
 def resumed_manifest(folder: Consolidated, settings: Mapping[str, Any], place: Path, now: float) -> Manifest:
-    """The manifest of a run that goes on from a folder.
+    """Make the manifest of a run that resumes from a folder.
 
-    ``settings`` is a parsed run file, whose relative paths begin at ``place``; what it leaves out is as it was. Raises
-    `ManifestError`, which says what cannot be changed.
+    ``settings`` is a parsed run file, whose relative paths begin at ``place``; settings that it leaves out are kept.
+    Raises `ManifestError`, which says what cannot be changed.
     """
     before: dict[str, Any] = msgspec.to_builtins(folder.manifest)
     merged = {name: value for name, value in before.items() if name not in _OF_ONE_RUN}
@@ -56,7 +57,7 @@ def resumed_manifest(folder: Consolidated, settings: Mapping[str, Any], place: P
 
 
 def other_slices(before: Manifest, after: Manifest) -> str:
-    """Why slices of the data that are done before say nothing after; empty if they are the same ones, in one order."""
+    """Return why the slices of the data that are done do not count any more; empty if slices and order are the same."""
     if not before.data.epochs or not after.data.epochs:
         return "one of the runs counts no epochs"
     settings = {
@@ -94,7 +95,7 @@ def _check_same_model(before: Manifest, after: Manifest) -> None:
 def import_model(
     hf_folder: Path, settings: Mapping[str, Any], place: Path, to: Path, key: Ed25519PrivateKey, now: float
 ) -> tuple[Manifest, SignedManifest]:
-    """Make of a Hugging Face folder's weights the folder ``to``, and the manifest of a run that starts from it.
+    """Write a Hugging Face folder's weights as the folder ``to``; return the manifest of a run that starts from it.
 
     Raises `ManifestError` if the configuration or the run file will not do, `ConsolidatedError` if the weights will
     not, or cannot be written.

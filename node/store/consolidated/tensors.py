@@ -1,7 +1,7 @@
-"""Safetensors files without torch: read tensor by tensor, written in a stream; folders whole or not at all.
+"""Safetensors files without torch: read tensor by tensor, written in a stream; folders written atomically.
 
-By hand, because the library's writer needs all of a file in memory: so a model may be as large as the disk. bf16 needs
-no help from torch either: it is the upper half of fp32.
+This is done by hand, because the library's writer needs the whole file in memory; here a model may be as large as the
+disk. bf16 needs no torch either: it is the upper half of fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farandole.training.durable import sync_file, sync_folder
 
 Floats = npt.NDArray[np.float32]
 
-# Elements looked at, or written, at a time: 16 MiB.
+# Elements that are checked, or written, at a time: 16 MiB.
 _SLICE: Final = 1 << 22
 
 
@@ -44,7 +44,7 @@ class TensorFile:
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
 
     def read(self, name: str) -> Floats:
-        """One tensor, in fp32. Raises `ConsolidatedError` if it is not there, or not finite."""
+        """Read one tensor, in fp32. Raises `ConsolidatedError` if it is not there, or not finite."""
         if name not in self._tensors:
             raise ConsolidatedError(f"{self.path} has no tensor {name}")
         place = self._tensors[name]
@@ -69,7 +69,7 @@ class TensorFile:
 def open_tensors(
     path: Path, parse: Callable[[bytes, int], Header] = parse_header, kind: str = "checkpoint, or not whole"
 ) -> Iterator[TensorFile]:
-    """For as long as the block runs. Raises `ConsolidatedError` if ``parse`` finds that it is no such file.
+    """Open a safetensors file while the block runs. Raises `ConsolidatedError` if ``parse`` rejects it.
 
     ``parse`` gets the first bytes, up to the header's end, and the file's size; ``kind`` names what it accepts.
     """
@@ -96,7 +96,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def is_finite(tensor: Floats) -> bool:
-    """Whether all values are, looked at slice by slice."""
+    """Return whether all values are finite, checked slice by slice."""
     flat = tensor.reshape(-1)
     return all(bool(np.isfinite(flat[start : start + _SLICE]).all()) for start in range(0, flat.size, _SLICE))
 
@@ -106,7 +106,7 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file with these fp32 tensors, in this order; each is asked for when its turn comes.
 
-    On disk when it returns. Raises `OSError`, and leaves half a file then: write into a `new_folder`.
+    The file is on disk on return. On `OSError` half a file is left: write into a `new_folder`.
     """
     with path.open("wb") as file:
         file.write(encode_header(metadata, shapes.items()))
@@ -130,9 +130,9 @@ def check_is_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder to fill, which stands at ``path`` with all that was put into it once the block is through.
+    """Make a folder to fill; it appears at ``path``, with all its files, when the block ends.
 
-    If that fails, nothing is left. ``num_bytes``: about what it takes on the disk. Raises `ConsolidatedError` if there
+    On failure nothing is left. ``num_bytes``: its approximate size on the disk. Raises `ConsolidatedError` if there
     is something at ``path`` already, or the disk does not take it.
     """
     check_is_new(path)
@@ -147,7 +147,7 @@ def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
         yield temporary
         sync_folder(temporary)
         if path.exists():
-            path.rmdir()  # it is empty; Windows puts no folder in another's place
+            path.rmdir()  # it is empty; Windows replaces no folder by another
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
@@ -157,7 +157,7 @@ def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """On disk when it returns; in a `new_folder`. Raises `OSError`."""
+    """Write a file in a `new_folder`; it is on disk on return. Raises `OSError`."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -171,7 +171,7 @@ def _what_failed(error: OSError) -> str:
 
 
 def shards(shapes: Mapping[str, Shape], max_bytes: int) -> Sequence[Mapping[str, Shape]]:
-    """The tensors dealt out in order to files of at most ``max_bytes`` each; a tensor that is larger has its own."""
+    """Split the tensors, in order, into files of at most ``max_bytes`` each; a larger tensor gets its own file."""
     parts: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in shapes.items():

@@ -1,11 +1,11 @@
 """The dashboard's web application: a page, a stream of events, and the few things that a person may do.
 
-It listens on loopback, and that is not enough: any web page in the same browser can send requests there. So a request
-must name a loopback host (a name of an attacker's that resolves to 127.0.0.1 does not pass: DNS rebinding), come from
-the page itself where the browser says where it comes from, and carry the node's token: other users of the machine
-reach loopback too, and the members' addresses are not theirs to read. Not in a cookie, which a browser would also send
-to their servers on other ports. Only the empty page and ``/metrics``, which has no addresses, need no token. The page
-runs no script but its own file (Content-Security-Policy).
+It listens on loopback, but that is not enough: any web page in the same browser can send requests there. So a request
+must name a loopback host (an attacker's name that resolves to 127.0.0.1 is refused: DNS rebinding), have the page
+itself as its origin if the browser sends one, and carry the node's token: other users of the machine reach loopback
+too, and must not read the members' addresses. The token is not in a cookie, which a browser would also send to their
+servers on other ports. Only the empty page and ``/metrics``, which has no addresses, need no token. The page runs no
+script but its own file (Content-Security-Policy).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .views import members_view, overview
 
 LOOPBACK_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 OVERVIEW_INTERVAL: Final = 1.0
-# The members of a large run are a hundred times as much as the rest: those of a small one come every time.
+# The members of a large run are a hundred times as much data as the rest; a small run's are sent every time.
 MEMBERS_INTERVAL: Final = 5.0
 SMALL_RUN: Final = 64
-# Tabs that were left open; each is a stream that this node feeds.
+# Most open pages, including forgotten tabs; each is a stream that this node feeds.
 MAX_LISTENERS: Final = 8
 
 _PORT: Final = re.compile(r":\d+\Z")
@@ -61,7 +61,7 @@ Deed = Callable[[dict[str, Any]], Awaitable[object]]
 
 @dataclass
 class Dashboard:
-    """What the pages of one node show. ``deeds``: what they may ask for, by name; ``clock`` gives Unix seconds."""
+    """The web application of one node. ``deeds``: the actions of its pages, by name; ``clock`` gives Unix seconds."""
 
     status: Callable[[], NodeStatus]
     deeds: Mapping[str, Deed]
@@ -71,14 +71,14 @@ class Dashboard:
     _num_listeners: int = 0
 
     async def run(self) -> None:
-        """Look at the run, until cancelled."""
+        """Record the run's history, until cancelled."""
         while True:
             status = self.status()
             self.history.observe(status, self.clock())
             await trio.sleep(OVERVIEW_INTERVAL if len(status.members) <= SMALL_RUN else MEMBERS_INTERVAL)
 
     def application(self) -> Starlette:
-        """The ASGI application."""
+        """Return the ASGI application."""
         return Starlette(
             routes=[
                 *(Route(path, _file(*served)) for path, served in _PAGE.items()),
@@ -118,7 +118,7 @@ class Dashboard:
         return StreamingResponse(self._event_stream(), media_type="text/event-stream", headers=_HEADERS)
 
     async def _event_stream(self) -> AsyncIterator[bytes]:
-        """Until the page is closed, which cancels this; nothing if others have come since it was let in."""
+        """Yield events until the page is closed, which cancels this; none if there are too many pages by now."""
         if self._num_listeners >= MAX_LISTENERS:
             return
         self._num_listeners += 1
@@ -145,7 +145,7 @@ class Dashboard:
 
 
 def _same_origin(app: ASGIApp) -> ASGIApp:
-    """Turn away what does not come from this page, before anything is looked at."""
+    """Refuse requests that do not come from this page, before any other processing."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         refusal = _refusal(Request(scope)) if scope["type"] == "http" else None

@@ -1,7 +1,7 @@
-"""What a page draws over time: each node's loss, the run's throughput, who exchanged with whom.
+"""The dashboard's data over time: each node's loss, the run's throughput, the exchanges between nodes.
 
-Made from one status after another, so it costs the network nothing; it begins when the daemon does. All of it is
-bounded: a curve that is full loses every other point and from then on takes every other one.
+It is made from successive statuses, so it costs the network nothing; it begins when the daemon does. All of it is
+bounded: a full curve drops every other point, and then takes every other new one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 
 from ...status.status import MemberStatus, NodeStatus
 
-# On a page 600 pixels wide more points than these cannot be told apart.
+# On a page 600 pixels wide more points than these cannot be distinguished.
 MAX_POINTS: Final = 512
-# Of one node among many: their curves lie in one picture.
+# Points of one node's curve: many such curves share one chart.
 MAX_POINTS_A_NODE: Final = 128
 # As many members as the run state has authors.
 MAX_CURVES: Final = 4_096
@@ -30,7 +30,7 @@ Point = tuple[float, float]
 
 @dataclass(slots=True)
 class Curve:
-    """Points (x, y) with growing x, thinned out as they grow in number."""
+    """Points (x, y) with growing x, thinned out when there are too many."""
 
     max_points: int
     points: list[Point] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Curve:
     _skipped: int = 0
 
     def add(self, x: float, y: float) -> None:
-        """A newer point; one that is not newer is left out, and one that cannot be drawn."""
+        """Add a newer point; one that is not newer or not finite is left out."""
         if not math.isfinite(y) or (self.points and x <= self.points[-1][0]):
             return
         self._skipped += 1
@@ -63,7 +63,7 @@ class NodeMeeting(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> tuple[int, frozenset[str]]:
-        """The same for both."""
+        """The meeting's key, which is the same when either node reports it."""
         return self.round, frozenset((self.one, self.other))
 
 
@@ -96,7 +96,7 @@ class RunHistory:
         self._observe_members(status.members, now)
 
     def _observe_members(self, members: Sequence[MemberStatus], now: float) -> None:
-        if len(self._last_rounds) >= MAX_CURVES:  # those that the run has forgotten make room
+        if len(self._last_rounds) >= MAX_CURVES:  # nodes that the run has forgotten make room
             here = {member.peer_id for member in members}
             self._last_rounds = {peer: index for peer, index in self._last_rounds.items() if peer in here}
             self.losses = {peer: curve for peer, curve in self.losses.items() if peer in here}
@@ -116,7 +116,7 @@ class RunHistory:
         if before is None or before == member.round or not member.last_partner:
             return
         meeting = NodeMeeting(now, member.round, member.peer_id, member.last_partner)
-        if meeting.key in self._known:  # its partner has told of it first
+        if meeting.key in self._known:  # its partner has reported it first
             return
         self._known.add(meeting.key)
         self.meetings.append(meeting)

@@ -1,4 +1,4 @@
-"""Where a node's page is: a file for the command line, which bears the token and is the owner's alone."""
+"""The address of a node's page: a private file for the command line, which includes the access token."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ...base.system.files import open_binary
 
 
 class PageAddress(msgspec.Struct, frozen=True):
-    """Where a node's page is: the file beside its control socket."""
+    """URL and token of a node's page, stored in a file next to its control socket."""
 
     url: str
     token: str
 
     @property
     def link(self) -> str:
-        """What to open. The token is in the fragment, which a browser sends to nobody."""
+        """The link to open. The token is in the fragment, which a browser sends to no server."""
         return f"{self.url}#{self.token}"
 
 
 def find_place(place_file: Path) -> PageAddress | None:
-    """Where the page of the node that runs here is, None if it has none."""
+    """Return the page address of the node that runs here, or None if it has none."""
     try:
         return msgspec.json.decode(place_file.read_bytes(), type=PageAddress)
     except (OSError, msgspec.MsgspecError):
@@ -34,7 +34,7 @@ def find_place(place_file: Path) -> PageAddress | None:
 
 @contextmanager
 def stored_place(place_file: Path, place: PageAddress) -> Iterator[PageAddress]:
-    """Tell where it is, meanwhile; the owner alone, from the first moment."""
+    """Store the page's address within the block, in a file that is private to its owner from the start."""
     place_file.unlink(missing_ok=True)
     with os.fdopen(open_binary(place_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(msgspec.json.encode(place))

@@ -1,4 +1,4 @@
-"""Serving the dashboard on a loopback port, and telling the command line where it is."""
+"""Serves the dashboard on a loopback port, and stores its address for the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...status.status import NodeStatus
 from .app import Dashboard, Deed
 from .place import PageAddress, stored_place
 
-# A page that was closed without a word is found out by then; its own stream speaks every second.
+# A page that vanished without closing is detected by then; the stream of a page sends data every second.
 KEEP_ALIVE_SECONDS: Final = 10.0
 # Requests have no bodies, and headers of a browser's size.
 MAX_HEADER_BYTES: Final = 16 * 1024
@@ -36,7 +36,7 @@ async def open_dashboard(
     deeds: Mapping[str, Deed],
     clock: Callable[[], float],
 ) -> AsyncIterator[PageAddress]:
-    """Serve meanwhile, at the place that ``place_file`` says; at another port if ``port`` is not free."""
+    """Serve within the block, and store the address in ``place_file``; at another port if ``port`` is not free."""
     dashboard = Dashboard(status, deeds, secrets.token_urlsafe(24), clock)
     application: Any = dashboard.application()  # by Starlette's and Hypercorn's types ASGI is two things
     with _listening(port) as listener, stored_place(place_file, _place(listener, dashboard.token)) as place:

@@ -1,4 +1,4 @@
-"""What the page is told, as small as it can be: it comes every second."""
+"""The data that is sent to the page; it is small, because it is sent every second."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COPIED = ("peer_id", "stage", "round", "tokens", "tokens_per_second", "loss", "
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """Everything but the members."""
+    """The status and its curves, without the members."""
 
     now: float
     """Unix seconds, by the node's clock."""
     headline: Headline
     rows: list[Row]
-    """What is said of the node, but for its warnings."""
+    """The rows of the status without its warnings."""
     status: NodeStatus
     """Its members are left out."""
     mean_loss: list[Point]
@@ -44,13 +44,13 @@ class MemberView(msgspec.Struct, frozen=True):
     link: str
     """How this node reaches it; empty where it has no connection."""
     reach: str
-    """How others do, by what it announces: ``public``, ``relay``, or empty."""
+    """How others reach it, as it announces: ``public``, ``relay``, or empty."""
     device: str
     seen: float | None
 
 
 class MembersView(msgspec.Struct, frozen=True):
-    """The members, and what is drawn of them."""
+    """The members and the data of their charts."""
 
     members: list[MemberView]
     curves: dict[str, list[Point]]
@@ -58,7 +58,7 @@ class MembersView(msgspec.Struct, frozen=True):
 
 
 def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
-    """Of this moment."""
+    """Return the overview of the present moment."""
     return Overview(
         now=now,
         headline=headline(status, now),
@@ -71,7 +71,7 @@ def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
 
 
 def members_view(status: NodeStatus, history: RunHistory) -> MembersView:
-    """All members; curves of the first few."""
+    """Return all members, with the curves of the first few live ones."""
     live = [member.peer_id for member in status.members if member.is_live and member.peer_id in history.losses]
     return MembersView(
         members=[_member(member) for member in status.members],

@@ -1,7 +1,7 @@
-"""A node's status as Prometheus reads it: the text format, each figure by a name that stays.
+"""A node's status in Prometheus' text format, with stable names.
 
-Names, types and units follow prometheus.io/docs/practices/naming. What is not known yet is left out, as Prometheus
-would have it, rather than told as 0.
+Names, types and units follow prometheus.io/docs/practices/naming. Unknown values are left out, as Prometheus
+recommends, and not reported as 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_text(status: NodeStatus) -> bytes:
-    """The figures of one moment."""
+    """Return the figures of one status."""
     return generate_latest(_Moment(status))
 
 
@@ -38,7 +38,7 @@ class _Moment(Collector):
         yield InfoMetricFamily("farandole_node", "Which node this is.", labels)
         yield _by(Gauge, "farandole_phase", "1 for what the node is doing.", "phase", {status.phase: 1})
         yield Gauge("farandole_start_time_seconds", "When the node began, Unix time.", status.started_at)
-        if status.phase != "relaying":  # a relay trains nothing, and is no member who knows what others do
+        if status.phase != "relaying":  # a relay trains nothing, and is no member that knows the others' state
             yield from _training(status)
             yield from _exchanges(status)
             yield from _run(status.run)
@@ -108,7 +108,7 @@ def _pipeline(pipeline: PipelineStatus) -> Iterator[Metric]:
 
 
 def _by(kind: type[Gauge | Count], name: str, about: str, label: str, figures: Mapping[str, float]) -> Metric:
-    """A family with a figure for each value of its only label."""
+    """Return a family with a figure for each value of its only label."""
     family = kind(name, about, labels=[label])
     for value, figure in figures.items():
         family.add_metric([value], figure)

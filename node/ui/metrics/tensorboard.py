@@ -23,7 +23,7 @@ _VERSION: Final = "brain.Event:2"
 
 
 def write_events(records: Iterable[RoundRecord], folder: Path) -> Path:
-    """Write them into a file in ``folder``, which is created if it is missing; returns its path. Raises `OSError`."""
+    """Write the rounds into a file in ``folder``, which is made if it is missing; return its path. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
     with closing(RecordWriter(str(path))) as writer:
@@ -37,7 +37,7 @@ def write_events(records: Iterable[RoundRecord], folder: Path) -> Path:
 
 
 def _scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:
-    """Tags and values of the figures that are known."""
+    """Yield tags and values of the known figures."""
     if record.loss is not None:
         yield "loss/training", record.loss
     if record.validation is not None:

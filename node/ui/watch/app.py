@@ -1,7 +1,7 @@
 """The full screen: a Textual application over `farandole.node.ui.watch.feed`.
 
-A thread follows the feed, whose reads block, and hands its news over. All that is drawn follows from the one
-`NodeView`, at once when news come and every second, since what is shown has an age.
+A thread follows the feed, whose reads block, and hands its news over. The screen is drawn from one `NodeView`, when
+news come and every second, since the screen shows the status's age.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .panels import events_text, first_lines, links_table, node_panel, run_panel
 from .view import News, NodeView
 
 REDRAW_INTERVAL: Final = 1.0
-# Below this many columns the panels lie above each other.
+# Below this many columns the panels are stacked.
 _WIDE: Final = 64
 
 Draw = Callable[[NodeStatus, float, int, int], RenderableType]
 
 
 class Panel(Widget):
-    """A part of the screen that is drawn into the room it has."""
+    """A part of the screen that is drawn to fit its size."""
 
     def __init__(self, draw: Draw, name: str) -> None:
         """``draw(status, now, width, height)``."""
@@ -44,19 +44,19 @@ class Panel(Widget):
         self._shown: tuple[NodeStatus, float] | None = None
 
     def show(self, status: NodeStatus, now: float) -> None:
-        """Draw this."""
+        """Store the status and draw it."""
         self._shown = status, now
         self.refresh()
 
     def render(self) -> RenderableType:
-        """What is drawn."""
+        """Draw the last status; empty before the first one."""
         if self._shown is None:
             return ""
         return self._draw(*self._shown, self.content_size.width, self.content_size.height)
 
 
 class WatchApp(App[None]):
-    """One node, until ``q``. ``clock``: seconds, never backwards."""
+    """The screen of one node, until the key ``q``. ``clock``: seconds, never backwards."""
 
     TITLE = "farandole"
     ENABLE_COMMAND_PALETTE = False
@@ -90,10 +90,10 @@ class WatchApp(App[None]):
         self._links_part = VerticalScroll(self._links, id="links")
         self._events_part = VerticalScroll(self._events, id="events")
         self.view = NodeView(read_at=clock())
-        """What is shown."""
+        """The state that is shown."""
 
     def compose(self) -> ComposeResult:
-        """From top to bottom."""
+        """Yield the widgets from top to bottom."""
         self._run.border_title, self._node.border_title = "the run", "this node"
         self._links_part.border_title, self._events_part.border_title = "links", "what happened"
         yield self._headline
@@ -109,11 +109,11 @@ class WatchApp(App[None]):
         Thread(target=self._follow, daemon=True).start()  # a read that blocks ends with the program
 
     def on_unmount(self) -> None:
-        """Follow it no more."""
+        """Stop following the node."""
         self._is_over.set()
 
     def on_resize(self, event: Resize) -> None:
-        """Draw into the room there is now."""
+        """Draw in the new size."""
         self.set_class(event.size.width < _WIDE, "-narrow")
         self.call_after_refresh(self._draw_all)
 
@@ -122,7 +122,7 @@ class WatchApp(App[None]):
         self._draw_all()
 
     async def action_rest(self) -> None:
-        """Pause the node, or have it train again."""
+        """Pause or resume the node."""
         status = self.view.status
         if status is None:
             return

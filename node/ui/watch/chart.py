@@ -20,9 +20,9 @@ Point = tuple[float, float]
 
 
 def plot(points: Sequence[Point], width: int, height: int) -> list[str]:
-    """The curve through the points (x growing) in ``height`` lines of ``width`` characters, its extremes at the left.
+    """Draw the points (x growing) as a curve in ``height`` lines of ``width`` characters, its extremes at the left.
 
-    Empty where there is nothing to draw a line through, or no room.
+    Return an empty list if there are too few points, or no room.
     """
     columns, rows = (width - LABEL_WIDTH) * _COLUMNS, height * _ROWS
     if len(points) < 2 or columns < 2 or height < 1:
@@ -43,7 +43,7 @@ def plot(points: Sequence[Point], width: int, height: int) -> list[str]:
 
 
 def _heights(points: Sequence[Point], columns: int) -> np.ndarray:
-    """The mean of the points in each column; between them, on the line from one to the next."""
+    """Return the mean of the points in each column; empty columns are interpolated."""
     xs, ys = np.array(points, dtype=float).T
     places = np.rint((xs - xs[0]) / ((xs[-1] - xs[0]) or 1.0) * (columns - 1)).astype(int)
     counts = np.bincount(places, minlength=columns)

@@ -1,6 +1,6 @@
-"""Where statuses come from: the node of this machine, asked every second, or lines that another one writes.
+"""Sources of statuses: the node of this machine, asked every second, or lines that another node writes.
 
-A line is what ``farandole status --json --watch`` prints: a status, or ``{"error": ...}`` when none was to be had.
+A line is the output of ``farandole status --json --watch``: a status, or ``{"error": ...}`` if there was none.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ...status.status import NodeStatus
 from .view import Lost, News, NodeSeen
 
 INTERVAL: Final = 1.0
-# A screen has room for no more, and all are in `farandole peers`: a status of a thousand members has a megabyte.
+# A screen has no room for more members, and `farandole peers` shows all: a status of a thousand members has a megabyte.
 MAX_MEMBERS: Final = 64
 STANDARD_INPUT: Final = Path("-")
 
 
 class Feed(abc.ABC):
-    """Tells of one node, again and again."""
+    """A source of news of one node."""
 
     @abc.abstractmethod
     def news(self, is_over: Event) -> Iterator[News]:
-        """Until ``is_over`` is set, or nothing more can come. Blocks between two; runs in a thread of its own."""
+        """Yield news until ``is_over`` is set, or no more can come. It blocks, so it runs in a thread of its own."""
 
     @abc.abstractmethod
     def ask(self, deed: str) -> str:
-        """Have the node ``pause`` or ``resume``; what it says to that. Raises `FarandoleError`."""
+        """Make the node ``pause`` or ``resume``; return its answer. Raises `FarandoleError`."""
 
 
 class HomeFeed(Feed):
@@ -47,7 +47,7 @@ class HomeFeed(Feed):
         self._home = home
 
     def news(self, is_over: Event) -> Iterator[News]:
-        """One a second."""
+        """Yield one status a second."""
         while not is_over.is_set():
             try:
                 yield NodeSeen(msgspec.convert(call(self._home, "status", max_members=MAX_MEMBERS), NodeStatus))
@@ -56,7 +56,7 @@ class HomeFeed(Feed):
             is_over.wait(INTERVAL)
 
     def ask(self, deed: str) -> str:
-        """Over the control socket."""
+        """Ask over the control socket."""
         return str(call(self._home, deed))
 
 
@@ -69,13 +69,13 @@ class LinesFeed(Feed):
         if source == STANDARD_INPUT and sys.stdin.isatty():
             raise FarandoleError("nothing comes in: `ssh HOST farandole status --json --watch | ...` goes before this")
         try:
-            # A descriptor of its own: keys may be read from that of standard input (farandole.node.ui.watch.terminal).
+            # A descriptor of its own: keys may be read from standard input's (farandole.node.ui.watch.terminal).
             self._file: BinaryIO = os.fdopen(os.dup(0), "rb") if source == STANDARD_INPUT else source.open("rb")
         except OSError as error:
             raise FarandoleError(f"cannot read {source}: {error.strerror}") from error
 
     def news(self, is_over: Event) -> Iterator[News]:
-        """As they come."""
+        """Yield the statuses in the source's lines as they come."""
         with self._file:
             if self._source == STANDARD_INPUT:
                 yield from map(read_line, self._lines())
@@ -87,11 +87,11 @@ class LinesFeed(Feed):
                 is_over.wait(INTERVAL)
 
     def ask(self, deed: str) -> str:
-        """A stream has one direction."""
+        """Raise an error, because a stream has one direction."""
         raise FarandoleError(f"this is another machine's node: there, `farandole {deed}`")
 
     def _lines(self) -> Iterator[bytes]:
-        """Those that are complete; a part of one is kept for the next time."""
+        """Yield complete lines; an incomplete one is kept for the next call."""
         while line := self._file.readline(MAX_RESPONSE_BYTES):
             if not line.endswith(b"\n") and self._file.seekable():
                 self._file.seek(-len(line), 1)
@@ -100,7 +100,7 @@ class LinesFeed(Feed):
 
 
 def read_line(line: bytes) -> News:
-    """What a line says."""
+    """Decode a line of ``farandole status --json --watch``."""
     try:
         said = msgspec.json.decode(line, type=_Line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -114,7 +114,7 @@ def read_line(line: bytes) -> News:
 
 
 def error_line(error: FarandoleError) -> str:
-    """What is written where the node did not answer."""
+    """Return the line to print when the node did not answer."""
     code = "no_node" if isinstance(error, NoNodeError) else getattr(error, "code", "internal")
     return msgspec.json.encode(_Line(_Problem(code, str(error)))).decode()
 

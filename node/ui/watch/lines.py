@@ -1,4 +1,4 @@
-"""A node watched line by line, where there is no screen: its first line whenever it says another thing, and events."""
+"""A node watched line by line, where there is no screen: its first line whenever that changes, and its events."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final
 from .feed import Feed
 from .view import NodeView
 
-# Durations and counts go on changing; that is nothing new.
+# Durations and counts change all the time; that is no news.
 _FIGURES: Final = re.compile(r"\d")
 
 
 def print_lines(
     feed: Feed, is_over: Event, echo: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Until ``is_over`` is set, or nothing more can come. ``clock``: seconds, never backwards."""
+    """Print news until ``is_over`` is set, or no more can come. ``clock``: seconds, never backwards."""
     view = NodeView(read_at=clock())
     told: tuple[str, str, str] | None = None
     told_until = None

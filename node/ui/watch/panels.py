@@ -1,4 +1,4 @@
-"""The parts of the screen: what is said of the run, of this node, of its links, and of what happened.
+"""The parts of the screen: the run, this node, its links, and its events.
 
 Colours repeat what words say, so that nothing is lost where there are none.
 """
@@ -21,7 +21,7 @@ from .chart import plot
 
 _WORDS: Final[dict[Level, str]] = {"well": "WELL", "busy": "WAIT", "trouble": "TROUBLE"}
 _CHART_STYLE: Final = "cyan"
-# The fewest that say something.
+# The fewest lines for a useful chart.
 _MIN_CHART_LINES: Final = 2
 # Rows of the status that are about the run, not this node.
 _OF_THE_RUN: Final = ("data", "loss", "stage", "the run")
@@ -31,7 +31,7 @@ _BAR: Final = "█", "░"
 
 
 def first_lines(found: Headline) -> Text:
-    """Whether the node is well, and what to do if it is not."""
+    """Draw whether the node is well, and the remedy if it is not."""
     text = Text(f"{_WORDS[found.level]}  {found.text}", STYLES[found.level])
     if found.remedy:
         text.append(f"\n{found.remedy}", style="not bold default")
@@ -39,7 +39,7 @@ def first_lines(found: Headline) -> Text:
 
 
 def run_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
-    """The curve of the loss, and the run as a whole. ``now``: Unix seconds by the node's clock."""
+    """Draw the curve of the loss, and the run as a whole. ``now``: Unix seconds by the node's clock."""
     lines = [line for row in status_rows(status, now) if row.label in _OF_THE_RUN for line in row.brief.splitlines()]
     chart = plot(status.losses, width, max(height - len(lines), _MIN_CHART_LINES))
     text = Text("".join(f"{line}\n" for line in chart), style=_CHART_STYLE)
@@ -47,7 +47,7 @@ def run_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
 
 
 def node_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
-    """What this node does, and what it takes of its machine. ``now``: Unix seconds by its clock."""
+    """Draw this node's activity and its use of the machine. ``now``: Unix seconds by the node's clock."""
     lines = [
         _round(status, now, width),
         _flow("up  ", status.bytes_sent_per_second, status.upload_mbit, width),
@@ -81,14 +81,14 @@ def _flow(name: str, bytes_per_second: float, cap_mbit: float, width: int) -> st
 
 
 def _with_bar(label: str, share: float, detail: str, width: int) -> str:
-    """A line with a bar in its middle that is full to that share; without one where there is no room."""
+    """Return a line with a bar in its middle that is filled to ``share``; without the bar if there is no room."""
     room = max(width - len(label) - len(detail) - 2, 0)
     filled = round(min(max(share, 0.0), 1.0) * room)
     return f"{label} {_BAR[0] * filled}{_BAR[1] * (room - filled)} {detail}"
 
 
 def links_table(links: Sequence[LinkStatus], now: float, width: int) -> Table:
-    """One line a link. ``now``: Unix seconds by the node's clock."""
+    """Draw one line a link. ``now``: Unix seconds by the node's clock."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0), width=width)
     is_wide = width >= _MIN_LINK_WIDTH
     table.add_column("peer", no_wrap=True)
@@ -114,7 +114,7 @@ def links_table(links: Sequence[LinkStatus], now: float, width: int) -> Table:
 
 
 def events_text(events: Sequence[Event]) -> Text:
-    """What happened, a line each, by the clock of the viewer's time zone."""
+    """Draw a line for each event, with times in the viewer's time zone."""
     lines = [
         Text.assemble(
             (time.strftime("%H:%M:%S ", time.localtime(event.at)), "dim"),

@@ -1,4 +1,4 @@
-"""Whether there is a terminal to draw on, and to read keys from."""
+"""The terminal to draw on and to read keys from, if there is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STANDARD_INPUT: Final = 0
 
 
 def has_screen() -> bool:
-    """Whether people see what is printed, and can press keys."""
+    """Return whether output goes to a terminal, and keys can be read from one."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on the latter
         return False
     try:
@@ -22,9 +22,9 @@ def has_screen() -> bool:
 
 
 def keys_from_terminal() -> None:
-    """Read keys from the terminal, though something else comes in by standard input: Textual reads descriptor 0.
+    """Read keys from the terminal although standard input is other data: Textual reads descriptor 0.
 
-    Whoever reads what comes in has its own descriptor by then.
+    The reader of that data must have a descriptor of its own by then.
     """
     if sys.stdin.isatty():
         return

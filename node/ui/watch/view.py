@@ -1,4 +1,4 @@
-"""What the screen is drawn from: the newest status, how old it is, and what came of asking for it."""
+"""The state behind the screen: the newest status, its age, and the result of the last request for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Final
 from ...status.status import Event, NodeStatus
 from ..headline import Headline, headline
 
-# A node answers within seconds, or says that it is stopped; a line of ssh that is dead says nothing at all.
+# A node answers within seconds, or says that it is stopped; a dead ssh connection says nothing at all.
 STALE_SECONDS: Final = 12.0
-# What the screen itself has to tell: nodes come and go more seldom than that.
+# Most events of the screen itself; nodes come and go less often.
 MAX_OWN_EVENTS: Final = 50
 
 
@@ -23,7 +23,7 @@ class NodeSeen:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """It did not; ``why`` is for people."""
+    """The node did not answer; ``why`` is for people."""
 
     why: str
 
@@ -33,17 +33,17 @@ News = NodeSeen | Lost
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """``read_at`` is of the viewer's steady clock, and so is every ``now`` that a method takes."""
+    """The last status of a node; ``read_at`` and each method's ``now`` are on the viewer's monotonic clock."""
 
     status: NodeStatus | None = None
     read_at: float = 0.0
     lost: str = ""
     """Why the node does not answer; empty while it does."""
     own_events: tuple[Event, ...] = ()
-    """What the node cannot know: that it went away, and came back."""
+    """Events that the node cannot know: its end and its return."""
 
     def told(self, news: News, now: float) -> NodeView:
-        """The view with these news."""
+        """Return the view with these news."""
         match news:
             case NodeSeen(status):
                 return self._seen(status, now)
@@ -63,18 +63,18 @@ class NodeView:
         return replace(self, own_events=(*self.own_events, event)[-MAX_OWN_EVENTS:])
 
     def node_time(self, now: float) -> float:
-        """Unix seconds by the node's own clock, which may be another machine's."""
+        """Return Unix seconds by the node's own clock, which may be another machine's."""
         return 0.0 if self.status is None else self.status.at + now - self.read_at
 
     def trouble(self, now: float) -> str:
-        """Why what is shown is not of now; empty if it is."""
+        """Return why the view is out of date; empty if it is current."""
         silent = now - self.read_at
         if self.lost or silent < STALE_SECONDS:
             return self.lost
         return "nothing has come yet" if self.status is None else f"nothing was heard of the node for {silent:.0f} s"
 
     def headline(self, now: float) -> Headline:
-        """The first line."""
+        """Return the first line."""
         if trouble := self.trouble(now):
             age = "" if self.status is None else f"; what is below is {now - self.read_at:.0f} s old"
             return Headline("trouble", f"the node does not answer{age}", trouble)
@@ -83,6 +83,6 @@ class NodeView:
         return headline(self.status, self.node_time(now))
 
     def events(self) -> list[Event]:
-        """What happened, by the node and by this screen, oldest first."""
+        """Return the events of the node and of this screen, oldest first."""
         events = [] if self.status is None else self.status.events
         return sorted([*events, *self.own_events], key=lambda event: event.at)

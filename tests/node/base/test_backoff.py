@@ -1,4 +1,4 @@
-"""When what failed with a peer is tried again."""
+"""Times of retries after failures with a peer."""
 
 from __future__ import annotations
 

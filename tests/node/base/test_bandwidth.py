@@ -1,4 +1,4 @@
-"""Caps: exact by a clock of the test's own, and on real sockets by what they must never let through."""
+"""Caps: exact by a test clock, and on real sockets by the rates that they must never exceed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MIB = 1 << 20
 
 
 class Clock:
-    """Stands where it is put."""
+    """A clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -60,8 +60,8 @@ class Clock:
 
 
 def assert_within(shaper: Shaper, moved: list[tuple[float, int]], late: int = 0) -> None:
-    """Of all that moved at (time, bytes), no window holds more than burst, rate and what came late."""
-    total, worst = 0, -math.inf  # bytes so far; over all beginnings of windows, rate * beginning - bytes before it
+    """Assert that no window of ``moved``, (time, bytes), holds more than burst, rate and late bytes."""
+    total, worst = 0, -math.inf  # bytes until now; max of rate * beginning - bytes before it
     for at, count in sorted(moved):
         worst = max(worst, shaper.rate * at - total)
         total += count
@@ -90,7 +90,7 @@ def test_a_busy_flow_gets_the_whole_rate(rate: float) -> None:
     shaper = Shaper(rate, clock)
     began, moved = clock.now, []
     for number in range(1_000):
-        clock.now += shaper.reserve(shaper.quantum) + (0.02 if number % 50 == 49 else 0)  # woken late at times
+        clock.now += shaper.reserve(shaper.quantum) + (0.02 if number % 50 == 49 else 0)  # sometimes woken late
         moved.append((clock.now, shaper.quantum))
     assert sum(count for _, count in moved) >= rate * (clock.now - began) * 0.999
     assert_within(shaper, moved, late=shaper.quantum)
@@ -118,7 +118,7 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
 
 
 def move_bulk(shaper: Shaper, clock: Clock, seconds: float, flood: float = 0.0) -> int:
-    """What one flow moves in so long, while so many times the rate of control goes by."""
+    """Return the bytes that one flow moves, while control traffic uses ``flood`` times the rate."""
     ends_at, moved = clock.now + seconds, 0
     while (wait := shaper.reserve(shaper.quantum)) + clock.now < ends_at:
         shaper.charge(round(flood * shaper.rate * wait))
@@ -167,7 +167,7 @@ def test_a_flood_of_control_is_paid_for_so_long_and_no_longer() -> None:
 
 @pytest.mark.parametrize("mbit", [0.5, 5, 500])
 def test_no_partner_takes_a_flood_for_silence(mbit: float) -> None:
-    """Each of the flows there may be has its next piece long before an exchange of 30 s takes another way."""
+    """Each of the possible flows gets its next piece long before an exchange of 30 s takes another way."""
     shaper = Shaper(mbit * BYTES_PER_MBIT, Clock())
     shaper.charge(round(1_000 * shaper.rate))
     waits = [shaper.reserve(shaper.quantum) for _ in range(1 + MAX_SERVED)]
@@ -228,7 +228,7 @@ def test_settings_are_in_megabits() -> None:
 
 @asynccontextmanager
 async def open_channels(near: Shaping, far: Shaping) -> AsyncIterator[tuple[BulkChannel, BulkChannel]]:
-    """Both ends of a channel over loopback TCP."""
+    """Open both ends of a channel over loopback TCP."""
     dialled, accepted = tcp_pair()
     secrets = Secrets(b"n" * 32, b"f" * 32)
     channels: dict[bool, BulkChannel] = {}
@@ -269,7 +269,7 @@ async def test_a_channel_moves_no_more_than_the_cap(up: float, down: float) -> N
 
 
 def num_counted(shaper: Shaper) -> float:
-    """All that it has counted, if its clock stands at 0."""
+    """Return all bytes that it has counted, if its clock stands at 0."""
     return shaper.per_second() * (METER_SECONDS - 1)
 
 
@@ -280,7 +280,7 @@ async def test_a_channel_counts_what_it_moves() -> None:
         nursery.start_soon(sender.send, memoryview(bytes(size)))
         await receiver.receive_into(memoryview(bytearray(size)))
     assert num_counted(near.up) == size + 3 * OVERHEAD_BYTES
-    assert num_counted(near.up) <= num_counted(far.down) <= num_counted(near.up) + HEADER_BYTES  # of what may come next
+    assert num_counted(near.up) <= num_counted(far.down) <= num_counted(near.up) + HEADER_BYTES  # of the next record
     assert num_counted(near.down) == num_counted(far.up) == 0
 
 
@@ -308,7 +308,7 @@ async def test_both_ways_at_once_caps_hold_whatever_the_records_sizes(up: float,
 
 @pytest.mark.parametrize("is_sending", [True, False])
 async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sending: bool) -> None:
-    rate = MIN_QUANTUM / (2 * PATIENCE)  # the second piece may move when it is too late
+    rate = MIN_QUANTUM / (2 * PATIENCE)  # the second piece may move only when it is too late
     async with open_channels(Shaping(Shaper(rate), Shaper(rate)), Shaping()) as (capped, free):
         first, all_of_it = memoryview(bytearray(MIN_QUANTUM - OVERHEAD_BYTES)), memoryview(bytearray(MIB))
         async with trio.open_nursery() as nursery:

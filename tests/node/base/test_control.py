@@ -58,7 +58,7 @@ async def ask(home: Path, method: str, **params: Any) -> Any:
 
 
 async def raw(home: Path, sent: bytes) -> list[dict[str, Any]]:
-    """What the server answers to these bytes until it or the end closes the connection."""
+    """Return the server's answers to these bytes, until it or their end closes the connection."""
     with trio.fail_after(PATIENCE):
         connection = await trio.to_thread.run_sync(endpoint.connect, home / "control.sock", 5.0)
         return await said_to(connection, sent)
@@ -78,7 +78,7 @@ async def test_a_moment_without_descriptors_ends_neither_the_node_nor_its_contro
     num_refused = 0
 
     class Listener:
-        """Like the real one, once descriptors are free."""
+        """A listener like the real one, once descriptors are free."""
 
         def __init__(self, real: trio.socket.SocketType) -> None:
             self.listen, self._accept = real.listen, real.accept
@@ -131,7 +131,7 @@ async def test_on_a_port_nothing_is_obeyed_without_the_token(home: Path, first: 
     connection = await trio.to_thread.run_sync(socket.create_connection, ("127.0.0.1", port))
     try:
         answers = await said_to(connection, first + b'{"method": "echo"}\n' * 2)
-    except trio.BrokenResourceError:  # closed with the rest unread
+    except trio.BrokenResourceError:  # closed while data were unread
         answers = []
     assert [answer["error"]["code"] for answer in answers] in ([], ["unauthorized"])
 

@@ -10,7 +10,7 @@ from farandole.node.base.driver import Driver
 
 
 class Echo:
-    """A machine that answers each event with itself, and with as many further outputs as the event has letters."""
+    """A machine that answers each event with itself, and with one further output for each letter of the event."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, float]] = []

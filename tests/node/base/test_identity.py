@@ -135,6 +135,6 @@ def test_signatures_hold_for_their_parts_alone(tmp_path: Path) -> None:
 
 def test_keys_of_small_order_sign_nothing() -> None:
     identity_point = (1).to_bytes(32, "little")
-    forged = identity_point + bytes(32)  # R = identity, S = 0 verifies for every message where nobody looks
+    forged = identity_point + bytes(32)  # R = identity, S = 0 verifies for every message unless this is checked
     assert identity_point in SMALL_ORDER_KEYS
     assert not any(is_signed_by(key, forged, b"test", bytes([n])) for key in SMALL_ORDER_KEYS for n in range(8))

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command, whatever Python does with the exception."""
+"""Ctrl-C ends a command, even if Python swallows the exception."""
 
 import contextlib
 import signal

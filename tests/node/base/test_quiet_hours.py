@@ -10,7 +10,7 @@ MONDAY = datetime(2026, 11, 23)
 
 
 def until(texts: list[str], day: int, hour: int, minute: int = 0) -> str | None:
-    """When it ends, in a week that begins with Monday, day 0."""
+    """Return the end of the quiet hours, in a week that begins with Monday, day 0."""
     now = MONDAY.replace(day=23 + day, hour=hour, minute=minute)
     end = quiet_until([parse_quiet_hours(text) for text in texts], now)
     return None if end is None else end.strftime("%a %H:%M")

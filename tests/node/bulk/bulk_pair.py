@@ -1,4 +1,4 @@
-"""Alice and Bob with contributions that go over a bulk channel in memory."""
+"""Alice and Bob with contributions over a bulk channel in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..parties import ALICE, BOB, PATIENCE, MemoryChannels, MemoryHost, Party, a
 
 
 class BulkPair:
-    """Alice and Bob with contributions that go over a channel."""
+    """Alice and Bob with contributions large enough for a channel."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         hosts: dict[bytes, MemoryHost] = {}
@@ -32,14 +32,14 @@ class BulkPair:
         await meet(self.alice, self.bob)
 
     def assert_committed(self, path: str, num_channels: int) -> None:
-        """Over so many channels."""
+        """Assert that both committed, over this number of channels."""
         assert_committed(self.alice, self.bob)
         assert self.alice.result.path == path
         assert self.way(ALICE).num_acquired == num_channels
         assert trio.current_time() <= PATIENCE
 
     def assert_aborted(self) -> None:
-        """Neither commits, and no channel is kept on which something may still come."""
+        """Assert that neither committed, and that no channel is kept on which data may still arrive."""
         assert not self.alice.result.committed
         assert not self.bob.result.committed
         assert not any(way.kept for way in self.ways)

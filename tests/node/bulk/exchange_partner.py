@@ -1,4 +1,4 @@
-"""A partner in a process of its own: ``exchange_partner.py SIZE PARTNER ADDRESS`` sends SIZE bytes, at 4 MB/s."""
+"""A partner in its own process: ``exchange_partner.py SIZE PARTNER ADDRESS`` sends SIZE bytes, at 4 MB/s."""
 
 from __future__ import annotations
 

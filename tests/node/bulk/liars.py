@@ -38,7 +38,7 @@ class Liar:
             await self.send(Chunk(offset, self.contribution[offset : offset + CHUNK_BYTES]))
 
     async def expect(self, kind: type[object]) -> None:
-        """The next event that is not the honest one's hash, which comes when it comes."""
+        """Wait for the next event of the honest side, of this kind; its hash, which comes at any time, is skipped."""
         pipe = self.exchange.pipe
         while (event := pipe.next_event()) is None or isinstance(event, Sealed):
             if event is not None:
@@ -50,7 +50,7 @@ class Liar:
 
 
 async def meet_liar(bob: Party, script: Callable[[Liar], Awaitable[None]], offer: Offer, contribution: bytes) -> None:
-    """Bob exchanges with an Alice who follows the script."""
+    """Let Bob exchange with an Alice who follows the script."""
     host = MemoryHost(ALICE, bob.host.nursery, bob.host.network)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(bob.exchange, ALICE)

@@ -1,4 +1,4 @@
-"""Whenever one gives up, freezes or is cut off, both believe the same, by the deadline."""
+"""If one side gives up, freezes or is cut off at any time, both agree by the deadline on whether they committed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_who_waits_for_a_stream_may_give_up(bob: Party, autojump_clock: tr
     assert trio.current_time() < 2
 
 
-# Every boundary of what a side sends: nothing, half an offer, offer, first chunk, all but the last byte, and so on.
+# Boundaries of what a side sends: nothing, half an offer, offer, first chunk, all but the last byte, and so on.
 _STEPS = [0, 60, 200, 1_000, CHUNK_BYTES, SIZE, SIZE + 150, SIZE + 200, SIZE + 210, SIZE + 220, SIZE + 230, SIZE + 240]
 
 
@@ -105,7 +105,7 @@ async def test_a_responder_in_doubt_asks_and_learns_of_the_commit(
 
 
 async def _bytes_up_to_commit(alice: Party) -> int:
-    """What Alice sends before her Commit."""
+    """Return the number of bytes that Alice sends before her Commit."""
     await trio.lowlevel.checkpoint()
     exchange = Exchange(True, alice.offer, memoryview(bytearray(SIZE)))
     partner = Exchange(False, alice.offer, memoryview(bytearray(SIZE)))
@@ -139,7 +139,7 @@ async def test_a_responder_in_doubt_whose_initiator_is_dead_goes_on_at_its_deadl
     assert trio.current_time() == pytest.approx(PATIENCE)
 
 
-# Every boundary of what a side sends on the stream: nothing, half an offer, the offer, the route, the verdicts.
+# Boundaries of what a side sends on the stream: nothing, half an offer, the offer, the route, the verdicts.
 @pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
 @pytest.mark.parametrize("at", [0, 60, 150, 160, 170, 180, 190, 200, 210, 220, 230, 240])
 @pytest.mark.parametrize("who", [ALICE, BOB])

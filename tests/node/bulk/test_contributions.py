@@ -1,4 +1,4 @@
-"""Contributions that are still being encoded while they move, and taken in while they come."""
+"""Contributions that are sent while they are encoded, and decoded while they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farandole.protocol.pipe import BULK_FROM
 from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryChannels, MemoryHost, Party, assert_committed, meet
 
 LARGE = BULK_FROM + 1
-SECOND_BYTES = LARGE // 4  # what a slow encoder makes in a second, so that it takes five
+SECOND_BYTES = LARGE // 4  # a slow encoder's bytes per second, so that it takes five
 
 
 class Pair:

@@ -188,7 +188,7 @@ async def test_nobody_hashes_a_contribution_while_a_thread_receives_it(
             incoming.rest[: len(piece)] = piece
             incoming.position += len(piece)
         if channel._faults is pair.way(BOB).faults:
-            await trio.testing.wait_all_tasks_blocked()  # meanwhile Alice says that she has everything
+            await trio.testing.wait_all_tasks_blocked()  # until Alice has reported that she has everything
             assert incoming._num_hashed == 0
 
     monkeypatch.setattr(MemoryChannel, "receive", receive)

@@ -42,7 +42,7 @@ async def test_contributions_wait_for_the_caps(
 async def test_a_contribution_that_does_not_fit_into_its_time_says_so_with_figures(
     alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Both ends do: the one whose line it is, and the one that waits for it."""
+    """Both ends report figures: the one with the slow line, and the one that waits for it."""
     up = Shaper(SIZE / PATIENCE / 2, trio.current_time)
     alice.service._shaping = Shaping(up, Shaper())
     await meet(alice, bob)
@@ -72,7 +72,7 @@ async def test_a_verdict_overtakes_a_contribution_that_waits_for_its_cap(
     await meet(alice, bob)
     assert bob.result.reason == "the partner aborted: refused: not this one"
     assert not bob.result.is_broken
-    assert up.reserve(0) > 0  # the contribution would still wait
+    assert up.reserve(0) > 0  # the contribution would still have to wait
 
 
 async def test_one_byte_at_a_time(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:

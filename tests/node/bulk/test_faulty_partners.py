@@ -1,4 +1,4 @@
-"""A partner that dies, freezes, drips or lies, at any stage: it costs the deadline of an exchange and nothing else."""
+"""A partner that dies, freezes, drips or lies, at any stage, costs the deadline of an exchange and nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from ..parties import (
 from ..real_nodes import open_nodes, swap
 
 LARGE = BULK_FROM + 1
-# By the tags of the protocol's messages, from 1 on.
+# By the tags of the protocol's messages, from 1.
 NAMES = {
     MESSAGE_KIND: ("", "Offer", "Accepted", "Commit", "Committed", "Aborted"),
     CONTROL_KIND: ("", "Route", "Reroute", "Sealed", "Received"),
@@ -61,7 +61,7 @@ def name_of(sent: bytes) -> str:
 
 
 class FaultyStream:
-    """Mallory's end: well up to a message of this name, and never again."""
+    """Mallory's end: it works until a message of this name, and never again."""
 
     is_bulk = False
     handshake_hash = MemoryStream.handshake_hash
@@ -102,7 +102,7 @@ class FaultyStream:
 
 
 class FaultyHost(MemoryHost):
-    """Mallory's: her exchanges go over faulty streams, whoever opened them."""
+    """Mallory's host: her exchanges go over faulty streams, whichever side opens them."""
 
     stage = fault = ""
 
@@ -118,14 +118,14 @@ class FaultyHost(MemoryHost):
 
 
 def assert_unharmed(honest: Party, mallory: Party, result: ExchangeResult, must_fail: bool) -> None:
-    """What counts is whole; and from now on the memory is the caller's: the next check finds it as it was left."""
+    """A committed contribution is whole. The caller owns the memory from now on: the next check finds it unchanged."""
     assert not (must_fail and result.committed)
     if result.committed:
         assert honest.incoming == mallory.contribution
 
 
 async def assert_can_go_on(honest: Party, carol: Party, path: str) -> None:
-    """The same service, with somebody honest; what the last session had must not be written to any more."""
+    """Exchange with an honest peer by the same service; nothing may be written into the last session's memory."""
     left, mark = honest.incoming, b"\x5a" * len(honest.incoming)
     left[:] = mark
     honest.incoming = bytearray(len(left))
@@ -173,7 +173,7 @@ async def test_a_partner_that_fails_on_the_stream(
 
 
 class FaultyChannel:
-    """Mallory's end of a real channel: half of what she has to send goes well."""
+    """Mallory's end of a real channel: half of her data are sent properly."""
 
     def __init__(self, channel: BulkChannel, fault: str) -> None:
         self.channel = channel
@@ -249,7 +249,7 @@ class FaultyChannels:
 
 
 class WatchedChannels:
-    """The honest one's bulk service, and what became of its channels."""
+    """The honest side's bulk service, with its channels and whether they were discarded."""
 
     def __init__(self, service: BulkService) -> None:
         self._service = service
@@ -276,7 +276,7 @@ class WatchedChannels:
 
 
 class RealPair:
-    """Mallory and somebody honest, with real channels between them."""
+    """Mallory and an honest peer, with real channels between them."""
 
     def __init__(
         self, hosts: dict[bytes, MemoryHost], author: bytes, channels: dict[bytes, BulkService], fault: str
@@ -289,7 +289,7 @@ class RealPair:
         self.carol = Party(hosts[CAROL], 3, LARGE, channels[CAROL])
 
     async def meet(self, deadline: float) -> ExchangeResult:
-        """Mallory has all the time; the honest one's result."""
+        """Let both exchange, Mallory without a hurry; return the honest side's result."""
         async with trio.open_nursery() as meeting:
             meeting.start_soon(self.mallory.exchange, self.honest.host.author, deadline)
             with trio.fail_after(deadline + PATIENCE):  # the machine may be busy
@@ -297,7 +297,7 @@ class RealPair:
         return self.honest.result
 
     def assert_left_alone(self) -> None:
-        """No thread is at work, and no channel is kept over which something may still come."""
+        """Assert that no thread is working, and that no channel is kept over which data may still arrive."""
         for channel in self.watched.channels:
             assert channel._threads.borrowed_tokens == 0
             assert channel in self.watched.discarded or self.honest.result.committed
@@ -322,7 +322,7 @@ async def real_pair(author: bytes, fault: str) -> AsyncIterator[RealPair]:
 @pytest.mark.parametrize(
     ("fault", "deadline", "path", "reason"),
     [
-        ("dies", PATIENCE, "stream", ""),  # where the rest comes, after three channels
+        ("dies", PATIENCE, "stream", ""),  # which brings the rest, after three channels
         ("drops the encryption", PATIENCE, "stream", ""),
         ("freezes", PATIENCE / 2, "stream", ""),  # each is given up after a sixth of that
         ("sends too much", PATIENCE, "bulk", ""),
@@ -351,7 +351,7 @@ async def test_another_channel_takes_the_rest_where_one_breaks(author: bytes, fa
         assert_unharmed(pair.honest, pair.mallory, result, must_fail=False)
         assert (result.path, result.reason) == ("bulk", "")
         assert result.bytes_received < LARGE + 1_000, "nothing comes again that has arrived"
-        # A channel too many where a busy machine was silent for so long that one was given up.
+        # One channel more if a busy machine was silent until a channel was given up.
         assert 2 <= len(pair.watched.channels) <= 3
         assert len(pair.watched.discarded) == len(pair.watched.channels) - 1
 
@@ -384,7 +384,7 @@ async def test_a_partner_that_fails_before_the_channel_opens_is_met_over_the_str
         await assert_can_go_on(pair.honest, pair.carol, "bulk")
 
 
-# In a process of its own
+# In separate processes
 
 
 @pytest.mark.parametrize("is_bulk", [True, False])

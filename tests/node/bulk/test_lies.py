@@ -1,4 +1,4 @@
-"""What a partner, or a stranger, can do to an exchange: cost its deadline, and nothing else."""
+"""Attacks on an exchange by a partner or a stranger: they cost its deadline, and nothing else."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, autojump_clock
 async def test_who_says_at_once_that_it_took_too_long_is_not_believed(
     bob: Party, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Else this node's owner would read that the line is slow."""
+    """This node's owner would otherwise read that the line is slow."""
 
     async def script(liar: Liar) -> None:
         await liar.send(liar.exchange.offer)
@@ -128,7 +128,7 @@ async def test_a_wrong_hash_over_the_channel_is_refused(
 
 
 async def agree_on_channel(liar: Liar, pair: BulkPair) -> MemoryChannel:
-    """An honest beginning: both are to send over this channel."""
+    """Begin honestly, up to the agreement on a channel."""
     await liar.send(liar.exchange.offer)
     await liar.expect(Offer)
     channel = await pair.way(ALICE).acquire(BOB)

@@ -1,4 +1,4 @@
-"""A pipe with several transfers on their way: whatever becomes of its channels, each arrives, once, in its order."""
+"""A pipe with several transfers in progress: whatever happens to its channels, each arrives once, and in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = [300_000, 1, 70_000, 200_000, 5, 130_000, 65_000, 12_345, 400_000, 1]
 
 
 class End:
-    """Sends transfers, announced by their sizes, and keeps those that come."""
+    """Sends transfers, announced by their sizes, and keeps received ones."""
 
     def __init__(self, author: bytes, stream: trio.abc.Stream, channels: MemoryChannels) -> None:
         self.channels = channels

@@ -1,9 +1,9 @@
-"""Has a trainer process train otherwise than it says: as CHEAT names. Python runs this where PYTHONPATH has the folder.
+"""Makes a trainer process train otherwise than it reports, as CHEAT names. Run by Python if PYTHONPATH has the folder.
 
 half     every other inner step is counted and not taken
-idle     no inner step is taken: what a partner gets is what it has just given
+idle     no inner step is taken: the contribution is the weights after the last outer step
 data     every batch is the first one
-fault    every now and then a bit of a gradient flips, as in bad memory
+fault    now and then a bit of a gradient flips, as with bad memory
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 _CHEAT = os.environ.get("CHEAT", "")
 _LEARNER = "farandole.training.learner"
-# The inner step after which a bit flips: rounds before are right. It counts replays' steps as well.
+# The inner step after which a bit flips: earlier rounds are right. Steps of replays count too.
 _SOUND_STEPS = 30
 
 
@@ -57,7 +57,7 @@ def _spoil(module: ModuleType) -> None:
 
 
 class _Spoiler(importlib.abc.MetaPathFinder):
-    """Spoils the learner as soon as it is imported."""
+    """Patches the learner as soon as it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

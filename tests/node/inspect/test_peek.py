@@ -1,4 +1,4 @@
-"""A visitor says whom it dials, and does not wait long for who is gone."""
+"""A visitor reports the peers that it dials, and does not wait long for absent ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..hosts import LOOPBACK
 from ..relayed import open_public
 
 RUN = b"r" * 32
-# Nothing listens on these ports, and nobody has these keys.
+# Nothing listens on these ports, and no peer has these keys.
 GONE = tuple(f"/ip4/127.0.0.1/tcp/{number}/p2p/{peer_id_of(bytes([number]) * 32)}" for number in (1, 2))
 
 
 async def words_of_failure(home: Path, addresses: tuple[str, ...], said: list[str]) -> str:
-    """Of a visit to who cannot be visited."""
+    """Return the error of a visit to a run whose peers cannot be reached."""
     invite = encode_invite(Invite(RUN, addresses))
     settings = NodeSettings(home=home, invite=invite, listen=LOOPBACK, mdns=False)
     words = ""

@@ -1,4 +1,4 @@
-"""Which checkpoints a pull takes, of those that members offer."""
+"""Which of the members' checkpoints a pull takes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pull_to(
     members: Collection[bytes] = (ANN,),
     rounds: Collection[int] = (),
 ) -> Pull:
-    """Out of a run with these members, who train in these rounds, and others who have copies."""
+    """Return a pull from a run with these members, which train in these rounds, and others that hold copies."""
     nobody: Any = None
     visit: Any = SimpleNamespace(
         manifest=manifest,
@@ -60,7 +60,7 @@ def pull_to(
 async def test_what_was_begun_is_ended_while_somebody_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Ann trains on, and saves anew for whoever asks; Bob has a copy of what she gave before."""
+    """Ann trains on, and saves again for any peer that asks; Bob has a copy of an earlier checkpoint of hers."""
     rounds = iter(range(20, 100, 20))
     fetched: list[int] = []
 
@@ -101,10 +101,10 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
         ([100], [100], 100),
         ([100, 10**6], [100, 10**6], 100),
         ([100, 102, 10**6], [100, 102, 10**6], 102),
-        ([100, 102, 110], [100, 102, 110], 110),  # who is a little ahead is ahead
-        ([10, 10, 102], [102], 102),  # who rests says nothing of where the run is
-        ([10, 20], [], 20),  # but nobody else does
-        ([500, 100], [500, 500], 500),  # one cannot save any more
+        ([100, 102, 110], [100, 102, 110], 110),  # a member slightly ahead counts
+        ([10, 10, 102], [102], 102),  # resting members do not count for the run's round
+        ([10, 20], [], 20),  # unless all rest
+        ([500, 100], [500, 500], 500),  # one can no longer save
     ],
 )
 async def test_who_says_the_highest_number_is_not_taken_for_the_run(

@@ -1,4 +1,4 @@
-"""The address book: what a next life finds in it, whatever was written there."""
+"""The address book: what the next process finds in it, whatever was written there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HERE, THERE = "/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/2"
 
 @dataclass
 class Clock:
-    """Unix time as the test says."""
+    """Unix time, set by the test."""
 
     now: float = 1_800_000_000.0
 
@@ -123,7 +123,7 @@ async def test_who_was_not_reached_for_long_is_forgotten_on_disk_too(store: Stor
 
 @dataclass
 class CountingStore(Store):
-    """Counts what it is made to write, and refuses while it is full."""
+    """Counts its writes, and refuses them while it is full."""
 
     num_writes: int = 0
     is_full: bool = False
@@ -142,7 +142,7 @@ class CountingStore(Store):
 async def test_news_is_written_at_once_and_times_seldom(clock: Clock) -> None:
     counting = CountingStore()
     book = AddressBook(counting, clock=clock)
-    await book.load()  # a broken disk is a warning
+    await book.load()  # a broken disk leads to a warning
     book.note_reached(ALICE, [HERE])
     await book.save()
     assert counting.num_writes == 1
@@ -157,7 +157,7 @@ async def test_news_is_written_at_once_and_times_seldom(clock: Clock) -> None:
     book.note_reached(ALICE, [THERE])
     await book.save()
     assert counting.num_writes == 3
-    await book.save(is_last=True)  # nothing is new
+    await book.save(is_last=True)  # nothing new
     assert counting.num_writes == 3
 
 

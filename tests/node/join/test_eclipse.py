@@ -1,4 +1,4 @@
-"""A node that comes back to an address book of which most was written by one stranger."""
+"""A node that comes back to an address book written mostly by one attacker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farandole.protocol.believing import Partners
 
 NUM_SEEDS = 100
 SHARE_FALSE = 0.8
-# Of the honest: machines of volunteers, which are switched off at times.
+# Share of the honest peers that are online: volunteers' machines are switched off at times.
 SHARE_ONLINE = 0.7
 NUM_PARTNERS = 100
 SECONDS = 60.0
@@ -32,7 +32,7 @@ def key(number: int) -> bytes:
 
 @dataclass
 class World:
-    """Peers that answer soon, or not at all: then a dial takes as long as it may."""
+    """Peers that answer soon, or not at all: then a dial takes the longest time allowed."""
 
     answering: set[bytes]
     author: bytes = bytes(32)
@@ -49,7 +49,7 @@ class World:
 
 
 async def num_honest_reached(seed: int, do_false_answer: bool) -> int:
-    """After `SECONDS`. All that is false was reached after what is true, and partners are as false as the rest."""
+    """Count the honest peers reached after `SECONDS`. False peers were added later, with the same share of partners."""
     rng = random.Random(seed)
     num_honest = round((1 - SHARE_FALSE) * MAX_PEERS)
     honest, false = [key(n) for n in range(1, num_honest + 1)], [key(n) for n in range(num_honest + 1, MAX_PEERS + 1)]

@@ -1,4 +1,4 @@
-"""Where a node of a model in stages gets weights from, gives them, and keeps a copy of another stage's."""
+"""Weights of a model in stages: where a node gets them, which it gives, and its copy of another stage's."""
 
 from __future__ import annotations
 
@@ -67,21 +67,21 @@ class World:
         self.round = 30
         self.by_peer: dict[tuple[bytes, int], tuple[bytes, int]] = {}
         self.members: dict[bytes, int] = {}
-        """Live members -> stage, all of this run's round."""
+        """Live members -> stage; all are in this run's round."""
         self.silent: set[bytes] = set()
-        """Of the members."""
+        """Members that do not answer."""
         self.busy: set[bytes] = set()
         self.in_dht: dict[bytes, list[bytes]] = {}
-        """Key -> who provides it."""
+        """Key -> its providers."""
         self.weights_of: dict[bytes, bytes] = {}
-        """The files of members that answer questions for sketches."""
+        """Peer -> its file, for members that answer questions for sketches."""
         self.compared_with: list[bytes] = []
         self.asked: list[tuple[bytes, int]] = []
         self.fetched_from: list[tuple[bytes, ...]] = []
         self.told: list[tuple[int, int, bool]] = []
         self.provided: list[bytes] = []
         self.seconds = 1.0
-        """For which a download goes on."""
+        """Duration of a download."""
         self.said: list[str] = []
         self.journal = Journal(say=self.said.append)
         self.announcer = self
@@ -96,7 +96,7 @@ class World:
         monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
 
     def begin(self) -> Weights:
-        """A life of the node."""
+        """Begin a new life of the node."""
         host: Any = SimpleNamespace(
             author=ME, find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove
         )
@@ -113,7 +113,7 @@ class World:
     def content_of(self, author: bytes, stage: int, round_index: int) -> bytes:
         return self.weights_of.get(author) or content_of(author, stage, round_index)
 
-    # What weights use of a membership
+    # The part of a membership that weights use
 
     def current_round(self) -> int:
         return self.round
@@ -157,7 +157,7 @@ class World:
     def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
         self.told.append((index.stage, index.round, is_copy))
 
-    # What weights use of a network
+    # The part of a network that weights use
 
     async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
         await trio.lowlevel.checkpoint()
@@ -168,7 +168,7 @@ class World:
         self.provided.append(key)
 
     async def sketch(self, host: object, member: bytes, question: sketches.Question) -> sketches.Sketch | None:
-        """What a member answers: by `sketch_of`, nothing if there is none."""
+        """Return a member's answer, by `sketch_of`; None if it does not answer."""
         await trio.lowlevel.checkpoint()
         self.compared_with.append(member)
         content = self.weights_of.get(member)
@@ -221,7 +221,7 @@ class World:
         return path.exists() and path.read_bytes() == self.content_of(author, stage, round_index)
 
     def two_to_copy(self) -> list[bytes]:
-        """Members of the next stage with checkpoints, in the order in which they are to be copied."""
+        """Return members of the next stage with checkpoints, in the order in which they must be copied."""
         self.members = {ANN: 2, BOB: 2}
         self.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
         return ranked(RUN, 2, [ANN, BOB])
@@ -231,7 +231,7 @@ class World:
 
 
 async def run_here(function: Any, *args: object) -> object:
-    """The clock would jump while a thread works."""
+    """Run in this thread: the mock clock would jump while a thread works."""
     await trio.lowlevel.checkpoint()
     return function(*args)
 
@@ -432,7 +432,7 @@ async def test_copies_take_a_tenth_of_the_time_at_most(
     world.members = {ANN: 2}
     world.seconds = 100.0
     nursery.start_soon(world.weights.run)
-    for round_index in range(160):  # always a newer one
+    for round_index in range(160):  # a newer one each time
         world.by_peer = {(ANN, 2): (ANN, round_index)}
         await trio.sleep(50)
     assert 5 <= len(world.fetched_from) <= 12
@@ -543,7 +543,7 @@ async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
 
     notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
     monkeypatch.setattr(downloads, "ask_for_index", no_answer)
-    monkeypatch.setattr(world, "notices", lambda stage: {ANN: [notice]})  # so it does not begin from the seed
+    monkeypatch.setattr(world, "notices", lambda stage: {ANN: [notice]})  # so that it does not begin from the seed
     world.members = {bytes([1, number]) * 16: 1 for number in range(200)}
     began_at = trio.current_time()
     with pytest.raises(JoinError, match="step 4"):
@@ -552,7 +552,7 @@ async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
 
 
 def refuse(world: World) -> None:
-    """What the trainer does with a file that it judges unfit."""
+    """Do what the trainer does with a file that it judges unfit."""
     world.settings.fetched(1).unlink()
 
 
@@ -615,7 +615,7 @@ LEARNT = RNG.standard_normal(1_000, np.float32)
 
 
 def honest() -> np.ndarray:
-    """What a replica has, some percent from the others'."""
+    """Return an honest replica's weights, some percent away from the others'."""
     return LEARNT + np.float32(0.05) * noise()
 
 
@@ -629,7 +629,7 @@ def file_of(weights: np.ndarray, round_index: int = 29) -> bytes:
 
 
 def hold_alike(world: World, poisoned: Collection[bytes], honest_ones: Collection[bytes]) -> None:
-    """Members of stage 1 with weights of their own: the poisoned the same noise, of a round ahead."""
+    """Add members of stage 1 with weights: the poisoned all have the same noise, and are one round ahead."""
     poison = file_of(noise(), 30)
     for peer in (*poisoned, *honest_ones):
         world.members[peer] = 1
@@ -664,7 +664,7 @@ async def test_a_liar_among_those_that_are_asked_does_not_make_honest_weights_un
     world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
     hold_alike(world, [], [ANN, BOB, CYD])
-    world.weights_of[DAN] = file_of(noise())  # it has announced weights, and gives none
+    world.weights_of[DAN] = file_of(noise())  # it has announced weights, and does not give them
     world.members[DAN], world.by_peer[DAN, 1], world.silent = 1, (DAN, 20), {DAN}
     await world.weights.obtain()
     assert any(world.is_fetched(peer, 1, 29) for peer in (ANN, BOB, CYD))
@@ -674,7 +674,7 @@ async def test_a_liar_among_those_that_are_asked_does_not_make_honest_weights_un
 async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_others_come(
     world: World, autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
 ) -> None:
-    """A liar cannot have an honest member's word discounted, nor keep newcomers out of a run of two."""
+    """A liar can neither discredit an honest member nor keep newcomers out of a run of two."""
     hold_alike(world, [ANN], [BOB])
     began_at = trio.current_time()
     await world.weights.obtain()
@@ -746,7 +746,7 @@ async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_nex
 
 
 class GivingLarge:
-    """A node whose checkpoints are large, and which holds one that is old."""
+    """A node whose checkpoints are large, and which holds an old one."""
 
     def __init__(self, max_bytes: int, rate: float | None) -> None:
         held: Any = SimpleNamespace(index=SimpleNamespace(round=1, stage=0))
@@ -759,7 +759,7 @@ class GivingLarge:
         self.giving.save_rate = rate
 
     async def seconds_until_answered(self) -> float:
-        """The trainer saves nothing in time."""
+        """Return the seconds until it answers; the trainer does not save in time."""
         began_at = trio.current_time()
         assert await self.giving.find(Question(RUN, 0)) is not None
         with trio.fail_after(1):
@@ -773,7 +773,7 @@ class GivingLarge:
         (1_000, None, FRESH_SAVE_TIMEOUT),
         (2_000_000_000, None, FRESH_SAVE_TIMEOUT + 20),
         (2_000_000_000, 500e6, FRESH_SAVE_TIMEOUT + 20),
-        (2_000_000_000, 50e6, 0),  # a save takes 40 s: the newcomer gets what there is
+        (2_000_000_000, 50e6, 0),  # a save takes 40 s: the newcomer gets the existing one
         (10**12, None, FRESH_SAVE_TIMEOUT + MAX_FRESH_SAVE),
         (10**12, 1e9, 0),
     ],
@@ -796,7 +796,7 @@ def test_the_rate_of_saves_is_measured() -> None:
 async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
     world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Where the model is whole. The line is looked at again after a day."""
+    """The model is not cut. The line is measured again after a day."""
     whole = Manifest("whole", msgspec.structs.replace(MODEL, num_stages=1))
     files = WeightFiles(world.settings, whole)
     host: Any = SimpleNamespace(author=ME)
@@ -813,7 +813,7 @@ async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
     assert keeper._is_in_vain(0)
     assert "would be 6 rounds old" in world.journal.events[-1].text
     await trio.sleep(SLOW_COPY_INTERVAL)
-    assert not keeper._is_in_vain(0)  # once, to measure
+    assert not keeper._is_in_vain(0)  # once, to measure it
     assert keeper._is_in_vain(0)
 
 

@@ -1,4 +1,4 @@
-"""Row 4 of what must hold: a node stands still in the middle of an exchange, and goes on."""
+"""Row 4 of the reliability goals: a node freezes in the middle of an exchange, and goes on."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .slow_exchanges import (
 )
 
 BACK_WITHIN = 10.0
-# What a busy machine takes for a round's other parts, and for its answers.
+# Time that a busy machine needs for a round's other parts, and for its answers.
 SLACK = 60.0
 
 
 async def freeze(node: Daemon, seconds: float, others: Sequence[Daemon]) -> None:
-    """Stop its processes in the middle of its next exchange, and let them go on: the others have it back soon."""
+    """Stop a node's processes in the middle of its next exchange, then resume them: the others soon see it as live."""
     status = await node.until(lambda status: status.phase == "exchanging")
     assert status.trainer_pid is not None
     pids = (node.process.pid, status.trainer_pid)
@@ -69,7 +69,7 @@ async def test_a_node_that_stands_still_in_an_exchange_costs_nobody_more_than_it
 
 
 async def keep_finishing_rounds(node: Daemon, seconds: float) -> None:
-    """None of its rounds lasts for more than its inner steps and the deadline of its exchange."""
+    """Assert that none of its rounds takes longer than its inner steps and the deadline of its exchange."""
     until_at = trio.current_time() + seconds + EXCHANGE_SECONDS
     while trio.current_time() < until_at:
         with trio.fail_after(1.5 * ROUND_SECONDS + EXCHANGE_SECONDS + SLACK):

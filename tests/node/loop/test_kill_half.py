@@ -1,4 +1,4 @@
-"""Row 1 of what must hold: half of the nodes are killed in the middle of their exchanges."""
+"""Row 1 of the reliability goals: half of the nodes are killed in the middle of their exchanges."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .slow_exchanges import (
 )
 
 NEXT_ROUND_WITHIN, GONE_WITHIN = 30.0, 10.0
-# What a busy machine may take longer.
+# Additional time that a busy machine may need.
 SLACK = 60.0
 
 
 async def kill_in_the_middle(victim: Daemon, rng: random.Random) -> None:
-    """The whole node, at a random point of its next exchange."""
+    """Kill the whole node, at a random point of its next exchange."""
     status = await victim.until(lambda status: status.phase == "exchanging")
     await trio.sleep(rng.uniform(0, TRANSFER_SECONDS))
     victim.process.kill()
@@ -61,7 +61,7 @@ async def test_half_of_the_nodes_are_killed_in_the_middle_of_their_exchanges(
         for _ in range(num_times):
             await for_each(nodes, lambda node: node.until(lambda status: status.run.members_live == num_nodes))
             await for_each(nodes, next_average)
-            victims = rng.sample(nodes[num_nodes // 4 :], num_nodes // 2)  # the others count from the beginning
+            victims = rng.sample(nodes[num_nodes // 4 :], num_nodes // 2)  # the first quarter counts from the start
             were_killed |= {victim.home for victim in victims}
             survivors = [node for node in nodes if node not in victims]
             await for_each(victims, lambda victim: kill_in_the_middle(victim, rng))
@@ -78,7 +78,7 @@ async def test_half_of_the_nodes_are_killed_in_the_middle_of_their_exchanges(
 
 
 async def check(survivors: Sequence[Daemon], slack: float) -> None:
-    """That the others are known to be gone, and that these go on as if nothing had happened."""
+    """Check that the survivors know that the others are gone, and go on as before."""
     killed_at = trio.current_time()
 
     async def notice(node: Daemon) -> None:

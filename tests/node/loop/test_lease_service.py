@@ -1,4 +1,4 @@
-"""The keeper beside a real run state: what it tells a trainer, says to the run, and keeps."""
+"""The keeper with a real run state: its commands to a trainer, its entries in the run state, and its stored facts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, 
 MANIFEST = Manifest("tiny", MODEL, data=DataConfig(epochs=2))
 ALICE, BOB = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2))
 PREPARED = messages.Prepared("cpu", 1, 1, b"l" * 32, 0, 0, 0, resumed=None)
-# Writers and states must agree on the time; it stands still, so slots are written ever further ahead.
+# Writers and states must agree on the time. It stands still here, so slots are written further and further ahead.
 NOW = 1_800_000_000.0
 
 
 class Run:
-    """The run state, and who writes into it."""
+    """The run state, and the authors that write into it."""
 
     def __init__(self) -> None:
         self.state = RunState(RUN_ID, public_bytes(ALICE))
@@ -59,7 +59,7 @@ class Run:
 
 
 class Disk:
-    """Keeps facts from one life to the next. The real store has a thread, for which virtual time does not wait."""
+    """Keeps facts from one process to the next. The real store has a thread, for which virtual time does not wait."""
 
     def __init__(self) -> None:
         self._facts: dict[str, bytes] = {}
@@ -74,7 +74,7 @@ class Disk:
 
 
 class Node:
-    """A keeper, with what it told its trainer and its owner."""
+    """A keeper, with its outputs to the trainer and to the owner."""
 
     def __init__(self, run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> None:
         self.drawn: list[messages.DrawSlices] = []
@@ -102,14 +102,14 @@ class Node:
         self.keeper.begin(prepared, self.drawn.append)
 
     def train(self) -> None:
-        """All that was assigned last."""
+        """Train on all slices of the last assignment."""
         if self.drawn and self.drawn[-1].ranges:
             self.keeper.trained(messages.SlicesTrained(self.drawn[-1].epoch, self.drawn[-1].ranges))
 
 
 @asynccontextmanager
 async def life(run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> AsyncIterator[Node]:
-    """From the start of a daemon to its sudden end."""
+    """Run a daemon from its start to its sudden end."""
     async with trio.open_nursery() as nursery:
         node = Node(run, disk, manifest)
         await node.keeper.restore()
@@ -197,7 +197,7 @@ async def test_a_run_that_starts_where_another_was_goes_on_with_its_epoch_if_the
         await trio.sleep(SAVE_SECONDS)
         assert sum("the data goes on" in event.text for event in node.journal.events) == (corpus == CORPUS)
     async with life(run, disk, msgspec.structs.replace(MANIFEST, start=start)) as node:
-        node.begin(corpus)  # it goes on from itself
+        node.begin(corpus)  # it goes on from its own state
         assert not any("the data goes on" in event.text for event in node.journal.events)
 
 
@@ -239,7 +239,7 @@ async def test_a_next_life_does_not_go_on_with_what_was_handed_over(
 
 
 class SlowRun(Run):
-    """Of one slot, the payload that came last is what is written, whoever waits for that."""
+    """The last payload for a slot is written, whichever call waits for it."""
 
     def __init__(self) -> None:
         super().__init__()

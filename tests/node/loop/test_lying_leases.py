@@ -1,4 +1,4 @@
-"""Two real nodes train on an epoch, and a member without a trainer says that all of it is done."""
+"""Two real nodes train on an epoch, and a member without a trainer claims that all of it is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_MEAN = 1.2
 
 
 async def lie(gossip: GossipService, victim: bytes, num_slices: int) -> None:
-    """Every two seconds: eight leases done that were never held, all bits, and in between that the run is over."""
+    """Claim every two seconds that eight leases never held and all bits are done; in between, that the run is over."""
     while (lease := gossip.state.payload(victim, Lease)) is None:
         await gossip.changed()
     size = num_slices // MAX_SHARE

@@ -1,4 +1,4 @@
-"""A trainer for which there is not enough memory, in processes of its own and under real limits."""
+"""A trainer without enough memory, in separate processes and under real limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..daemons import joined
 from ..trainer_commands import prepare_for
 
 BATCH = 64
-# An inner step of the whole batch takes 600 MB beside what the trainer has when it is ready, one of half of it 350 MB.
+# An inner step of the whole batch takes 600 MB on top of a ready trainer's memory, one of half of it 350 MB.
 ROOM = 450_000_000
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits that bind are Linux's")
@@ -47,13 +47,13 @@ def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
 
 
 def used(pid: int, what: str) -> int:
-    """Bytes, as the kernel counts them."""
+    """Return a process's memory in bytes, as the kernel counts it."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1_024 for line in lines if line.startswith(f"{what}:"))
 
 
 async def train(trainer: Trainer) -> messages.Report:
-    """One inner step."""
+    """Take one inner step."""
     await trainer.send(messages.Train(0, 1))
     with trio.fail_after(PATIENCE):
         while isinstance(report := await trainer.receive(), messages.Progress):
@@ -89,7 +89,7 @@ async def test_a_node_without_memory_for_a_batch_takes_it_in_parts_and_remembers
 
 @pytest.fixture
 def memory_group() -> Iterator[tuple[Path, Path]]:
-    """A new control group for memory, and the file that sets its limit; removed in the end."""
+    """Create a control group for memory, and yield it with the file that sets its limit; remove it at the end."""
     root = Path("/sys/fs/cgroup")
     is_first_version = (root / "memory").is_dir()
     group = (root / "memory" if is_first_version else root) / f"farandole-{os.getpid()}"
@@ -111,6 +111,6 @@ async def test_a_trainer_that_the_kernel_kills_for_want_of_memory_is_known_for_t
     with pytest.raises(TrainerError, match="probably by the kernel for want of memory") as caught:
         async with open_trainer(prepare, None) as trainer:
             (group / "cgroup.procs").write_text(str(trainer.pid))
-            limit.write_text(str(ROOM // 3))  # of what it takes from now on
+            limit.write_text(str(ROOM // 3))  # for its allocations from now on
             await train(trainer)
     assert caught.value.cause == "memory"

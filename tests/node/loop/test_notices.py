@@ -1,4 +1,4 @@
-"""The creator's notices between real daemons: they pause, resume and stop all members but those that ignore them."""
+"""The creator's notices between real daemons: they pause, resume and stop all members except ones that ignore them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_the_creator_pauses_resumes_and_stops_all_who_let_it(tmp_path: Pat
             await carol.until(lambda status: status.inner_steps > step + 5)
 
             async with light_member(tmp_path / "mallory", run, alice) as mallory:
-                await mallory.publish(Kind.NOTICE, 0, Notice("resume"))  # hers is in her own state alone
+                await mallory.publish(Kind.NOTICE, 0, Notice("resume"))  # hers stays in her own state
                 await notify(alice, "resume")
                 await bob.says("has resumed")
                 await bob.until(lambda status: status.phase == "training")

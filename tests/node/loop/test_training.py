@@ -1,4 +1,4 @@
-"""The training loop with a trainer that does as the test says."""
+"""The training loop with a trainer that a test controls."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FakeTrainer:
 
 
 class Story:
-    """A node without peers, its rounds, and every trainer that it started."""
+    """A node without peers, its rounds, and every trainer that it has started."""
 
     def __init__(self, rounds: RoundConfig, max_rounds: int | None = None, checkpoint_seconds: float = 1e9) -> None:
         self.trainers: list[FakeTrainer] = []
@@ -120,7 +120,7 @@ class Story:
         self.batch_size = manifest.inner.batch_size
         self.supervisor = Supervisor(self.batch_size)
         self.rest = Rest()
-        self.traffic = 1e9  # for so many bytes of an exchange
+        self.traffic = 1e9  # bytes of an exchange that are left
         self.config = LoopConfig(b"r" * 32, manifest, max_rounds, checkpoint_seconds, 0, HUNG_SECONDS)
         self.training = Training(
             TrainingLoop(self.config, self.pairing, self.supervisor),
@@ -157,7 +157,7 @@ class Story:
         return self.journal.state.phase
 
     def deliver(self, peer: bytes, protocol: str, payload: bytes) -> None:
-        """A messenger with too many streams: it says at once that a message is lost, but for some peers."""
+        """Deliver a message, as a messenger with too many streams: it reports the message lost, but for some peers."""
         if isinstance(decode_message(payload), Propose):
             self.proposed_to.append(peer)
         if peer not in self.peers_that_answer:
@@ -177,7 +177,7 @@ class Story:
         judge: Judge,
         on_advance: Callable[[int], None],
     ) -> ExchangeResult:
-        """An exchange that fails after a while, or is committed if the test says so."""
+        """Run an exchange that fails after a while, or is committed if the test says so."""
         self.exchanges.append(start)
         self.outgoing, self.judge, self.on_advance = outgoing, judge, on_advance
         try:
@@ -193,7 +193,7 @@ class Story:
         self.given_up.set()
 
     async def meet(self, peer: bytes) -> None:
-        """The contribution of round 0 is ready, and the exchange with this peer begins; it answers nothing more."""
+        """Begin the exchange with this peer when round 0's contribution is ready; the peer answers nothing more."""
         self.peers_that_answer = {peer}
         self.training.set_peers(frozenset({peer}))
         await self.trainers[-1].report(contributed(0))
@@ -288,7 +288,7 @@ async def test_what_was_never_saved_is_saved_after_its_first_round(story: Story)
     assert trainer.num_saves() == 1
     await trainer.report(saved())
     await story.play_round()
-    assert trainer.num_saves() == 1  # the next one when checkpoint_seconds have passed
+    assert trainer.num_saves() == 1  # the next one is due after checkpoint_seconds
 
 
 @pytest.mark.parametrize("checkpoint_seconds", [0.0])
@@ -358,7 +358,7 @@ async def test_who_goes_on_before_the_rest_has_quite_begun_trains_on(story: Stor
     (trainer,) = story.trainers
     story.rest.begin(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
-    story.rest.end(BY_HAND)  # the trainer saves as yet
+    story.rest.end(BY_HAND)  # while the trainer still saves
     await trio.testing.wait_all_tasks_blocked()
     await trainer.report(saved())
     assert len(story.trainers) == 2
@@ -407,7 +407,7 @@ async def test_who_resumes_while_the_trainer_still_saves_trains_again(story: Sto
 
 
 async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story, nursery: trio.Nursery) -> None:
-    """In whatever order trio wakes those who wait for it."""
+    """The order in which trio wakes the waiting tasks does not matter."""
 
     async def replace_reason() -> None:
         await story.rest.changed()
@@ -460,7 +460,7 @@ async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
     monkeypatch.setattr(training_module, "open_trainer", never_ready)
     story.training.restart_trainer()
     await trio.testing.wait_all_tasks_blocked()
-    assert [story.journal.state.trainer_pid] == [42]  # whatever it takes of the machine is not another program's
+    assert [story.journal.state.trainer_pid] == [42]  # its use of the machine does not count as another program's
     story.rest.begin(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
     assert (story.phase, story.journal.state.trainer_pid) == ("paused", None)
@@ -552,7 +552,7 @@ async def test_the_next_round_begins_before_the_outer_step(story: Story) -> None
     assert without_saves(trainer)[3:] == [TRAIN(2, 0), ALONE(1)]
     assert story.journal.state.late_steps == 7
     await trainer.report(messages.OuterStepTaken(1), contributed(2))
-    assert without_saves(trainer)[5:] == [ALONE(2)]  # nothing is left to overlap with
+    assert without_saves(trainer)[5:] == [ALONE(2)]  # no round is left to overlap with
     await trainer.report(messages.OuterStepTaken(2))
     assert story.journal.state.phase == "finished"
 

@@ -28,7 +28,7 @@ class _Socket:
 
 
 def begin(handshakes: Handshakes, *sockets: _Socket) -> list[bool]:
-    """Whether each was let in; and then it is counted."""
+    """Admit and count each socket if there is room; return whether each was admitted."""
     admitted = []
     for socket in sockets:
         admitted.append(handshakes.make_room(socket.site))

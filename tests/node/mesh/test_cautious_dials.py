@@ -1,4 +1,4 @@
-"""Liars who say that they are at a third party's port, or inside this node's network."""
+"""Liars that announce a third party's port, or an address inside this node's network."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_liars_who_point_at_an_honest_node_do_not_make_it_unreachable() ->
 async def test_what_the_user_says_is_dialled_wherever_it_is() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
-            alice.acceptor.close()  # so that nothing of its own is at 127.0.0.1
+            alice.acceptor.close()  # so that it no longer listens at 127.0.0.1
             address = f"/ip4/127.0.0.1/tcp/{port_of(bob)}"
             assert "is not dialled" in await dial_in_vain(alice, bob.author, address)
             await alice.connect(bob.author, [address])

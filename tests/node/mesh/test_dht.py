@@ -28,7 +28,7 @@ PUBLIC_DHT = "/ipfs/kad/1.0.0"
 
 @asynccontextmanager
 async def open_mesh(number: int) -> AsyncIterator[list[Host]]:
-    """Hosts of which each but the first has connected to the first."""
+    """Open hosts of which all but the first have connected to the first."""
     async with AsyncExitStack() as stack:
         hosts = [await stack.enter_async_context(host_at_loopback()) for _ in range(number)]
         for host in hosts[1:]:
@@ -38,7 +38,7 @@ async def open_mesh(number: int) -> AsyncIterator[list[Host]]:
 
 @pytest.fixture
 def no_laggards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All who are asked are waited for."""
+    """Wait for all asked peers."""
     monkeypatch.setattr(dht_module, "LAGGARDS_TIMEOUT", PATIENCE)
 
 
@@ -129,7 +129,7 @@ async def test_a_key_that_was_withdrawn_is_not_announced_again() -> None:
             left, held = os.urandom(32), os.urandom(32)
             await alone.provide(left)
             alone.withdraw(left)
-            alone.withdraw(os.urandom(32))  # was never provided
+            alone.withdraw(os.urandom(32))  # it was never provided
             await alone.provide(held)
             await alone.connect(newcomer.author, newcomer.addresses)
             while await newcomer.find_providers(held, timeout=PATIENCE) != [(alone.author, alone.addresses)]:
@@ -138,7 +138,7 @@ async def test_a_key_that_was_withdrawn_is_not_announced_again() -> None:
 
 
 async def answer_to(asker: Host, asked: Host, question: Message, protocol: str = KAD_PROTOCOL) -> Message | None:
-    """Its answer, if it gives one before it ends the stream."""
+    """Return the host's answer, if it gives one before it ends the stream."""
     with trio.fail_after(PATIENCE):
         stream = await asker.open_stream(asked.author, protocol)
         try:

@@ -1,4 +1,4 @@
-"""The gate of an invited run, between real hosts: members pass, and strangers open no stream of the application."""
+"""The gate of an invited run, between real hosts: members pass, and strangers open no application streams."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run() -> Run:
 
 @asynccontextmanager
 async def member_and_visitor(run: Run) -> AsyncIterator[tuple[Host, Host, list[bytes]]]:
-    """A member behind its gate, who serves an echo to the peers in the list, and a host that knows where it is."""
+    """Open a member behind its gate, which serves an echo and lists the peers served, and a host with its address."""
     served: list[bytes] = []
     async with host_at_loopback() as member, host_at_loopback() as visitor:
         invited = run.invite()
@@ -109,7 +109,7 @@ async def test_a_stranger_reaches_no_protocol_but_those_of_libp2p(run: Run) -> N
 
 
 async def show_wrong(kind: str, run: Run, member: Host, visitor: Host) -> None:
-    """Have the visitor show what admits nobody."""
+    """Let the visitor show something that does not admit it."""
     invited = run.invite()
     seat = invited.invitation.first_seat
     match kind:
@@ -149,14 +149,14 @@ async def test_what_admits_nobody_opens_no_stream(kind: str, tries: int, run: Ru
                 await visitor.open_stream(member.author, ECHO)
         assert served == []
         assert bool(visitor.gate.refusal) == (kind != "of another run")
-        # The visitor's part of the DHT introduces itself too, after some seconds.
+        # The visitor's DHT introduces itself too, after some seconds.
         assert len(refusals) >= (0 if kind == "of another run" else tries)
         assert set(refusals) <= {(member.author, visitor.gate.refusal)}
 
 
 @pytest.mark.parametrize("kind", ["expired", "used"])
 async def test_nor_where_a_member_speaks_first(kind: str, run: Run) -> None:
-    """As its part of the DHT does, once in a while, to all that are connected."""
+    """The member's DHT does so at intervals, with all connected peers."""
     async with member_and_visitor(run) as (member, visitor, served):
         visitor.set_handler(ECHO, echo)
         await show_wrong(kind, run, member, visitor)

@@ -167,7 +167,7 @@ async def test_a_wait_that_is_cancelled_loses_nothing_and_breaks_nothing() -> No
             stream = await alice.open_stream(bob.author, ECHO)
             stuck = await alice.open_stream(bob.author, ECHO)
             with trio.move_on_after(0.05):
-                await stuck.send_all(bytes(64 * 1024 * 1024))  # nobody reads the echo
+                await stuck.send_all(bytes(64 * 1024 * 1024))  # no one reads the echo
             for _ in range(3):
                 with trio.move_on_after(0.01) as impatient:
                     await stream.receive_some()

@@ -1,4 +1,4 @@
-"""A host among strangers: what each attack may hold, that honest newcomers get in, and that nothing is left over."""
+"""A host among strangers: each attack's resources are bounded, honest newcomers get in, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def assert_answers(host: Host) -> None:
 
 @asynccontextmanager
 async def attacked(host: Host, names: Sequence[str], number: int, sources: int = 1) -> AsyncIterator[None]:
-    """So many connections of these kinds in turn, all at once, for as long as the block runs."""
+    """Attack with ``number`` connections, of these kinds in turn, all at once, until the block ends."""
     target = AttackTarget(int(host.addresses[0].split("/")[4]), host.author)
     rng = random.Random(0)
     async with trio.open_nursery() as nursery:
@@ -91,7 +91,7 @@ async def test_connections_in_all_are_bounded_and_who_is_needed_stays() -> None:
             bob.protect(lambda peer: peer == friend.author)
             await friend.connect(bob.author, bob.addresses)
             async with attacked(bob, ["idle connections"], 30):
-                # Where ten more strangers come before it has opened a stream, it has to come again.
+                # If ten more strangers come before it has opened a stream, it has to connect again.
                 for _ in range(30):
                     with contextlib.suppress(PeerUnreachableError, trio.BrokenResourceError):
                         await assert_answers(bob)

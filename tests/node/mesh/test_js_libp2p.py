@@ -1,8 +1,8 @@
-"""Interoperability with js-libp2p: everything that farandole's own mesh speaks, with another implementation.
+"""Interoperability with js-libp2p: all protocols of farandole's own mesh, with another implementation.
 
-The node of js-libp2p (`js/peer.mjs`) does what lines of JSON say. It is installed from npm into pytest's cache, once.
-DCUtR is not played: js-libp2p punches to public addresses alone, and these tests run on loopback. What they check of it
-is that a node's roles are those that js-libp2p has (`reach/test_punching.py` says which).
+The node of js-libp2p (`js/peer.mjs`) is controlled by lines of JSON. It is installed once, from npm into pytest's
+cache. DCUtR is not tested: js-libp2p punches only to public addresses, and these tests run on loopback. They only check
+that a node's roles in it are js-libp2p's (see `reach/test_punching.py`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ pytestmark = pytest.mark.soak
 FOLDER = Path(__file__).parent / "js"
 LARGE = 64 * 1024 * 1024
 PIECE = bytes(65_507)
-# Starting node, or 64 MiB through JavaScript, on a busy machine.
+# For starting node, or 64 MiB through JavaScript, on a busy machine.
 JS_TIMEOUT = 120.0
 NPM_TIMEOUT = 300
 
 
 @pytest.fixture(scope="session")
 def js_folder(pytestconfig: pytest.Config) -> Path:
-    """Where js-libp2p is installed; skips where it cannot be."""
+    """Return the folder with js-libp2p; skip the test if it cannot be installed."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("js-libp2p needs node and npm, which are not installed here")
     folder = pytestconfig.cache.mkdir("js-libp2p")
@@ -71,17 +71,17 @@ class JsPeer:
 
     @property
     def peer(self) -> bytes:
-        """Its public key."""
+        """Return its public key."""
         return public_key_of(self.peer_id)
 
     async def ask(self, command: str, **settings: Any) -> dict[str, Any]:
-        """Have it do something; an `AssertionError` with its error if it cannot."""
+        """Send a command and return the answer; raise `AssertionError` with the node's error if it fails."""
         answer = await self.try_to(command, **settings)
         assert "ok" in answer, f"{command}: {answer['error']}"
         return dict(answer["ok"])
 
     async def try_to(self, command: str, **settings: Any) -> dict[str, Any]:
-        """Have it try something: {"ok": result} or {"error": text}."""
+        """Send a command that may fail; return {"ok": result} or {"error": text}."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with trio.fail_after(JS_TIMEOUT):
@@ -174,7 +174,7 @@ async def test_64_mib_arrive_each_way_over_connections_that_either_dialled(js_fo
     async with open_js(js_folder) as js, host_at_loopback() as host:
         serve(host)
         address = host.addresses[0]
-        answer = await js.ask("send", address=address, size=LARGE)  # it closes its side, and reads what we say then
+        answer = await js.ask("send", address=address, size=LARGE)  # it closes its side, then reads ours
         assert answer["text"] == f"{LARGE} bytes"
         assert (await js.ask("receive", address=address))["size"] >= LARGE
         async with await host.open_stream(js.peer, "/interop/source") as stream:

@@ -1,4 +1,4 @@
-"""What a node loads of libp2p, in processes of their own."""
+"""The modules of libp2p that a node loads, checked in separate processes."""
 
 from __future__ import annotations
 

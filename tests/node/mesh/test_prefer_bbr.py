@@ -22,7 +22,7 @@ def test_a_channel_goes_by_the_rate_where_the_system_allows_it() -> None:
 
 
 def test_where_it_cannot_be_had_the_channel_is_as_it_was() -> None:
-    one, other = socket.socketpair()  # no TCP
+    one, other = socket.socketpair()  # not TCP
     with one, other:
         prefer_bbr(one)
         one.sendall(b"still here")

@@ -1,4 +1,4 @@
-"""Hosts of a private run: with each other, and with those who have another key, or none."""
+"""Hosts of a private run: with each other, with hosts that have another key, and with hosts without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which releases of py-libp2p farandole works with: the range in pyproject.toml, and the tests that it passed."""
+"""Releases of py-libp2p that farandole works with: the range in pyproject.toml, and the tests that each passed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
-# All releases in the range. The messages for relays of 0.7.0 and older are not the specification's.
+# All releases in the range. In 0.7.0 and older the messages for relays differ from the specification.
 RELEASES = ["0.8.0", "0.8.1"]
-# What uses Noise and each of the messages: dialling, streams, the DHT, relays, punching, strangers.
+# Tests that use Noise and each of the messages: dialling, streams, the DHT, relays, punching, strangers.
 TESTS = [
     "test_host.py",
     "test_yamux.py",
@@ -43,7 +43,7 @@ def test_the_range_has_the_releases_that_are_tried_and_the_installed_one() -> No
 @pytest.mark.soak
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_mesh_works_with_each_release(release: str, tmp_path: Path) -> None:
-    """In an environment of its own, which has this one's packages but for libp2p and what that release needs else."""
+    """The environment is new: it has this one's packages except libp2p, and whatever else that release needs."""
     venv.create(tmp_path, with_pip=True)
     python = str(tmp_path / ("Scripts" if os.name == "nt" else "bin") / "python")
     scheme = sysconfig.get_paths(vars={"base": str(tmp_path), "platbase": str(tmp_path)})

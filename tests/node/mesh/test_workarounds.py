@@ -1,4 +1,4 @@
-"""What libp2p 0.8.1 does wrong and node/mesh does in its own way: the library's, where cheap to show, and ours."""
+"""Defects of libp2p 0.8.1 and node/mesh's workarounds: the defect, where cheap to show, and the workaround."""
 
 import os
 import random
@@ -58,7 +58,7 @@ SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0"
 
 @asynccontextmanager
 async def open_library_host() -> AsyncIterator[Any]:
-    """The library's own host, as it comes."""
+    """Open the library's own host, unchanged."""
     host = libp2p.new_host(key_pair=create_new_key_pair())
     async with host.run([Multiaddr(LOOPBACK[0])]):
         try:
@@ -73,12 +73,12 @@ def port_of(host: Any) -> int:
 
 
 def message(text: str) -> bytes:
-    """One multistream message."""
+    """Return one multistream message."""
     return bytes((len(text) + 1,)) + text.encode() + b"\n"
 
 
 async def assert_answers(host: Host) -> None:
-    """An honest newcomer is served."""
+    """Assert that an honest newcomer is served."""
     async with host_at_loopback() as newcomer:
         with trio.fail_after(PATIENCE):
             newcomer.add_addresses(host.author, host.addresses)
@@ -87,7 +87,7 @@ async def assert_answers(host: Host) -> None:
             assert await stream.receive_some() == b"are you there?"
 
 
-# An inbound connection's slot and task were kept for ever
+# An inbound connection's slot and task were never freed
 
 
 async def test_the_library_keeps_the_slot_of_a_closed_connection() -> None:
@@ -118,7 +118,7 @@ async def test_five_hundred_connections_come_and_go_and_leave_no_task() -> None:
         await come_and_go(20)
         before = _num_tasks()
         await come_and_go(500)
-        with trio.fail_after(PATIENCE):  # for what is still finishing
+        with trio.fail_after(PATIENCE):  # for streams that are still ending
             while _num_tasks() > before:
                 await wait_all_tasks_blocked(0.05)
         await assert_answers(bob)
@@ -128,7 +128,7 @@ def _num_tasks() -> int:
     return trio.lowlevel.current_statistics().tasks_living
 
 
-# Silent sockets shut everybody else out
+# Silent sockets kept all other peers out
 
 
 @asynccontextmanager
@@ -151,7 +151,7 @@ async def test_the_library_refuses_everybody_while_250_sockets_are_silent() -> N
 
 async def test_an_honest_dial_succeeds_while_a_thousand_sockets_are_silent() -> None:
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    number = min(1000, most_files // 2 - 100)  # both ends are here
+    number = min(1000, most_files // 2 - 100)  # both ends are in this process
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
@@ -168,7 +168,7 @@ async def test_an_unfinished_handshake_ends_in_time(monkeypatch: pytest.MonkeyPa
                 pass
 
 
-# Lengths that lie, before authentication
+# False lengths, before authentication
 
 LIE_OF_256_MIB = b"\x80\x80\x80\x80\x01"
 
@@ -183,7 +183,7 @@ def traced() -> Iterator[None]:
 
 
 async def _lie(port: int) -> int:
-    """Allocate-me-this on eight connections; the highest use of memory seen."""
+    """Send a large false length on eight connections; return the highest use of memory."""
     async with silent_sockets(port, 8) as sockets:
         with traced():
             for socket in sockets:
@@ -222,7 +222,7 @@ async def test_a_handshake_may_not_be_long() -> None:
 
 
 async def _propose(port: int, protocol: str) -> bytes:
-    """The answer to a proposal of a security protocol."""
+    """Return the answer to a proposal of a security protocol."""
     async with silent_sockets(port, 1) as (socket,):
         await socket.send_all(message(MULTISTREAM) + message(protocol))
         expected = len(message(MULTISTREAM))
@@ -298,7 +298,7 @@ async def test_garbage_to_what_the_library_serves_costs_streams_only(protocol: s
             for number in range(60):
                 stream = await alice.open_stream(bob.author, protocol)
                 body = rng.randbytes(rng.randrange(1, 200))
-                # half of the time well framed, so that it reaches the parser behind
+                # half of the time well framed, so that it reaches the next parser
                 framed = bytes((len(body) % 128,)) + body[: len(body) % 128] if number % 2 else body
                 try:
                     await stream.send_all(framed)
@@ -389,14 +389,14 @@ async def test_a_living_peer_is_not_given_up() -> None:
             assert alice.is_connected(bob.author)
 
 
-# Who may open what
+# Which peers may open which streams
 
 
 async def test_strangers_make_room_the_idle_first_and_who_is_needed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_refresh(dht: Dht) -> None:
         await trio.lowlevel.checkpoint()
 
-    monkeypatch.setattr(Dht, "_refresh_if_due", no_refresh)  # it would wake the idle one
+    monkeypatch.setattr(Dht, "_refresh_if_due", no_refresh)  # it would make the idle one busy
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob, AsyncExitStack() as stack:
             bob.connections.max_connections = 3
@@ -408,7 +408,7 @@ async def test_strangers_make_room_the_idle_first_and_who_is_needed_stays(monkey
             await needed.connect(bob.author, bob.addresses)
             await _keep_busy(busy, bob)
             await idle.connect(bob.author, bob.addresses)
-            await wait_all_tasks_blocked(0.1)  # until the library has done with identifying them
+            await wait_all_tasks_blocked(0.1)  # until the library has identified them
             await _keep_busy(third, bob)
             assert bob.connected == {needed.author, busy.author, third.author}
             await _keep_busy(fourth, bob)
@@ -477,7 +477,7 @@ async def test_an_honest_peer_that_opens_200_streams_at_once_keeps_its_connectio
             answers = list[bytes]()
 
             async def ask() -> None:
-                with suppress(PeerUnreachableError, trio.BrokenResourceError):  # the excess is reset
+                with suppress(PeerUnreachableError, trio.BrokenResourceError):  # excess streams are reset
                     async with await alice.open_stream(bob.author, ECHO, PATIENCE) as stream:
                         await stream.send_all(b"x")
                         answers.append(await stream.receive_some())
@@ -488,7 +488,7 @@ async def test_an_honest_peer_that_opens_200_streams_at_once_keeps_its_connectio
                 for _ in range(200):
                     nursery.start_soon(ask)
             assert bob.connections.of(alice.author) == before
-            assert len(answers) >= MAX_WAITING_STREAMS // 2  # beside those of identify and the DHT
+            assert len(answers) >= MAX_WAITING_STREAMS // 2  # next to streams of identify and the DHT
             assert set(answers) == {b"x"}
 
 

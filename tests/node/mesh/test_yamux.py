@@ -1,4 +1,4 @@
-"""Yamux over a pipe in memory, against a peer that we write frame by frame."""
+"""Yamux over a pipe in memory, against a peer whose frames the test writes."""
 
 import struct
 from collections.abc import AsyncIterator
@@ -36,7 +36,7 @@ def encode(kind: int, flags: int, stream_id: int, length: int, data: bytes = b""
 
 
 class Pipe:
-    """A secure connection of the library's, as much of it as yamux uses."""
+    """A secure connection of the library's, reduced to what yamux uses."""
 
     def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream
@@ -53,7 +53,7 @@ class Pipe:
 async def open_conn(
     shaping: Shaping | None = None, budget: UnreadBudget | None = None
 ) -> AsyncIterator[tuple[MuxedConn, trio.StapledStream]]:
-    """A connection that was dialled from elsewhere, and the dialler's bare end of it."""
+    """Open an inbound connection, and yield it with the dialler's bare end."""
     near, far = memory_stream_pair()
     conn = MuxedConn(cast("Any", Pipe(near)), cast("Any", None), PEER, shaping, budget, is_initiator=False)
     with trio.fail_after(PATIENCE):
@@ -65,7 +65,7 @@ async def open_conn(
 
 
 def num_counted(shaper: Shaper) -> float:
-    """All that it has counted, if its clock stands at 0."""
+    """Return all bytes that it has counted, if its clock stands at 0."""
     return shaper.per_second() * (METER_SECONDS - 1)
 
 
@@ -270,7 +270,7 @@ async def test_everything_counts_but_the_payload_of_bulk() -> None:
     async with open_conn(shaping) as (conn, far):
         bulk, control = await accept(conn, far), await accept(conn, far, 3)
         bulk.state.is_bulk = True
-        assert (num_counted(shaping.down), num_counted(shaping.up)) == (24, 24)  # two frames each way
+        assert (num_counted(shaping.down), num_counted(shaping.up)) == (24, 24)  # two frames in each direction
         await bulk.send_all(b"abc")
         await control.send_all(b"defgh")
         await far.send_all(encode(DATA, 0, 1, 2, b"ab") + encode(DATA, 0, 3, 4, b"cdef"))
@@ -290,7 +290,7 @@ async def test_an_abandoned_stream_refuses_what_still_comes() -> None:
         assert not conn.event_closed.is_set()
 
 
-# Strangers who are many, or of no use
+# Strangers that are many, or useless
 
 
 async def test_strangers_share_what_may_be_unread_and_who_is_needed_has_its_own(

@@ -1,4 +1,4 @@
-"""A loop attaches to a node's door: what is compared before it trains, and what follows when either side ends."""
+"""A loop attaches to a node's door: the checks before it trains, and the effects when either side ends."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_loop_takes_the_steps_of_a_round_and_keeps_its_last_outer_step(t
                 await report_of(trainer, messages.Encoded)
                 await trainer.send(messages.TakeOuterStep(4))
                 await report_of(trainer, messages.OuterStepTaken)
-                await trainer.send(messages.Train(5, 3))  # the loop is over by now: it saves
+                await trainer.send(messages.Train(5, 3))  # the loop has ended by now: it saves
                 saved = await report_of(trainer, messages.Saved)
                 assert (saved.round, saved.inner_steps, saved.tokens) == (5, 3, 21)
                 await trainer.receive()
@@ -95,7 +95,7 @@ async def test_a_loop_takes_the_steps_of_a_round_and_keeps_its_last_outer_step(t
 
 
 async def test_a_loop_goes_on_from_the_nodes_checkpoint_when_its_trainer_is_ended(tmp_path: Path) -> None:
-    """As the node does it to take newer weights: the loop waits in its step, and begins again with what was saved."""
+    """The node does this to take newer weights: the loop waits in its step, and goes on from the saved checkpoint."""
     model = a_model()
     attachment = attached(tmp_path, Loop(model))
     seen: list[torch.Tensor] = []
@@ -198,7 +198,7 @@ async def test_a_loop_without_a_node_says_so_at_once_if_there_will_be_none(tmp_p
 
 
 async def test_a_loop_ends_while_its_node_has_no_use_for_it(tmp_path: Path) -> None:
-    """As when its user interrupts it while the node fetches weights."""
+    """The user interrupts the loop, for example, while the node fetches weights."""
     attachment = attached(tmp_path, Loop(a_model()))
 
     async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
@@ -212,7 +212,7 @@ async def test_a_loop_ends_while_its_node_has_no_use_for_it(tmp_path: Path) -> N
 
 
 async def test_processes_that_the_loop_forks_do_not_hold_the_connection(tmp_path: Path) -> None:
-    """A loader's workers outlive a loop that is killed, and the node must see that it is gone."""
+    """A data loader's workers outlive a killed loop, and the node must see that the loop is gone."""
     attachment = attached(tmp_path, Loop(a_model()))
     reader, writer = os.pipe()
     children: list[int] = []
@@ -221,7 +221,7 @@ async def test_processes_that_the_loop_forks_do_not_hold_the_connection(tmp_path
         attachment.begin()
         if (child := os.fork()) == 0:
             os.close(writer)
-            os.read(reader, 1)  # until the test is over
+            os.read(reader, 1)  # until the test ends
             os._exit(0)
         children.append(child)
         attachment.turns.step_taken()

@@ -1,4 +1,4 @@
-"""A run that is made from a model, in Python."""
+"""A run created from a model, in Python."""
 
 from __future__ import annotations
 

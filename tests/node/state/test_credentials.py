@@ -1,4 +1,4 @@
-"""Invitations and revocations that a node signs: none is lost, and no seat is given twice."""
+"""Invitations and revocations signed by a node: none is lost, and no seat is given twice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SlowStore:
 
 
 class PostponingGossip:
-    """Keeps the newest payload of a slot, and writes none of them yet."""
+    """Keeps the newest payload of a slot, and does not write it yet."""
 
     def __init__(self) -> None:
         self.state = SimpleNamespace(entries=lambda kind: iter(()))

@@ -1,4 +1,4 @@
-"""Floods of valid gossip between real hosts: who sends them is kept out, and others are heard as ever."""
+"""Floods of valid gossip between real hosts: the sender is kept out, and others still get through."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Victim:
     friends_key: Ed25519PrivateKey
 
     async def hears_friend(self, tick_ahead: int) -> None:
-        """Have the friend say something, and wait for it to come."""
+        """Let the friend publish an entry, and wait until it arrives."""
         entry = signed(self.friends_key, Kind.MEMBER, Member(device="friend"), ahead=tick_ahead)
         self.friends_messenger.send_nowait(self.host.author, PUSH_PROTOCOL, push(entry))
         while entry not in {known.signed for known in self.gossip.state.entries_of(entry.author)}:
@@ -146,7 +146,7 @@ async def test_who_floods_with_valid_messages_is_kept_out(
 
 
 async def flood_from(attacker: Host, victim: Host) -> None:
-    """Until it is thrown out, or not even let in."""
+    """Send until the attacker is disconnected, or not even admitted."""
     with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
         await attacker.connect(victim.author, victim.addresses)
         stream = await attacker.open_stream(victim.author, PUSH_PROTOCOL)
@@ -157,7 +157,7 @@ async def flood_from(attacker: Host, victim: Host) -> None:
 async def test_new_keys_do_not_let_a_flooder_in_again_at_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the internet, whose addresses a test does not have."""
+    """The flooder has an address on the internet, which tests have to simulate."""
     monkeypatch.setattr(raw_link, "site_of", lambda host: Site("1.1.1.0/24", "1.1.1.1/32"))
     async with open_victim() as victim:
         victim.host.protect(lambda peer: peer == victim.friend.author)
@@ -191,7 +191,7 @@ async def test_large_batches_of_valid_entries_are_a_flood_too() -> None:
 
 
 async def test_a_flood_of_proofs_costs_no_author_its_place() -> None:
-    """Of keys that no peer has heard of."""
+    """The proofs are of keys that no peer has heard of."""
     async with open_victim() as victim, host_at_loopback() as attacker:
         await attacker.connect(victim.host.author, victim.host.addresses)
         stream = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)

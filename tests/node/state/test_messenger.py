@@ -1,4 +1,4 @@
-"""Frames between peers over loopback TCP: order, bounds, failures, and senders who break the rules."""
+"""Frames between peers over loopback TCP: order, bounds, failures, and senders that break the rules."""
 
 import random
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ MAX_BYTES = 1000
 
 
 class Inbox:
-    """Frames received, and a way to wait for so many."""
+    """Received frames, and a way to wait for a number of them."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[bytes, bytes]] = []
@@ -47,7 +47,7 @@ class Inbox:
 
 @dataclass
 class Talk:
-    """Alice can talk to Bob, who keeps what he hears."""
+    """A connection from Alice to Bob, who keeps the frames that he receives."""
 
     alice: Host
     bob: Host

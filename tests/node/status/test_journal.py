@@ -55,7 +55,7 @@ def test_what_happened_is_kept_in_words_and_is_bounded() -> None:
 def test_why_an_exchange_failed_is_told_once() -> None:
     journal = Journal(say=lambda text: None)
     bob = b"b" * 32
-    journal.record_exchange(1, bob, "failed: refused: the norm is off")  # of which the one who refuses has warned
+    journal.record_exchange(1, bob, "failed: refused: the norm is off")  # the refusing node has warned of it
     journal.record_exchange(2, bob, "failed: the partner aborted: refused: the norm is off")
     journal.record_exchange(3, bob, "failed: the partner died")
     journal.record_exchange(4, None, "alone: no peer is free")
@@ -68,7 +68,7 @@ def test_why_an_exchange_failed_is_told_once() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_in_no_curve_and_in_no_round(loss: float) -> None:
-    """JSON has no word for it: whoever reads a status would find nothing where there must be a number."""
+    """JSON cannot hold it: a reader of the status would find null in place of a number."""
     rounds: list[RoundRecord] = []
     journal = Journal(say=lambda text: None, tell_round=rounds.append)
     for number in (3.0, loss, 2.0):

@@ -18,7 +18,7 @@ VECTORS = ("slow", "momentum", "mean", "square")
 
 
 def checkpoint_bytes(num_elements: int, seed: int = 1, round_index: int = 7) -> bytes:
-    """Four vectors of one parameter, in the order that trainers keep to."""
+    """Return four vectors of one parameter, in the order in which trainers write them."""
     size = 4 * num_elements
     header: dict[str, object] = {
         "__metadata__": {"format": "farandole/checkpoint/1", "round": str(round_index), "layout": bytes(32).hex()}

@@ -1,11 +1,11 @@
-"""Saves a checkpoint again and again, and is killed at each system call of it: ``killed_saver.py FOLDER CASE``.
+"""Saves a checkpoint repeatedly, and is killed at each of the save's system calls: ``killed_saver.py FOLDER CASE``.
 
-For each call that a save makes on the disk a child is forked, with a folder of its own below FOLDER, named by the
-call's number. It kills itself (SIGKILL) before that call, or, if it is a write, in the middle of it. The last child
-gets through: its folder is named ``whole``, and has what it called in ``calls``, one call a line.
+For each call of a save on the disk a child process is forked, with a folder of its own below FOLDER, named by the
+call's number. The child kills itself (SIGKILL) before that call or, if it is a write, in the middle of it. The last
+child completes: its folder is named ``whole``, and has the list of its calls in ``calls``, one per line.
 
-CASE ``new``: rounds 1 and 2 are there with their indexes, round 3 is saved, behind the back of this thread. ``again``:
-round 2 is saved once more, with other weights. ``fetched``: a peer's round 7 is taken over.
+CASE ``new``: rounds 1 and 2 exist with their indexes, and round 3 is saved in another thread. ``again``: round 2 is
+saved again, with other weights. ``fetched``: a peer's round 7 is taken over.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from farandole.training.parameters import Layout
 from farandole.training.snapshot import Snapshot
 
 RUN_ID = b"r" * 32
-# Several blocks, so that there are writes of all kinds: of the header, up to a block's end, of a vector's rest.
+# Several blocks, so that there are all kinds of writes: the header, up to a block's end, the rest of a vector.
 LAYOUT = Layout(("first", "second"), ((BLOCK_BYTES // 4, 1), (1_000,)), "fp32")
 VECTORS = ("slow", "momentum")
-# More calls than any save makes: a defect, if it is reached.
+# More calls than any save makes; if it is reached, there is a bug.
 MAX_CALLS = 100
 
 
 def snapshot(round_index: int, salt: int = 0) -> Snapshot:
-    """Weights that tell which round they are of."""
+    """Return a snapshot whose weights show their round."""
     vectors = {name: torch.full((LAYOUT.num_elements,), float(round_index + salt)) for name in VECTORS}
     counters = Counters(round_index, 10 * round_index, 100 * round_index)
     return Snapshot(counters, LAYOUT.tensors(vectors), LAYOUT, RUN_ID, ())
 
 
 def prepare(folder: CheckpointFolder) -> None:
-    """What an earlier life left."""
+    """Create the files that an earlier process left."""
     folder.path.mkdir(parents=True)
     for round_index in (1, 2):
         snapshot(round_index).save(folder.file(round_index))
@@ -56,7 +56,7 @@ def prepare(folder: CheckpointFolder) -> None:
 
 
 def play(folder: CheckpointFolder, case: str, report: Callable[[Saved], None]) -> Saver:
-    """One save, or taking over."""
+    """Save once, or take over a peer's checkpoint."""
     saver = Saver(folder, report)
     saver.note(folder.file(1), content_of(folder.file(1)), snapshot(1).counters)
     saver.note(folder.file(2), content_of(folder.file(2)), snapshot(2).counters)
@@ -73,7 +73,7 @@ def play(folder: CheckpointFolder, case: str, report: Callable[[Saved], None]) -
 
 
 class Faults:
-    """Counts calls and dies at the n-th."""
+    """Counts calls, and kills the process at the n-th."""
 
     def __init__(self, fatal: int, notes: int) -> None:
         self.num_calls = 0
@@ -81,13 +81,13 @@ class Faults:
         self._notes = notes
 
     def meet(self, words: str) -> bool:
-        """Before a call; True if it is the one to die in."""
+        """Record a call before it is made; return True if the process must die in it."""
         os.write(self._notes, f"{words}\n".encode())
         self.num_calls += 1
         return self.num_calls - 1 == self._fatal
 
     def install(self) -> None:
-        """Every call that changes the disk or makes it durable, by whatever name this project reaches it."""
+        """Wrap every call that changes the disk or makes it durable, under each name that this project uses for it."""
 
         def wrapped(name: str, real: Any) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def _name_of(what: Any) -> str:
 
 
 def main() -> None:
-    """Until a child gets through."""
+    """Fork children until one completes."""
     root, case = Path(sys.argv[1]), sys.argv[2]
     template = root / "template"
     prepare(CheckpointFolder(template / "checkpoints", 0))

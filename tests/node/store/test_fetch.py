@@ -69,7 +69,7 @@ async def open_member() -> AsyncIterator[Member]:
 
 @contextlib.asynccontextmanager
 async def open_members(count: int) -> AsyncIterator[list[Member]]:
-    """The first one knows the addresses of the others."""
+    """Open members of which the first knows the addresses of the others."""
     with trio.fail_after(PATIENCE):
         async with contextlib.AsyncExitStack() as stack:
             members = [await stack.enter_async_context(open_member()) for _ in range(count)]
@@ -95,11 +95,11 @@ def is_what_was_wanted(path: Path) -> bool:
 async def test_two_donors_give_different_blocks_of_what_is_wanted(
     tmp_path: Path, is_bulk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "MAX_WINDOW", 2)  # else all is asked of whoever is ready first
+    monkeypatch.setattr(download, "MAX_WINDOW", 2)  # otherwise the first ready donor is asked for all
     async with open_members(3) as (newcomer, *donors):
         if not is_bulk:
             newcomer.conditions.channels = None
-        newcomer.conditions.shaping = Shaping.of_mbit(0, 100)  # else one has given all before the other is asked
+        newcomer.conditions.shaping = Shaping.of_mbit(0, 100)  # otherwise one has given all before the other is asked
         for number, donor in enumerate(donors):
             await newcomer.host.connect(donor.host.author)
             donor.holding = hold(tmp_path / f"theirs-{number}", CONTENT)
@@ -180,7 +180,7 @@ async def test_a_fetch_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> 
             await fetch(newcomer, [donor], tmp_path / "ours", on_progress=kill_at_half)
         assert life.cancelled_caught
         (partial,) = tmp_path.glob("ours.*")
-        with partial.open("r+b") as file:  # a block that was torn by a power cut
+        with partial.open("r+b") as file:  # a block torn by a power cut
             file.write(bytes(100))
         fetched = await fetch(newcomer, [donor], tmp_path / "ours")
         assert fetched.num_kept >= NUM_WANTED // 2 - 1
@@ -193,7 +193,7 @@ async def test_who_gives_wrong_bytes_is_reported_and_others_give_the_right_ones(
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         (tmp_path / "lies").write_bytes(CONTENT[: 3 * BLOCK_BYTES] + bytes(len(CONTENT) - 3 * BLOCK_BYTES))
         liar.holding = Holding.open(tmp_path / "lies", *signed_index_of(CONTENT))
-        honest, donor.holding = donor.holding, None  # else it may have given all before the liar is asked
+        honest, donor.holding = donor.holding, None  # otherwise it may have given all before the liar is asked
         accused: list[bytes] = []
 
         def accuse(peer: bytes, reason: str) -> None:
@@ -260,7 +260,7 @@ async def test_a_disk_without_room_is_said(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_what_is_more_than_the_owner_allows_is_refused_before_any_weights_move(tmp_path: Path) -> None:
-    """The first block has the header, which says how much it is."""
+    """The first block has the header, and so the size of the weights."""
     async with open_members(2) as (newcomer, donor):
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         home = tmp_path / "home"

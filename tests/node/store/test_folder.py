@@ -1,4 +1,4 @@
-"""Which checkpoints there are in a node's folder, and which are kept."""
+"""The checkpoints in a node's folder, and which of them are kept."""
 
 from __future__ import annotations
 

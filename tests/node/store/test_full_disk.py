@@ -1,4 +1,4 @@
-"""Disks without room, under trainers and nodes in processes of their own: training goes on, and saving does later."""
+"""Full disks under trainers and nodes in separate processes: training goes on, and saves succeed later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ReportType = TypeVar("ReportType")
 
 @pytest.fixture
 def manifest() -> Manifest:
-    """A checkpoint has a dozen blocks."""
+    """Return a manifest whose checkpoint has a dozen blocks."""
     return manifest_from_dict(
         {
             "name": "wide",
@@ -50,7 +50,7 @@ def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
 
 
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
-    """The next of a kind."""
+    """Return the next report of a kind."""
     with trio.fail_after(PATIENCE):
         while not isinstance(report := await trainer.receive(), kind):
             pass
@@ -58,7 +58,7 @@ async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
 
 
 async def train_and_save(trainer: Trainer, round_index: int) -> messages.Saved:
-    """A round, alone, and what comes of saving it."""
+    """Train one round alone, save, and return the report of the save."""
     await trainer.send(messages.Train(round_index, 1))
     assert (await report_of(trainer, messages.Contributed)).round == round_index
     await trainer.send(messages.TakeOuterStep(round_index))
@@ -68,7 +68,7 @@ async def train_and_save(trainer: Trainer, round_index: int) -> messages.Saved:
 
 
 def write_starts(path: Path) -> list[int]:
-    """Where in the file each write begins that made it: at the vectors' begins, and at those of blocks."""
+    """Return the offsets of the writes that made the file: the starts of vectors and of blocks."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = 8 + int.from_bytes(file.read(8), "little")
@@ -101,7 +101,7 @@ async def test_no_room_at_any_write_of_a_save(prepare: messages.Prepare) -> None
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A home whose checkpoints have a disk of their own, with room for two and a half."""
+    """Return a home whose checkpoints have their own disk, with room for two and a half."""
     folder = NodeSettings(home=tmp_path / "alice").checkpoints
     folder.mkdir(parents=True)
     if os.geteuid() != 0:
@@ -143,7 +143,7 @@ def round_of(path: Path) -> int:
 
 
 async def saved_after(daemon: Daemon, folder: CheckpointFolder, old: Path) -> None:
-    """It goes through rounds until there is a newer checkpoint."""
+    """Wait, over several rounds, until there is a newer checkpoint."""
     with trio.fail_after(PATIENCE):
         while folder.files()[0] == old:
             await daemon.says("round", "inner steps")

@@ -1,4 +1,4 @@
-"""A run file names a Hugging Face configuration; no torch and no transformers is needed to read it."""
+"""A run file names a Hugging Face configuration; reading it needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farandole.protocol.presets import num_parameters
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "llama-3-stages" / "run.toml"
 
-# As they come with models: https://huggingface.co/openai-community/gpt2, and Llama 3.2 1B.
+# Original configurations: https://huggingface.co/openai-community/gpt2, and Llama 3.2 1B.
 GPT2: dict[str, Any] = json.loads("""{
   "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
   "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
@@ -61,7 +61,7 @@ def test_a_run_file_names_a_configuration_or_its_folder(tmp_path: Path) -> None:
         *(16, 2_048, 32, 8_192, 128_256),
     )
     assert (model.num_stages, model.context) == (3, 128)
-    assert num_parameters(manifests[0].model) == 1_235_814_400  # what its model card says
+    assert num_parameters(manifests[0].model) == 1_235_814_400  # as in its model card
 
 
 @pytest.mark.parametrize("is_absolute", [False, True])
@@ -95,7 +95,7 @@ def test_gpt2_as_it_comes() -> None:
     )
     assert manifest.model.context == 1_024
     model = manifest.model
-    assert num_parameters(model) == 124_439_808  # what its paper calls 117M
+    assert num_parameters(model) == 124_439_808  # called 117M in its paper
     assert isinstance(model.hf, GPT2Config)
     assert model.hf.n_inner == 3_072
 

@@ -1,4 +1,4 @@
-"""What an enemy says to a donor, and a donor that is one to a newcomer: it costs them their stream, and nobody else."""
+"""An attacker against a donor, and a donor that attacks a newcomer: either costs the attacker's stream, no more."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def say(message: Any) -> bytes:
 
 
 def say_in_pipe(message: Any) -> bytes:
-    """As what follows the answer to a question is said."""
+    """Encode a message that follows the answer to a question."""
     if isinstance(message, Route):
         return frame(bytes((CONTROL_KIND,)) + msgspec.msgpack.encode(message), MAX)
     raw = message if isinstance(message, bytes) else encode(message)
@@ -87,7 +87,7 @@ def say_in_pipe(message: Any) -> bytes:
 
 
 async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[Any]:
-    """What an honest donor answers, until it closes or falls silent."""
+    """Return an honest donor's answers, until it closes the stream or is silent."""
     holding = hold(tmp_path / "theirs", CONTENT)
 
     async def find(question: Question) -> Any:
@@ -189,7 +189,7 @@ async def test_one_peer_has_one_turn(tmp_path: Path, nursery: trio.Nursery) -> N
     nursery.cancel_scope.cancel()
 
 
-# A newcomer and donors that are its enemies
+# A newcomer and donors that attack it
 
 
 def answer(raw: bytes, *more: bytes) -> Donor:
@@ -237,7 +237,7 @@ async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, 
         b"\xff\xff\xff\xff",
         say(b"rubbish"),
         say_in_pipe(b"rubbish"),
-        say_in_pipe(Give(1)),  # nobody asked for it
+        say_in_pipe(Give(1)),  # not requested
         say_in_pipe(msgspec.msgpack.encode(["Give", 2**63])),
         say_in_pipe(Route(None, 0)),
         say_in_pipe(Give(0)) + b"too short",

@@ -1,4 +1,4 @@
-"""A node that is killed and comes back, again and again: the same node, bit for bit where its checkpoint was."""
+"""A node that is killed and restarted, again and again, is the same node, with exactly its last checkpoint's bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..small_runs import small_manifest, write_run
 INNER_STEPS = 3
 CHECKPOINT_SECONDS = 0.1
 UNPACED = ("--step-seconds", "0")
-# A save that is due is on the disk so much later at most, on a machine on which many tests run.
+# A save that is due is on the disk within this time, even if many tests run on the machine.
 SAVE_SECONDS = 60.0
 MANIFEST = small_manifest(
     outer={"codec": "int8"}, rounds={"inner_steps": INNER_STEPS, "round_seconds": 0.0, "exchange_seconds": 5.0}
@@ -35,7 +35,7 @@ MANIFEST = small_manifest(
 
 
 class Twin:
-    """What the node must have learnt: the same inner steps and outer steps, in this process."""
+    """A replica in this process with the same inner and outer steps: the weights that the node must have."""
 
     def __init__(self, manifest: Manifest, run_id: bytes, home: Path, texts: Path) -> None:
         self._manifest = manifest
@@ -44,7 +44,7 @@ class Twin:
         self._texts = texts
 
     def goes_on(self, start: Path | None, end: Path, folder: Path) -> None:
-        """From one checkpoint (None: the seed) to another, which must be equal in every bit."""
+        """Go from one checkpoint (None: the seed) to another, which must be equal in every bit."""
         goal, learner = self._load(end), self._load(start)
         while learner.round < goal.round:
             for _ in range(INNER_STEPS):
@@ -69,18 +69,18 @@ class Twin:
 
 
 def round_of(words: str) -> int:
-    """Of the last outer step in what a daemon says."""
+    """Return the last outer step's round in a daemon's output."""
     return int(words.partition("round ")[2].partition(":")[0])
 
 
 def trainers_of(daemon: Daemon) -> list[int]:
-    """Process ids. A child is its thread's, and processes are started in a thread of their own."""
+    """Return the trainers' process ids. A child belongs to a thread, and processes are started in separate threads."""
     lists = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
     return [int(child) for children in lists for child in children.read_text().split()]
 
 
 async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[dict[int, float], float]:
-    """So many rounds, then death: when each outer step was said, and when it died; its trainer with it, or after it."""
+    """Play some rounds, then kill the node, its trainer with it or later; return the times of outer steps and death."""
     said: dict[int, float] = {}
     for _ in range(num_rounds):
         line = await daemon.says("round", "inner steps")
@@ -95,7 +95,7 @@ async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[
     await daemon.process.wait()
     with trio.fail_after(PATIENCE):
         for trainer in trainers:
-            await trio.lowlevel.wait_readable(trainer)  # it is gone
+            await trio.lowlevel.wait_readable(trainer)  # until it is gone
             os.close(trainer)
     return said, killed_at
 

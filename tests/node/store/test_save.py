@@ -1,4 +1,4 @@
-"""Saves that are killed, or that the disk refuses: what is there afterwards is the old checkpoint or the new one."""
+"""Saves that are killed, or that the disk refuses: afterwards there is the old checkpoint or the new one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Callable[[str], tuple[list[CheckpointFolder], list[str]]]:
-    """The folders of children that were killed at each call in turn, and what the last one called, who was not."""
+    """Return the folders of children killed at each call in turn, and the calls of the last one, which completed."""
 
     def kill(case: str) -> tuple[list[CheckpointFolder], list[str]]:
         subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), case], check=True, timeout=120)
@@ -42,7 +42,7 @@ def killed(tmp_path: Path) -> Callable[[str], tuple[list[CheckpointFolder], list
 
 
 def loads(path: Path) -> None:
-    """It is fit, whatever its content: tensors, counters, values."""
+    """Assert that a checkpoint is fit, whatever its content: tensors, counters, values."""
     state = {name: tensor.clone() for name, tensor in snapshot(0).state.items()}
     counters, _ = load_checkpoint(path, state, LAYOUT, RUN_ID)
     assert counters.steps == 10 * counters.round
@@ -76,7 +76,7 @@ def test_kill_at_every_call_leaves_the_old_checkpoint_or_the_new_one(
 
 
 def assert_durable_before_the_old_goes(calls: list[str]) -> None:
-    """The file before it has its name, and its name before the oldest goes, whose index goes first."""
+    """Assert that the file is durable before it gets its name, and the name before the oldest goes, index first."""
     kinds = [call.split()[0] for call in calls if not call.startswith("open")]
     first_write, last_write = kinds.index("write"), len(kinds) - 1 - kinds[::-1].index("write")
     assert set(kinds[first_write : last_write + 1]) == {"write"}
@@ -112,7 +112,7 @@ def story(tmp_path: Path) -> Story:
 def test_after_a_failed_fsync_the_file_is_given_up_and_the_next_save_has_another(
     story: Story, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """The first of a save is the file's, the second its folder's."""
+    """The first fsync of a save is the file's, the second its folder's."""
     synced: list[str] = []
     fsync = os.fsync
 
@@ -138,7 +138,7 @@ def test_after_a_failed_fsync_the_file_is_given_up_and_the_next_save_has_another
 def test_two_are_kept_and_which_has_just_been_found_good_is_one(story: Story) -> None:
     assert story.save(9).problem == ""
     assert story.folder.files() == [story.folder.file(9), story.folder.file(2)]
-    saved = story.save(5)  # a damaged one was passed over
+    saved = story.save(5)  # a damaged one was skipped
     assert story.folder.files() == [story.folder.file(9), story.folder.file(5)]
     assert content_of(Path(saved.path)).hashes == saved.hashes
     assert story.saver.newest == saved

@@ -1,4 +1,4 @@
-"""A donor keeps to its cap, and lets its exchanges go first."""
+"""A donor respects its cap, and gives priority to its exchanges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RATE = 200_000.0
 
 
 class Exchanging(ExchangeService):
-    """An exchange that goes on until a time."""
+    """An exchange service with an exchange until the time ``until``."""
 
     def __init__(self, until: float) -> None:
         self.until = until
@@ -43,7 +43,7 @@ class Exchanging(ExchangeService):
 
 
 async def run_here(function: Any, *args: object) -> object:
-    """The clock would jump while a thread works."""
+    """Run in this thread: the mock clock would jump while a thread works."""
     await trio.lowlevel.checkpoint()
     return function(*args)
 
@@ -82,7 +82,7 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
 
 
 class Reluctant:
-    """A stream to who wants a block, and takes nothing of it."""
+    """A stream to a peer that wants a block, and receives nothing of it."""
 
     peer = b"p" * 32
     is_bulk = False

@@ -1,4 +1,4 @@
-"""A member's sketch of its weights reaches a newcomer, between real hosts; and what peers may ask for is bounded."""
+"""A member's sketch of its weights reaches a newcomer, between real hosts; peers' questions are bounded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUESTION = Question(RUN, 0, SEED)
 
 
 def finding(holding: Holding) -> Callable[[int], Awaitable[Holding | None]]:
-    """A member with one checkpoint, of stage 0."""
+    """Return a member's lookup with one checkpoint, of stage 0."""
 
     async def find_own(stage: int) -> Holding | None:
         await trio.lowlevel.checkpoint()
@@ -86,11 +86,11 @@ async def test_what_is_no_sketch_is_the_members_fault(lie: bytes) -> None:
             await ask_for_sketch(newcomer, liar.author, QUESTION)
 
 
-# What a member computes for others
+# Sketches that a member computes for others
 
 
 async def run_here(function: Any, *args: object) -> object:
-    """The clock would jump while a thread works."""
+    """Run in this thread: the mock clock would jump while a thread works."""
     await trio.lowlevel.checkpoint()
     return function(*args)
 
@@ -100,7 +100,7 @@ class Donor:
 
     def __init__(self, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, holding: Holding) -> None:
         self.made: list[tuple[bytes, float]] = []
-        """Seeds, and when each sketch began."""
+        """Seed of each sketch, and the time when it began."""
         self.at_once = self.most_at_once = 0
         self.service = SketchService(MemoryHost(nursery, self.serve), RUN, finding(holding))  # type: ignore[arg-type] # a host in memory
         monkeypatch.setattr(sketching, "sketch_file", self.sketch)

@@ -1,4 +1,4 @@
-"""A run with ``inner.deterministic``: trainer processes with different settings of their own compute the same bits."""
+"""A run with ``inner.deterministic``: trainer processes with different settings compute the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...patience import PATIENCE
 from ..small_runs import small_manifest
 from ..trainer_commands import prepare_for
 
-# Products that are large enough to be divided among threads.
+# Products large enough to be divided among threads.
 MODEL = {"num_layers": 2, "width": 64, "num_heads": 2, "hidden": 128, "context": 512, "vocabulary": 256}
 STEPS = 3
 
@@ -24,7 +24,7 @@ has_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch fin
 
 
 async def digest_after_steps(manifest: Manifest, folder: Path, texts: Path, device: str, threads: int) -> bytes:
-    """BLAKE3 of the contribution, in fp32, of a trainer process with so many threads (``OMP_NUM_THREADS``)."""
+    """Return BLAKE3 of the fp32 contribution of a trainer process with ``threads`` threads (``OMP_NUM_THREADS``)."""
     command = prepare_for(manifest, folder, data=[str(texts)], device=device, threads=threads)
     with trio.fail_after(PATIENCE):
         async with open_trainer(command, None) as trainer:

@@ -1,4 +1,4 @@
-"""The socket at which a loop of the node's owner attaches: one at a time, and nobody else's."""
+"""The socket at which a loop of the node's owner attaches: one loop at a time, and no other user's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREPARED = messages.Prepared("cpu", 16, SIZE, b"l" * 32, 0, 0, 0)
 
 @pytest.fixture(params=["linux", "elsewhere"])
 def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the door; elsewhere it is a port, and shared memory has a name."""
+    """Return the door's path; in the case "elsewhere" the door is a port, and shared memory has a name."""
     if request.param == "elsewhere":
         monkeypatch.setattr(endpoint, "HAS_UNIX_SOCKETS", False)
         monkeypatch.setattr(memory, "HAS_PROC", False)

@@ -1,4 +1,4 @@
-"""The trainer in its own process: commands in, reports out, and no way of dying that the daemon does not see."""
+"""The trainer in its own process: commands in, reports out, and the daemon detects every way in which it can die."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prepare(tmp_path: Path, texts: Path, manifest: Manifest) -> Callable[..., me
 
 
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
-    """The next report of a kind, past those of progress and of encoding."""
+    """Return the next report of a kind; skip ones about progress and encoding."""
     with trio.fail_after(PATIENCE):
         while True:
             report = await trainer.receive()
@@ -66,7 +66,7 @@ async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
 
 
 async def digest_of(trainer: Trainer) -> bytes:
-    """Of the contribution, when all of it is encoded."""
+    """Return the digest of the contribution, once all of it is encoded."""
     return (await report_of(trainer, messages.Encoded)).digest
 
 
@@ -81,7 +81,7 @@ async def test_gpu_memory_cannot_be_bounded_where_there_is_no_gpu(prepare: Calla
 async def test_training_takes_no_more_cores_than_it_has_threads(
     prepare: Callable[..., messages.Prepare], manifest: Manifest
 ) -> None:
-    """With operations that are worth many threads; it has one."""
+    """Its operations are large enough for many threads; it has one."""
     model = msgspec.structs.replace(manifest.model, width=256, hidden=1_024, context=64, num_layers=2)
     inner = msgspec.structs.replace(manifest.inner, batch_size=16)
     raw = msgspec.msgpack.encode(msgspec.structs.replace(manifest, model=model, inner=inner))
@@ -98,7 +98,7 @@ async def test_training_takes_no_more_cores_than_it_has_threads(
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has taken of all cores so far."""
+    """Return the processor time that a process has used on all cores, in seconds."""
     times = cpu_times([pid])
     assert times is not None
     return times.own[pid] / os.sysconf("SC_CLK_TCK")
@@ -107,7 +107,7 @@ def cpu_seconds(pid: int) -> float:
 async def test_two_trainers_average_to_the_very_mean(
     prepare: Callable[..., messages.Prepare], manifest: Manifest
 ) -> None:
-    """Alpha 0, beta = gamma = 1: after the outer step both have the mean of both contributions, bit for bit."""
+    """Both have the mean of both contributions after an outer step with alpha 0 and beta = gamma = 1, bit for bit."""
     exact = msgspec.structs.replace(
         manifest, outer=msgspec.structs.replace(manifest.outer, alpha=0.0, beta=1.0, gamma=1.0)
     )
@@ -234,9 +234,9 @@ async def test_an_outer_step_may_come_during_the_next_round(
         size = first.size
         await digest_of(alice)
         await alice.send(messages.Train(1, 4))  # four steps, which end before the exchange does
-        await alice.send(messages.FinishRound(0))  # crossed the contribution: not of this round
+        await alice.send(messages.FinishRound(0))  # crossed the contribution: it is for an earlier round
         await alice.send(messages.Validate(1))  # waits for the round's end
-        alice.incoming[:size] = b"\xff" * size  # NaN: what a first partner sent
+        alice.incoming[:size] = b"\xff" * size  # NaN, sent by a first partner
         arrived = SharedCounter(alice.incoming)
         arrived.store(1, size)
         await alice.send(messages.Screen(size, 1))
@@ -244,10 +244,10 @@ async def test_an_outer_step_may_come_during_the_next_round(
         arrived.store(2, size)
         await alice.send(messages.Ping())
         await report_of(alice, messages.Pong)
-        arrived.store(3, 0)  # that exchange came to nothing
+        arrived.store(3, 0)  # that exchange failed
         await alice.send(messages.Save())
         assert (await report_of(alice, messages.Saved)).round == 0
-        assert alice.outgoing[:size] == bytes(sent["a"])  # still what is being sent
+        assert alice.outgoing[:size] == bytes(sent["a"])  # the contribution that is still being sent
         alice.incoming[:size] = bytes(sent["b"])
         arrived.store(3, size)
         await alice.send(messages.Screen(size, 3))
@@ -278,7 +278,7 @@ async def test_an_outer_step_may_come_during_the_next_round(
 
 
 STEP_BYTES = 1 << 22
-# Memory with which a checkpoint can be written, but not copied.
+# Enough memory to write a checkpoint, but not to copy it.
 LITTLE = 20_000_000
 WIDE = {"num_layers": 1, "width": 256, "num_heads": 2, "hidden": 4096, "context": 16, "vocabulary": 256}
 
@@ -326,7 +326,7 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
 
 
 def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
-    """The replica that a trainer process would build."""
+    """Return the replica that a trainer process would build."""
     return build_learner(
         manifest,
         run_id=command.run_id,
@@ -369,7 +369,7 @@ async def test_where_a_trainer_crashed_or_hung_is_logged(
 
 @pytest.mark.soak
 async def test_a_trainer_compiles_its_inner_steps(prepare: Callable[..., messages.Prepare]) -> None:
-    """With PyTorch's own compiler, which takes a minute of a processor."""
+    """The trainer uses PyTorch's own compiler, which takes a minute of processor time."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("there is no C++ compiler")
     losses = []
@@ -391,7 +391,7 @@ async def test_a_trainer_answers_whatever_it_does(prepare: Callable[..., message
         await report_of(trainer, messages.Pong)
         await trainer.send(messages.FinishRound(0))
         await report_of(trainer, messages.Contributed)
-        await trainer.send(messages.Train(1, 1))  # which ends before round 0 has its outer step
+        await trainer.send(messages.Train(1, 1))  # ends before round 0 has its outer step
         await trainer.send(messages.Ping())
         await report_of(trainer, messages.Pong)
 
@@ -415,7 +415,7 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
         with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="a peer's weights are unfit") as caught:
             async with open_trainer(prepare(fetched=str(fetched)), None):
                 pass
-        assert caught.value.cause == "weights"  # another peer's may do
+        assert caught.value.cause == "weights"  # another peer's weights may be fit
         assert own.read_bytes() == kept
         assert not fetched.exists()
     own.replace(fetched)
@@ -435,7 +435,7 @@ async def test_unfit_weights_to_start_from_are_told_of_and_not_tried_again_and_a
     with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="that this run starts from are unfit") as caught:
         async with open_trainer(prepare(manifest=raw, start=str(path)), None):
             pass
-    assert caught.value.cause == "setup"  # the node leaves, with these words
+    assert caught.value.cause == "setup"  # the node leaves with this error
     assert not path.exists()
 
 

@@ -1,4 +1,4 @@
-"""Engines that are neither local nor a stage, through whole rounds of the trainer process: what the seam promises."""
+"""Engines that are neither local nor a stage, through whole rounds of the trainer process: the interface's promises."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ReportType = TypeVar("ReportType")
 
 
 class Adder(Engine):
-    """Four weights, to each of which an inner step on ten tokens adds one; partners take the mean."""
+    """Four weights; an inner step on ten tokens adds one to each; partners take the mean."""
 
     is_driven = False
     contribution_bytes = SIZE
@@ -128,7 +128,7 @@ class Adder(Engine):
 
 
 class Mesh:
-    """The mesh process' end of one trainer process that drives an engine in this thread."""
+    """The mesh process's end of one trainer process that drives an engine in this thread."""
 
     def __init__(self, prepare: messages.Prepare, engine: Engine, ends: tuple[socket.socket, socket.socket]) -> None:
         self.outgoing, self.incoming = (
@@ -143,11 +143,11 @@ class Mesh:
             self._connection.sendall(messages.encode(command))
 
     def obey(self) -> None:
-        """Let the trainer do what the next command says."""
+        """Let the trainer obey the next command."""
         self._trainer.handle(self._trainer.next_command())
 
     def receive(self, kind: type[ReportType]) -> ReportType:
-        """The next report, which is of this kind."""
+        """Return the next report, which must be of this kind."""
         report = next(self._reports)
         assert isinstance(report, kind), report
         return report
@@ -232,7 +232,7 @@ def test_the_next_rounds_inner_steps_go_on_before_the_outer_step(meet: Callable[
 
 
 class Driven(Adder):
-    """Takes an inner step when it is told to, and has a word for each microbatch."""
+    """Takes an inner step on command, and answers each microbatch with a message."""
 
     is_driven = True
 
@@ -266,4 +266,4 @@ def test_a_driven_engine_computes_on_commands_until_the_round_ends(meet: Callabl
     mesh.receive(messages.Encoded)
     mesh.obey()
     mesh.obey()
-    mesh.receive(messages.Pong)  # and nothing of work that crossed the contribution
+    mesh.receive(messages.Pong)  # and no answer to work that crossed the contribution

@@ -1,4 +1,4 @@
-"""What a node of a large run says of itself, from real parts and a thousand members' entries."""
+"""The reports of a node in a large run, from real parts and a thousand members' entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alice's stage comes before Bob's: she opens the link and sends activations, he sends their gradients back."""
+"""Two ends of a link: Alice's stage comes before Bob's, so she sends activations, and he sends their gradients back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GUARD = b"\xa5" * 64
 
 
 class Side:
-    """One end of a link, with data to send and memory for what comes, between two guards."""
+    """One end of a link, with data to send, and memory for received data between two guards."""
 
     def __init__(self, is_upstream: bool, size: int = SIZE) -> None:
         self.link = Link(is_upstream, HELLO, size)
@@ -60,14 +60,14 @@ class Side:
         return send_data(self.link, data)
 
     def rest(self) -> bytes:
-        """Frames with all data that are still to be sent."""
+        """Return frames with all data that are still to be sent."""
         frames = b""
         while self.link.is_sending:
             frames += self.next_data()
         return frames
 
     def hear(self, data: bytes, piece: int = 2**20, place: bool = True) -> list[Event]:
-        """The events; what comes goes into memory, or nowhere."""
+        """Receive bytes and return the events; data go into memory, or nowhere."""
         events: list[Event] = []
         for start in range(0, len(data), piece):
             self.link.receive_data(data[start : start + piece])
@@ -79,7 +79,7 @@ class Side:
 
 
 def pair(credits: int = 4, size: int = SIZE) -> tuple[Side, Side]:
-    """Both have greeted."""
+    """Return Alice and Bob after both have greeted."""
     alice, bob = Side(UPSTREAM, size), Side(DOWNSTREAM, size)
     assert bob.hear(alice.say(HELLO)) == [HELLO]
     assert alice.hear(bob.say(Welcome(credits))) == [Welcome(credits)]
@@ -89,7 +89,7 @@ def pair(credits: int = 4, size: int = SIZE) -> tuple[Side, Side]:
 
 
 def lie(message: Control) -> bytes:
-    """The bytes of a message, whether it may be sent or not."""
+    """Return the bytes of a message, whether it may be sent or not."""
     return frame(b"\0" + msgspec.msgpack.encode(message), MAX_CONTROL_BYTES)
 
 
@@ -98,7 +98,7 @@ def lying_data(size: int, offset: int = 0) -> bytes:
 
 
 def send_data(link: Link, data: memoryview) -> bytes:
-    """The next data of what was announced, of any format."""
+    """Return the next data of the announced transfer, as a frame or as raw bytes."""
     return link.pipe.send(Chunk(link.pipe.num_sent, data.cast("B")))
 
 
@@ -112,7 +112,7 @@ def give_back(alice: Side, bob: Side, index: int) -> None:
 
 
 def bring_to(alice: Side, bob: Side, step: Step) -> None:
-    """Microbatch 0 to this step, at both ends."""
+    """Bring microbatch 0 to this step, at both ends."""
     if step is Step.FORWARD:
         bob.hear(alice.say(FORWARD) + alice.next_data())
     else:

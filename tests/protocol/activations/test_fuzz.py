@@ -1,4 +1,4 @@
-"""Mutated and arbitrary conversations: only RemoteProtocolError, and nothing written beside the memory."""
+"""Mutated and arbitrary conversations raise only RemoteProtocolError, and write only into the given memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sides import FORWARD, HELLO, Side, lie, lying_data, pair
 
 
 def _transcripts(size: int) -> tuple[list[bytes], list[bytes]]:
-    """The frames of one good conversation, Alice's and Bob's."""
+    """Return the frames of one good conversation, Alice's and Bob's."""
     alice, bob = Side(UPSTREAM, size), Side(DOWNSTREAM, size)
     frames: dict[Side, list[bytes]] = {alice: [], bob: []}
 
@@ -62,7 +62,7 @@ TRANSCRIPTS = dict(zip((UPSTREAM, DOWNSTREAM), _transcripts(FUZZ_SIZE), strict=T
 
 
 def react(side: Side, event: Event) -> None:
-    """As an honest node would, at once."""
+    """React at once, as an honest node would."""
     match event:
         case Hello():
             side.say(Welcome(3))
@@ -78,7 +78,7 @@ def react(side: Side, event: Event) -> None:
 
 
 def expose(side: Side, stream: bytes, piece: int) -> list[Event]:
-    """Let an honest node hear this; the events until it closes the stream."""
+    """Let an honest node receive this; return the events until it closes the stream."""
     events: list[Event] = []
     if side.link.is_upstream:
         side.say(HELLO)
@@ -149,7 +149,7 @@ _FRAMES = st.one_of(_MESSAGES.map(lie), st.builds(lying_data, st.integers(0, FUZ
 def test_mutated_conversations_keep_only_what_has_come(
     who: bool, mutations: list[tuple[str, int, bytes]], piece: int
 ) -> None:
-    """Frames are whole, but left out, doubled, swapped or another's."""
+    """Frames are whole, but left out, doubled, swapped, or from another link."""
     frames = list(TRANSCRIPTS[who])
     for mutation, number, other in mutations:
         at = number % len(frames)

@@ -1,4 +1,4 @@
-"""A peer that lies, or breaks the rules, is found out."""
+"""A peer that lies, or breaks the rules, is detected."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_we_do_not_speak_of_what_has_ended() -> None:
 def test_no_more_is_forwarded_than_there_are_credits() -> None:
     alice, bob = pair(credits=1)
     forward(alice, bob)
-    bob.say(Credits(2))  # on its way: Alice does not know of it
+    bob.say(Credits(2))  # in transit: Alice has not received it
     with pytest.raises(LocalProtocolError):
         alice.link.send(FORWARD)
     bob.hear(lie(FORWARD) + b"".join(lying_data(size, SIZE + at) for at, size in PIECES))
@@ -139,7 +139,7 @@ def test_data_are_as_many_as_the_run_says(size: int) -> None:
     if size == 1:
         assert bob.hear(lying_data(1, 2 * DATA_BYTES)) == []
         assert bob.hear(lying_data(99, 2 * DATA_BYTES + 1)) == [DataReceived(0)]
-        size = 1  # more than is left
+        size = 1  # more than what remains
     with pytest.raises(RemoteProtocolError):
         bob.hear(lying_data(size, bob.link.pipe.num_received))
     assert bob.is_guarded
@@ -184,7 +184,7 @@ def test_a_lying_length_is_refused_before_anything_follows_it(header: bytes) -> 
         b"\0" + msgspec.msgpack.encode([3, "5"]),
         b"\0" + msgspec.msgpack.encode([3, 5]) + b"\0",
         b"\0" + msgspec.msgpack.encode([6, 0, "r" * 129, True]),
-        b"\0" + b"\x94\x06\x00\xa1\xff\xc3",  # a reason that is no text
+        b"\0" + b"\x94\x06\x00\xa1\xff\xc3",  # a reason that is not text
     ],
 )
 def test_what_is_no_message_is_refused(payload: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What goes over a link between two stages, and what crosses on it."""
+"""Messages and data over a link between two stages, and messages that cross on it."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_settled_on_its_way_back_ends_it_at_both() -> None:
 
 
 def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
-    """Bob's round is over before his line has taken the gradient: its memory is another's from then on."""
+    """Bob's round ends before his line has sent the whole gradient: its memory then goes to another microbatch."""
     alice, bob = pair()
     bring_to(alice, bob, Step.BACK)
     dropped = Dropped(0, "the round is over", is_untouched=False)
@@ -212,7 +212,7 @@ def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
 
 
 def test_the_memory_of_data_that_never_come_is_given_up() -> None:
-    """Mallory announces data and sends them no more: the rest of the link goes on, and no memory waits for her."""
+    """Mallory announces data and does not send them: the rest of the link goes on, and no memory stays reserved."""
     mallory, bob = pair()
     forward(mallory, bob)
     bob.link.receive_data(mallory.say(FORWARD) + mallory.next_data())
@@ -223,7 +223,7 @@ def test_the_memory_of_data_that_never_come_is_given_up() -> None:
     with pytest.raises(BufferError):
         memory.clear()
     assert bob.say(Dropped(1, "out of time", is_untouched=True))
-    memory.clear()  # nothing refers to it
+    memory.clear()  # no reference to it is left
     give_back(mallory, bob, 0)
     assert bob.hear(mallory.say(Settled(0, is_kept=True))) == [Settled(0, is_kept=True)]
     assert bob.link.open == {}

@@ -1,4 +1,4 @@
-"""Whether a microbatch is kept: the question and the answer."""
+"""The question whether a microbatch is kept, and its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A microbatch goes from step to step as the table says, and the greetings come first."""
+"""A microbatch moves through the steps of the table, and the greetings come first."""
 
 from __future__ import annotations
 

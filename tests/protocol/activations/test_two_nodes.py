@@ -1,4 +1,4 @@
-"""Two honest nodes, whose frames take their time."""
+"""Two honest nodes, whose frames arrive with delay."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def gradient(index: int) -> bytes:
 
 
 class End:
-    """A node's end of the link: what it sends is in the wire until the other takes it out."""
+    """A node's end of the link: sent bytes stay in ``wire`` until the other end takes them out."""
 
     def __init__(self, is_upstream: bool) -> None:
         self.link = Link(is_upstream, HELLO, LINK_SIZE)
         self.wire = bytearray()
-        """What has been sent and not yet been heard."""
+        """Bytes sent and not yet received."""
         self.outgoing = b""
         self.memory: dict[int, bytearray] = {}
-        """Of the microbatches of which something comes."""
+        """Memory of the microbatches that wait for data."""
         self.received: set[int] = set()
         self.gone: set[int] = set()
-        """Placed nowhere."""
+        """Microbatches whose data go nowhere."""
         self.ended: dict[int, bool] = {}
-        """Whether they are kept."""
+        """Microbatch -> whether it is kept."""
 
     def say(self, message: Control, data: bytes = b"") -> None:
         self.wire += self.link.send(message)
@@ -63,18 +63,18 @@ class End:
         self.outgoing = self.outgoing[size:]
 
     def end(self, index: int, is_kept: bool) -> None:
-        """Its memory serves another from now on."""
+        """End a microbatch; its memory may then be reused."""
         assert index not in self.ended, "a microbatch ends once"
         self.ended[index] = is_kept
         memory = self.memory.pop(index, None)
         if memory is not None:
-            memory.clear()  # refused with BufferError if anything still referred to it
+            memory.clear()  # raises BufferError if anything still refers to it
 
     def in_step(self, *steps: Step) -> list[int]:
         return [index for index, step in self.link.open.items() if step in steps]
 
 
-# Mostly all, so that microbatches get far.
+# Mostly all bytes, so that microbatches get far.
 _PIECES = st.one_of(st.none(), st.none(), st.integers(1, 120))
 _DATA_SIZES = st.one_of(st.just(LINK_SIZE), st.integers(1, LINK_SIZE))
 _CHOICES = st.sampled_from(["take"] * 8 + ["leave", "drop"])
@@ -83,7 +83,7 @@ _PATIENCE = st.integers(0, 5)
 
 
 class TwoNodes(RuleBasedStateMachine):
-    """Each does what it may, whenever; nothing that either hears may be refused."""
+    """Each node takes any step that it may at any time; neither refuses anything that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class TwoNodes(RuleBasedStateMachine):
             assert end.link.is_sending is bool(end.outgoing)
 
     def teardown(self) -> None:
-        """Alice ends all, and everything arrives: both know the same."""
+        """Alice ends all microbatches, and everything arrives: both ends agree."""
         alice, bob = self.alice, self.bob
         for _ in range(2):
             for index in alice.in_step(*Step):

@@ -19,7 +19,7 @@ def bob() -> Side:
 
 @pytest.fixture
 def large() -> tuple[Side, Side]:
-    """Alice and Bob with contributions that go over a channel; both have offered."""
+    """Return Alice and Bob with contributions large enough for a channel; both have offered."""
     alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
     share_offers(alice, bob)
     return alice, bob

@@ -1,4 +1,4 @@
-"""Alice initiates an exchange with Bob: both sides, and how far tests bring them."""
+"""Alice initiates an exchange with Bob: both sides, and functions that bring them to a given step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Side:
         self.exchange = Exchange(is_initiator, self.offer, memoryview(self.incoming))
 
     def chunks(self) -> Iterator[Chunk]:
-        """Those that have not moved yet."""
+        """Yield the chunks that have not been sent yet."""
         for offset in range(self.exchange.pipe.num_sent, len(self.contribution), CHUNK_BYTES):
             yield Chunk(offset, memoryview(self.contribution)[offset : offset + CHUNK_BYTES])
 
@@ -85,7 +85,7 @@ def share_offers(alice: Side, bob: Side, piece: int = 2**20) -> None:
 
 
 def share(alice: Side, bob: Side, piece: int = 2**20) -> None:
-    """Up to both verdicts."""
+    """Run both sides up to their verdicts."""
     share_offers(alice, bob, piece)
     for sender, receiver in ((alice, bob), (bob, alice)):
         *chunks, last = sender.chunks()
@@ -100,7 +100,7 @@ CHANNEL = b"c" * 16
 
 
 def open_way(alice: Side, bob: Side, channel: bytes | None = CHANNEL) -> None:
-    """The initiator's Route and its answer."""
+    """Send the initiator's Route and its answer."""
     for side, other in ((alice, bob), (bob, alice)):
         route = Route(channel, side.exchange.pipe.num_received)
         assert tell(side, other, route) == [route]
@@ -114,7 +114,7 @@ def incoming_of(receiver: Side) -> Incoming:
 
 
 def move_over(sender: Side, receiver: Side, end: int = BULK_FROM) -> None:
-    """Over the channel, up to an offset."""
+    """Move bytes over the channel, up to the offset ``end``."""
     incoming = incoming_of(receiver)
     incoming.write(memoryview(sender.contribution)[incoming.position : end])
 

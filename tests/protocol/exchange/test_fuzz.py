@@ -1,4 +1,4 @@
-"""Any bytes, and any order of what both may do."""
+"""Any bytes, and any order of the steps that both sides may take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .sides import CHANNEL, Side, move_over, share_offers, tell
 
 
 def _transcript() -> bytes:
-    """All that an initiator sends in one good session, small."""
+    """Return all bytes that an initiator sends in one good session, small."""
     alice, bob = Side(True, 200), Side(False, 200)
     offer = alice.exchange.send(alice.offer)
     bob.receive(offer)
@@ -86,7 +86,7 @@ MOVES = [
 ]
 
 
-# The second way breaks as well, after something has moved, and is declined.
+# The second way breaks as well, after some bytes have moved, and is declined.
 BREAKING_ONCE_MORE = [
     *(("route", 0), ("answer", 0), ("bob moves", 1), ("route", 0)),
     *(("bob moves", 2), ("alice seals", 0), ("decline", 0), ("chunks", 0)),
@@ -97,11 +97,11 @@ BREAKING_ONCE_MORE = [
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, BULK_FROM)), max_size=25))
 @example(BREAKING_ONCE_MORE)
 def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: list[tuple[str, int]]) -> None:
-    """Both do what they may, in any order; what may not be sent is refused where it would be sent."""
+    """Both take their steps in any order; a step that is not allowed is refused at the sender."""
     alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
     share_offers(alice, bob)
     is_asked = (
-        False  # by a Route that has no answer yet: what its sender has is said, and nothing moves to it meanwhile
+        False  # by a Route without an answer yet: it reports its sender's bytes, so no more may move to that side
     )
     for move, number in moves:
         asker, answerer = alice.exchange.pipe, bob.exchange.pipe
@@ -112,7 +112,7 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
                     exchange = receiver.exchange
                     is_open = exchange.pipe.step in (Step.CHANNEL, Step.LOST, Step.REPLACING) and not exchange.is_whole
                     if is_open and not (is_asked and receiver is alice):
-                        # Nobody sends the last byte before the hash.
+                        # No honest side sends the last byte before the hash.
                         move_over(
                             sender,
                             receiver,

@@ -1,4 +1,4 @@
-"""What is received counts by its sender's hash, which comes once and in time."""
+"""A received contribution counts only with its sender's hash, which comes once and in time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_wrong_hash_is_found_at_the_last_byte(alice: Side, bob: Side) -> None:
 
 def test_the_hash_comes_once_and_before_the_last_byte(alice: Side, bob: Side) -> None:
     with pytest.raises(LocalProtocolError):
-        alice.send(alice.sealed)  # of what?
+        alice.send(alice.sealed)  # nothing is offered yet
     share_offers(alice, bob)
     *chunks, last = alice.chunks()
     tell(alice, bob, *chunks)
@@ -74,7 +74,7 @@ def test_nobody_has_received_what_is_not_encoded(large: tuple[Side, Side]) -> No
     alice, bob = large
     open_way(alice, bob)
     move_over(alice, bob)
-    bob.exchange.pipe.incoming.seal(alice.sealed.digest)  # as if it had been said
+    bob.exchange.pipe.incoming.seal(alice.sealed.digest)  # as if it had been sent
     bob.exchange.pipe.check_whole()
     lie = bob.send(Received())
     with pytest.raises(RemoteProtocolError, match="before"):

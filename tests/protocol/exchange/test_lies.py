@@ -1,4 +1,4 @@
-"""What an honest partner does not send is refused."""
+"""Messages that an honest partner does not send are refused."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_broken_channel_is_replaced_and_nothing_moves_twice(
             with pytest.raises(LocalProtocolError):
                 side.send(Route(channel, BULK_FROM))
         return
-    if by_bob == BULK_FROM:  # Alice has no need of another way
+    if by_bob == BULK_FROM:  # Alice needs no other way
         with pytest.raises(LocalProtocolError, match="nobody needs"):
             alice.send(Route(channel, BULK_FROM))
         assert tell(bob, alice, Reroute()) == [Reroute()]
@@ -109,7 +109,7 @@ def test_an_offset_that_cannot_be_is_refused(large: tuple[Side, Side], received:
         alice.send(Route(None, received))
     payload = msgspec.msgpack.encode([1, None, received])
     forged = (1 + len(payload)).to_bytes(4, "big") + bytes((CONTROL_KIND,)) + payload
-    if received == 1:  # possible, if not true: it is Alice who then has no whole contribution
+    if received == 1:  # possible, though false: then Alice is the one without a whole contribution
         bob.receive(forged)
         return
     with pytest.raises(RemoteProtocolError):
@@ -183,7 +183,7 @@ def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) 
         with pytest.raises(LocalProtocolError):
             side.send(next(side.chunks()))
     with pytest.raises(LocalProtocolError):
-        bob.send(Route(None, 0))  # the initiator is first
+        bob.send(Route(None, 0))  # only the initiator may begin
     tell(alice, bob, Route(CHANNEL, 0))
     for message in (next(alice.chunks()), Route(None, 0), Received(), Commit()):
         with pytest.raises(LocalProtocolError):
@@ -214,7 +214,7 @@ def test_a_channel_brings_what_was_encoded_or_nothing(large: tuple[Side, Side]) 
             alice.send(message)
     tell(bob, alice, Received())
     with pytest.raises(LocalProtocolError):
-        bob.send(Accepted())  # Alice has nothing yet, and a verdict is the last word
+        bob.send(Accepted())  # Alice has received nothing yet, and a verdict is the last message
     incoming_of(alice).write(memoryview(bytes(BULK_FROM)))
     with pytest.raises(RemoteProtocolError, match="hash"):
         alice.exchange.pipe.check_whole()

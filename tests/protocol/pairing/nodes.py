@@ -1,4 +1,4 @@
-"""A pairing machine under a test's control, and how far tests bring it."""
+"""A pairing machine that a test drives, and functions that bring it to a given state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def started(own: bytes = ALICE, config: RoundConfig = BOXED, *peers: bytes) -> N
 
 
 def matched(config: RoundConfig = BOXED, *, seconds_left: float | None = None) -> tuple[Node, bytes]:
-    """Alice, partner of Bob who accepted; and the session."""
+    """Return Alice, whose proposal Bob has accepted, and the session."""
     alice = started(ALICE, config, BOB)
     if config is STEPS:
         peer, proposal = only_proposal(alice)

@@ -1,4 +1,4 @@
-"""A peer with whom an exchange came to nothing is met last, for longer each time, and never shut out."""
+"""A peer with which an exchange failed is met last, for longer each time, and never shut out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .nodes import ALICE, BOB, BOXED, CAROL, MIDDLE, Node, matched, started
 
 
 def refused_by_bob(*peers: bytes) -> Node:
-    """Alice in round 8; in round 7 her exchange with Bob was refused."""
+    """Return Alice in round 8, after Bob refused their exchange in round 7."""
     alice = started(ALICE, BOXED, *peers)
     alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
     alice.handle(ExchangeEnded(MIDDLE, BOB, committed=False), 41.0)
@@ -153,7 +153,7 @@ def test_meetings_that_are_remembered_are_bounded() -> None:
     for number in range(MAX_PEERS + 10):
         for _ in range(FAIR_BURST):
             meetings.note_meeting(number.to_bytes(32, "big"), 0, 100)
-    round_ = math.ceil(100 / FAIR_SHARE) - FIRST_ROUNDS_AHEAD  # by then the turns of all that were never met have come
+    round_ = math.ceil(100 / FAIR_SHARE) - FIRST_ROUNDS_AHEAD  # all never met before have had their turn
     assert meetings.tier(bytes(32), round_, 100) == 0, "those that were met first are forgotten"
     assert meetings.tier((MAX_PEERS + 9).to_bytes(32, "big"), round_, 100) > 0
 

@@ -1,4 +1,4 @@
-"""When the rounds of partners end: in boxes, without them, and where a round overlaps with the exchange before."""
+"""The ends of partners' rounds: with boxes, without them, and when a round overlaps with the exchange before."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_partner_that_is_ready_early_is_met_while_it_is_patient() -> None:
 
 def test_without_boxes_ends_far_apart_do_not_pair() -> None:
     alice = started(ALICE, STEPS, BOB)
-    peer, proposal = only_proposal(alice)  # at once: it has no idea yet how long a round is
+    peer, proposal = only_proposal(alice)  # at once: it cannot estimate the length of a round yet
     alice.hear(peer, Decline(proposal.session, "matched"), 0.1)
     alice.handle(ContributionReady(7), 100.0)
     alice.handle(RoundStarted(8), 101.0)
@@ -48,7 +48,7 @@ def test_without_boxes_ends_far_apart_do_not_pair() -> None:
     assert alice.machine.partner == BOB
 
 
-# Rounds that overlap with the exchange before
+# Rounds that overlap with the exchange before them
 
 
 def test_a_round_that_began_before_its_partner_is_sought_ends_in_time() -> None:
@@ -59,7 +59,7 @@ def test_a_round_that_began_before_its_partner_is_sought_ends_in_time() -> None:
     assert alice.machine.box_ends_at == 80.0
     alice.handle(
         ExchangeEnded(session, BOB, committed=False), 60.0
-    )  # followed by the caller: the machine is in round 8
+    )  # left to the caller: the machine is already in round 8
     assert alice.outputs == []
     alice.hear(BOB, Propose(LOW, 10.0), 60.0)
     assert alice.machine.partner == BOB

@@ -1,4 +1,4 @@
-"""The end of a round: an exchange, another try, or a step alone."""
+"""The end of a round: an exchange, a second try, or an outer step alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_step_alone_says_why_the_exchange_failed() -> None:
 
 
 def exchanging() -> tuple[Node, bytes]:
-    """Alice, ready at 40, in an exchange with Bob; Carol is there too."""
+    """Return Alice, ready at 40, in an exchange with Bob, while Carol is present; and the session."""
     alice = started()
     alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
     alice.hear(BOB, Ready(MIDDLE), 39.0)
@@ -109,7 +109,7 @@ def test_who_finds_nobody_for_a_second_try_goes_on_alone_when_its_waiting_is_ove
     alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
     _, proposal = only_proposal(alice)
     alice.hear(CAROL, Busy(proposal.session, 100.0), 42.1)
-    alice.hear(BOB, Propose(HIGH, 0.0), 42.2)  # the line broke, and he is still there
+    alice.hear(BOB, Propose(HIGH, 0.0), 42.2)  # the connection broke, and he is still present
     assert alice.machine.partner == BOB
     ended = alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
     assert ended[1:] == [GoAlone(7, "the exchange failed, and the partner was not ready in time")]

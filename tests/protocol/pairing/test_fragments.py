@@ -1,4 +1,4 @@
-"""Partners that exchange a fragment of the model a round."""
+"""Partners that exchange one fragment of the model per round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who proposes to whom, and what is answered."""
+"""Proposals: which peer they go to, and how it answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_node_proposes_within_its_window_and_never_to_itself() -> None:
 
 
 def test_partners_are_drawn_uniformly() -> None:
-    peers = frozenset(bytes([index]) * 32 for index in range(5))  # so few that all are in turn in the first round
+    peers = frozenset(bytes([index]) * 32 for index in range(5))  # few enough for one round of turns
     rng = random.Random(5)
     counts = dict.fromkeys(peers, 0)
     for _ in range(4_000):
@@ -95,7 +95,7 @@ def test_an_outstanding_proposal_gives_way_to_every_second_one_whatever_its_sess
 
 
 def given_up_for_carol(*, now: float) -> Node:
-    """Alice, partner of Bob, after Carol has proposed to her twice."""
+    """Return Alice, partner of Bob, after Carol has proposed to her twice."""
     alice = started()
     alice.hear(BOB, Propose(MIDDLE, 39.0), 1.0)
     alice.hear(CAROL, Propose(LOW, 40.0 - now), now)

@@ -1,4 +1,4 @@
-"""A node that saves its traffic."""
+"""A node with a limited traffic budget."""
 
 from __future__ import annotations
 

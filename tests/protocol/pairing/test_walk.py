@@ -1,4 +1,4 @@
-"""A walk through everything: a peer that sends anything at any time, and a node that must keep its promises."""
+"""A random walk: a peer sends anything at any time, and the node keeps its invariants."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
     for _ in range(rng.randrange(60)):
         now = min(now + rng.choice([0.0, rng.uniform(0, 5)]), timer)
         action = rng.randrange(10)
-        if exchange is not None and rng.random() < 0.3:  # it ends, as it may
+        if exchange is not None and rng.random() < 0.3:  # it ends in one of the possible ways
             ended, exchange = exchange, None
             is_committed = rng.random() < 0.3
             outcomes += is_committed
@@ -129,7 +129,7 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
     if ready_at == math.inf:
         ready_at = now
         handle(ContributionReady(0))
-    while not outcomes:  # from here on nobody says a word
+    while not outcomes:  # from here on no peer sends anything
         if exchange is not None:
             ended, exchange = exchange, None
             handle(ExchangeEnded(ended.session, ended.peer, committed=False, is_broken=True))
@@ -143,7 +143,7 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
 
 
 def _reachable(state: State) -> set[State]:
-    """The states that one event may lead to, through others."""
+    """Return the states reachable from a state by any number of transitions, itself included."""
     reached = {state}
     while fresh := {after for step in reached for after in FOLLOWING[step]} - reached:
         reached |= fresh

@@ -1,4 +1,4 @@
-"""The benchmark of the page, small: a daemon, members of its run, and a browser."""
+"""The dashboard's benchmark, small: a daemon, members of its run, and a browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: on Debian, apt install chromium")
 def test_a_page_about_many_members_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard, "SETTLE_SECONDS", 0.0)
-    figures = measure(tmp_path, 100, 6.0, lambda text: None)  # members come every five seconds
+    figures = measure(tmp_path, 100, 6.0, lambda text: None)  # a new member every five seconds
 
     members, overview, with_page, without = figures.rows
     for row in (members, overview):

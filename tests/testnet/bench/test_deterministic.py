@@ -1,4 +1,4 @@
-"""The benchmark of equal bits: what is made of figures; and, as a soak test, a tiny one of real processes."""
+"""The benchmark of deterministic training: its results from given figures; as a soak test, a tiny real one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TINY = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 1
 
 
 def test_a_trainer_is_compared_turn_by_turn() -> None:
-    """The machine became slower by half; in each turn the setting costs a tenth."""
+    """The machine becomes slower by half; in each turn the setting costs a tenth."""
     figures = StepFigures(3_000_000, 8)
     figures.seconds[PLAIN] += [1.0, 1.2, 1.5]
     figures.seconds[DETERMINISTIC] += [1.1, 1.32, 1.65]

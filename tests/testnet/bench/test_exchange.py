@@ -29,7 +29,7 @@ HEADLINES = (
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a small benchmark has written."""
+    """Return the folder with the results of a small benchmark."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "FIGURES.md").write_text("Prose.\n\n<!-- begin exchange -->\n<!-- end exchange -->\n")
     with open_bench("exchange", folder, folder / "FIGURES.md", repeats=1) as bench:
@@ -156,7 +156,7 @@ def test_a_payload_knows_what_has_arrived() -> None:
 
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_a_project_has_a_peer_where_its_process_looks(name: str) -> None:
-    """The projects cannot be imported here: each lives in an environment of its own."""
+    """The projects cannot be imported here: each has its own environment."""
     assert f"\nclass {class_of(name)}:\n" in Path(peer.__file__).with_name(f"{name}.py").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of faults over plays whose reports are there: what it makes of them, and what is no pass."""
+"""The benchmark of faults on finished plays: its results, and which plays do not pass."""
 
 from __future__ import annotations
 

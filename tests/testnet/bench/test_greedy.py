@@ -1,4 +1,4 @@
-"""The benchmark of greedy members: who does not follow through gets less than who does, and honest members stay."""
+"""The benchmark of greedy members: one that does not follow through gains less, and honest members stay."""
 
 from __future__ import annotations
 

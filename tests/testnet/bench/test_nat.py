@@ -1,4 +1,4 @@
-"""The benchmark of homes: real hosts in the NAT lab, every pair under the soak mark."""
+"""The benchmark of homes: real hosts in the NAT lab; all pairs as a soak test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farandole.testnet.namespace import NamespaceError, require
 from farandole.testnet.natlab.kinds import KindError
 from farandole.testnet.natlab.lab import open_lab
 
-# Both must send at once; no way but by a relay; two NATs in a row, and one that lets all in; hardly anything gets out.
+# Both must send at once; only by relay; two NATs in a row, one that admits all; a home with hardly any way out.
 CHARACTERISTIC = (
     ("port-restricted", "port-restricted"),
     ("symmetric", "port-restricted"),

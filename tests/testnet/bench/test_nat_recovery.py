@@ -1,4 +1,4 @@
-"""The benchmark of homes in trouble: what it says; and all of it, in the NAT lab, under the soak mark."""
+"""The benchmark of homes in trouble: its output; as a soak test, all of it in the NAT lab."""
 
 from __future__ import annotations
 

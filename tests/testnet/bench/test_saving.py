@@ -1,4 +1,4 @@
-"""The benchmark of saving: what is made of figures; and, as a soak test, a tiny one of real processes."""
+"""The benchmark of saving: its results from given figures; as a soak test, a tiny one with real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rounds(way: str, *seconds: float, held: float = 0.0, write: float | None = N
 
 
 def test_what_is_lost_is_told_turn_by_turn() -> None:
-    """The machine grew slower by half meanwhile; each turn has a round of each."""
+    """The machine becomes slower by half during the test; each turn has a round of each kind."""
     played = [*rounds(NONE, 10.0, 12.0, 15.0), *rounds("behind", 10.1, 12.3, 15.2, held=0.1, write=2.0)]
 
     none, behind = rows_of(played)

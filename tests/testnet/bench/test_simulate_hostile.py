@@ -1,4 +1,4 @@
-"""Liars among real replicas: what they do without a guard, and how little is left of it with one."""
+"""Liars among real replicas: the harm they do without a guard, and how little is left of it with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of stages: what is made of figures; and, as a soak test, a tiny one of real processes."""
+"""The benchmark of stages: its results from given figures; as a soak test, a tiny one with real processes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from farandole.testnet.bench.training import flops_per_token, manifest_of_bench,
 
 
 def test_a_rate_is_the_slope_of_what_was_seen() -> None:
-    """Samples come up to a second late; what they say over a minute is right nevertheless."""
+    """Samples arrive up to a second late; the rate over a minute is right nevertheless."""
     samples = [(10.0 + at + late, 1_000 * at) for at, late in zip(range(60), [0.0, 0.9, 0.4] * 20, strict=True)]
 
     assert slope(samples) == pytest.approx(1_000, rel=0.01)

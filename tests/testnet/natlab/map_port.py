@@ -1,6 +1,6 @@
-"""Ask the router for a TCP port, from a host behind it: ``map_port.py PORT``. Prints what it says, as JSON.
+"""Ask the router for a TCP port, from a host behind it: ``map_port.py PORT``. Prints the answer as JSON.
 
-It is looked for by UPnP's discovery (SSDP), and asked by NAT-PMP (RFC 6886), since that takes four lines.
+The router is found by UPnP's discovery (SSDP), and asked by NAT-PMP (RFC 6886), since that takes four lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ATTEMPTS = 20
 
 
 def ask(sock: socket.socket, message: bytes, address: tuple[str, int]) -> bytes:
-    """Again and again: the router's daemon may have begun a moment ago."""
+    """Ask repeatedly: the router's daemon may have only just started."""
     for _ in range(ATTEMPTS):
         sock.sendto(message, address)
         try:
@@ -39,7 +39,7 @@ def main() -> None:
         router = ("192.168.1.1", 5351)
         answer = ask(sock, struct.pack(">BB", 0, 0), router)
         external = socket.inet_ntoa(answer[8:12])
-    with socket.socket(type=socket.SOCK_DGRAM) as sock:  # another: a second answer to the first question may come
+    with socket.socket(type=socket.SOCK_DGRAM) as sock:  # a new one: a second answer to the first may come
         sock.settimeout(0.5)
         answer = ask(sock, struct.pack(">BBHHHI", 0, 2, 0, port, port, 3600), router)
         _, _, result, _, _, mapped, _ = struct.unpack(">BBHIHHI", answer)

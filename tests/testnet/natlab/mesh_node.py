@@ -1,6 +1,6 @@
-"""A node's host and connectivity, without a trainer, told whom to dial by lines of JSON; it prints what has changed.
+"""A node's host and connectivity, without a trainer; it dials the peers named by lines of JSON, and prints changes.
 
-It listens on port 4001, and on those that are arguments; ``lease=SECONDS``: it asks its router for them.
+It listens on port 4001, and on the ports given as arguments; ``lease=SECONDS``: it requests them from its router.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PORT = 4001
 
 
 class Dial(msgspec.Struct):
-    """One line of the input."""
+    """A line of the input."""
 
     peer: str
     """Public key in hex."""

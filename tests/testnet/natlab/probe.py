@@ -1,12 +1,13 @@
-"""Plain sockets on one host, told what to do by lines of JSON: what can be reached from here, without libp2p.
+"""Plain sockets on one host, controlled by lines of JSON: what can be reached from here, without libp2p.
 
 A request is ``{"id": 1, "do": ...}`` with the fields of `ProbeRequest`, the answer ``{"id": 1, "result": ...}``;
-several may run at once. ``observe`` takes a local port, and asks a third host how it appears outside. ``punch`` then
-tries for a path between that port and what was observed of another host's, while that does the same. ``connect`` is a
-plain connection to an address, which the host that observes there answers. ``serve`` is what the third host does.
+several may run at once. ``observe`` takes a local port, and asks a third host which address it has outside. ``punch``
+then tries to open a path between that port and another host's observed address, while the other host does the same.
+``connect`` opens a plain connection to an address, and the host that observes there answers it. ``serve`` is the third
+host's part.
 
-Whatever the way, a TCP path counts once both ends have read from it the token that both were given: an accepted
-connection, one that was called, and one that came of both calling at once (RFC 9293, section 3.5) look alike.
+A TCP path counts once both ends have read from it the token that both were given, however it was opened: an accepted
+connection, an outgoing one, and a simultaneous open (RFC 9293, section 3.5) look alike.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import trio
 from farandole.testnet.natlab.kinds import Protocol
 
 TOKEN_BYTES: Final = 16
-# Between two calls, or two datagrams: a home's router may have dropped the one before, as the other side's came later.
+# Between two attempts: a home's router may have dropped the earlier one, if it came before the other side's.
 _REPEAT_INTERVAL: Final = 0.1
-# After a datagram path is known here, datagrams go on for so long, so that the other side knows too.
+# After a datagram path is known here, datagrams are sent for this long, so that the other side detects it too.
 _LINGER: Final = 3 * _REPEAT_INTERVAL
 _MAX_LINE: Final = 4_096
 _BACKLOG: Final = 16
@@ -37,22 +38,22 @@ Address = tuple[str, int]
 
 
 class ProbeRequest(msgspec.Struct):
-    """One line of the input."""
+    """A line of the input."""
 
     id: int
     do: str
     port: int = 0
-    """Local."""
+    """Local port."""
     protocol: Protocol = "tcp"
     target: Address = ("", 0)
-    """The third, or the other host as observed."""
+    """Address of the third host, or the observed one of the other host."""
     token: str = ""
     seconds: float = 1.0
 
 
 @dataclass
 class _Port:
-    """A local port that is in use, with what connections to it are asked for."""
+    """A local port in use, with the connections that arrived at it."""
 
     sock: trio.socket.SocketType
     arrivals: trio.MemoryReceiveChannel[trio.socket.SocketType] | None = None
@@ -60,13 +61,13 @@ class _Port:
 
 @dataclass
 class Probe:
-    """``nursery`` outlives the requests: what they opened stays open, as an application's sockets do."""
+    """``nursery`` outlives the requests: sockets that they opened stay open, as an application's do."""
 
     nursery: trio.Nursery
     ports: dict[tuple[Protocol, int], _Port] = field(default_factory=dict)
 
     async def serve(self, request: ProbeRequest) -> bool:
-        """Tell everybody who asks how he appears."""
+        """Tell each caller which address it has outside."""
         listener = await _bound("tcp", request.port)
         listener.listen(_BACKLOG)
         self.nursery.start_soon(_tell_callers, listener, self.nursery)
@@ -74,7 +75,7 @@ class Probe:
         return True
 
     async def observe(self, request: ProbeRequest) -> Address | None:
-        """How the local port appears to the third, or None if that cannot be reached."""
+        """Return the local port's address as the third host sees it, or None if that host cannot be reached."""
         sock = await _bound(request.protocol, request.port)
         port = self.ports[request.protocol, request.port] = _Port(sock)
         if request.protocol == "tcp":
@@ -91,13 +92,13 @@ class Probe:
                     answer = await sock.recv(_MAX_LINE)
         if not answer:
             return None
-        if request.protocol == "udp":  # from now on it is for others
+        if request.protocol == "udp":  # from now on it receives from other hosts
             port.sock = await _replaced(sock, request.port)
         seen: Address = msgspec.json.decode(answer.partition(b"\n")[0], type=Address)
         return seen
 
     async def connect(self, request: ProbeRequest) -> bool:
-        """Whether a call from any port is answered."""
+        """Return whether a call from any port is answered."""
         with trio.move_on_after(request.seconds), suppress(OSError):
             sock = trio.socket.socket()
             await sock.connect(request.target)
@@ -115,7 +116,7 @@ class Probe:
         return False
 
     async def punch(self, request: ProbeRequest) -> bool:
-        """Whether there is a path between the observed ports."""
+        """Return whether a path between the observed ports opens."""
         tries = _punch_tcp if request.protocol == "tcp" else _punch_udp
         with trio.move_on_after(request.seconds):
             await tries(self.ports[request.protocol, request.port], request)
@@ -161,7 +162,7 @@ async def _accept(listener: trio.socket.SocketType, arrive: trio.MemorySendChann
 
 
 async def _is_peer(sock: trio.socket.SocketType, token: bytes) -> bool:
-    """Whether the token comes back over the connection."""
+    """Return whether the token comes back over the connection."""
     received = b""
     with suppress(OSError):
         await sock.send(token)
@@ -174,7 +175,7 @@ async def _is_peer(sock: trio.socket.SocketType, token: bytes) -> bool:
 
 
 async def _punch_tcp(port: _Port, request: ProbeRequest) -> None:
-    """Returns once there is a connection."""
+    """Return once there is a connection."""
     assert port.arrivals is not None
     done = trio.Event()
     token = request.token.encode()
@@ -205,7 +206,7 @@ async def _punch_tcp(port: _Port, request: ProbeRequest) -> None:
 
 
 async def _punch_udp(port: _Port, request: ProbeRequest) -> None:
-    """Returns once datagrams have gone both ways."""
+    """Return once datagrams have arrived in both directions."""
     token = request.token.encode()
     targets: dict[Address, bytes] = {request.target: _CALLING}
     done = trio.Event()

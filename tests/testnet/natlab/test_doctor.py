@@ -1,4 +1,4 @@
-"""The doctor at home behind routers: it names what the router does."""
+"""The doctor at home behind routers: it reports what the router does."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .test_mesh import Node, open_nodes
 
 
 def address_of(home: Home, node: Node, port: int = PORT) -> str:
-    """Where the internet finds a node in an open home."""
+    """Return the public address of a node in an open home."""
     address = next(a for a in node.told["addresses"] if a.startswith(f"/ip4/{home.address}/"))
     return f"/ip4/{home.address}/tcp/{port}/p2p/{address.rpartition('/')[2]}"
 
 
 @contextlib.asynccontextmanager
 async def open_publics(lab: Lab, *ports: int) -> AsyncIterator[list[tuple[Home, Node]]]:
-    """Two public nodes that know each other to be public."""
+    """Open two public nodes, each of which knows that the other is public."""
     homes = [lab.add_home("open") for _ in range(2)]
     async with open_nodes(homes, lab.leash, *ports) as nodes:
         await nodes[0].dial(nodes[1])
@@ -39,7 +39,7 @@ async def open_publics(lab: Lab, *ports: int) -> AsyncIterator[list[tuple[Home, 
 
 
 async def visit(home: Home, folder: Path, *addresses: str) -> dict[str, Level]:
-    """What the doctor finds in a home -> how bad it is."""
+    """Run the doctor in a home; return its findings -> their level."""
     invite = encode_invite(Invite(bytes(32), addresses))
     command = [*home.host.enter, sys.executable, "-m", "farandole.node", "doctor", invite, "--json"]
     done = await trio.run_process(
@@ -64,7 +64,7 @@ async def test_what_a_router_does_is_named(lab: Lab, tmp_path: Path, kind: str, 
     with trio.fail_after(PATIENCE):
         async with open_publics(lab) as publics:
             home = lab.add_home(kind)
-            while cause not in causes:  # a busy peer may be a witness too late
+            while cause not in causes:  # a busy peer may become a witness late
                 causes = await visit(home, tmp_path, *(address_of(*public) for public in publics))
     assert causes[cause] is level
     assert ("udp-fine" in causes) == (kind != "udp-blocked")
@@ -104,6 +104,6 @@ async def test_a_router_that_opens_ports(full_lab: Lab, tmp_path: Path) -> None:
     home = full_lab.add_home("upnp")
     causes: dict[str, Level] = {}
     with trio.fail_after(PATIENCE):
-        while "upnp-fine" not in causes:  # the router's daemon may have begun a moment ago
+        while "upnp-fine" not in causes:  # the router's daemon may have only just started
             causes = await visit(home, tmp_path)
     assert "bootstrap-none" in causes

@@ -12,7 +12,7 @@ from farandole.testnet.natlab.kinds import (
     kind_named,
 )
 
-# Who is punched through to whom; the four cones beside symmetric as in RFC 5128 and every textbook.
+# Kind -> kinds with which hole punching works; the four cones and symmetric as in RFC 5128 and every textbook.
 _CONES = ["open", "firewall", "full-cone", "address-restricted", "port-restricted", "carrier", "udp-blocked", "upnp"]
 PUNCHABLE = {
     "open": [*_CONES, "symmetric"],

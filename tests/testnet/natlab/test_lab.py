@@ -1,4 +1,4 @@
-"""The lab proves itself with plain sockets: what gets through between two kinds of homes is what theory says."""
+"""The lab is checked with plain sockets: between two kinds of homes exactly what theory predicts gets through."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.testnet.natlab.lab import Lab
 
 from .trial import expected, open_probes, try_pair
 
-# One direction opens; both at once open; none does; two NATs in a row, and one whose port nobody guesses.
+# One direction opens; both at once open; none does; two NATs in a row, one with a port that cannot be predicted.
 CHARACTERISTIC = (
     ("full-cone", "symmetric"),
     ("port-restricted", "port-restricted"),

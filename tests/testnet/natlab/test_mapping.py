@@ -1,4 +1,4 @@
-"""A home whose router opens ports for who asks: its node is public, whatever befalls the router."""
+"""A home whose router opens ports on request: its node is public, whatever happens to the router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEASE_SECONDS = 4
 
 
 def is_public_at(node: Node, home: Home) -> bool:
-    """Whether it has found out itself, and tells others where it is."""
+    """Return whether the node has found out its public address, and reports it to others."""
     address = f"/ip4/{home.address}/tcp/{PORT}/"
     return node.told["kind"] == "public" and any(told.startswith(address) for told in node.told["addresses"])
 
@@ -30,11 +30,11 @@ async def test_who_has_asked_its_router_is_public_and_stays_so(full_lab: Lab) ->
                 await node.dial(one)
             await mapped.dial(two)
             await until(lambda: is_public_at(mapped, home))
-            await trio.sleep(1.5 * LEASE_SECONDS)  # the first lease is over
+            await trio.sleep(1.5 * LEASE_SECONDS)  # the first lease has expired
             await until(lambda: is_public_at(mapped, home))
             await far.dial(mapped)
             await until(lambda: far.path(mapped) == mapped.path(far) == "direct")
-            home.change_address()  # its router begins anew
+            home.change_address()  # its router restarts
             await until(lambda: is_public_at(mapped, home))
             await two.dial(mapped)
             await until(lambda: two.path(mapped) == "direct")

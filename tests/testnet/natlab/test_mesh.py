@@ -1,4 +1,4 @@
-"""Nodes' hosts in homes behind NAT, with libp2p: who becomes direct, who stays relayed, and relays that go away."""
+"""Nodes' hosts in homes behind NAT, with libp2p: which become direct or stay relayed, and relays that disappear."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODE = Path(__file__).with_name("mesh_node.py")
 
 @dataclass
 class Node:
-    """A `mesh_node.py` in a home, and what it told last."""
+    """A `mesh_node.py` in a home, and its last report."""
 
     process: trio.Process
     told: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Node:
         return str(self.told.get("peer", ""))
 
     def path(self, peer: Node) -> str:
-        """How it reaches a peer."""
+        """Return how it reaches a peer."""
         return str(self.told["paths"].get(peer.name, ""))
 
     async def dial(self, peer: Node) -> None:
@@ -57,7 +57,7 @@ class Node:
 
 @contextlib.asynccontextmanager
 async def open_nodes(homes: list[Home], leash: Leash, *arguments: int | str) -> AsyncIterator[list[Node]]:
-    """One in each home, with these arguments, such as other ports on which it listens."""
+    """Open a node in each home, with these arguments, such as other ports to listen on."""
     async with trio.open_nursery() as nursery:
         nodes: list[Node] = []
         try:
@@ -74,7 +74,7 @@ async def open_nodes(homes: list[Home], leash: Leash, *arguments: int | str) -> 
             await until(lambda: all(node.told for node in nodes))
             yield nodes
         finally:
-            with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
+            with trio.CancelScope(shield=True):  # killed processes end at once
                 for node in nodes:
                     node.process.kill()
                     await node.process.wait()
@@ -86,7 +86,7 @@ async def open_nodes(homes: list[Home], leash: Leash, *arguments: int | str) -> 
 
 
 def has_relays(node: Node) -> Callable[[], bool]:
-    """Whether it is reserved with two, and says so to others."""
+    """Return a check whether the node has reservations with two relays, and announces both."""
     return lambda: len(node.told["relays"]) == 2 == sum("/p2p-circuit" in a for a in node.told["addresses"])
 
 
@@ -106,7 +106,7 @@ async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: La
             for node in (near, far, hard, harder):
                 await until(has_relays(node))
             verdicts = ["public"] * 2 + ["punchable"] * 2 + ["relay only"] * 2
-            # With one witness they may be others.
+            # With one witness the verdicts may differ.
             await until(lambda: [node.told["kind"] for node in nodes] == verdicts)
             await near.dial(far)
             await until(lambda: near.path(far) == far.path(near) == "punched")

@@ -1,4 +1,4 @@
-"""What can befall a home: its line, its cable, its router, its address. With plain sockets; nothing leaves the lab."""
+"""Events in a home: its line, its cable, its router, its address. With plain sockets; nothing leaves the lab."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ with open_leash() as leash, open_lab(leash) as lab:
 
 @dataclass
 class World:
-    """A home, a public host that tells it how it appears, and one that calls it."""
+    """A home, a public host that reports the home's outside address, and a host that calls it."""
 
     home: Home
     third: Home
     probes: dict[str, ProbeProcess]
 
     async def observe(self, seconds: float = PATIENCE) -> tuple[str, int] | None:
-        """How a fresh port of the home appears outside."""
+        """Return the outside address of a fresh port of the home."""
         return await self.probes["home"].observe("tcp", self.third.address, self.probes["home"].take_port(), seconds)
 
     async def calls(self, target: tuple[str, int], port: int, seconds: float = PATIENCE) -> bool:
-        """Whether the other one's call to the target is answered from the home's port."""
+        """Return whether the other host's call to ``target`` is answered from the home's port."""
         given = {"token": secrets.token_hex(8), "seconds": seconds}
         results = []
 
@@ -116,7 +116,7 @@ async def test_a_lossy_line_loses_some(lab: Lab) -> None:
         async def observe() -> None:
             arrived.append(await probe.observe("udp", world.third.address, probe.take_port(), 0.3) is not None)
 
-        while not any(arrived):  # on a busy machine the third may sleep through some
+        while not any(arrived):  # on a busy machine the third may miss some
             async with trio.open_nursery() as nursery:
                 for _ in range(50):
                     nursery.start_soon(observe)
@@ -197,5 +197,5 @@ def _namespace_of(pid: int) -> str | None:
 
 
 def _namespaces() -> set[str | None]:
-    """In which any process is."""
+    """Return the network namespaces of all processes."""
     return {_namespace_of(int(path.name)) for path in Path("/proc").glob("[0-9]*")} - {None}

@@ -1,4 +1,4 @@
-"""The README's "Two machines", played in homes behind routers; where there can be no homes, on one computer."""
+"""The README's "Two machines", played in homes behind routers; on one computer if homes cannot be created."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...documents.player import Machine, MakeMachine, a_machine, on_this_compute
 
 
 def in_homes(lab: Lab, kinds: dict[str, str]) -> MakeMachine:
-    """Each machine in a home of a kind."""
+    """Place each machine in a home of its kind."""
 
     def at_home(name: str, folder: Path) -> Machine:
         return a_machine(folder / name, {}, lab.add_home(kinds[name]).host.enter, FARANDOLE_UPNP="true")
@@ -37,7 +37,7 @@ def machines() -> Iterator[MakeMachine]:
 
 
 def two_machines() -> str:
-    """The part of the page that is about them."""
+    """Return the part of the page about two machines."""
     page = (ROOT / "README.md").read_text()
     return page[page.index("## Two machines") : page.index("## Guides")]
 

@@ -1,4 +1,4 @@
-"""Two homes try to reach each other with plain sockets; what comes of it, beside what theory says."""
+"""Two homes try to reach each other with plain sockets, and the result is compared with theory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from farandole.testnet.natlab.kinds import HTTPS_PORT, HomeKind, Protocol
 from .probe import TOKEN_BYTES, Address
 
 PROBE: Final = Path(__file__).with_name("probe.py")
-# A path is there within milliseconds, or after one repetition of TCP's first packet, which takes a second. Where theory
-# knows none we wait no longer than that; where it knows one, for as long as a busy machine may take.
+# A path opens within milliseconds, or after one repetition of TCP's first packet, which takes a second. The trial waits
+# no longer than that if theory predicts no path, and otherwise as long as a busy machine may need.
 PATHLESS_SECONDS: Final = 1.5
 PATIENCE: Final = 20.0
-# Each trial takes ports that none took before, so that no NAT remembers them.
+# Each trial uses fresh ports, so that no NAT remembers them.
 _FIRST_PORT: Final = 20_000
 
 Name = TypeVar("Name", bound=Hashable)
@@ -35,7 +35,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Reach:
-    """What two homes can do; the first calls the second in ``connect``, and is called in ``connect_back``."""
+    """The ways in which two homes reach each other; in ``connect`` the first calls the second, else the reverse."""
 
     connect: bool
     connect_back: bool
@@ -44,7 +44,7 @@ class Reach:
 
 
 def expected(near: HomeKind, far: HomeKind) -> Reach:
-    """As theory has it."""
+    """Return what theory predicts."""
     return Reach(
         kinds.can_connect(near, far),
         kinds.can_connect(far, near),
@@ -55,7 +55,7 @@ def expected(near: HomeKind, far: HomeKind) -> Reach:
 
 @dataclass
 class ProbeProcess:
-    """A ``probe.py`` in a place."""
+    """A process that runs ``probe.py`` in a place."""
 
     process: trio.Process
     _next_port: int = _FIRST_PORT
@@ -64,7 +64,7 @@ class ProbeProcess:
     _answers: dict[int, tuple[trio.Event, list[Any]]] = field(default_factory=dict)
 
     def take_port(self) -> int:
-        """A local port of its own."""
+        """Return an unused local port."""
         self._next_port += 1
         return self._next_port
 
@@ -80,13 +80,13 @@ class ProbeProcess:
         return result[0]
 
     async def observe(self, protocol: Protocol, third: str, port: int, seconds: float = PATIENCE) -> Address | None:
-        """How that local port appears to the third; None if it cannot be reached."""
+        """Return the local port's address as the third host sees it; None if that host cannot be reached."""
         target = third, HTTPS_PORT
         answer = await self.ask("observe", protocol=protocol, port=port, target=target, seconds=seconds)
         return answer and tuple(answer)
 
     async def end(self) -> None:
-        """Kill it, and let go of its pipes."""
+        """Kill the process, and close its pipes."""
         self.process.kill()
         await self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -94,7 +94,7 @@ class ProbeProcess:
                 await pipe.aclose()
 
     async def receive(self) -> None:
-        """Take in the answers until the process ends."""
+        """Receive answers until the process ends."""
         assert self.process.stdout is not None
         buffer = b""
         with suppress(trio.ClosedResourceError):
@@ -111,7 +111,7 @@ class ProbeProcess:
 
 @asynccontextmanager
 async def open_probes(places: Mapping[Name, Location], leash: Leash) -> AsyncIterator[dict[Name, ProbeProcess]]:
-    """One in each place."""
+    """Open a probe in each place."""
     async with trio.open_nursery() as nursery:
         probes = {}
         try:
@@ -125,7 +125,7 @@ async def open_probes(places: Mapping[Name, Location], leash: Leash) -> AsyncIte
                 nursery.start_soon(probes[name].receive)
             yield probes
         finally:
-            with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
+            with trio.CancelScope(shield=True):  # killed processes end at once
                 for probe in probes.values():
                     await probe.end()
                     leash.release(probe.process.pid)
@@ -133,7 +133,7 @@ async def open_probes(places: Mapping[Name, Location], leash: Leash) -> AsyncIte
 
 
 async def try_pair(near: ProbeProcess, far: ProbeProcess, third: str, theory: Reach) -> Reach:
-    """Try everything at once; the third serves at port 443 of that address."""
+    """Try all ways at once; the third host serves at port 443 of that address."""
     connect, connect_back, punch_tcp, punch_udp = (
         PATIENCE if is_path else PATHLESS_SECONDS
         for is_path in (theory.connect, theory.connect_back, theory.punch_tcp, theory.punch_udp)
@@ -152,7 +152,7 @@ async def try_pair(near: ProbeProcess, far: ProbeProcess, third: str, theory: Re
 
 
 async def _connects(near: ProbeProcess, far: ProbeProcess, third: str, seconds: float) -> bool:
-    """Whether near can call what the third has observed of far."""
+    """Return whether ``near`` can call the address that the third host has observed of ``far``."""
     port = far.take_port()
     target = await far.observe("tcp", third, port)
     assert target is not None, "the third cannot be reached"
@@ -164,7 +164,7 @@ async def _connects(near: ProbeProcess, far: ProbeProcess, third: str, seconds: 
 
 
 async def _punches(near: ProbeProcess, far: ProbeProcess, protocol: Protocol, third: str, seconds: float) -> bool:
-    """Whether both find a path, each told what the third has observed of the other."""
+    """Return whether both find a path, each with the address that the third host has observed of the other."""
     near_port, far_port = near.take_port(), far.take_port()
     near_seen = await near.observe(protocol, third, near_port, seconds)
     far_seen = await far.observe(protocol, third, far_port, seconds)
@@ -182,7 +182,7 @@ def _new_token() -> str:
 
 
 async def _both(*trials: Callable[[], Awaitable[bool]]) -> bool:
-    """Do them at once."""
+    """Run the trials at once; return whether all succeed."""
     results = []
 
     async def note(trial: Callable[[], Awaitable[bool]]) -> None:

@@ -1,4 +1,4 @@
-"""Greedy pairing: it asks all, agrees with all, and meets them one after the other, or nobody."""
+"""Greedy pairing: it proposes to all, agrees with all, and meets them one after the other, or none at all."""
 
 from __future__ import annotations
 

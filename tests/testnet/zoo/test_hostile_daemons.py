@@ -1,4 +1,4 @@
-"""A hostile member among real daemons: what it sends is refused, they go on without it, and say so."""
+"""A hostile member among real daemons: they refuse its data, go on without it, and report it."""
 
 from __future__ import annotations
 

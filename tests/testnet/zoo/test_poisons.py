@@ -1,4 +1,4 @@
-"""What hostile members may train on: it does what it is meant to do, where nobody stops it."""
+"""Poisons that hostile members train on: each has its effect where nothing stops it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a play with hostile members is a pass: only if the honest are unharmed, and something was tried."""
+"""A play with hostile members passes only if the honest members are unharmed, and an attack was tried."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONDUCT = Conduct(
 
 
 def verdict(reasons: tuple[str, ...] = (), **changes: Any) -> HostileReport:
-    """Of a play in which the honest had this, beside one of the honest alone without a fault."""
+    """Judge a play with these changes for the honest members, compared with a faultless one of honest members alone."""
     attacked = msgspec.structs.replace(CONDUCT, **changes)
     return judge(
         SCENARIO,

@@ -13,7 +13,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a node that this machine's own settings say nothing to."""
+    """Return the folder of a node, without any settings from this machine's environment."""
     for name in os.environ:
         if name.startswith("FARANDOLE_"):
             monkeypatch.delenv(name)
@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], home: Path) -> Run:
-    """Run a command in this process; exit code, standard output, standard error."""
+    """Run a command in this process; return exit code, standard output, standard error."""
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""What `farandole service install` would write; tests/node/app/service has it run by systemd."""
+"""Units that `farandole service install` would write; tests/node/app/service has systemd run them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INVITE = encode_invite(Invite(bytes(32), ()))
 
 
 def started(out: str) -> list[str]:
-    """What a unit has systemd start, after the interpreter."""
+    """Return the arguments that a unit starts, after the interpreter."""
     (line,) = (line for line in out.splitlines() if line.startswith("ExecStart="))
     return line.split()[3:]
 

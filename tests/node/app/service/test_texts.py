@@ -1,4 +1,4 @@
-"""What the service managers read, as they read it."""
+"""Files for the service managers, parsed as these parse them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node in the hands of a real systemd, which serves one user in namespaces of its own."""
+"""A node under a real systemd, which serves one user in its own namespaces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class World:
-    """Where systemd runs, and commands see it."""
+    """The place where systemd runs, and where commands see it."""
 
     def __init__(self, process: subprocess.Popen[bytes], home: Path, environment: dict[str, str]) -> None:
         self.process = process
@@ -49,7 +49,7 @@ class World:
         )
 
     def first(self) -> str:
-        """The first process of the namespaces, as seen from here; nothing if there is none yet."""
+        """Return the first process of the namespaces, by its number outside; empty if there is none yet."""
         return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().strip()
 
     def farandole(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +62,7 @@ class World:
         return self.systemctl("show", "--property=MainPID", "--value", "farandole").stdout.strip()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """systemd tells nobody here of its doings, so it is asked."""
+        """Poll until the condition holds: systemd sends no notice here."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline
@@ -118,7 +118,7 @@ def test_a_node_is_installed_restarted_and_removed(world: World, tmp_path: Path)
     world.wait_for(world.is_up)
     assert json.loads(world.farandole("status", "--json").stdout)["peer_id"] == peer_id
 
-    # What no restart mends is left alone.
+    # An error that no restart can fix is left alone.
     (world.home / "config.toml").write_text("sloww = 4\n")
     world.systemctl("restart", "farandole")
     world.wait_for(lambda: world.systemctl("is-failed", "farandole").returncode == 0)

@@ -1,4 +1,4 @@
-"""A child process and its connection, with what Unix has for it and without."""
+"""A child process and its connection, with Unix features and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of nodes that have nothing of what Windows has not: the system's features and its open files taken away."""
+"""A run of nodes without the features that Windows lacks: system calls, and changes to open files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not features.HAS_PROC, reason="taken away from L
 
 @pytest.fixture
 def denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where it is written down what the nodes wanted of open files."""
+    """Return the log of changes to open files that the nodes tried."""
     path = tmp_path / "denied"
     path.touch()
     monkeypatch.setenv("DENIED_LOG", str(path))
@@ -74,7 +74,7 @@ async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
     for home in homes:
         assert not (home / "control.port").exists()
         assert any((home / "checkpoints").glob("*.safetensors"))
-    # Older checkpoints and copies that others may still ask for stay until the next save, memory that somebody still
-    # looks at until the next trainer; nothing else is in the way, and nothing is renamed.
+    # Older checkpoints and copies that others may still request stay until the next save, shared memory that is in use
+    # until the next trainer; no other file is denied, and nothing is renamed.
     kept = re.compile(r"os.remove .*\.(safetensors|blocks|shared)")
     assert [line for line in denied.read_text().splitlines() if not kept.match(line)] == []

@@ -1,4 +1,4 @@
-"""A counter in shared memory: what is stored there, and what of it another epoch believes."""
+"""A counter in shared memory: stored values, and which of them another epoch accepts."""
 
 from __future__ import annotations
 

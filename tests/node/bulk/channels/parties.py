@@ -1,4 +1,4 @@
-"""Nodes with bulk channels over loopback TCP, whose libp2p streams are memory."""
+"""Nodes with bulk channels over loopback TCP, whose libp2p streams are in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...parties import ALICE, BOB, RUN_ID, MemoryHost, MemoryStream
 
 
 class BulkStream(MemoryStream):
-    """One end of a libp2p stream; ``change`` alters the proposals that go through it."""
+    """One end of a libp2p stream; ``change`` alters the proposals sent through it."""
 
     def __init__(self, stream: trio.abc.Stream, peer: bytes, host: BulkHost) -> None:
         super().__init__(stream, peer, host.faults)
@@ -89,7 +89,7 @@ class Party:
 async def two_parties(
     run_id: bytes = RUN_ID, handshake_hash: bytes = MemoryStream.handshake_hash
 ) -> AsyncIterator[tuple[Party, Party]]:
-    """Alice and Bob; the run and the connection are what Bob believes."""
+    """Open Alice and Bob; ``run_id`` and ``handshake_hash`` are Bob's."""
     network: dict[bytes, MemoryHost] = {}
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
@@ -104,7 +104,7 @@ async def two_parties(
 
 
 async def meet(alice: Party, bob: Party) -> tuple[BulkChannel, BulkChannel]:
-    """Both ends of a channel."""
+    """Return both ends of a channel."""
     with bob.service.expecting(ALICE):
         near = await alice.service.acquire(BOB)
     assert near is not None
@@ -114,7 +114,7 @@ async def meet(alice: Party, bob: Party) -> tuple[BulkChannel, BulkChannel]:
 
 
 async def assert_no_channel(alice: Party, bob: Party) -> None:
-    """When the negotiation is over at both ends."""
+    """Assert that there is no channel once the negotiation is over at both ends."""
     for service in (alice.service, bob.service):
         while service._races:
             await trio.lowlevel.checkpoint()
@@ -122,7 +122,7 @@ async def assert_no_channel(alice: Party, bob: Party) -> None:
 
 
 async def move(sender: BulkChannel, receiver: BulkChannel, data: bytes) -> None:
-    """Send and compare, the hash too."""
+    """Send data and compare them, including the hash."""
     memory, so_far = bytearray(len(data)), sender.num_sent
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sender.send, memoryview(data))

@@ -1,4 +1,4 @@
-"""Somebody on the path of a channel."""
+"""An attacker on the path of a channel."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ...sockets import tcp_pair
 
 
 class Meddler:
-    """Between two ends of a channel: passes on what Alice's sends, record by record, as ``change`` makes it."""
+    """Sits between two ends of a channel: forwards Alice's records, as changed by ``change``."""
 
     def __init__(self, change: Callable[[list[bytes]], list[bytes]]) -> None:
         self._change = change
         self.has_ended = trio.Event()
-        """Set once all is passed on, and the end of it too."""
+        """Set once everything is forwarded, the end of the stream included."""
 
     async def run(self, from_alice: trio.SocketStream, to_bob: trio.SocketStream, num_records: int) -> None:
         records = [await self._read_record(from_alice) for _ in range(num_records)]
@@ -105,7 +105,7 @@ async def test_who_meddles_on_the_path_breaks_the_channel_and_nothing_counts(
 
 @asynccontextmanager
 async def open_meddled(meddler: Meddler, num_records: int) -> AsyncIterator[tuple[BulkChannel, BulkChannel]]:
-    """Both ends of a channel that leads through somebody else once it is open."""
+    """Open both ends of a channel that leads through an attacker once it is open."""
     (alices, from_alice), (to_bob, bobs) = tcp_pair(), tcp_pair()
     near = BulkChannel(BOB, b"s" * 16, alices, SECRETS, Shaping())
     far = BulkChannel(ALICE, b"s" * 16, bobs, Secrets(SECRETS.opening, SECRETS.sealing), Shaping())
@@ -117,7 +117,7 @@ async def open_meddled(meddler: Meddler, num_records: int) -> AsyncIterator[tupl
         nursery.start_soon(meddler.run, *middle, num_records)
         try:
             yield near, far
-        finally:  # before the meddler's end: where Bob's window is shut, nothing but this lets him go
+        finally:  # before the meddler's end: if Bob's window is shut, only this releases him
             for end in (near, far):
                 end.close()
     for stream in middle:
@@ -131,9 +131,9 @@ SECRETS = Secrets(b"n" * 32, b"f" * 32)
     ("answerers", "num_opened"),
     [
         (Secrets(SECRETS.opening, SECRETS.sealing), 2),
-        (SECRETS, 0),  # as who hears himself has
-        (Secrets(SECRETS.opening, b"x" * 32), 0),  # the answerer hears nothing that it can open, and says nothing
-        (Secrets(b"x" * 32, SECRETS.sealing), 1),  # and here the asker
+        (SECRETS, 0),  # as for an end that receives its own data
+        (Secrets(SECRETS.opening, b"x" * 32), 0),  # the answerer cannot open any record, and sends none
+        (Secrets(b"x" * 32, SECRETS.sealing), 1),  # and here the asker cannot
     ],
 )
 async def test_ends_with_different_keys_open_no_channel(answerers: Secrets, num_opened: int) -> None:

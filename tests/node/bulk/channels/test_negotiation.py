@@ -1,4 +1,4 @@
-"""How a channel comes about, and who gets none."""
+"""Negotiation of a channel, and peers that get none."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ async def test_a_cancelled_negotiation_leaves_nothing_behind(alice: Party, bob: 
 
 
 class CancelledAt(trio.abc.Instrument):
-    """Cancels a scope before the task that makes this takes its ``step``-th step from then on."""
+    """Cancels a scope before the task that creates this object takes its ``step``-th step."""
 
     def __init__(self, scope: trio.CancelScope, step: int) -> None:
         self._task, self._scope, self.steps_left = trio.lowlevel.current_task(), scope, step
@@ -216,7 +216,7 @@ class CancelledAt(trio.abc.Instrument):
 
 @contextlib.contextmanager
 def cancelled_at(step: int) -> Iterator[CancelledAt]:
-    """At this step, the block ends."""
+    """Cancel the block at this step."""
     with trio.CancelScope() as scope:
         instrument = CancelledAt(scope, step)
         trio.lowlevel.add_instrument(instrument)
@@ -240,7 +240,7 @@ async def test_wherever_an_attempt_is_cancelled_no_socket_is_left_open() -> None
         assert not [str(each.message) for each in warned], f"cancelled at step {step}"
         if instrument.steps_left > 0:
             break
-    assert step > 5  # else it was over before there was anything to leave
+    assert step > 5  # otherwise there was nothing to cancel
 
 
 async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
@@ -267,7 +267,7 @@ async def test_each_negotiation_has_keys_of_its_own(alice: Party, bob: Party) ->
 
 
 async def test_who_passes_anothers_proposals_on_gets_between_nobody(alice: Party, bob: Party) -> None:
-    """Mallory, in the middle of two libp2p streams of her own: Alice means her, and Bob does."""
+    """Mallory is in the middle of two libp2p streams of her own: Alice means to talk to her, and so does Bob."""
     mallory = b"m" * 32
     alice.host.network[mallory] = bob.host  # Alice's stream to Mallory ends at Bob, unchanged
     with bob.service.expecting(ALICE):
@@ -277,7 +277,7 @@ async def test_who_passes_anothers_proposals_on_gets_between_nobody(alice: Party
 
 @pytest.mark.parametrize("other", [{"run_id": b"x" * 32}, {"handshake_hash": b"x" * 32}])
 async def test_ends_in_different_runs_or_on_different_connections_get_no_channel(other: dict[str, bytes]) -> None:
-    """As where somebody passes proposals on, between two connections of its own."""
+    """A man in the middle would need this: proposals forwarded between two connections of its own."""
     async with two_parties(**other) as (alice, bob):
         with bob.service.expecting(ALICE):
             assert await alice.service.acquire(BOB) is None

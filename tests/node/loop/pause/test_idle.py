@@ -13,7 +13,7 @@ GAME = Seen(on_battery=False, gpu_users=("game (process 7)",), others_cpu=0.0)
 
 
 class Story:
-    """A watch that looks every `STEP` seconds of its own time."""
+    """A watch that looks every `STEP` seconds of virtual time."""
 
     def __init__(self, cpu_limit: float = 0.0, *, may_use_battery: bool = False) -> None:
         self.watch = IdleWatch(cpu_limit, may_use_battery=may_use_battery)
@@ -25,7 +25,7 @@ class Story:
         return self.watch.look(seen, self.now)
 
     def seconds_until(self, seen: Seen, *, is_resting: bool) -> float:
-        """How long the same has to be seen until the node rests, or trains."""
+        """Return how long this has to be seen until the node rests, or trains."""
         began = self.now
         while bool(self.look(seen)) != is_resting:
             assert self.now - began < 2 * MAX_CALM_SECONDS, "it never does"
@@ -85,7 +85,7 @@ def test_others_cores_count_where_that_is_asked_for() -> None:
     busy, less, calm = (Seen(others_cpu=share) for share in (0.9, 0.4, 0.2))
     story = Story(cpu_limit=0.5)
     assert story.seconds_until(busy, is_resting=True) >= BEGIN_SECONDS[Reason.CPU]
-    assert all(story.look(less) for _ in range(100))  # below the limit, and not far below
+    assert all(story.look(less) for _ in range(100))  # below the limit, but not far below
     story.seconds_until(calm, is_resting=False)
     assert not any(story.look(less) for _ in range(100))
     unasked = Story()
@@ -99,7 +99,7 @@ def test_what_cannot_be_told_is_no_reason() -> None:
 
 @given(st.lists(st.booleans(), max_size=400))
 def test_it_never_flaps(uses: list[bool]) -> None:
-    """Whatever others do, a rest lasts as long as the calm it asks for, at least."""
+    """Whatever other programs do, a rest lasts at least as long as the calm that it requires."""
     story = Story()
     resting, began = False, story.now
     for is_used in uses:

@@ -1,4 +1,4 @@
-"""Looking at a machine that the test has made: a tree of files, and a program on the PATH."""
+"""Probes of a machine made by the test: a tree of files, and a program on the PATH."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_no_table_is_said(text: str) -> None:
 
 
 def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """A program of that name, first on the PATH."""
+    """Install a program of that name, first on the PATH."""
     folder.mkdir(exist_ok=True)
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -74,7 +74,7 @@ def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: st
 
 
 def table(*pids: int) -> str:
-    """A script that says that these compute."""
+    """Return a script that reports these processes as computing."""
     rows = "".join(f"    0 {pid} C 50 10 - - python\n" for pid in pids)
     return f"cat <<'END'\n{OLD_TABLE.splitlines()[0]}\n{rows}END"
 
@@ -87,7 +87,7 @@ async def test_own_processes_are_told_from_others(tmp_path: Path, monkeypatch: p
 
 
 async def test_numbers_of_outside_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container, where our own trainer has a number that we do not know."""
+    """Our own trainer in a container has a process number that we do not know."""
     gone = await trio.lowlevel.open_process(["true"])
     await gone.wait()
     install_nvidia_smi(tmp_path, monkeypatch, table(gone.pid))
@@ -113,7 +113,7 @@ async def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch
 
 
 async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in a driver that hangs, which no test can make: here its thread waits for the test."""
+    """A process hangs in a driver, which no test can cause: here its thread waits for the test."""
     monkeypatch.setattr(probing, "GPU_TIMEOUT", 0.1)
     monkeypatch.setattr(probing, "KILL_TIMEOUT", 0.1)
     install_nvidia_smi(tmp_path, monkeypatch, table())
@@ -139,7 +139,7 @@ async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypat
 
 
 def write_supply(system: Path, name: str, **said: str) -> None:
-    """As the kernel has it."""
+    """Write a power supply's files as the kernel does."""
     folder = system / "class" / "power_supply" / name
     folder.mkdir(parents=True, exist_ok=True)
     for key, value in said.items():

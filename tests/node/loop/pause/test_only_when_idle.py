@@ -1,4 +1,4 @@
-"""A node with its trainer, on a machine that others want now and then: what the GPU's driver says is the test's own."""
+"""A node with its trainer, on a machine that others use at times: the test provides the GPU driver's answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ cat "$(dirname "$0")/users"
 async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All is real but the driver, the machine's idea of a minute, and the battery, of which it has none."""
+    """Everything is real except the driver, the length of a minute, and the battery, of which there is none."""
     monkeypatch.setattr(idle_keeper, "LOOK_INTERVAL", 0.05)
     monkeypatch.setattr(idle, "CALM_SECONDS", 0.1)
     monkeypatch.setattr(idle, "BEGIN_SECONDS", dict.fromkeys(idle.Reason, 0.0))
@@ -90,7 +90,7 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
             assert not Path(f"/proc/{trainer}").exists()
             users.write_text("")
             await says("trainer ready")
-            users.write_text(f"0 {journal.state.trainer_pid} C 90 40 - - python\n")  # its own is nobody else's
+            users.write_text(f"0 {journal.state.trainer_pid} C 90 40 - - python\n")  # its own use does not count
             await says("round ")
             await says("round ")
             daemon.is_leaving.set()

@@ -1,4 +1,4 @@
-"""The owner's word and his quiet hours, by a clock of the test's own."""
+"""The owner's pauses and quiet hours, by a test clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIDNIGHT = datetime(2026, 11, 23)
 
 @asynccontextmanager
 async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestKeeper, Rest]]:
-    """Whose local time is Monday's midnight at first, and goes on with trio's."""
+    """Open a keeper whose local time starts at Monday's midnight, and advances with trio's clock."""
     rest, began = Rest(), trio.current_time()
     async with open_store(home / "store.sqlite") as store:
 
@@ -36,7 +36,7 @@ async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestKeeper
 async def test_a_node_rests_in_its_quiet_hours_and_not_else(
     tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A day of them, looked at in the middle of each minute."""
+    """A day with quiet hours, checked in the middle of each minute."""
     monkeypatch.setattr(keeper_module, "LOOK_INTERVAL", 20.0)
     changes: list[tuple[str, bool]] = []
     async with open_keeper(tmp_path, "09:00-12:30", "22:00-01:00") as (keeper, rest), trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""A link's driver over streams in memory: Bob's node sends a gradient, Alice hears what comes."""
+"""A link's driver over streams in memory: Bob's node sends a gradient, Alice receives it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def send_data(link: Link, data: memoryview) -> bytes:
 
 
 class Line:
-    """A stream to Alice; ``on_sent`` is called with the number of writes after each."""
+    """A stream to Alice; ``on_sent`` is called after each write, with the number of writes."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.is_bulk = False
@@ -95,7 +95,7 @@ class Alice:
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 @pytest.mark.parametrize("when", range(4))
 async def test_a_gradient_whose_memory_is_another_s_is_not_taken_for_one(num_chunks: int, when: int) -> None:
-    """Bob drops a microbatch after ``when`` writes of its gradient, and at once uses its memory again."""
+    """Bob drops a microbatch after ``when`` writes of its gradient, and reuses its memory at once."""
     size = (num_chunks - 1) * DATA_BYTES + 100
     near, far = trio.testing.memory_stream_pair()
     line, alice = Line(far), Alice(near, size)
@@ -141,7 +141,7 @@ async def test_a_gradient_whose_memory_is_another_s_is_not_taken_for_one(num_chu
 
 
 async def test_what_comes_with_the_welcome_is_heard() -> None:
-    """Bob opens a link to Alice, whose first credits leave in one write with her welcome."""
+    """Bob opens a link to Alice, whose first credits arrive in one write with her welcome."""
     near, far = trio.testing.memory_stream_pair()
     alice, heard = Link(False, HELLO, 1), list[Event]()
     bob = ActivationLink(0, Link(True, HELLO, 1), Line(far), Shaping())
@@ -161,7 +161,7 @@ async def test_what_comes_with_the_welcome_is_heard() -> None:
     assert heard == [Credits(3)]
 
 
-# Data that stop coming
+# Data that stop arriving
 
 SIZE = 5 * DATA_BYTES
 CHUNK = memoryview(bytes(DATA_BYTES))
@@ -169,7 +169,7 @@ SEALING, OPENING = b"s" * 32, b"o" * 32
 
 
 class Bob:
-    """A node downstream of Alice: it gives her microbatches memory, and notes what it hears."""
+    """A node downstream of Alice: it gives her microbatches memory, and records its events."""
 
     def __init__(self, stream: trio.abc.Stream, size: int, shaping: Shaping, channels: Channels | None = None) -> None:
         self.heard: list[Event] = []
@@ -189,7 +189,7 @@ class Bob:
 
 
 class Channels:
-    """Ways beside the stream: one channel, whose other end is Alice's socket."""
+    """Channels next to the stream: one, whose other end is Alice's socket."""
 
     def __init__(self) -> None:
         self.alice, bob = tcp_pair()
@@ -261,7 +261,7 @@ async def test_who_stops_in_the_middle_of_data_loses_the_link(
 
 
 async def test_a_gradient_must_come_too(autojump_clock: trio.testing.MockClock) -> None:
-    """Here it is the upstream node that waits."""
+    """The upstream node is the one that waits."""
     near, far = trio.testing.memory_stream_pair()
     bob, heard = Link(False, HELLO, SIZE), list[Event]()
     alice = ActivationLink(0, Link(True, HELLO, SIZE), Line(far), Shaping())
@@ -340,7 +340,7 @@ async def test_large_data_wait_for_a_route_and_small_data_do_not() -> None:
 async def test_who_stops_in_the_middle_of_a_channel_s_data_loses_the_link(
     pause: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent, or a byte now and then; over a real channel, so in real time."""
+    """The sender is silent, or sends a byte now and then; over a real channel, so in real time."""
     monkeypatch.setattr(activation_link, "PROGRESS_TIMEOUT", 0.3)
     channels = Channels()
     with channels.alice, trio.fail_after(PATIENCE):

@@ -1,4 +1,4 @@
-"""A model in stages over real hosts, links and trainer processes learns what the whole model learns."""
+"""A model in stages over real hosts, links and trainer processes learns as the whole model does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ...trainer_commands import prepare_for
 STEPS = 8
 NUM_HELD_OUT = 2  # batches, which are microbatches here
 Values = npt.NDArray[np.float32]
-NUM_HONEST = 30  # microbatches, before a node falsifies
+NUM_HONEST = 30  # microbatches before a node falsifies
 RUN_ID = b"r" * 32
 
 
@@ -79,7 +79,7 @@ class Node:
     saved: trio.Event = field(default_factory=trio.Event)
     has_used_channels: bool = False
     falsify: Callable[[messages.Work, memoryview], None] = lambda work, outgoing: None
-    """Changes what a job has written, before it is sent."""
+    """Changes a job's output before it is sent."""
 
     async def run(self, manifest: Manifest, stage: int, steps: int = STEPS) -> None:
         sender, receiver = trio.open_memory_channel[messages.Command](100)
@@ -151,9 +151,9 @@ async def open_nodes(
     stages: Sequence[int] = (),
     warn: Callable[[int, str], None] = lambda number, text: None,
 ) -> AsyncIterator[list[Node]]:
-    """One node a stage, or one for each of ``stages``, connected with each other; the trainers are ready.
+    """Open one node for each stage of the model, or of ``stages``, connected with each other; the trainers are ready.
 
-    ``warn`` gets a node's number and what it warns of.
+    ``warn`` gets a node's number and its warning.
     """
     stages = stages or range(manifest.model.num_stages)
     folder.joinpath("texts").mkdir()
@@ -263,9 +263,9 @@ async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
     job: messages.Job,
     change: Callable[[Values], Values],
 ) -> None:
-    """The last of three nodes, after it has been honest for a while. A neighbour notices, and says so to its owner.
+    """The last of three nodes falsifies after being honest for a while. A neighbour notices, and warns its owner.
 
-    What the falsifier itself warns of is no matter: gradients of activations that it has reversed look odd to it, too.
+    The falsifier's own warnings do not matter: gradients of activations that it has reversed look odd to it, too.
     """
     manifest = manifest_of(2)
     warnings: list[str] = []
@@ -297,7 +297,7 @@ async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
 async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back(
     monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
 ) -> None:
-    """Long before the microbatch's own deadline. Two real hosts; one of them is a neighbour that stops."""
+    """The slot is free long before the microbatch's own deadline. Of two real hosts one is a neighbour that stops."""
     monkeypatch.setattr(activation_link, "PROGRESS_TIMEOUT", 0.5)
     manifest = msgspec.structs.replace(manifest_of(2, 1_024, 64), pipeline=PipelineConfig(microbatch_seconds=3_600.0))
     size = 2 * DATA_BYTES

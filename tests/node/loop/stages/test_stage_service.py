@@ -1,4 +1,4 @@
-"""A node takes a stage and moves to another; what the choice decides is tested where it is made."""
+"""A node takes a stage and moves to another; the choice itself is tested in tests/protocol/test_stage_choice.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ME, ANN, BOB = (bytes([number]) * 32 for number in range(1, 4))
 
 
 class World:
-    """What a keeper acts on: a membership and weights that keep what they are told, in order."""
+    """A membership and weights that record a keeper's calls, in order."""
 
     def __init__(self, others: dict[bytes, Provider], *, is_young: bool = False, has_weights: bool = True) -> None:
         self.others = others

@@ -71,7 +71,7 @@ def test_who_rests_until_there_is_some_has_an_hours_worth_then() -> None:
     st.lists(st.tuples(st.floats(1, 86_400), st.integers(0, 10 * GB), st.integers(0, 1000)), max_size=200),
 )
 def test_whoever_asks_first_never_moves_more_than_the_budget(limit: int, steps: list[tuple[float, int, int]]) -> None:
-    """Bulk that asks, as greedy as may be, and control that does not and takes less than its share."""
+    """Bulk asks as greedily as possible; control does not ask, and takes less than its share."""
     one, now = budget(limit), NOVEMBER
     for seconds, bulk, control in steps:
         now = min(now + timedelta(seconds=seconds), DECEMBER - timedelta(seconds=1))

@@ -1,4 +1,4 @@
-"""A node's traffic by a calendar of the test's own, a store on disk, and a process that is killed."""
+"""A node's traffic by a test calendar, with a store on disk, and a process that is killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT = 100 * GB
 
 
 class Story:
-    """A node that counts, in a home that is there again in its next life."""
+    """A node that counts its traffic, in a home that its next process finds again."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -66,7 +66,7 @@ async def test_what_moves_counts_both_ways_and_in_the_next_life(tmp_path: Path) 
         assert abs(story.used() - 5 * GB * WIRE_SHARE) <= 2
         exact = story.used()
     async with story.life():
-        assert story.used() == exact  # it ended in good order
+        assert story.used() == exact  # it ended properly
         story.now = datetime(2026, 12, 2)
         assert story.used() == 0
 
@@ -95,7 +95,7 @@ async def test_a_stage_rests_meanwhile_and_says_until_when(tmp_path: Path) -> No
         assert status is not None
         story.now = datetime.fromtimestamp(status.resumes_at) - timedelta(minutes=10)
         await story.keeper.look()
-        assert story.rest.is_on  # though some has come in: it does not flap
+        assert story.rest.is_on  # though more traffic is allowed by now: it does not flap
         story.now += timedelta(minutes=11)
         await story.keeper.look()
         assert not story.rest.is_on
@@ -111,7 +111,7 @@ async def test_at_its_end_the_node_is_offline_until_the_month_is_over(tmp_path: 
         with trio.fail_after(PATIENCE):
             await story.keeper.wait_offline()
     async with story.life():
-        assert story.keeper.is_spent  # before anything has moved
+        assert story.keeper.is_spent  # before anything was sent
         story.now = datetime(2026, 12, 1)
         await story.keeper.look()
         assert not story.rest.is_on

@@ -1,4 +1,4 @@
-"""A router's datagrams are a stranger's: a socket on loopback plays it. A real one is in tests/testnet/natlab."""
+"""A router's datagrams come from a stranger: a socket on loopback plays it. tests/testnet/natlab has a real one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mapping(inner: int, outer: int, seconds: int, result: int = 0) -> bytes:
 
 
 async def play(answer: Callable[[bytes], list[bytes]], ask: Callable[[NatPmpRouter], Awaitable[T]]) -> T:
-    """What comes of asking a router that answers each question so."""
+    """Return the result of asking a router that answers questions this way."""
     with trio.socket.socket(type=trio.socket.SOCK_DGRAM) as sock, trio.fail_after(PATIENCE):
         await sock.bind(("127.0.0.1", 0))
 

@@ -29,7 +29,7 @@ OUTER_IP = "5.1.1.1"
 
 @dataclass
 class Home:
-    """What the router was asked for, as it remembers it."""
+    """A router, with the mappings that it was asked for."""
 
     sock: trio.socket.SocketType
     is_on: bool = True
@@ -100,7 +100,7 @@ async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
             await until(lambda: home.mapped.get(6_000) == LEASE_SECONDS and len(host.mapped) == 2)
             host.bulk_ports.clear()
             await until(lambda: home.mapped[6_000] == 0 and len(host.mapped) == 1)
-            assert changes == [1]  # others dial the host where they did before
+            assert changes == [1]  # others still dial the host at the same address
         assert home.mapped == {port: 0, 6_000: 0}
 
 

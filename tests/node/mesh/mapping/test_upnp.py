@@ -1,4 +1,4 @@
-"""A router's word is a stranger's: an HTTP server on loopback plays it. A real one is in tests/testnet/natlab."""
+"""A router's answers come from a stranger: an HTTP server on loopback plays it. tests/testnet/natlab has a real one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def answer(status: int, body: str) -> bytes:
 
 
 async def ask(reply: bytes) -> str:
-    """A router that answers so."""
+    """Return the result of asking a router that gives this reply."""
 
     async def serve(stream: trio.SocketStream) -> None:
         await stream.receive_some()

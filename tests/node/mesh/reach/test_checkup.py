@@ -1,4 +1,4 @@
-"""What nodes tell each other of clocks, datagrams and speed, over real hosts on loopback."""
+"""Checks between nodes of clocks, datagrams and speed, over real hosts on loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOON = 1_800_000_000.0
 
 @contextlib.asynccontextmanager
 async def open_pair(shaping: Shaping | None = None) -> AsyncIterator[tuple[Host, Host]]:
-    """The asker, and the witness, whose clock says noon."""
+    """Open the asker, and the witness, whose clock is at noon."""
     async with (
         host_at_loopback() as asker,
         host_at_loopback() as witness,

@@ -1,4 +1,4 @@
-"""Nodes on loopback that find out how they are reached, keep relays, and relay."""
+"""Nodes on loopback that find out how they can be reached, use relays, and relay."""
 
 import contextlib
 import random
@@ -200,7 +200,7 @@ async def test_a_witness_sees_the_port_that_listens() -> None:
                 assert (witness.answer.ip, witness.answer.port) == alice.own.listening[0]
             with pytest.raises(PeerUnreachableError):
                 async with Dialback(bob).observed_by(alice.author):
-                    pass  # it was alice who dialled
+                    pass  # alice was the one that dialled
 
 
 async def test_several_may_look_at_the_port_that_listens_at_once_and_again() -> None:

@@ -1,4 +1,4 @@
-"""Hosts on loopback that meet over a relay and become direct. NAT is in the lab (tests/testnet/natlab)."""
+"""Hosts on loopback that meet over a relay and become direct. The lab has NAT (tests/testnet/natlab)."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ SYNC, CONNECT = (encode_delimited(HolePunch(type=kind)) for kind in (HolePunch.S
 
 @contextlib.asynccontextmanager
 async def open_puncher() -> AsyncIterator[tuple[Host, Connectivity]]:
-    """It listens, and tells nobody where."""
+    """Open a host that listens, and does not announce its addresses."""
     key = Ed25519PrivateKey.generate()
     async with open_host(key, LOOPBACK) as host:
         reachability = Reachability(Verdict(ReachabilityKind.PUNCHABLE))
@@ -55,7 +55,7 @@ async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
             old.is_bulk = True
             await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
             assert alice.is_direct(bob.author)
-            # On what both have dialled, the caller of the relayed connection is the client (libp2p specs, DCUtR).
+            # On connections that both have dialled, the caller of the relayed one is the client (libp2p specs, DCUtR).
             assert all(conn.muxed.is_initiator for conn in alice.connections.of(bob.author))
             assert not any(conn.muxed.is_initiator for conn in bob.connections.of(alice.author))
             await old.send_all(b"still under way")

@@ -1,4 +1,4 @@
-"""Exchanges of nodes that reach each other through a relay alone: over the stream, and without a dial to the relay."""
+"""Exchanges of nodes that reach each other only through a relay: over the stream, and without dialling the relay."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ SIZE = 4 * BULK_FROM
 
 @contextlib.asynccontextmanager
 async def open_relayed_nodes() -> AsyncIterator[tuple[Node, Node]]:
-    """They have no listeners, and are connected through a relay; the first one's key is less."""
+    """Open two nodes without listeners, connected through a relay; the first one's key is smaller."""
     keys = sorted((Ed25519PrivateKey.generate() for _ in range(2)), key=lambda key: key.public_key().public_bytes_raw())
     with trio.fail_after(2 * PATIENCE):
         async with (

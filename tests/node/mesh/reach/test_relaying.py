@@ -1,4 +1,4 @@
-"""Circuits between real hosts, on loopback: what they carry, who refuses what, and what is left when one breaks."""
+"""Circuits between real hosts, on loopback: their data, their refusals, and what remains when one breaks."""
 
 import contextlib
 import hashlib
@@ -252,7 +252,7 @@ async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> Non
                     num_back += len(await old.receive_some())
             await alice.renew_worn(bob.author, after=60)
             assert relay.server.table.num_circuits == 2
-            for host, peer in ((alice, bob), (bob, alice)):  # both take the new one from now on
+            for host, peer in ((alice, bob), (bob, alice)):  # both use the new one from now on
                 peer.set_handler(ECHO, echo)
                 async with await host.open_stream(peer.author, ECHO) as stream:
                     await stream.send_all(bytes(150_000))
@@ -260,7 +260,7 @@ async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> Non
                     while num_back < 150_000:
                         num_back += len(await stream.receive_some())
             await alice.renew_worn(bob.author, after=60)
-            await old.send_all(b"y")  # what is under way goes on
+            await old.send_all(b"y")  # existing streams go on
             assert await old.receive_some() == b"y"
             await old.aclose()
             await until(lambda: not any(conn.muxed.streams for conn in alice.connections.of(bob.author)))
@@ -368,7 +368,7 @@ async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
 
 
 async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
-    """The relay accepts the call and speaks for the peer itself; the handshake tells."""
+    """The relay accepts the call and speaks for the peer itself; the handshake reveals it."""
     with trio.fail_after(PATIENCE):
         async with (
             open_public() as mallory,

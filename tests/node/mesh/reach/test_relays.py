@@ -1,4 +1,4 @@
-"""Whom a node asks to relay for it."""
+"""The relays that a node asks for a reservation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``farandole checkpoint`` as people type it: what it prints, what it writes, and its exit code."""
+"""``farandole checkpoint`` as users type it: its output, the files that it writes, and its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real daemons: a model in stages is taken out of its run, and another run goes on from it, cut otherwise."""
+"""Real daemons: a model in stages is pulled from its run, and another run goes on from it in other stages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 async def farandole(*arguments: object) -> None:
-    """A command in a process of its own, which must end well."""
+    """Run a command in its own process, which must exit with code 0."""
     result = await trio.run_process(
         [sys.executable, "-m", "farandole.node", *map(str, arguments)],
         check=False,
@@ -51,7 +51,7 @@ async def farandole(*arguments: object) -> None:
 
 
 async def inner_steps(daemon: Daemon, count: int) -> None:
-    """Until it has taken so many; a slow machine takes few a round."""
+    """Wait until the node has taken ``count`` more inner steps; a slow machine takes few per round."""
     while count > 0:
         count -= int((await daemon.says(" inner steps")).partition(": ")[2].split()[0])
 
@@ -90,22 +90,22 @@ async def test_two_stages_are_pulled_and_go_on_as_one(tmp_path: Path, texts: Pat
     assert manifest.start is not None
 
     join = ("join", *PACE, "--heartbeat-seconds", "1", "--validate-every", "1", "--no-mdns", *data)
-    async with started(tmp_path / "cyd", *join, str(tmp_path / "after.manifest")) as cyd:  # she has not the folder
+    async with started(tmp_path / "cyd", *join, str(tmp_path / "after.manifest")) as cyd:  # she lacks the folder
         await cyd.says("looking for the weights that this run starts from")
         there = ("--bootstrap", cyd.addresses[0], "--start", str(tmp_path / "model"))
         async with started(tmp_path / "dan", *join, str(tmp_path / "after.manifest"), *there) as dan:
             await dan.says("trainer ready", "from the run's starting checkpoint")
-            await cyd.says("trainer ready")  # from what the run starts from, or if she is late from dan's own
+            await cyd.says("trainer ready")  # from the run's start, or, if she is late, from dan's own
             await cyd.says("averaged with", dan.name)
             await rounds(dan, 2)
             status = await dan.ask("status")
-            first_round, first = status["validation"][0]  # measured before anything is learned
+            first_round, first = status["validation"][0]  # measured before any training
             assert first_round == 0
             assert first == pytest.approx(last, rel=1e-3)
             assert last < 4.5 < math.log(256)
             assert status["inner_steps"] > manifest.start.inner_steps
             await dan.end(signal.SIGKILL)
-        # the node that had the folder is gone: cyd gives what she has, and a newcomer to a run under way needs no start
+        # the node with the folder is gone: cyd gives her own weights, and a newcomer to a running run needs no start
         newcomer = cyd.invite(after.run_id)
         async with started(tmp_path / "eve", *join, newcomer) as eve:
             await eve.says("trainer ready", "resumed at round")

@@ -1,4 +1,4 @@
-"""What is exported, transformers loads, and it computes what the model here computes."""
+"""transformers loads exported models, and they compute the same as the models here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that starts from a checkpoint: what may be another, what may not; and models that come from transformers."""
+"""A run that starts from a checkpoint: settings that may differ, and ones that may not; models from transformers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
 
 
 def with_epochs(tmp_path: Path) -> Consolidated:
-    """Of a run that is in the second of three epochs."""
+    """Return a consolidated run in the second of three epochs."""
     signed = manifest_for(MODELS["own"], data={"epochs": 3})
     stages = save_stages(trained(signed, b"a" * 32, steps=0), signed, tmp_path, "replica")
     consolidate(tmp_path / "pulled", KEY, signed.encode(), [stages], VECTORS, EPOCHS)

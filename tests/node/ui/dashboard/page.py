@@ -1,4 +1,4 @@
-"""A dashboard that shows a status of one's own, served on loopback as a daemon serves it."""
+"""A dashboard with a status chosen by the test, served on loopback as a daemon serves it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...statuses import NOW, STATUS
 
 @dataclass
 class Shown:
-    """What the page shows, and what was asked for through it."""
+    """The status on the page, and the actions that were requested through it."""
 
     place: PageAddress
     status: NodeStatus = STATUS

@@ -1,4 +1,4 @@
-"""The page in a real browser: Debian's Chromium, without a screen."""
+"""The page in a real browser: Debian's Chromium, headless."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: on Deb
 class Browser:
     page: Page
     problems: list[str] = field(default_factory=list)
-    """Errors on the console, exceptions, and requests to anywhere else."""
+    """Errors on the console, exceptions, and requests to other places."""
 
 
 @contextmanager

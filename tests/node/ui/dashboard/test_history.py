@@ -13,7 +13,7 @@ from ...statuses import ALICE, BOB, NOW, STATUS
 
 
 def in_round(round_index: int, alices: str = "", bobs: str = "", loss: float = 2.0) -> NodeStatus:
-    """Both are in that round, having averaged with these."""
+    """Return a status in which both are in that round, after averaging with these partners."""
 
     def member(peer: str, partner: str) -> MemberStatus:
         return msgspec.structs.replace(

@@ -22,7 +22,7 @@ FULL = msgspec.structs.replace(STATUS, run=RUN, pipeline=PIPELINE, validation=[(
 
 
 def samples(status: NodeStatus) -> dict[tuple[str, str], float]:
-    """(name, value of the only label) -> figure, as Prometheus reads them."""
+    """Return (name, value of the only label) -> figure, as Prometheus reads them."""
     return {
         (sample.name, "".join(sample.labels.values()) if len(sample.labels) == 1 else ""): sample.value
         for family in text_string_to_metric_families(metrics_text(status).decode())

@@ -21,7 +21,7 @@ LAST = RoundRecord(1_002.5, 300, 5, 640, 2.0, None, None, "alone: nobody is ther
 
 
 def events_of(path: Path) -> Iterator[Event]:
-    """The events of a TFRecord file: each has its length and a checksum before it, and a checksum after it."""
+    """Yield the events of a TFRecord file: each has its length and a checksum before it, and a checksum after it."""
     data = path.read_bytes()
     while data:
         (size,) = struct.unpack("<Q", data[:8])

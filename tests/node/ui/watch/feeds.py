@@ -1,4 +1,4 @@
-"""Feeds under a test's control, and statuses to feed."""
+"""Feeds controlled by a test, and statuses for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def changed(**changes: object) -> NodeStatus:
 
 
 class GivenFeed(Feed):
-    """Tells what the test says."""
+    """A feed with the test's news."""
 
     def __init__(self, *news: News) -> None:
         self.queue: queue.Queue[News | None] = queue.Queue()

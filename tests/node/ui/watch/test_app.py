@@ -17,7 +17,7 @@ Story = Callable[["Watched"], Awaitable[None]]
 
 
 class Watched:
-    """The screen, what is on it, and the clock by which it is drawn."""
+    """The screen, its text, and its clock."""
 
     def __init__(self, *news: News) -> None:
         self.now = 1_000.0
@@ -29,7 +29,7 @@ class Watched:
         return "\n".join(strip.text for strip in self.app.screen._compositor.render_strips())
 
     async def shows(self, *words: str) -> str:
-        """Wait until all these words are on it; fails within seconds if they never are."""
+        """Wait until all these words are on the screen; fail after a few seconds."""
         for _ in range(200):
             await self.pilot.pause(0.02)
             if all(word in self.text() for word in words):

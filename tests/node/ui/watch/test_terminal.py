@@ -1,4 +1,4 @@
-"""The screen in a real terminal, of real daemons: Linux's pseudo-terminals."""
+"""The screen in a real terminal, with real daemons: Linux's pseudo-terminals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...small_runs import small_manifest, write_run, write_text
 from .feeds import FULL
 
 # A hang, not a duration.
-# Has the terminal at its standard output be /dev/tty, and becomes the command.
+# Makes the terminal at its standard output /dev/tty, and becomes the command.
 TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 )
@@ -42,7 +42,7 @@ class Terminal:
         self._drawn = b""
 
     def shows(self, word: str) -> None:
-        """Wait until it has drawn this. What came before is forgotten."""
+        """Wait until the program has drawn this word, and forget all output before it."""
         deadline = time.monotonic() + PATIENCE
         while word.encode() not in self._drawn:
             assert time.monotonic() < deadline, f"no {word!r} in {self._drawn.decode(errors='replace')}"
@@ -51,7 +51,7 @@ class Terminal:
         self._drawn = b""
 
     def press(self, key: str) -> int:
-        """The exit code."""
+        """Press a key that ends the program; return its exit code."""
         os.write(self._near, key.encode())
         drain = threading.Thread(target=self._drain, daemon=True)
         drain.start()

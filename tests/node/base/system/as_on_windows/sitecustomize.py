@@ -1,7 +1,8 @@
-"""Has a process treat files as on Windows: what is open is neither removed nor renamed, nor replaced by another.
+"""Makes a process treat files as Windows does: an open file is not removed, renamed, or replaced by another.
 
-Python runs this at its start where this folder is in PYTHONPATH. Open by this process, its parent or its children, of
-which some are this node's other process. What was denied is written into the file that DENIED_LOG names.
+Python runs this at its start if this folder is in PYTHONPATH. A file counts as open if this process, its parent or its
+children have it open; some of these are the node's other process. Denied calls are written to the file that DENIED_LOG
+names.
 """
 
 from __future__ import annotations
