@@ -2,6 +2,7 @@
 #     docker build -t farandole .
 #     docker run -d --name node --restart on-failure:5 --stop-timeout 60 -p 4001:4001 -v farandole:/data farandole join farandole1...
 #     docker exec node farandole status
+# The container sees its own network alone: for invites that others can use, add --announce /ip4/PUBLIC-IP/tcp/4001.
 # On a GPU: docker build --build-arg TORCH=cuda, and docker run --gpus all.
 # For the same image again: docker build --build-arg BASE=python:3.11-slim@sha256:... (the digest that `docker pull` prints;
 # none is written here, since one that is not updated keeps the faults of that day's Debian).

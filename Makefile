@@ -27,7 +27,7 @@ setup: $(STAMP) ## Make .venv with everything in it
 demo: $(STAMP) ## Eight nodes on this machine train a model together (at most 5 minutes)
 	$(BIN)/farandole testnet run demo --out out/demo
 
-test: $(STAMP) lint ## Lint, type-check, test (at most 12 minutes on 2 cores)
+test: $(STAMP) lint ## Lint, type-check, test (10 minutes on 2 fast cores, 30 on slow ones)
 	@$(MAKE) --no-print-directory --jobs 2 types unit
 
 lint: $(STAMP)
@@ -98,6 +98,7 @@ bench-hostile: $(STAMP) ## What strangers and hostile members cost: connections,
 	$(BIN)/farandole testnet bench members --claims many --honest 5 --hostile 3 --out out/bench/3-of-8
 	$(BIN)/farandole testnet bench honest --out out/bench --write BENCHMARKS.md
 	$(BIN)/farandole testnet bench greedy --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench sybils --out out/bench --write BENCHMARKS.md
 
 bench-dashboard: $(STAMP) ## What a page about a run of 1,000 members costs; needs Chromium (5 minutes)
 	@.ci/packages

@@ -41,25 +41,30 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return windows[:, :-1], windows[:, 1:]
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("run", help="an invite, or the folder of a run that was made here")
-parser.add_argument("--create", action="store_true", help="make the run, in that folder")
-parser.add_argument("--round-seconds", type=float, default=60.0, help="of the run that is made")
-parser.add_argument("--steps", type=int, default=10_000)
-arguments = parser.parse_args()
+def train(model: GPT, ranks: int = 1) -> None:
+    """Join the run that the command line names, and train; ``ranks``: processes that do so together."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", help="an invite, or the folder of a run that was made here")
+    parser.add_argument("--create", action="store_true", help="make the run, in that folder")
+    parser.add_argument("--round-seconds", type=float, default=60.0, help="of the run that is made")
+    parser.add_argument("--steps", type=int, default=10_000)
+    arguments = parser.parse_args()
 
-model = GPT()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-if arguments.create:
-    farandole.create_run(model, arguments.run, rounds={"round_seconds": arguments.round_seconds})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if arguments.create:
+        farandole.create_run(model, arguments.run, rounds={"round_seconds": arguments.round_seconds})
 
-with farandole.NoLoCo(model, optimizer, run=arguments.run, tokens_per_step=BATCH * CONTEXT) as run:
-    for step in range(arguments.steps):
-        inputs, targets = batch()
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.report(loss.item())
-        if step % 100 == 0:
-            print(f"step {step}, round {run.round}: loss {loss.item():.2f}, {len(run.members)} members", flush=True)
+    with farandole.NoLoCo(model, optimizer, run=arguments.run, tokens_per_step=ranks * BATCH * CONTEXT) as run:
+        for step in range(arguments.steps):
+            inputs, targets = batch()
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.report(loss.item())
+            if step % 100 == 0:
+                print(f"step {step}, round {run.round}: loss {loss.item():.2f}, {len(run.members)} members", flush=True)
+
+
+if __name__ == "__main__":
+    train(GPT())

@@ -6,7 +6,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-What `__all__` names is the interface, and so is what `farandole.hf` names; everything else in this package is private.
+What `__all__` names is the interface, and so is what `farandole.hf` and `farandole.lightning` name; everything else in
+this package is private.
 Importing it costs next to nothing: PyTorch is imported with the first name that needs it.
 """
 
@@ -34,8 +35,8 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(importlib.import_module(_PLACES[name]), name)
-    if name == "hf":  # it needs transformers
-        return importlib.import_module("farandole.hf")
+    if name in ("hf", "lightning"):  # they need transformers and Lightning
+        return importlib.import_module(f"farandole.{name}")
     raise AttributeError(f"module 'farandole' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""The command line. Thin: each command reads its options, calls one thing, and prints (`farandole.node.app.commands`).
+"""The command line: each command reads its options, calls one function, and prints (`farandole.node.app.commands`).
 
 Starting is fast because nothing heavy is imported before a command needs it: neither torch nor libp2p for help,
 ``id``, ``run ...``, ``status``, ``peers`` and ``leave``.
@@ -6,6 +6,7 @@ Starting is fast because nothing heavy is imported before a command needs it: ne
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -27,6 +28,7 @@ from .app.commands.pause import pause, resume
 from .app.commands.plan import plan_run
 from .app.commands.reference import print_reference
 from .app.commands.runs import run_app
+from .app.commands.sample import sample
 from .app.commands.service import service_app
 from .app.commands.status import dashboard, peers, status
 from .base.exits import Exit
@@ -50,7 +52,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(service_app, name="service")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
-for command in (join, relay, status, dashboard, peers, doctor, pause, resume, leave):
+for command in (join, relay, status, dashboard, peers, sample, doctor, pause, resume, leave):
     app.command()(command)
 app.command("reference", hidden=True)(print_reference)
 
@@ -90,15 +92,26 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 @cache
 def whole_app() -> typer.Typer:
-    """The node's commands and those of installed extensions (entry points of the group `EXTENSIONS`)."""
+    """Return the node's commands with the ones of installed extensions (entry points of the group `EXTENSIONS`)."""
     add_extensions(app, entry_points(group=EXTENSIONS))
+    _join_lines_of_help(app)
     return app
+
+
+def _join_lines_of_help(application: typer.Typer) -> None:
+    """Make each paragraph of a command's docstring one line: help wraps it at the terminal's width, not at ours."""
+    for command in application.registered_commands:
+        if command.help is None and command.callback is not None and (text := inspect.getdoc(command.callback)):
+            command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    for group in application.registered_groups:
+        if group.typer_instance is not None:
+            _join_lines_of_help(group.typer_instance)
 
 
 def add_extensions(application: typer.Typer, extensions: Iterable[EntryPoint]) -> None:
     """Add the command group, a `typer.Typer`, of each extension; one that cannot be loaded is left out with a warning.
 
-    An extension is code of another package, so any exception may come of it; the node's own commands must still work.
+    An extension is code of another package, so it may raise any exception; the node's own commands must still work.
     """
     for extension in extensions:
         try:
@@ -111,7 +124,7 @@ def add_extensions(application: typer.Typer, extensions: Iterable[EntryPoint]) -
 
 
 def exit_code_of(error: FarandoleError) -> Exit:
-    """The code that stands for an error which ended a command."""
+    """Return the exit code for an error that ended a command."""
     from .base.control import ControlError, NoNodeError
 
     if isinstance(error, ControlError) and error.code in ("timeout", "internal"):

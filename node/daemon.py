@@ -1,16 +1,15 @@
 """One node, from its settings to its end: what `farandole join` runs.
 
 The nesting below is the order of teardown: the trainer ends before the mesh, the mesh before the store, the store
-before the lock. Nothing here decides; it wires the parts together:
+before the lock. This module makes no decisions; it wires the parts together:
 
     store -> host -> connectivity (reachability, relay) -> messenger -> desk (control socket, page) -> member
 
-Up to the run's manifest here; from the run state on in `farandole.node.member`.
+This module covers the parts up to the run's manifest; `farandole.node.member` covers the run state and after.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,7 +30,6 @@ from .base.bandwidth import Shaping
 from .base.control import ControlError, Handler, serve_control
 from .base.exits import Exit
 from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
-from .base.logs import is_for_machines
 from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError, parse_quiet_hours
 from .base.requirements import MemoryTooSmallError, line_shortfall, memory_needed, memory_shortfall
@@ -40,6 +38,7 @@ from .base.system.signals import STOP_SIGNALS
 from .inspect.listing import offers_of
 from .join.address_book import AddressBook
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
+from .join.kept_ports import keep_ports, load_ports
 from .loop.pause.idle import IdleWatch
 from .loop.pause.idle_service import IdleKeeper
 from .loop.pause.pause import Rest
@@ -51,7 +50,7 @@ from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity
 from .state.credentials import ADMISSION_FACT
 from .state.messenger import open_messenger
-from .state.store import open_store
+from .state.store import MANIFEST_FACT, open_store
 from .status.journal import Journal
 from .store.disk_space import DiskError
 from .trainer.script import open_script_door
@@ -59,24 +58,23 @@ from .trainer.trainer import TrainerError
 from .ui.chronicle import keep_chronicle
 from .ui.console import Console
 from .ui.dashboard.server import open_dashboard
+from .ui.reminder import keep_reminding
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 
-MANIFEST_FACT: Final = "manifest"
 NETWORK_KEY_FACT: Final = "network key"
 
-
 RunDaemon = Callable[[Daemon], Awaitable[None]]
-"""Runs until it is told to leave, and no longer than leaving in good order takes."""
+"""Runs until it is asked to leave, and then no longer than a clean leave takes."""
 
 
 async def run_node(settings: NodeSettings) -> int:
-    """Run a node until it is told to leave; the exit code (`Exit`)."""
+    """Run a node until it is asked to leave; return the exit code (`Exit`)."""
     return await run_daemon(settings, be_node)
 
 
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
-    """Run a daemon with this home's key and store until it is told to leave; the exit code (`Exit`)."""
-    console = Console(as_json=is_for_machines(settings.log_format, sys.stdout))
+    """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
+    console = Console(as_json=settings.log_format == "json")
     journal = Journal(say=console.say, tell_round=console.tell_round)
     try:
         with locked(settings.lock):
@@ -112,7 +110,7 @@ def _exit_code(error: BaseException) -> Exit:
 
 
 async def _run_until_told(run: RunDaemon, daemon: Daemon) -> Exit:
-    """A first SIGINT or SIGTERM, or ``farandole leave``, means leave in good order; a second one means now."""
+    """Run until a first SIGINT, SIGTERM or ``farandole leave`` asks for a clean stop; a second ends it at once."""
     code = Exit.OK
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
@@ -152,18 +150,28 @@ async def open_mesh(
     traffic = TrafficKeeper(limit, daemon.rest, daemon.store, shaping, datetime.now, daemon.journal.warn)
     await traffic.begin()
     shaping = replace(shaping, may_spend=traffic.may_spend)
+    ports = await load_ports(daemon.store, settings.listen)
     async with (
-        open_host(daemon.key, settings.listen, shaping=shaping, network_key=network_key) as host,
+        open_host(
+            daemon.key,
+            settings.listen,
+            shaping=shaping,
+            network_key=network_key,
+            first_ports=ports,
+            announce=settings.announce,
+        ) as host,
         open_connectivity(
             host, daemon.key, runs[0], shaping, peers, limits, port_lease=settings.port_lease
         ) as connectivity,
         open_mdns(host, runs, is_on=settings.mdns),
     ):
+        bound = {address: port for address, (_, port) in zip(settings.listen, host.own.listening, strict=True)}
+        await keep_ports(daemon.store, ports, bound, daemon.journal.warn)
         yield Mesh(host, connectivity, shaping, traffic)
 
 
 async def _keep_offline(daemon: Daemon, mesh: Mesh) -> None:
-    """While a month's traffic is spent."""
+    """Take the node offline whenever a month's traffic is spent, and warn about it."""
     while True:
         await mesh.traffic.wait_offline()
         daemon.journal.warn(daemon.rest.words)
@@ -177,7 +185,7 @@ async def _keep_offline(daemon: Daemon, mesh: Mesh) -> None:
 
 @dataclass(slots=True)
 class Desk:
-    """Answers what people ask of a daemon, over its control socket and on its page; made by `open_desk`."""
+    """Answers people's requests to a daemon, over its control socket and on its page; made by `open_desk`."""
 
     reporter: Reporter
     """Replaced by one that knows more once the node knows its run."""
@@ -204,7 +212,7 @@ async def open_desk(
 ) -> AsyncIterator[Desk]:
     """Serve the control socket and, where the settings want it, the dashboard, and count the traffic.
 
-    ``questions`` are answered over the socket, ``deeds`` are done for the page as well, beside those of every daemon.
+    ``questions`` are answered over the socket; ``deeds`` are done for the page as well. Both add to every daemon's own.
     """
     settings, journal, host = daemon.settings, daemon.journal, mesh.host
     reporter = Reporter(host, journal, run_id, "", time.time(), mesh.shaping, mesh.connectivity, traffic=mesh.traffic)
@@ -217,7 +225,7 @@ async def open_desk(
     all_deeds = {"leave": leave, **(deeds or {})}
     async with open_service_nursery() as nursery:
         handlers = {"status": desk.status, "peers": desk.peers, **all_deeds, **(questions or {})}
-        # Before anything is told: a script that reads it may ask at once.
+        # Before anything is printed: a script that reads it may ask at once.
         await nursery.start(serve_control, settings.control, handlers)
         journal.say(f"this node is {host.peer_id}")
         for address in host.addresses:
@@ -225,6 +233,7 @@ async def open_desk(
         nursery.start_soon(mesh.traffic.run)
         nursery.start_soon(_keep_offline, daemon, mesh)
         nursery.start_soon(keep_chronicle, lambda: desk.reporter.connections(), journal.note)
+        nursery.start_soon(keep_reminding, lambda: desk.reporter.status(0), journal.remind)
         if not settings.dashboard:
             yield desk
             return
@@ -239,7 +248,7 @@ async def open_desk(
 
 
 async def be_node(daemon: Daemon) -> None:
-    """Join a run, train, stay until told to leave, and leave."""
+    """Join a run, train until asked to leave, and leave."""
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
     hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
     rest_keeper = RestKeeper(rest, store, hours, datetime.now, journal.warn)
@@ -308,12 +317,12 @@ async def be_node(daemon: Daemon) -> None:
 
 
 def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
-    """Warn if this machine, or what its owner allows, is too little for the run.
+    """Warn if this machine, or its owner's limits, are too small for the run.
 
-    Raises `MemoryTooSmallError` if it never can be enough.
+    Raises `MemoryTooSmallError` if the machine can never be large enough.
     """
     manifest, settings = decode_manifest(raw_manifest)[0], daemon.settings
-    needed = memory_needed(manifest, settings.device, settings.stage)
+    needed = memory_needed(manifest, settings.device, settings.stage, averages_on_gpu=settings.average_on_gpu)
     shortfalls = (
         memory_shortfall(needed, total_bytes(), available_bytes()),
         line_shortfall(manifest, settings.upload_mbit, settings.download_mbit),
@@ -323,14 +332,14 @@ def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
 
 
 async def _stand_at_gate(daemon: Daemon, mesh: Mesh, target: Target) -> None:
-    """Show how this node was admitted, and if the run is known to be for its members alone, let nobody else in."""
+    """Show how this node was admitted; if the run is known to be for its members alone, let no other peer in."""
     mesh.host.gate.show(target.run_id, (await daemon.store.get_fact(ADMISSION_FACT)) or b"", target.secret)
     if target.manifest is not None:
         close_gate(mesh.host, *decode_manifest(target.manifest))
 
 
 async def _join(daemon: Daemon, mesh: Mesh, target: Target) -> bytes | None:
-    """The run's signed manifest, with a connection to the run; None if told to leave meanwhile."""
+    """Connect to the run and return its signed manifest; None if the node is asked to leave first."""
     raw: bytes | None = None
 
     async with trio.open_nursery() as nursery:

@@ -73,13 +73,13 @@ from .store.weight_files import WeightFiles
 from .trainer.script import ScriptDoor
 from .trainer.trainer import TrainerError
 
-# Leaving: the trainer ends its round and saves, the farewell goes round.
+# Leaving: the trainer ends its round and saves, the farewell is gossiped.
 LEAVE_TIMEOUT: Final = 15.0
 # With the save of a large model, in all no longer than `farandole leave` and service managers wait before they kill
 # (`farandole.node.app.service.service.STOP_SECONDS`): at 100 MB/s enough for the 16 GB of a billion parameters.
 MAX_LEAVE_TIMEOUT: Final = 240.0
 FAREWELL_TIMEOUT: Final = 2.0
-# Short, because a node that is killed soon after it began a run has no invite to come back with.
+# Short, because a node that is killed soon after it began a run has no invite to rejoin with.
 REMEMBER_INTERVAL: Final = 10.0
 TOKENS_FACT: Final = "tokens"
 STAGE_FACT: Final = "stage"
@@ -88,16 +88,16 @@ PARTNERS_FACT: Final = "partners"
 
 
 def leave_timeout(saved_bytes: int, rate: float | None = None) -> float:
-    """How long a trainer whose checkpoints have so many bytes may take to end, in seconds.
+    """Return the seconds that a trainer with checkpoints of ``saved_bytes`` may take to end.
 
-    ``rate``: bytes a second at which one was written, which may be less than a disk is taken to write.
+    ``rate``: bytes a second at which a checkpoint was written, which may be less than the rate assumed of a disk.
     """
     return min(MAX_LEAVE_TIMEOUT, LEAVE_TIMEOUT + max(save_seconds(saved_bytes), save_seconds(saved_bytes, rate)))
 
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """What a daemon has on this machine, before it knows a peer."""
+    """A daemon's parts on this machine, before it knows a peer."""
 
     settings: NodeSettings
     key: Ed25519PrivateKey
@@ -106,10 +106,10 @@ class Daemon:
     partners: Partners
     journal: Journal
     is_leaving: trio.Event
-    """Set when it is told to leave."""
+    """Set when it is asked to leave."""
     rest: Rest
     door: ScriptDoor | None = None
-    """Where a loop of the owner's attaches, if that is to train."""
+    """The door at which the owner's loop attaches, if a loop trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What precedes each trainer: weights are put in place, and what it must know is put together."""
+    """The preparation of each trainer: it puts weights in place and makes the trainer's first command."""
 
     daemon: Daemon
     author: bytes
@@ -136,9 +136,9 @@ class Preparation:
     supervisor: Supervisor
 
     async def restore_counters(self, told: Progress | None) -> None:
-        """Take up what earlier lives knew: own tokens, as stored or as last told the run, and the round.
+        """Restore the counters of earlier starts: own tokens, as stored or as last reported to the run, and the round.
 
-        The round goes into the first heartbeat: who hears it must not take the run for one that begins.
+        The round goes into the first heartbeat: a peer that hears it must not think that the run is just beginning.
         """
         store, journal, supervisor = self.daemon.store, self.daemon.journal, self.supervisor
         stored = await store.get_fact(TOKENS_FACT)
@@ -150,7 +150,7 @@ class Preparation:
         journal.update(round=max(0, own_round or 0))
 
     async def prepare(self) -> messages.Prepare:
-        """Put weights in place; returns what the next trainer is told first."""
+        """Put weights in place; return the next trainer's first command."""
         if self.membership.num_stages > 1:
             await wait_quiet(self.membership, self.daemon.journal)
         elif self.supervisor.microbatch:
@@ -159,7 +159,7 @@ class Preparation:
         while self.start is not None and await self.weights.rounds() == (None, None):
             if await self.start.obtain(self.membership.stage):
                 break
-            await self.weights.obtain()  # it may have begun meanwhile, at nodes that have found what it starts from
+            await self.weights.obtain()  # the run may have begun by now, at nodes that found its start
         settings, files, stage = self.daemon.settings, self.weights.files, self.membership.stage
         self.weights.giving.trainer_stage = stage
         return messages.Prepare(
@@ -181,6 +181,7 @@ class Preparation:
             stage=stage,
             microbatch=self.supervisor.microbatch,
             compile=settings.compile,
+            average_on_gpu=settings.average_on_gpu,
             data_field=settings.data_field,
             streams=settings.stream,
             cache=str(settings.tokens),
@@ -198,7 +199,7 @@ class Preparation:
 
 
 class StageRecord:
-    """Where this node's stage is written down: on its disk, for a next life, and in the DHT."""
+    """The record of this node's stage: on its disk, for the next start of the node, and in the DHT."""
 
     def __init__(self, daemon: Daemon, host: Host, run_id: bytes, membership: Membership) -> None:
         self._daemon = daemon
@@ -208,7 +209,7 @@ class StageRecord:
         self._moved = trio.Event()
 
     async def note(self, stage: int) -> None:
-        """This node has that stage now."""
+        """Record that this node has that stage now."""
         try:
             await self._daemon.store.put_fact(STAGE_FACT, b"%d" % stage)
         except StoreError as error:
@@ -229,7 +230,7 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunMember:
-    """This node in its run; made by `open_member`."""
+    """A node in its run; made by `open_member`."""
 
     daemon: Daemon
     mesh: Mesh
@@ -245,16 +246,16 @@ class RunMember:
     audits: AuditKeeper | None
     notices: NoticeBoard
     credentials: Credentials | None
-    """Where the run is not for everybody."""
+    """None where the run is open to all."""
 
     def checkpoint_notices(self) -> list[tuple[bytes, CheckpointNotice]]:
-        """What this node and the live members say that they hold."""
+        """Return the checkpoints that this node and the live members report."""
         there = {*self.membership.everyone, self.mesh.host.author}
         notices = self.gossip.state.entries(Kind.CHECKPOINT)
         return [(entry.author, entry.payload) for entry in notices if entry.author in there]
 
     async def take_part(self, target: Target) -> None:
-        """Join in, train until told to leave, and say farewell. Raises `JoinError` or `TrainerError`."""
+        """Join, train until asked to leave, and send a farewell. Raises `JoinError` or `TrainerError`."""
         host, journal, membership, preparation = self.mesh.host, self.daemon.journal, self.membership, self.preparation
         is_cut = membership.num_stages > 1
         async with trio.open_nursery() as nursery:
@@ -307,7 +308,7 @@ class RunMember:
             nursery.cancel_scope.cancel()
 
     async def _follow_members(self) -> None:
-        """Tell the training, the pipeline and the search for relays who is live, whenever that changes."""
+        """Pass the live members to the training, the pipeline and the search for relays, whenever they change."""
         membership, told = self.membership, None
         while True:
             if membership.live != told:
@@ -324,18 +325,18 @@ class RunMember:
             self._set_peers()
 
     def _set_peers(self) -> None:
-        """Who may be a partner: the live members, but for those that audits have caught."""
+        """Set the possible partners: the live members, except the ones that audits have caught."""
         avoided = frozenset() if self.audits is None else self.audits.avoided
         self.training.set_peers(self.membership.live - avoided)
 
     async def _follow_wishes(self) -> None:
-        """Have the trainer save whenever a peer wants newer weights than there are."""
+        """Make the trainer save whenever a peer wants newer weights than the stored ones."""
         while True:
             await self.weights.giving.save_wanted()
             self.training.save_soon()
 
     async def _train(self) -> TrainerError | None:
-        """Until told to leave, or until no trainer can be had: then why."""
+        """Train until asked to leave, or until no trainer can start; then return the error."""
         failure = None
 
         async def run_training() -> None:
@@ -356,7 +357,7 @@ class RunMember:
         return failure
 
     async def end_training(self) -> None:
-        """Have the trainer save and end, in the time that its checkpoint takes."""
+        """Make the trainer save and end, within the time that its checkpoint takes."""
         journal = self.daemon.journal
         journal.announce("leaving", "leaving: the trainer saves", "the trainer")
         if self.daemon.door is not None:
@@ -382,7 +383,7 @@ class RunMember:
 
 
 async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
-    """Keep on disk what a next life needs: this node's count and partners, and addresses to dial."""
+    """Store the data for the next start: this node's count and partners, and addresses to dial."""
     while True:
         for peer in host.connected & membership.everyone:
             daemon.book.note_reached(peer, host.addresses_to_keep(peer))
@@ -417,7 +418,7 @@ async def open_member(
 
 
 def close_gate(host: Host, manifest: Manifest, signed: SignedManifest) -> Roster | None:
-    """From now on serve members only, unless the run is for anybody; the roster, which the host's gate holds."""
+    """Serve members only from now on, unless the run is open to all; return the roster, which the host's gate holds."""
     if host.gate.roster is None and (roster := manifest.roster(signed.run_id, signed.creator)) is not None:
         host.gate.close(signed.run_id, roster)
     return host.gate.roster
@@ -426,7 +427,7 @@ def close_gate(host: Host, manifest: Manifest, signed: SignedManifest) -> Roster
 def make_member(
     daemon: Daemon, mesh: Mesh, messenger: Messenger, raw_manifest: bytes, channels: Channels[Any] | None
 ) -> RunMember:
-    """Put a member together. What it gives to peers is registered with the host; nothing runs yet."""
+    """Assemble a member. Its services to peers are registered with the host; nothing runs yet."""
     settings = daemon.settings
     manifest, signed = decode_manifest(raw_manifest)
     require_trainable_model(manifest, settings.allow_model, by_loop=daemon.door is not None)

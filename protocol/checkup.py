@@ -1,18 +1,16 @@
-"""Small services of every node that tell a peer how it is off: the time, whether datagrams pass, how fast its line is.
+"""Checkup: services of every node by which a peer checks its clock, whether UDP passes, and the speed of its line.
 
     clock   asker opens a stream; the answer is this node's clock, in one frame
-    echo    asker opens a stream; the answer is a UDP port and a token; a datagram that is the token comes back as it is
-    speed   asker says which way; the answer is how many bytes may flow; they do, until they end or the time is over.
-            Upwards the witness then says how many came in which time; downwards the asker sees for itself
+    echo    asker opens a stream; the answer is a UDP port and a token; a datagram that is the token is sent back as is
+    speed   asker names the direction; the answer is the number of bytes allowed; they flow until that or a time limit.
+            Upwards the witness then reports how many bytes came in which time; downwards the asker measures that itself
 
-The offset of a clock is known to within half the round trip (Cristian 1989). An echo answers whoever shows the token,
-with as many bytes as it got: nothing is amplified.
+The offset of a clock is known to within half the round trip (Cristian 1989). The echo answers any sender that has the
+token, with the same number of bytes: nothing is amplified.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -23,43 +21,43 @@ from .wire import MessageDecoder
 CLOCK_PROTOCOL: Final = "/farandole/clock/1"
 ECHO_PROTOCOL: Final = "/farandole/udp-echo/1"
 SPEED_PROTOCOL: Final = "/farandole/speed/1"
-# Half a second of 100 Mbit/s: enough for TCP to get up to speed on most lines, and little on anybody's bill.
+# Half a second at 100 Mbit/s: enough for TCP to reach full speed on most lines, and little on a metered line.
 MAX_SPEED_BYTES: Final = 6_000_000
-# On slow lines fewer bytes will do.
+# Ends the measurement on slow lines before all bytes have passed.
 SPEED_SECONDS: Final = 4.0
 MAX_MESSAGE_BYTES: Final = 64
 TOKEN_BYTES: Final = 16
 
 
 class ClockAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the witness's clock says."""
+    """The time by the witness's clock."""
 
     milliseconds: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
-    """Since 1970, UTC."""
+    """Milliseconds since 1970, UTC."""
 
 
 class EchoAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the witness waits for a datagram."""
+    """The UDP port where the witness waits for a datagram, and the token that it must be."""
 
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
-    """0: it has too much to do."""
+    """0: the witness is too busy."""
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class SpeedRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Let bytes flow."""
+    """A request to measure the speed in one direction."""
 
     is_up: bool
-    """From the asker to the witness."""
+    """Whether the bytes go from the asker to the witness."""
 
 
 class SpeedAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How many bytes may flow; in the end, how many came."""
+    """The number of bytes that may be sent; in the last message, the number received."""
 
     size: Annotated[int, msgspec.Meta(ge=0, le=MAX_SPEED_BYTES)]
-    """0: the witness has too much to do."""
+    """0: the witness is too busy."""
     milliseconds: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = 0
-    """From the first of those that came to the last."""
+    """Time from the first received byte to the last."""
 
 
 decode_clock = MessageDecoder[ClockAnswer](ClockAnswer, "a clock's answer")
@@ -70,19 +68,14 @@ decode_speed = MessageDecoder[SpeedAnswer](SpeedAnswer, "an answer about the spe
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How far this node's clock is ahead of a peer's, in seconds."""
+    """The time by which this node's clock is ahead of a peer's, in seconds."""
 
     seconds: float
     error: float
-    """At most so far from the truth."""
+    """Upper bound of the error of ``seconds``."""
 
 
 def measure_offset(asked_at: float, answered_at: float, answer: ClockAnswer) -> Offset:
-    """From both ends of the round trip by this node's clock, Unix seconds."""
+    """Return the offset; ``asked_at`` and ``answered_at``: the round trip by this node's clock, Unix seconds."""
     half = (answered_at - asked_at) / 2
     return Offset(asked_at + half - answer.milliseconds / 1_000, half)
-
-
-def agreed_offset(offsets: Sequence[Offset]) -> float:
-    """What most peers say: the median, since some of their clocks are wrong too."""
-    return statistics.median(offset.seconds for offset in offsets)

@@ -20,7 +20,13 @@ class FloodError(RemoteProtocolError):
 
 
 class ManifestError(FarandoleError, ValueError):
-    """A manifest, an invite or a run file is not valid; the message says which field and why."""
+    """A manifest, an invite or a run file is not valid; the message says which field and why.
+
+    It has an argument for each problem, if there are several.
+    """
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 class UnknownManifestError(ManifestError):

@@ -1,8 +1,8 @@
 """The run manifest: what a run is, fixed for its whole life and signed by its creator.
 
-The run id is the SHA-256 of the manifest's bytes and the creator's key, so a manifest that is fetched from anybody
-proves itself. It is kept and passed on as the bytes that were signed, and never encoded again. Every field is
-validated, here and nowhere else: what the rest of farandole reads in a `Manifest` is in range.
+The run id is the SHA-256 of the manifest's bytes and the creator's key, so a manifest from any peer proves itself. It
+is kept and passed on as the bytes that were signed, and never encoded again. Every field is validated here and nowhere
+else: what the rest of farandole reads in a `Manifest` is in range.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from .own_model import MAX_PARAMETERS, OwnModel
 from .screening_rules import DEFAULT_SCREENING, ScreeningRules
 from .slices import NUM_PARTS, PART_BYTES
 
-# A manifest holds settings, not data: 64 fields at most a few hundred bytes each, and of one's own module without
+# A manifest holds settings, not data: 64 fields of at most a few hundred bytes each, and for one's own module without
 # sections the shapes of some 1,000 parameters. Checked before anything is parsed.
 MAX_MANIFEST_BYTES = 64 * 1024
 RUN_ID_BYTES = 32
 _DOMAIN = b"farandole/manifest/1"
 
+_NAME_FORM = "a text in quotes, 1 to 64 letters, digits, spaces and . : + - _"
+_DIGEST_FORM = "64 hexadecimal digits, small letters, in quotes"
+
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w .:+-]+$")]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w .:+-]+$", description=_NAME_FORM)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
-# Zero of one's own module alone, which has them in its own way.
+# Zero only for one's own module, which defines its own.
 _Width = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
 _NumHeads = Annotated[int, msgspec.Meta(ge=0, le=1_024)]
-# Zero of an external model alone.
+# Zero only for an external model.
 _Context = Annotated[int, msgspec.Meta(ge=0, le=1_048_576)]
 _Vocabulary = Annotated[int, msgspec.Meta(ge=0, le=2_000_000)]
 _Hidden = Annotated[int, msgspec.Meta(ge=0, le=262_144)]
@@ -47,6 +50,8 @@ _PeerId = Annotated[str, msgspec.Meta(max_length=64)]
 # 1,000 peer ids of 52 letters, which leave room for the rest of a manifest.
 _Members = Annotated[tuple[_PeerId, ...], msgspec.Meta(min_length=1, max_length=1_000)]
 _UnitInterval = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+InnerName = Literal["adamw", "muon"]
+"""The inner optimizers."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,14 +59,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     num_layers: NumLayers
     width: _Width
-    """Of what goes from layer to layer; at least 8."""
+    """Width of the activations between layers; at least 8."""
     num_heads: _NumHeads
     hidden: _Hidden
     """Width of the SwiGLU layer; at least 8."""
     context: _Context
     """Tokens a sequence; at least 8."""
     vocabulary: _Vocabulary
-    """Tokens that there are; at least 2."""
+    """Number of different tokens; at least 2."""
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
     """Contiguous groups of layers, each held by other nodes; 1: every node holds the whole model."""
     stage_layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=512)], ...], msgspec.Meta(max_length=512)] = ()
@@ -77,32 +82,44 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where text comes from. A manifest never names a path: each volunteer says where his copy lies (``--data``)."""
+    """Source of the text. A manifest never names a path: each volunteer passes their copy with ``--data``."""
 
     source: Literal["stdlib", "text"] = "stdlib"
     """``stdlib``: the sources of the node's own Python; ``text``: files or folders that the volunteer names."""
     held_out: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.05
-    """Share of the documents that no node trains on, chosen by the hash of their names."""
+    """Share of the documents that no node trains on, chosen by the hash of their text."""
     epochs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
-    """How often the run trains on the whole of the text, dealt out by leases (`farandole.protocol.leases`); then it is
-    over. 0: each node draws on its own, without end."""
+    """Number of passes over the text, split among the nodes by leases (`farandole.protocol.leases`), after which the
+    run is over. 0: each node draws on its own, without end."""
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``bytes`` (256 tokens), or a Hugging Face ``tokenizers`` file, known by its hash; each node names its copy."""
 
     kind: Literal["bytes", "tokenizers"] = "bytes"
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?$")] = ""
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?$", description=_DIGEST_FORM)] = ""
 
 
 class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """AdamW with linear warm-up and cosine decay. Defaults: NoLoCo, arXiv 2506.10911 (Adam, no decay, clip 1)."""
+    """The inner optimizer and its learning rate, with linear warm-up.
+
+    Defaults: NoLoCo, arXiv 2506.10911 (Adam, no decay, clip 1).
+    """
 
     learning_rate: _Positive = 6e-4
     min_learning_rate_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 1_000
     total_steps: _Count = 25_000
     """Inner steps of one replica after which the learning rate stays at its least."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """How the rate falls: as a cosine, from the end of the warm-up; or ``wsd``, warm-up, stable, decay (arXiv
+    2404.06395): it is stable until the last ``decay_share`` of ``total_steps``, and falls linearly there."""
+    decay_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
+    ends_rate: _Positive = 1.0
+    """Factor of the rate for embedding, head, norms, biases and all else that Muon would not step."""
+    z_loss: _NonNegative = 0.0
+    """Weight of the squared logarithm of the softmax's denominator in the training loss, which keeps logits small
+    (PaLM, arXiv 2204.02311, section 5: 1e-4)."""
     beta1: _UnitInterval = 0.9
     beta2: _UnitInterval = 0.95
     epsilon: _Positive = 1e-8
@@ -111,16 +128,22 @@ class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest norm of a gradient; 0 clips nothing."""
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
     """Sequences an inner step."""
+    optimizer: InnerName = "adamw"
+    """``muon``: steps of matrices are made orthogonal (`farandole.training.muon`); embedding, head, norms and biases
+    get AdamW's steps, with the same rate."""
+    momentum: _UnitInterval = 0.95
+    """Share of its momentum that a step of Muon keeps."""
     deterministic: bool = False
     """Whether the same steps give the same bits on all machines of one class: one release of PyTorch, one kind of
     processor or GPU (`farandole.training.determinism`). Each trainer then computes on one thread."""
 
 
 class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a round is: a box in time, a number of inner steps, or whichever ends first.
+    """Length of a round: a time box, a number of inner steps, or whichever ends first.
 
     Boxes are the default, because nodes with boxes fall into step and take part at any speed. Without them, nodes whose
-    rounds end further apart than half of ``exchange_seconds`` do not meet: that suits equal machines, started together.
+    rounds end further apart than half of ``exchange_seconds`` do not meet, so this suits equal machines started
+    together.
     """
 
     inner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
@@ -134,40 +157,41 @@ class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How microbatches go through the stages of a model that is cut into several."""
+    """Settings of the pipeline: microbatches passing through the stages of a model that is cut into several."""
 
     microbatch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
     """Sequences; ``inner.batch_size`` is a multiple of it."""
     codec: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
     """How activations and their gradients travel."""
     in_flight: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
-    """Most microbatches that a node has begun and not ended: bounds its memory."""
+    """Most microbatches that a node has begun and not ended; this bounds its memory."""
     recompute: bool = False
-    """Whether nodes keep a microbatch's input alone and compute twice: less memory, a third more work."""
+    """Whether nodes keep only a microbatch's input and compute twice: less memory, a third more work."""
     microbatch_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=3_600)] = 30.0
-    """A microbatch that has not come back after these is dropped."""
+    """A microbatch that has not come back after this time is dropped."""
     overlap: bool = False
     """Whether nodes begin the next inner step's microbatches while the last of this one's are under way.
 
-    Without, every step waits for as long as a microbatch takes through all stages and back; with it, the gradients of
-    what was begun early are one inner step late, and nodes keep two more copies of their stage's weights, and a sum.
+    Without it, every step waits for as long as a microbatch takes through all stages and back. With it, the gradients
+    of microbatches begun early are one inner step late, and nodes keep two more copies of their stage's weights, and a
+    sum.
     """
 
 
 class EpochsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far the epochs of the data are in the run from whose checkpoint another one starts, which goes on there."""
+    """Progress of the data's epochs in an earlier run. A run that starts from its checkpoint continues there."""
 
-    run_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
-    """The run whose order of the slices it is."""
+    run_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$", description=_DIGEST_FORM)]
+    """Id of the run that the order of the slices is from."""
     corpus: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
     """Hash of the text. Nodes with another one begin with the first epoch."""
     epoch: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
     done: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*$", max_length=2 * NUM_PARTS * PART_BYTES)] = ""
-    """Of this epoch: a bit for each section (`farandole.protocol.slices`), the least significant first."""
+    """Sections of this epoch that are done: one bit each (`farandole.protocol.slices`), the least significant first."""
 
     @property
     def order(self) -> bytes:
-        """Id of the run whose order it is, 32 bytes."""
+        """Id of the run that the order is from, 32 bytes."""
         return bytes.fromhex(self.run_id)
 
     @property
@@ -179,14 +203,14 @@ class EpochsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The weights that a run starts from, instead of from its seed: a consolidated checkpoint, by its content."""
 
-    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
-    """Of the checkpoint: SHA-256 of its index (`farandole.protocol.blocks`), in hexadecimal."""
-    run_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
-    """Of the run that has made it; all zeros for a model that was imported."""
+    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$", description=_DIGEST_FORM)]
+    """Id of the checkpoint: SHA-256 of its index (`farandole.protocol.blocks`), in hexadecimal."""
+    run_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$", description=_DIGEST_FORM)]
+    """Id of the run that made it; all zeros for a model that was imported."""
     inner_steps: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
-    """Where the learning rate's schedule goes on."""
+    """Inner step at which the learning rate's schedule continues."""
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**56)] = 0
-    """That its weights have seen."""
+    """Tokens that its weights were trained on."""
     epochs: EpochsConfig | None = None
     """Null: the first epoch of the data, or no epochs."""
 
@@ -197,7 +221,7 @@ class StartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def run(self) -> bytes:
-        """Id of the run that has made it, 32 bytes."""
+        """Id of the run that made it, 32 bytes."""
         return bytes.fromhex(self.run_id)
 
 
@@ -218,23 +242,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipeline: PipelineConfig = PipelineConfig()
     screening: ScreeningRules = DEFAULT_SCREENING
     admission: Literal["open", "invited"] | _Members = "open"
-    """``open``: anybody who hears of the run may join; ``invited``: who has an invite that is signed by the creator, or
-    by a member whom the creator lets invite (`farandole.protocol.invitations`); a list of peer ids: these alone."""
+    """``open``: anyone may join; ``invited``: anyone with an invite signed by the creator, or by a member that the
+    creator lets invite (`farandole.protocol.invitations`); a list of peer ids: only these."""
     private: bool = False
     """Whether connections need a key (`farandole.protocol.private_network`). Only invites contain it, so strangers
-    cannot even tell which protocol the members speak."""
+    cannot even find out which protocol the members use."""
     start: StartConfig | None = None
-    """Null: the weights begin as the seed makes them."""
+    """Null: the weights are initialised from the seed."""
     audits: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the rounds of each member that others replay (`farandole.protocol.audits`); 0: rounds are not committed
     to. Costs each member about 1.2 times this share of its time, and five checkpoints of its disk."""
 
     def __post_init__(self) -> None:
-        for problem in _problems(self):
-            raise ManifestError(problem)
+        if problems := _problems(self):
+            raise ManifestError(*problems)
 
     def roster(self, run_id: bytes, creator: bytes) -> Roster | None:
-        """Who may be a member, as the manifest says; None: anybody."""
+        """Return the roster of the members that the manifest admits; None if it admits everyone."""
         if self.admission == "open":
             return None
         is_listed = not isinstance(self.admission, str)
@@ -242,7 +266,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Roster(run_id, creator, listed)
 
     def slice_order(self, run_id: bytes) -> bytes:
-        """Id of the run whose order the data's slices have: ``run_id``, which is this run's, or an earlier run's.
+        """Return the id of the run whose slice order this run uses: its own, ``run_id``, or an earlier run's.
 
         A run that continues the epochs of another one keeps that one's order.
         """
@@ -250,13 +274,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _problems(manifest: Manifest) -> list[str]:
-    """What the fields' own bounds cannot say: relations between them, and finiteness (NaN passes every bound)."""
+    """Return the problems that the fields' own bounds miss: in their relations, and NaN, which passes every bound.
+
+    Each begins with the name of its setting, such as ``outer.gamma``.
+    """
     problems = []
-    for section in (manifest.data, manifest.inner, manifest.rounds, manifest.pipeline):
-        for field in section.__struct_fields__:
-            value = getattr(section, field)
+    for name in ("data", "inner", "rounds", "pipeline"):
+        for field, value in msgspec.structs.asdict(getattr(manifest, name)).items():
             if isinstance(value, float) and not math.isfinite(value):
-                problems.append(f"{field} is {value}: it must be a finite number")
+                problems.append(f"{name}.{field} is {value}: it must be a finite number")
     problems += manifest.outer.problems
     if not isinstance(manifest.admission, str):
         problems += [f"admission names {peer_id!r}, which is no peer id" for peer_id in _wrong_ids(manifest.admission)]
@@ -326,7 +352,7 @@ def _problems_of_rounds(rounds: RoundConfig) -> Iterator[str]:
 
 
 def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterator[str]:
-    """What is the members' own affair says nothing in the manifest, so that nothing there can mislead them."""
+    """Yield problems of an external model: setting what members choose themselves could mislead them."""
     if manifest.model != ModelConfig(1, 0, 0, 0, 0, 0, external=external):
         yield "model.external has no sizes and no stages: num_layers is 1, the others are 0, and there is nothing else"
     own_affairs = {"tokenizer": TokenizerConfig(), "data": DataConfig(), "inner": InnerConfig(), "audits": 0.0}
@@ -334,12 +360,14 @@ def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterat
     for name, default in own_affairs.items():
         if getattr(manifest, name) != default:
             yield f"{name} is set, but with model.external it is each member's own affair"
+    if manifest.outer.drift:
+        yield "outer.drift is set, but with model.external members' own loops take the inner steps"
     if external.num_parameters > MAX_PARAMETERS:
         yield f"model.external has more than {MAX_PARAMETERS} parameters"
 
 
 def _problems_of_audits(manifest: Manifest) -> Iterator[str]:
-    """Why rounds cannot be replayed by others."""
+    """Yield the reasons why other members cannot replay rounds."""
     if not manifest.inner.deterministic:
         yield "needs inner.deterministic = true: otherwise two replays of one round differ"
     if manifest.model.num_stages > 1 or manifest.model.own is not None or manifest.model.hf is not None:
@@ -395,15 +423,15 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManifest:
-    """Fix a manifest for good: its run id follows from the result."""
+    """Sign a manifest. The result is final, and determines the run id."""
     body = msgspec.msgpack.encode(manifest)
     return SignedManifest(body, public_bytes(creator), sign(creator, _DOMAIN, body))
 
 
 def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, SignedManifest]:
-    """Parse and verify what a peer or a file holds.
+    """Parse and verify a manifest from a peer or a file.
 
-    Raises `ManifestError` if it is too long, malformed, badly signed, or not of the run ``run_id``, and
+    Raises `ManifestError` if it is too long, malformed, badly signed, or not of the run ``run_id``. Raises
     `UnknownManifestError` if it is none of these, but has fields or values that are not known here.
     """
     if len(raw) > 2 * MAX_MANIFEST_BYTES:
@@ -426,7 +454,7 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
 
 
 def decode_body(body: bytes) -> Manifest:
-    """The manifest whose bytes were signed. Raises `msgspec.MsgspecError`, or `ValueError` for what is not UTF-8."""
+    """Decode a manifest's signed bytes. Raises `msgspec.MsgspecError`, or `ValueError` for what is not UTF-8."""
     return _converted(msgspec.msgpack.decode(body))
 
 
@@ -437,7 +465,10 @@ def _converted(settings: object) -> Manifest:
 
 
 def manifest_from_dict(settings: object) -> Manifest:
-    """A manifest from a parsed ``run.toml``; `ManifestError` names the field that is wrong."""
+    """Make a manifest from its settings. Raises `ManifestError`, which names the field that is wrong.
+
+    A run file is explained better by `farandole.node.store.run_file`.
+    """
     try:
         return _converted(settings)
     except msgspec.ValidationError as error:

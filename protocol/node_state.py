@@ -1,8 +1,8 @@
-"""State of a node as one frozen value: what heartbeats, the status, the page and the metrics read.
+"""State of a node as one frozen value, which heartbeats, the status, the page and the metrics read.
 
-`TrainingState` is how far the training is; the training loop alone writes it. `NodeState` adds where the node itself
-stands. A display is a projection of these values: nothing that decides reads a display. Times are Unix seconds, rates
-tokens a second, losses nats a token.
+`TrainingState` is the progress of the training; only the training loop writes it. `NodeState` adds the state of the
+node itself. A display is a projection of these values: nothing that decides reads a display. Times are Unix seconds,
+rates tokens a second, losses nats a token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Final, Literal
 
 import msgspec
 
+from .clock_votes import ClockSkew
 from .entries import PARTNER_BYTES, Beat, Progress
 from .identity import public_key_of
 
-# A heartbeat says a loss in millionths of a nat.
+# A heartbeat holds a loss in millionths of a nat.
 LOSS_SCALE: Final = 1e6
-# What an entry can say of a round or of a loss (`farandole.protocol.entries.Small`); a peer's word may be beyond it.
+# Largest round or loss that an entry holds (`farandole.protocol.entries.Small`); values from a peer may exceed it.
 MAX_SMALL: Final = 2**31 - 1
 
 Phase = Literal[
@@ -29,7 +30,7 @@ Phase = Literal[
     "pairing",  # contribution ready, waiting for the partner
     "exchanging",  # contributions are moving
     "outer step",  # the trainer applies the result
-    "paused",  # no trainer, because its owner wants it so
+    "paused",  # no trainer, because the owner paused it
     "finished",  # every round is done; still serves its peers
     "relaying",  # a node without a trainer
     "leaving",
@@ -45,14 +46,14 @@ class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
     inner_steps: int = 0
     inner_steps_this_round: int = 0
     tokens: int = 0
-    """Trained on by this node, in all its lives; where the model is cut, at stage 0 alone."""
+    """Tokens that this node has trained on, in all its lives; where the model is cut, counted at stage 0 only."""
     tokens_per_second: float = 0.0
     speed: float = 0.0
     """Tokens a second that this node could take through its stage if it never waited; 0: not measured yet."""
     utilisation: float | None = None
     """Share of the trainer's time that went into inner steps."""
     recent_utilisation: float | None = None
-    """The same of the last few rounds."""
+    """`utilisation` over the last few rounds."""
     late_steps: int = 0
     """Inner steps between the newest contribution and its outer step: more than 0 where exchanges overlap."""
     loss: float | None = None
@@ -61,9 +62,9 @@ class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
     """Peer id of the partner of the last round that has ended; empty: its outer step was taken alone."""
     device: str = ""
     num_parameters: int = 0
-    """Of the model, or of the stage, that the trainer holds."""
+    """Parameters of the model, or of the stage, that the trainer holds."""
     microbatch: int = 0
-    """Sequences of a batch that the trainer takes at a time, where there is no memory for more; 0: all."""
+    """Sequences of a batch that the trainer takes at a time, if it has no memory for more; 0: all."""
     device_memory: tuple[int, int] | None = None
     """Bytes of the GPU that the trainer has taken, and that it has; None on the CPU."""
     trainer_restarts: int = 0
@@ -72,35 +73,37 @@ class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
     round_steps: int = 0
     """Inner steps of a round; 0: as many as its time allows."""
     round_seconds: float = 0.0
-    """Of a round that is boxed in time; 0: it is not."""
+    """Length of a round that is boxed in time; 0: it is not boxed."""
 
 
 class NodeState(TrainingState, frozen=True, kw_only=True):
-    """What a node is doing, and how far its training is."""
+    """A node's current activity, and the progress of its training."""
 
     phase: Phase = "starting"
     phase_detail: str = ""
-    """In words: what is being done or waited for."""
+    """What is being done or waited for, in words."""
     phase_since: float = 0.0
     waits_for: str = ""
     """Empty when nothing is waited for."""
     isolation: str = ""
-    """What a node without a connection to any member does about it, in words; empty when it has one, or knows of
-    none."""
+    """What a node without a connection to any member does about it, in words; empty when it has a connection, or
+    knows of no member."""
+    clock: ClockSkew | None = None
+    """The difference of this node's clock to those of the members that it has reached; None if there is none."""
     round_since: float = 0.0
     """When the round began."""
     stage: int = 0
-    """Which this node holds, where the model is cut into several."""
+    """The stage that this node holds, where the model is cut into several."""
     trainer_pid: int | None = None
 
 
 def training_of(state: NodeState) -> TrainingState:
-    """Returns the part of a node's state that is about its training."""
+    """Return the part of a node's state that is about its training."""
     return TrainingState(**{name: getattr(state, name) for name in TrainingState.__struct_fields__})
 
 
 def beat_of(state: NodeState) -> Beat:
-    """Returns the heartbeat of a node in this state."""
+    """Return the heartbeat of a node in this state."""
     loss = None
     if state.loss is not None and not math.isnan(state.loss):  # NaN while the replica diverges
         loss = int(min(state.loss * LOSS_SCALE, MAX_SMALL))
@@ -109,10 +112,10 @@ def beat_of(state: NodeState) -> Beat:
 
 
 def speed_of(state: NodeState, num_stages: int) -> float:
-    """Returns the tokens a second that a node could take through its stage; 0: not measured yet."""
+    """Return the tokens a second that a node could take through its stage; 0: not measured yet."""
     return state.tokens_per_second if num_stages == 1 else state.speed
 
 
 def progress_of(state: NodeState, bytes_sent: int, bytes_received: int) -> Progress:
-    """Returns a node's part of the run's counters."""
+    """Return a node's part of the run's counters."""
     return Progress(state.inner_steps, min(state.round, MAX_SMALL), state.tokens, bytes_sent, bytes_received)

@@ -1,8 +1,8 @@
-"""What the mesh process and the trainer process say to each other: msgspec structs over a socket pair.
+"""The messages between the mesh process and the trainer process: msgspec structs over a socket pair.
 
-Commands go to the trainer, reports come back. Tensors do not travel here: contributions lie in two shared memory
-files (`farandole.node.base.system.memory`), one for what this node sends and one for what it received. How far either
-is stands in a counter at its end, which whoever fills it stores and the other reads when it looks.
+Commands go to the trainer, reports come back. Tensors do not travel here: contributions are in two shared memory files
+(`farandole.node.base.system.memory`), one for the node's own and one for the received one. A counter at a file's end
+has the progress: the process that fills the file stores it, and the other reads it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import msgspec
 
 from .blocks import HASH_BYTES, MAX_BLOCKS
 
-# Of the hashes of a checkpoint's blocks.
+# Size of the hashes of a checkpoint's blocks.
 MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
-# Both ends are ours; the bound catches a torn stream, not an enemy. Beside hashes the most is Prepare's manifest.
+# Both ends are ours; the bound catches a torn stream, not an attack. The largest part after the hashes is Prepare's
+# manifest.
 MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
-# Starts of rounds that lie in a node's folder: those of the commitments in the run state, and the running round's.
+# Starts of rounds kept in a node's folder: for the commitments in the run state, and for the running round.
 KEPT_STARTS: Final = 5
 LENGTH: Final = struct.Struct(">I")
 
@@ -37,44 +38,46 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     slow: float
     """Each inner step is followed by a pause of (slow - 1) times its own length."""
     step_seconds: float
-    """An inner step and its pause take at least so long; of a model that is not cut."""
+    """The least duration of an inner step and its pause; of a model that is not cut."""
     checkpoints: str
     """The folder (`farandole.node.store.folder`) in which it saves, and from which it goes on."""
     outgoing: int | str
     """Places of the shared memory (`farandole.node.base.system.memory`)."""
     incoming: int | str
     fetched: str = ""
-    """Where a peer's checkpoint may lie: if it is fit it becomes this node's newest, else it is removed."""
+    """The path where a peer's checkpoint may be: if it is fit it becomes this node's newest, else it is removed."""
     start: str = ""
-    """Where the weights lie that the manifest starts from, for a node that has no checkpoint of its own."""
+    """The path of the weights that the manifest starts from, for a node that has no checkpoint of its own."""
     stage: int = 0
-    """Which stage of the model this is, where it is cut into several."""
+    """This trainer's stage, where the model is cut into several."""
     microbatch: int = 0
     """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
     compile: bool = False
     """Whether inner steps are compiled; of a model that is not cut."""
+    average_on_gpu: bool = False
+    """Whether the memory of a CUDA GPU holds what averaging needs as well; of a model that is not cut."""
     data_field: str = "text"
-    """Of records, what has their text."""
+    """The field of a record that has its text."""
     streams: list[str] = []
-    """Data sets to read as they come, instead of ``data``."""
+    """Data sets to stream, instead of ``data``."""
     cache: str = ""
-    """A folder for what is tokenised; empty: it is held in memory."""
+    """A folder for tokens; empty: they are held in memory."""
     allowed_models: list[str] = []
     """Functions that may make the model, where the run brings one of its own."""
     activations: int | str = 0
-    """As ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
+    """See ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
     disk: int = 0
-    """Most bytes that the node's folder takes, by which it keeps more or fewer checkpoints and tokens; 0: any."""
+    """Most bytes of the node's folder, which limit the checkpoints and tokens that it keeps; 0: no limit."""
     checkpoint_bytes: int = 0
-    """The most that one of its checkpoints takes."""
+    """The most bytes that one of its checkpoints takes."""
     gpu_memory: int = 0
-    """Most bytes that the process takes of the GPU's memory; 0: any."""
+    """Most bytes of the GPU's memory that the process takes; 0: no limit."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
     """Take inner steps until ``max_steps`` are done (0: no cap) or `FinishRound` comes.
 
-    It may come while the round before still awaits its `TakeOuterStep`.
+    This command may come while the round before still awaits its `TakeOuterStep`.
     """
 
     round: int
@@ -82,21 +85,21 @@ class Train(msgspec.Struct, frozen=True, tag=True):
 
 
 class UseFragment(msgspec.Struct, frozen=True, tag=True):
-    """The round's contribution shall be of this fragment, as those after it until the next such command."""
+    """Contribute this fragment in the round, and in later ones until the next such command."""
 
     round: int
     fragment: int
 
 
 class DrawSlices(msgspec.Struct, frozen=True, tag=True):
-    """From now on the batches are these slices, (first, count) each, without those that were drawn already."""
+    """Draw batches from these slices from now on, (first, count) each, without slices that were drawn already."""
 
     epoch: int
     ranges: list[tuple[int, int]]
 
 
 Job = Literal["draw", "forward", "tail", "backward", "keep", "drop"]
-"""As `farandole.protocol.pipeline` says."""
+"""See `farandole.protocol.pipeline`."""
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):
@@ -108,38 +111,38 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     work: Job
     slot: int
     is_following: bool = False
-    """Whether what begins is for the inner step after the next `TakeInnerStep`."""
+    """Whether the microbatch that begins is for the inner step after the next `TakeInnerStep`."""
     is_held_out: bool = False
-    """Whether what begins is for its loss alone; `Validate` asks for that of all of them."""
+    """Whether the microbatch that begins is for its loss alone; `Validate` asks for the loss of all of them."""
     number: int = 0
-    """Which microbatch of the held-out text is drawn, if one is."""
+    """Number of the microbatch of held-out text that is drawn, if one is."""
     sender: bytes = b""
-    """The key of the peer that sent what lies in the incoming memory, 32 bytes; empty: it is not judged."""
+    """The key of the peer that sent the data in the incoming memory, 32 bytes; empty: the data are not judged."""
 
 
 class TakeInnerStep(msgspec.Struct, frozen=True, tag=True):
-    """The gradients of a stage's inner step are summed."""
+    """Take a stage's inner step, whose gradients are summed."""
 
 
 class FinishRound(msgspec.Struct, frozen=True, tag=True):
-    """The round's box in time is over: stop after the present inner step."""
+    """Stop after the present inner step: the round's time box is over."""
 
     round: int
 
 
 class Screen(msgspec.Struct, frozen=True, tag=True):
-    """Judge the contribution of ``size`` bytes that lies in the incoming memory."""
+    """Judge the contribution of ``size`` bytes in the incoming memory."""
 
     size: int
     number: int = 0
-    """The exchange's: the epoch of the counter behind the incoming memory. Told again with the verdict: an exchange
-    that broke does not wait for its own, and the next one must not take it."""
+    """The exchange's number: the epoch of the counter behind the incoming memory. The verdict repeats it: a broken
+    exchange does not wait for its verdict, and the next exchange must not take it."""
     partner: bytes = b""
-    """The key of the peer whose contribution it is, 32 bytes."""
+    """The key of the peer that sent the contribution, 32 bytes."""
     partner_tokens: int = 0
     """Tokens that it claims for its contribution."""
     is_suspected: bool = False
-    """As `farandole.training.screening.rule.Encounter.is_suspected`."""
+    """See `farandole.training.screening.rule.Encounter.is_suspected`."""
 
 
 class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
@@ -152,23 +155,23 @@ class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write a checkpoint, behind the inner steps; `Saved` says when it is there.
+    """Write a checkpoint while inner steps go on; `Saved` follows when it is written.
 
-    Another `Save` before that would wait for it, and the inner steps with it.
+    Another `Save` before that would wait for it, and the inner steps as well.
     """
 
     is_last: bool = False
-    """Nothing is to be trained any more: all the machine's strength is for this one."""
+    """Nothing is trained any more: the save may use the whole machine."""
 
 
 class Replay(msgspec.Struct, frozen=True, tag=True):
-    """Take a round's inner steps again, of whatever author, on a replica of their own; between two rounds.
+    """Take the inner steps of any author's round again, on a separate replica, between two rounds.
 
-    Otherwise as `farandole.protocol.entries.Commitment`; of a model that is not cut.
+    See `farandole.protocol.entries.Commitment` for the other fields; of a model that is not cut.
     """
 
     path: str
-    """The checkpoint of its start."""
+    """The checkpoint of the round's start."""
     author: bytes
     first_step: int
     steps: int
@@ -178,17 +181,17 @@ class Replay(msgspec.Struct, frozen=True, tag=True):
 
 
 class Validate(msgspec.Struct, frozen=True, tag=True):
-    """Measure the loss on held-out text; of a stage, what has gone through all of them (`Work.is_held_out`)."""
+    """Measure the loss on held-out text; of a stage, on microbatches that went through all (`Work.is_held_out`)."""
 
     num_batches: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Give a sign of life, between two inner steps or when there is nothing else to do."""
+    """Answer with `Pong`, between two inner steps or when there is nothing else to do."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the process; of a loop that has attached, stop following its steps."""
+    """End the process; for a loop that has attached, stop following its steps."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag=True):
@@ -231,20 +234,20 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
     """SHA-256 of each of the file's blocks, one after the other (`farandole.protocol.blocks`)."""
     problem: str = ""
     note: str = ""
-    """What a person should know of a save that went well."""
+    """A remark for people about a save that succeeded."""
     seconds: float = 0.0
-    """That writing it took; 0 if that was not measured."""
+    """Duration of the write; 0 if it was not measured."""
 
 
 class Preparing(msgspec.Struct, frozen=True, tag=True):
-    """So much of the text is tokenised, which is done once, of so much."""
+    """Tokenisation, which is done once, has reached ``position`` of ``size``."""
 
     position: int
     size: int
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """Ready to train."""
+    """The trainer is ready to train."""
 
     device: str
     num_parameters: int
@@ -255,33 +258,33 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     inner_steps: int
     tokens: int
     activation_bytes: int = 0
-    """Of one microbatch, as it travels; 0 where the model is not cut."""
+    """Bytes of one microbatch on the wire; 0 where the model is not cut."""
     num_slices: int = 0
-    """Of an epoch; 0 where the run counts none, or this stage draws no data."""
+    """Slices of an epoch; 0 where the run counts none, or this stage draws no data."""
     corpus: bytes = b""
     """Hash of this node's text, where there are slices."""
     resumed: Saved | None = None
-    """The checkpoint that it goes on from, checked; None: from the run's seed."""
+    """The checkpoint that it resumes from, verified; None: it starts from the run's seed."""
     problem: str = ""
-    """What is wrong with newer checkpoints, which were passed over."""
+    """The problem of newer checkpoints, which were skipped."""
     has_loss: bool = True
     """Whether it can measure a held-out loss."""
     pid: int = 0
-    """Of the process that trains."""
+    """Process id of the trainer."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Sent between inner steps, at most twice a second."""
+    """The trainer's progress, sent between inner steps, at most twice a second."""
 
     round: int
     inner_steps: int
     inner_steps_this_round: int
     tokens: int
     loss: float | None
-    """Mean of the round; None where none is known: at all stages but the first."""
+    """Mean of the round; None where it is unknown: at all stages except the first."""
     tokens_per_second: float
     device_memory: tuple[int, int] | None = None
-    """Bytes taken of the GPU's, and that it has; None on the CPU."""
+    """Used and total bytes of the GPU's memory; None on the CPU."""
 
 
 class SlicesTrained(msgspec.Struct, frozen=True, tag=True):
@@ -292,21 +295,21 @@ class SlicesTrained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Worked(msgspec.Struct, frozen=True, tag=True):
-    """The oldest `Work` is done, or why it came to nothing (``problem``)."""
+    """The oldest `Work` is done, or has failed for the reason in ``problem``."""
 
     problem: str = ""
     is_outlier: bool = False
-    """Whether the problem is that what a peer sent is unlike what came before."""
+    """Whether the problem is that a peer's data are unlike earlier data."""
 
 
 class InnerStepTaken(msgspec.Struct, frozen=True, tag=True):
-    """By a stage; or not, since its gradients were not finite."""
+    """A stage has taken its inner step, or has skipped it because its gradients were not finite."""
 
     is_taken: bool
 
 
 class Contributed(msgspec.Struct, frozen=True, tag=True):
-    """The inner steps of a round are done, and the contribution is being encoded; `Encoded` tells when it is."""
+    """The inner steps of a round are done, and the contribution is being encoded; `Encoded` follows."""
 
     round: int
     size: int
@@ -316,16 +319,18 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
     tokens: int
     loss: float | None
     seconds: float
-    """Spent in inner steps and with commands between them."""
+    """Time spent in inner steps and with commands between them."""
     fragment: int
     utilisation: float
-    """Share of the trainer's time, since its first round began, that went into inner steps."""
+    """Share of the trainer's time, since its first round began, that was spent in inner steps."""
     busy_seconds: float = 0.0
-    """Of the round, spent in inner steps."""
+    """Time of the round spent in inner steps."""
+    skipped_steps: int = 0
+    """Inner steps of the round that changed nothing because their gradients were not finite."""
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
-    """The contribution lies in the outgoing memory, whole. How far it is before stands behind it in that memory."""
+    """The whole contribution is in the outgoing memory. Until then, a counter behind it there has the progress."""
 
     round: int
     digest: bytes
@@ -337,11 +342,11 @@ class Screened(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
     number: int = 0
-    """As `Screen` said."""
+    """The number in `Screen`."""
     clip: float = 1.0
-    """How far towards the contribution the mean goes, where it is accepted: 1 for all of its share."""
+    """How far the mean moves towards an accepted contribution: 1 for all of its share."""
     is_suspect: bool = False
-    """Whether the partner is suspected now, which the run is told (`farandole.protocol.suspicion`)."""
+    """Whether the partner is suspected now, which is published to the run (`farandole.protocol.suspicion`)."""
 
 
 class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):
@@ -353,7 +358,7 @@ class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):
-    """What a round was, and its start, which is kept for `KEPT_STARTS` rounds: as `Commitment` and `Saved`."""
+    """A round's record, as in `Commitment`, and its start, as in `Saved`, which is kept for `KEPT_STARTS` rounds."""
 
     round: int
     first_step: int
@@ -370,17 +375,17 @@ class Recorded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Replayed(msgspec.Struct, frozen=True, tag=True):
-    """What came of a `Replay`, or why nothing did (``problem``)."""
+    """The result of a `Replay`, or why it failed (``problem``)."""
 
     end: bytes = b""
     contribution: bytes = b""
     problem: str = ""
     is_unfit: bool = False
-    """The problem is the start: no replica can begin with it."""
+    """Whether the problem is the start: no replica can begin with it."""
     build: str = ""
     device: str = ""
     corpus: bytes = b""
-    """Of this trainer, as in `Recorded`."""
+    """Hash of this trainer's text, as in `Recorded`."""
 
 
 class Validated(msgspec.Struct, frozen=True, tag=True):
@@ -392,13 +397,12 @@ class Validated(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The sign of life."""
+    """The answer to a `Ping`."""
 
 
 Cause = Literal["setup", "weights", "memory", "fault", "detached"]
-"""Why a trainer ended: what it was to train with will not do (no text, no such device, no room for the model), a
-peer's weights are unfit, its memory was used up while it trained, something else; or it was a loop of the node's owner,
-which ended by itself."""
+"""Why a trainer ended: its setup failed (no text, no such device, no room for the model), a peer's weights are unfit,
+it ran out of memory while it trained, something else; or it was a loop of the node's owner, which ended by itself."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -429,12 +433,12 @@ Report = (
 
 _encoder = msgspec.msgpack.Encoder()
 decode_command: Final[Callable[[bytes], Command]] = msgspec.msgpack.Decoder(Command).decode
-"""What the mesh process said."""
+"""Decode a message of the mesh process."""
 decode_report: Final[Callable[[bytes], Report]] = msgspec.msgpack.Decoder(Report).decode
-"""What the trainer said."""
+"""Decode a message of the trainer."""
 
 
 def encode(message: Command | Report) -> bytes:
-    """A message with its length in front."""
+    """Encode a message, with its length in front."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body

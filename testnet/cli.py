@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from functools import partial
 from importlib.util import find_spec
@@ -62,20 +63,27 @@ def run_testnet(
             show_default="demo, or stages with --stages",
         ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Cut the model into so many, held by other nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; overrides the scenario's.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds; overrides the scenario's.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Cut the model into this many stages, held by different nodes.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json, loss.png, logs.", show_default="out/SCENARIO")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the run.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run.")] = None,
     nat: Annotated[
         bool,
-        typer.Option("--nat", help="In homes behind NAT of all kinds (Linux, root, nftables); try the scenario homes."),
+        typer.Option(
+            "--nat", help="Put nodes behind NAT of all kinds (Linux, root, nftables); try the scenario homes."
+        ),
     ] = False,
-    clean: Annotated[bool, typer.Option("--clean", help="Without the scenario's faults, for --beside.")] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Leave out the scenario's faults; --beside compares with such a run.")
+    ] = False,
     beside: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A clean play of the same scenario to compare with.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of a run of the same scenario with --clean, to compare with."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end.")] = False,
 ) -> None:
@@ -175,25 +183,56 @@ def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
 
 @testnet_app.command("compare")
 def compare(
-    nodes: Annotated[int, typer.Option(min=2, help="Replicas.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Inner steps of each.")] = 2_000,
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions.")] = 3,
+    nodes: Annotated[int, typer.Option(min=2, help="Number of replicas.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of each replica.")] = 2_000,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
     interval: Annotated[int, typer.Option(min=1, help="Inner steps a round.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder for compare.json.")] = None,
     methods: Annotated[
-        list[str] | None, typer.Option(metavar="WORDS", help="Those with this in their names; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="WORDS", help="Method with this name, or all methods whose names contain it; repeatable."),
     ] = None,
+    rates: Annotated[
+        str,
+        typer.Option(
+            help="Factors of the learning rate, with commas between; each method uses its best, found by another seed."
+        ),
+    ] = "1",
+    baseline: Annotated[
+        str, typer.Option(metavar="METHOD", help="Method to compare the others with, seed by seed.")
+    ] = "DiLoCo",
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="PRESET", show_default="41 k parameters", help="Preset of the model, with a context of 32 tokens."
+        ),
+    ] = "",
     write: Write = None,
 ) -> None:
-    """Train with NoLoCo, DiLoCo, synchronously and without averaging, on the same tokens, in one process.
+    """Compare NoLoCo, DiLoCo, synchronous training and training without averaging on the same tokens, on all cores.
 
-    Example: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan]
+    Examples: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan];
+    [cyan]farandole testnet compare --model 0.5M --seeds 5 --rates 0.5,1,2,4 --methods DiLoCo --methods Muon[/cyan]
     """
-    from .compare import run_compare
+    from .compare import Comparison, run_compare
     from .section import Section
 
     section = Section(write, "compare") if write else None
-    run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval, methods or (), section)
+    comparison = Comparison(
+        nodes, steps, seeds, interval, methods or (), tuple(factors(rates)), baseline=baseline, model=model
+    )
+    run_compare(comparison, out / "compare.json" if out else None, section)
+
+
+def factors(text: str) -> list[float]:
+    """Parse positive numbers with commas between them."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < math.inf for number in numbers):
+        raise typer.BadParameter(f"{text!r} is not a list of positive numbers, like 0.5,1,2")
+    return numbers
 
 
 @testnet_app.command("traffic", hidden=True)

@@ -1,28 +1,31 @@
-"""How good NoLoCo is beside synchronous training, DiLoCo and no averaging at all, on the same tokens.
+"""A comparison of NoLoCo with synchronous training, DiLoCo and no averaging at all, on the same tokens.
 
 Every replica has text of its own kind: the largest packages of Python's standard library, one each (`encodings` is
 tables of characters, `pydoc_data` prose, `tkinter` an interface to windows, and so on). The last tenth of each is held
-out, and every model is measured on all of them alike. So replicas that do not average know little of the others' text,
-and the comparison shows what averaging is worth.
+out, and every model is evaluated on all of them. So replicas that do not average know little of the others' text, and
+the comparison shows the benefit of averaging.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from rich.console import Console
 
 from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.presets import num_parameters, preset
 from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.data import Sampler, Text
 from farandole.training.errors import DataError
@@ -30,6 +33,7 @@ from farandole.training.sources import Reader, stdlib_sources
 from farandole.training.token_cache import Found
 
 from .grid import Grid
+from .plays import play_all
 from .section import Section, compose
 from .setting import setting
 
@@ -38,82 +42,133 @@ MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32,
 LEARNING_RATE = 3e-3
 BATCH_SIZE = 16
 HELD_OUT_SHARE = 0.1
-# Of each kind of text; with 8 kinds 32,768 tokens in all, which measures a loss to about 0.01.
+# For each kind of text; with 8 kinds these are 32,768 tokens, which measure a loss to about 0.01.
 VALIDATION_BATCHES = 8
-
-Progress = Callable[[str, int, int], None]
-"""Called with (method, seed, inner steps done)."""
+# Rates are chosen with a seed that no figure is from.
+TUNING_SEED = 1_000
+# Of Student's t with 1, 2, ... degrees of freedom: 95 % lie within plus and minus this.
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One method with one seed."""
+    """The result of one method with one seed."""
 
     method: str
     seed: int
+    rate: float
+    """Factor of the learning rate."""
     loss: float
-    """Mean over replicas, nats a byte, on everybody's held-out text."""
+    """Mean over replicas, in nats per byte, on the held-out text of all kinds."""
     merged_loss: float
-    """Of the mean of all replicas' weights."""
+    """Loss of the mean of all replicas' weights."""
     spread: float
     """See `Ensemble.spread`."""
     seconds: float
 
 
 def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
-    """The methods whose names have one of the words in them; all of them without words.
+    """Return the methods with one of these names, or whose names contain one of the words; all of them without words.
 
-    Raises `DataError`, which names those there are, if a word is in no name.
+    Raises `DataError`, which lists the methods, if a word is in no name.
     """
     every = methods(interval)
+    chosen = set[str]()
     for word in words:
-        if not any(word in method.name for method in every):
+        names = [method.name for method in every if word == method.name]
+        names = names or [method.name for method in every if word in method.name]
+        if not names:
             raise DataError(f"no method is called {word!r}; there are {'; '.join(method.name for method in every)}")
-    return [method for method in every if not words or any(word in method.name for word in words)]
+        chosen.update(names)
+    return [method for method in every if not words or method.name in chosen]
 
 
-def run_compare(
-    nodes: int = 8,
-    steps: int = 2_000,
-    seeds: int = 3,
-    out: Path | None = None,
-    interval: int = 10,
-    words: Sequence[str] = (),
-    section: Section | None = None,
-) -> list[Result]:
-    """Train with every method and seed, on one thread, with progress and a table on the terminal.
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The settings of a comparison."""
 
-    It takes about 20 minutes a seed with the defaults. ``out`` is a JSON file, written as it goes; at the end the
-    ``section`` is written. Raises `DataError` if the standard library has fewer packages than there are nodes, or as
-    `choose_methods` does; `SectionError`.
+    nodes: int = 8
+    steps: int = 2_000
+    seeds: int = 3
+    interval: int = 10
+    words: Sequence[str] = ()
+    """Words of the methods' names; empty: all methods."""
+    rates: Sequence[float] = (1.0,)
+    """Factors of the learning rate. With several, each method gets the one that is best for it with another seed."""
+    baseline: str = "DiLoCo"
+    """The method that others are compared with, seed by seed, if it is among them."""
+    model: str = ""
+    """A preset; empty: `MODEL`."""
+
+    @property
+    def setting(self) -> dict[str, object]:
+        """Return the settings for a document."""
+        return {
+            "nodes": self.nodes,
+            "steps": self.steps,
+            "seeds": self.seeds,
+            "interval": self.interval,
+            "rates": ", ".join(f"{rate:g}" for rate in self.rates),
+            "parameters": num_parameters(self.sizes),
+        }
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """Return the model, with sequences that are short enough for many replicas on a CPU."""
+        return replace(preset(self.model), context=MODEL.context) if self.model else MODEL
+
+
+def run_compare(comparison: Comparison, out: Path | None = None, section: Section | None = None) -> list[Result]:
+    """Train with every method and seed, each in a process of its own, with progress and a table on the terminal.
+
+    With the defaults a method takes some ten minutes per seed and core. ``out`` is a JSON file, updated after each
+    result; at the end the ``section`` is written. Raises `DataError` if the standard library has fewer packages than
+    there are nodes, or as `choose_methods` does; `ManifestError` for an unknown preset; `SectionError`.
     """
     if section is not None:
         section.check()
-    chosen, texts = choose_methods(words, interval), texts_by_kind(nodes)
-    torch.set_num_threads(1)
+    chosen = choose_methods(comparison.words, comparison.interval)
+    texts = texts_by_kind(comparison.nodes)
     console = Console()
-    measured = {**setting(), "nodes": nodes, "steps": steps, "seeds": seeds, "interval": interval}
-    results = []
-    with console.status("starting") as status:
+    measured = {**setting(), **comparison.setting}
+    results: list[Result] = []
 
-        def show(method: str, seed: int, step: int) -> None:
-            status.update(f"seed {seed + 1} of {seeds}: {method}, step {step} of {steps}")
+    def keep(name: object, result: Result) -> None:
+        results.append(result)
+        if out is not None:
+            document = {"settings": {**measured, "kinds": [*texts]}, "results": [asdict(each) for each in results]}
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(document, indent=2) + "\n")
 
-        for seed, method in itertools.product(range(seeds), chosen):
-            results.append(_measure(method, texts, steps, seed, show))
-            if out is not None:
-                document = {"settings": {**measured, "kinds": [*texts]}, "results": [asdict(each) for each in results]}
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(document, indent=2) + "\n")
-    grid = result_grid(results)
+    def play(plays: Iterable[tuple[Method, int]]) -> list[Result]:
+        named = [(f"{each.name}, seed {seed}", partial(measure, comparison, each, texts, seed)) for each, seed in plays]
+        outcomes = play_all(lambda text: console.print(text, highlight=False, markup=False), named, keep)
+        return [result for group in outcomes.values() for result in group]
+
+    if len(comparison.rates) > 1:
+        tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
+        chosen = best_of(tried, play((method, TUNING_SEED) for method in tried))
+    final = play((method, seed) for seed in range(comparison.seeds) for method in chosen)
+    grid = result_grid(final, chosen, comparison.baseline)
     console.print(grid.rich())
     if section is not None:
         section.write(compose(measured, grid.markdown()))
-    return results
+    return final
+
+
+def best_of(tried: Sequence[Method], results: Sequence[Result]) -> list[Method]:
+    """Return each method with the rate of its lowest loss, in the order of ``tried``."""
+    losses = {(result.method, result.rate): result.loss for result in results}
+    best: dict[str, Method] = {}
+    for method in tried:
+        known = best.get(method.name)
+        if known is None or losses[method.name, method.rate] < losses[known.name, known.rate]:
+            best[method.name] = method
+    return list(best.values())
 
 
 def texts_by_kind(num_kinds: int) -> dict[str, Text]:
-    """The largest packages of the standard library, by name, each split into its first nine tenths and its last."""
+    """Return the largest packages of the standard library, by name, split into the first nine tenths and the rest."""
     packages: dict[str, list[bytes]] = defaultdict(list)
     for document in Reader(stdlib_sources(), ""):
         package, separator, _ = document.name.partition("/")
@@ -131,46 +186,70 @@ def _split(documents: Sequence[bytes]) -> Text:
     return Text(tokens[:cut], tokens[cut:], Found(len(documents), int(tokens.max()), b""))
 
 
-def _measure(method: Method, texts: dict[str, Text], steps: int, seed: int, progress: Progress) -> Result:
+def measure(comparison: Comparison, method: Method, texts: dict[str, Text], seed: int) -> Result:
+    """Train with one method and seed, on one thread."""
+    torch.set_num_threads(1)
+    steps, model = comparison.steps, comparison.sizes
     inner = InnerConfig(learning_rate=LEARNING_RATE, warmup_steps=steps // 20, total_steps=steps, batch_size=BATCH_SIZE)
     run_id = seed.to_bytes(32, "little")
     samplers = [
-        Sampler(text, run_id=run_id, author=name.encode(), batch_size=BATCH_SIZE, context=MODEL.context)
+        Sampler(text, run_id=run_id, author=name.encode(), batch_size=BATCH_SIZE, context=model.context)
         for name, text in texts.items()
     ]
     started = time.perf_counter()
-    ensemble = train(method, MODEL, inner, samplers, steps, seed, lambda step: progress(method.name, seed, step))
+    ensemble = train(method, model, inner, samplers, steps, seed)
     seconds = time.perf_counter() - started
     loss, spread, merged_loss = _evaluate(ensemble, samplers)
-    return Result(method.name, seed, loss, merged_loss, spread, seconds)
+    return Result(method.name, seed, method.rate, loss, merged_loss, spread, seconds)
 
 
 def _evaluate(ensemble: Ensemble, samplers: Sequence[Sampler]) -> tuple[float, float, float]:
-    """(loss, spread, loss of the merged model); merges the ensemble."""
+    """Return (loss, spread, loss of the merged model); merges the ensemble."""
     batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
     loss, spread = float(ensemble.losses(batches).mean()), ensemble.spread()
     ensemble.merge()
     return loss, spread, float(ensemble.losses(batches)[0])
 
 
-def result_grid(results: Sequence[Result]) -> Grid:
-    """The methods in rows: means over seeds, with the standard deviation of the loss."""
-    by_method: dict[str, list[Result]] = defaultdict(list)
+def result_grid(results: Sequence[Result], chosen: Sequence[Method], baseline: str) -> Grid:
+    """Return a table with a row per method: means over seeds, with the standard deviation of the loss.
+
+    Differences from the baseline's loss are of the same seeds, with the 95 % interval of their mean.
+    """
+    by_method: dict[str, dict[int, Result]] = defaultdict(dict)
     for result in results:
-        by_method[result.method].append(result)
+        by_method[result.method][result.seed] = result
     rows = []
-    for method, group in by_method.items():
-        losses = [result.loss for result in group]
+    for method in chosen:
+        group = by_method[method.name]
+        losses = [result.loss for result in group.values()]
         deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
+        base = by_method.get(baseline, {})
+        differences = [group[seed].loss - base[seed].loss for seed in group if seed in base]
         rows.append(
             [
-                method,
+                method.name,
+                f"{method.rate:g}",
+                f"{method.traffic:.3f}",
                 str(len(group)),
                 f"{statistics.mean(losses):.3f} ± {deviation:.3f}",
+                "" if method.name == baseline else interval_of(differences),
                 f"{math.exp(statistics.mean(losses)):.2f}",
-                f"{math.exp(statistics.mean(result.merged_loss for result in group)):.2f}",
-                f"{statistics.mean(result.spread for result in group):.2%}",
+                f"{math.exp(statistics.mean(result.merged_loss for result in group.values())):.2f}",
+                f"{statistics.mean(result.spread for result in group.values()):.2%}",
             ]
         )
-    header = ["method", "seeds", "loss", "ppl", "ppl, merged", "spread"]
-    return Grid("NoLoCo beside the baselines, loss in nats a byte", header, rows)
+    header = ["method", "rate", "bytes", "seeds", "loss", f"less {baseline}'s", "ppl", "ppl, merged", "spread"]
+    return Grid("NoLoCo and the baselines, loss in nats a byte", header, rows)
+
+
+def interval_of(differences: Sequence[float]) -> str:
+    """Return the mean of paired differences and its 95 % interval (Student's t) in words; empty without any."""
+    if not differences:
+        return ""
+    mean = statistics.mean(differences)
+    if len(differences) == 1:
+        return f"{mean:+.3f}"
+    quantile = T_QUANTILES[min(len(differences) - 1, len(T_QUANTILES)) - 1]
+    half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"

@@ -1,4 +1,4 @@
-"""One node of a testnet as a process: its folder, port and key, started, watched and ended."""
+"""One testnet node as a process, with a folder, port and key; it is started, watched and ended."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 NODE_COMMAND: Final = (sys.executable, "-m", "farandole.node")
 POLL_INTERVAL: Final = 1.0
 STATUS_TIMEOUT: Final = 5.0
-# A daemon that is told to end finishes its inner step, saves and says farewell; on a loaded machine that takes a while.
+# A daemon that is asked to end finishes its inner step, saves and says farewell; on a loaded machine that takes a
+# while.
 STOP_TIMEOUT: Final = 20.0
-# A node that is starved is stopped and let go on in turns of so many seconds: as long as those of the kernel's own
-# bandwidth control (cgroups' cpu.cfs_period_us).
+# A starved node is stopped and continued in turns of this length in seconds, the period of the kernel's own bandwidth
+# control (cgroups' cpu.cfs_period_us).
 TURN: Final = 0.1
 
 
 async def ask_daemon(home: Path, method: str) -> Any | None:
-    """A daemon's answer; None if it gives none: it is not up yet, frozen, or ending."""
+    """Return a daemon's answer; None if it gives none because it is starting, frozen, or ending."""
     try:
         return await trio.to_thread.run_sync(
             partial(call, home, method, timeout=STATUS_TIMEOUT),
@@ -49,7 +50,7 @@ async def ask_daemon(home: Path, method: str) -> Any | None:
 
 @dataclass
 class NodeProcess:
-    """``options`` are those of ``farandole join``, without the invite; ``say`` is told of what befalls the node."""
+    """A node's daemon; ``options`` are for ``farandole join``, without the invite; ``say`` is called with events."""
 
     record: NodeRecord
     home: Path
@@ -58,26 +59,26 @@ class NodeProcess:
     say: Callable[[str], None]
     command: Sequence[str] = NODE_COMMAND
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Beside the launcher's."""
+    """Variables in addition to the launcher's."""
     is_running: bool = False
     is_frozen: bool = False
     is_expected_to_end: bool = False
     is_up: trio.Event = field(default_factory=trio.Event)
-    """It has answered once, so it can be dialled; or ended before that."""
+    """Set when the node has answered once, so it can be dialled; or ended before that."""
     joined: trio.Event = field(default_factory=trio.Event)
-    """Started at least once."""
+    """Set when the node has been started at least once."""
     _process: trio.Process | None = None
     _ended: trio.Event = field(default_factory=trio.Event)
     """Set when that process has ended."""
 
     @property
     def name(self) -> str:
-        """As people read it."""
+        """Return the name for messages."""
         return f"node {self.record.index}"
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest replica that has been saved, of the stage that the node last said it holds."""
+        """Return the newest saved replica of the stage that the node last reported."""
         status = self.record.status
         stage = 0 if status is None else status.stage
         return next(iter(CheckpointFolder(NodeSettings(home=self.home).checkpoints, stage).files()), None)
@@ -116,7 +117,7 @@ class NodeProcess:
     def _bury(self, process: trio.Process) -> None:
         kill_group(process.pid)  # its trainer, if it is left
         if process.returncode is None:
-            return  # cancelled: the leash, or whoever stops the testnet, sees to it
+            return  # cancelled: the leash, or the end of the testnet, kills it
         self.leash.release(process.pid)
         self.is_running = self.is_frozen = False
         self.record.ledger.enter("absent", trio.current_time())
@@ -140,11 +141,11 @@ class NodeProcess:
 
     @property
     def _live(self) -> trio.Process | None:
-        """The daemon, if it runs."""
+        """Return the daemon's process, if it runs."""
         return self._process if self.is_running else None
 
     def kill(self) -> None:
-        """SIGKILL to daemon and trainer: the machine is gone."""
+        """Send SIGKILL to daemon and trainer, as if the machine were gone."""
         if process := self._live:
             self.is_expected_to_end = True
             kill_group(process.pid)
@@ -157,7 +158,7 @@ class NodeProcess:
             freeze(process.pid)
 
     def thaw(self) -> None:
-        """Let a frozen node go on."""
+        """Continue a frozen node."""
         if process := self._live:
             thaw(process.pid)
             if self.is_frozen:
@@ -166,7 +167,7 @@ class NodeProcess:
             self.record.excuse(trio.current_time())
 
     async def starve(self, share: float, seconds: float) -> None:
-        """Give daemon and trainer together ``share`` of one processor's time, in turns, for so many seconds."""
+        """Give daemon and trainer together ``share`` of one processor's time, in turns, for ``seconds``."""
         process = self._live
         if process is None:
             return
@@ -186,18 +187,18 @@ class NodeProcess:
     def limit_files(self, most: int | None) -> None:
         """Let neither daemon nor trainer write a file beyond ``most`` bytes; None: as before. Linux only.
 
-        What a full disk does, without root and without a disk: what is overwritten in place still succeeds, all else
-        fails. The error is EFBIG and not ENOSPC; both are an `OSError` like any other.
+        This has the effect of a full disk, without root and without a disk: overwriting in place still succeeds, other
+        writes fail. The error is EFBIG and not ENOSPC; both are an `OSError` like any other.
         """
         if process := self._live:
             limit_files(process.pid, most)
 
     async def pause(self) -> None:
-        """Have it stop training and stay in the mesh; a node that does not answer is asked again."""
+        """Make the node stop training and stay in the mesh; retry until it answers."""
         await self._have("pause")
 
     async def resume(self) -> None:
-        """Have a node that pauses train again; it is asked as `pause` does."""
+        """Make a paused node train again; retry until it answers."""
         await self._have("resume")
 
     async def _have(self, deed: str) -> None:
@@ -207,7 +208,7 @@ class NodeProcess:
             await trio.sleep(POLL_INTERVAL)
 
     async def leave(self) -> None:
-        """Tell it to leave in good order, and wait until it has; after `STOP_TIMEOUT` it is killed."""
+        """Ask the node to leave the run, and wait until it has; after `STOP_TIMEOUT` it is killed."""
         process = self._live
         if process is None:
             return
@@ -221,12 +222,12 @@ class NodeProcess:
         kill_group(process.pid)
 
     async def wait_ended(self) -> None:
-        """Returns once the daemon is gone."""
+        """Wait until the daemon is gone."""
         if self._process is not None:
             await self._ended.wait()
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without settings that the caller has for a node of his own."""
+    """Return this process's environment, without settings that the user has for a node of their own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FARANDOLE_")}
-    return {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "120", "FARANDOLE_LOG_FORMAT": "human"}
+    return {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}

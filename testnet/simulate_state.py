@@ -1,18 +1,18 @@
 """Run state under simulation: a thousand nodes with the real state machines, on a bad network, in virtual time.
 
-Each node is what a daemon is, as far as run state goes: a `RunState`, a `Writer`, a `Gossip`, timers. Messages are
-really encoded and decoded. One thing is shared: `SharedChecker` remembers which bytes are valid, for all nodes
-together, and `SharedRoster` which admissions are. That keeps the promise of the real ones, since validity is a function
-of the item's bytes alone, and it saves 999 of 1,000 verifications.
+Each node is a daemon's run state: a `RunState`, a `Writer`, a `Gossip`, timers. Messages are really encoded and
+decoded. Only verdicts are shared: `SharedChecker` remembers for all nodes which bytes are valid, and `SharedRoster`
+which admissions are. Nodes still behave as with separate checkers, since validity is a function of the item's bytes
+alone, and sharing saves 999 of 1,000 verifications.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -57,11 +57,11 @@ class SharedChecker(Checker):
         self._is_genuine = cache(super().is_genuine)
 
     def parse(self, signed: Signed) -> Entry:
-        """As `Checker.parse`."""
+        """See `Checker.parse`."""
         return self._parse(signed)
 
     def is_genuine(self, entry: Entry) -> bool:
-        """As `Checker.is_genuine`; entries are shared, so one is known by its identity."""
+        """See `Checker.is_genuine`; entries are shared, so the cache key is their identity."""
         return self._is_genuine(entry)
 
 
@@ -73,7 +73,7 @@ class SharedRoster(Roster):
         self._valid = valid
 
     def check(self, admission: Admission) -> None:
-        """As `Roster.check`."""
+        """See `Roster.check`."""
         if admission not in self._valid:
             super().check(admission)
             self._valid.add(admission)
@@ -81,12 +81,12 @@ class SharedRoster(Roster):
 
 @lru_cache(maxsize=8_192)
 def key_of(number: int) -> Ed25519PrivateKey:
-    """The private key of the node with this number."""
+    """Return the private key of the node with this number."""
     return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
 
 
 class SimulatedNode:
-    """One node. It lives from `start` to `stop`; a restart keeps what a disk would keep."""
+    """A node that lives from `start` to `stop`; a restart keeps what is on disk."""
 
     def __init__(self, world: World, number: int, clock: Clock) -> None:
         self.world = world
@@ -120,7 +120,7 @@ class SimulatedNode:
     # life and death
 
     def start(self, contacts: list[bytes]) -> None:
-        """Join by way of these peers: sync with each, and say that one is there."""
+        """Join the run through these peers: sync with each, and announce the node."""
         self._contacts = contacts
         self._run()
         self._sync_later(sync_periods())
@@ -129,7 +129,7 @@ class SimulatedNode:
         self._later(1.0, self._announce)
 
     def start_settled(self, contacts: list[bytes]) -> None:
-        """Live on, as a node that has long been a member and is connected to these peers."""
+        """Start as a node that has been a member for some time and is connected to these peers."""
         self._contacts = contacts
         self._run()
         first = SYNC_PERIOD * self._rng.random()
@@ -148,7 +148,7 @@ class SimulatedNode:
         self.world.network.kill(self.author)
 
     def restart(self, contacts: list[bytes]) -> None:
-        """Come back with nothing but the key and the mark."""
+        """Restart with nothing but the key and the mark."""
         self._new_life()
         self.start(contacts)
 
@@ -156,7 +156,7 @@ class SimulatedNode:
         return self.is_running and self.incarnation == life
 
     def _later(self, delay: float, call: Callable[[], object]) -> None:
-        """Call after so many virtual seconds, if this life lasts that long."""
+        """Call after ``delay`` virtual seconds, if this life lasts until then."""
         life = self.incarnation
         self.world.simulation.call_after(delay, lambda: self._lives(life) and call())
 
@@ -212,7 +212,7 @@ class SimulatedNode:
         self._sync_later(periods)
 
     def _sync(self, now: float) -> None:
-        """With a live member, or where none is known with one of those whom this node was told of."""
+        """Sync with a live member, or if none is known with one of the contacts."""
         partner = self.gossip.choose_partner(now)
         if partner is not None:
             self._open_session(partner, with_beats=False)
@@ -228,7 +228,7 @@ class SimulatedNode:
             self._later(REFUSAL_SECONDS, lambda: self._on_refusal(peer))
 
     def _on_refusal(self, peer: bytes) -> None:
-        """Nobody is there: sessions with it have failed, and another peer is asked at once."""
+        """Handle a peer that is gone: sessions with it fail, and another peer is asked at once."""
         self.gossip.unreachable(peer, self.clock.monotonic())
         failed = [key for key in self._sessions if key[:2] == (_TO_INITIATOR, peer)]
         for key in failed:
@@ -245,7 +245,7 @@ class SimulatedNode:
         self._later(SESSION_TIMEOUT, lambda: self._on_deadline(peer, number))
 
     def _on_deadline(self, peer: bytes, number: int) -> None:
-        """A session that is not over by now has failed: another peer is asked at once."""
+        """Fail a session that is not over by now, and ask another peer at once."""
         session = self._sessions.pop((_TO_INITIATOR, peer, number), None)
         if session is not None and not session.is_done:
             self.gossip.unreachable(peer, self.clock.monotonic())
@@ -291,7 +291,7 @@ class SimulatedNode:
 
 @dataclass
 class World:
-    """Nodes, the network between them, and what a test wants to know of them."""
+    """The nodes, the network between them, and figures for tests."""
 
     seed: int
     num_nodes: int
@@ -301,7 +301,7 @@ class World:
     network_of: Callable[[bytes], str] = lambda peer: ""
     creator: bytes = b"\x01" * 32
     admission_of: Callable[[bytes], bytes] | None = None
-    """Author -> its admission, encoded; empty if it has none. None: any author is a member."""
+    """Maps an author to its encoded admission; empty if it has none. None: any author is a member."""
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Node number -> (offset in seconds, drift) of its clock, where it is wrong."""
 
@@ -319,21 +319,21 @@ class World:
 
     @property
     def living(self) -> list[SimulatedNode]:
-        """The nodes that run now."""
+        """Return the nodes that run now."""
         return [node for node in self.nodes if node.is_running]
 
     def contacts(self) -> list[bytes]:
-        """Three living nodes, at random: what an invite gives."""
+        """Return three living nodes, drawn at random, as an invite lists them."""
         living = [node.author for node in self.living]
         return self.simulation.rng.sample(living, min(NUM_JOIN_SESSIONS, len(living)))
 
     def add_node(self) -> SimulatedNode:
-        """One more, not started."""
+        """Add a node, and return it without starting it."""
         self.nodes.append(self._make(len(self.nodes) + 1))
         return self.nodes[-1]
 
     def settle(self) -> None:
-        """Start all nodes as if they had been together for long: each knows each, as of now."""
+        """Start all nodes as members of a settled run: each knows each, as of now."""
         now = UNIX_EPOCH + self.simulation.now
         for node in self.nodes:
             node.mark = ((0, int(now)),)
@@ -357,17 +357,32 @@ class World:
         return [node.writer.write(Kind.ADMISSION, 0, AdmissionProof(admission), now)] if admission else []
 
     def publish_progress(self, node: SimulatedNode) -> Entry:
-        """Have a node write something, and note when it comes to each node."""
+        """Make a node write an entry, and record when it arrives at each node."""
         entry = node.publish(Kind.PROGRESS, 0, Progress(0, 0, node.number, 0, 0))
         self.watched.add(entry.id)
         node.seen_at[entry.id] = self.simulation.now
         return entry
 
+    def publish_all(self, nodes: Sequence[SimulatedNode], seconds: float) -> list[tuple[Entry, float]]:
+        """Make each node that still runs write one entry, spread over the next ``seconds``.
+
+        Returns a list that fills over time: each entry, and when it was written.
+        """
+        written: list[tuple[Entry, float]] = []
+
+        def publish(node: SimulatedNode) -> None:
+            if node.is_running:
+                written.append((self.publish_progress(node), self.simulation.now))
+
+        for index, node in enumerate(nodes):
+            self.simulation.call_after(seconds * index / len(nodes), partial(publish, node))
+        return written
+
     def replace_one(self) -> None:
-        """One living node dies, and a new one joins."""
+        """Stop one living node, and let a new one join."""
         self.simulation.rng.choice(self.living).stop()
         self.add_node().start(self.contacts())
 
     def are_equal(self) -> bool:
-        """Whether all living nodes have one root."""
+        """Return whether all living nodes have one root."""
         return len({node.state.root for node in self.living}) == 1

@@ -1,39 +1,45 @@
-"""NoLoCo beside what it is measured against: many replicas in one process, on the same tokens, in lock-step.
+"""Compare NoLoCo with its baselines: many replicas in one process, on the same tokens, in lock-step.
 
-All replicas live in the rows of (N, P) tensors. They are computed one by one: `torch.func.vmap` over them took as long
-on a CPU. Inner steps, contributions and outer steps are a node's own (`farandole.training.inner`,
+All replicas are rows of (N, P) tensors. They are computed one by one: `torch.func.vmap` over them took as long on a
+CPU. Inner steps, contributions and outer steps use the node's code (`farandole.training.inner`,
 `farandole.training.outer_state`), so any outer rule can be compared.
 
-Synchronous data parallel training is one replica with everybody's batches at once: the mean of the gradients of equal
-batches is the gradient of their union. DiLoCo takes the mean over all replicas.
+Synchronous data parallel training is one replica that trains on the batches of all replicas at once: the mean of the
+gradients of equal batches is the gradient of their union. DiLoCo takes the mean over all replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.codec_sizes import encoded_bytes
+from farandole.protocol.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.outer_rules import Codec, DiLoCoConfig, NoLoCoConfig, OuterConfig
+from farandole.protocol.safetensors import FP32_BYTES
 
 from .batches import draw
 from .codec import bytes_to_read
 from .contribution import Contribution
 from .copying import Copier
 from .data import Sampler
-from .inner import FlatAdamW
+from .drift import RateSums
+from .inner import InnerOptimizer
 from .model import build_model, language_loss
 from .outer_state import OuterState
 from .parameters import bind_, layout_of
 from .topk import TopK
 
 _NOLOCO = NoLoCoConfig()
+# Elements, a multiple of all blocks, from which the bytes of one are computed.
+_MANY: Final = 1 << 20
 
 Group = Literal["gradients", "all", "pairs", "none"]
 
@@ -44,25 +50,53 @@ class Method:
 
     name: str
     group: Group
-    """What is averaged: everybody's gradients at every step; the weights of all, or of pairs, now and then; nothing."""
+    """What is averaged: all gradients at every step; the weights of all or of pairs at intervals; or nothing."""
     interval: int = 10
     """Inner steps between outer steps."""
     outer: OuterConfig = _NOLOCO
     late: int = 0
-    """Inner steps between what is sent and the outer step, at most ``interval``: the time that an exchange takes."""
+    """Inner steps between the contribution and the outer step, at most ``interval``: the duration of an exchange."""
+    optimizer: InnerName = "adamw"
+    """The inner optimizer."""
+    rate: float = 1.0
+    """Factor of the comparison's learning rate."""
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that a replica sends for each parameter and inner step.
+
+        A mean over all is charged one vector, as a pair's is; a ring of N replicas sends 2 (N - 1) / N.
+        """
+        if self.group == "none":
+            return 0.0
+        if self.group == "gradients":
+            return float(FP32_BYTES)
+        outer = self.outer
+        per_element = encoded_bytes(outer.codec, _MANY, outer.topk) / _MANY
+        return per_element / (self.interval * outer.fragments)
 
 
 def methods(interval: int = 10) -> tuple[Method, ...]:
-    """Those that are compared."""
+    """Return the methods that are compared.
+
+    Those of int8 with an interval a quarter as long send as many bytes as fp32.
+    """
 
     def nesterov(codec: Codec = "fp32", topk: int = 64, fragments: int = 1) -> NoLoCoConfig:
         return NoLoCoConfig(momentum="nesterov", codec=codec, topk=topk, fragments=fragments)
 
-    half = -(-interval // 2)
+    half, quarter = -(-interval // 2), -(-interval // 4)
+    plain = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int8")
+    often = msgspec.structs.replace(nesterov("int8"), drift=0.1)
     # 70 of 256 elements take 144 bytes, as they do in int4.
     return (
         Method("synchronous data parallel", "gradients"),
-        Method("DiLoCo", "all", interval, DiLoCoConfig(alpha=0.5, momentum="heavy_ball")),
+        Method("synchronous data parallel, Muon", "gradients", optimizer="muon"),
+        Method("DiLoCo", "all", interval, DiLoCoConfig()),
+        Method("DiLoCo, alpha 0.5", "all", interval, DiLoCoConfig(alpha=0.5)),
+        Method("DiLoCo, alpha 0.5, int8, four times as often", "all", quarter, DiLoCoConfig(alpha=0.5, codec="int8")),
+        Method("DiLoCo, Muon, alpha 0.5", "all", interval, DiLoCoConfig(alpha=0.5), optimizer="muon"),
+        Method("DiLoCo, heavy ball", "all", interval, DiLoCoConfig(alpha=0.5, momentum="heavy_ball")),
         Method("NoLoCo, heavy ball, fp32", "pairs", interval),
         Method("NoLoCo, heavy ball, int8", "pairs", interval, NoLoCoConfig(codec="int8")),
         Method("NoLoCo, Nesterov, fp32", "pairs", interval, nesterov()),
@@ -77,12 +111,23 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, Nesterov, int8, a round late", "pairs", interval, nesterov("int8"), interval),
         Method("NoLoCo, Nesterov, int8, half of it", "pairs", interval, nesterov("int8", fragments=2)),
         Method("NoLoCo, Nesterov, int8, half of it twice as often", "pairs", half, nesterov("int8", fragments=2)),
+        Method("NoLoCo, plain, int8, four times as often", "pairs", quarter, plain),
+        Method(
+            "NoLoCo, plain, int8, four times as often, drift 0.1",
+            "pairs",
+            quarter,
+            msgspec.structs.replace(plain, drift=0.1),
+        ),
+        Method("NoLoCo, Muon, Nesterov, fp32", "pairs", interval, nesterov(), optimizer="muon"),
+        Method(
+            "NoLoCo, Muon, Nesterov, int8, four times as often, drift 0.1", "pairs", quarter, often, optimizer="muon"
+        ),
         Method("nobody averages", "none"),
     )
 
 
 class Ensemble:
-    """``num_replicas`` replicas of one model that start alike, with one outer rule; all (N, P) fp32, on the CPU."""
+    """``num_replicas`` replicas of one model with equal initial weights and one outer rule; (N, P) fp32, on the CPU."""
 
     def __init__(
         self, model: ModelConfig, inner: InnerConfig, num_replicas: int, seed: int, outer: OuterConfig = _NOLOCO
@@ -95,31 +140,35 @@ class Ensemble:
         self.layout = layout_of(self.modules[0], outer.codec)
         for row, module in enumerate(self.modules):
             bind_(module, self.layout, self.theta[row], self.gradient[row])
-        self._optimizers = [
-            FlatAdamW(inner, row, gradient, list(module.parameters()))
-            for row, gradient, module in zip(self.theta, self.gradient, self.modules, strict=True)
-        ]
         self._outer = [OuterState(outer, row, Copier()) for row in self.theta]
+        self._optimizers = [
+            InnerOptimizer(inner, module, self.layout, row, gradient, state.drift)
+            for row, gradient, module, state in zip(self.theta, self.gradient, self.modules, self._outer, strict=True)
+        ]
+        self._rates = RateSums(outer.fragments)
+        self._rates_sent = 0.0  # of the contributions
         self._sent: list[tuple[Contribution, bytearray]] = []
 
     @property
     def phi(self) -> Tensor:
-        """A copy of the slow weights (N, P)."""
+        """Return a copy of the slow weights (N, P)."""
         return torch.stack([state.slow for state in self._outer])
 
     def inner_step(self, tokens: npt.NDArray[np.int64]) -> None:
-        """One inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
+        """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
         self.gradient.zero_()
         for module, batch, optimizer in zip(self.modules, torch.from_numpy(tokens), self._optimizers, strict=True):
             language_loss(module, batch).backward()
             with torch.no_grad():
-                optimizer.step(self.steps, 1)
+                rate = optimizer.step(self.steps, 1)
+        self._rates.add(rate)
         self.steps += 1
 
     @torch.no_grad()
     def contribute(self, fragment: int = 0) -> None:
         """Make every replica's contribution of a fragment, for the next `outer_step`."""
-        self._sent = []
+        self._sent, self._rates_sent = [], self._rates.since(fragment)
+        self._rates.settle(fragment, self._rates.total)
         for state in self._outer:
             made = state.contributor.freeze(self.layout.fragment(fragment, state.settings.fragments))
             encoded = bytearray(state.contributor.form.size(len(made.theta)))
@@ -128,7 +177,7 @@ class Ensemble:
 
     @torch.no_grad()
     def outer_step(self, groups: Sequence[Sequence[int]], *, is_late: bool = False) -> None:
-        """The outer step of every replica with its group, all shares equal; ``groups`` is a partition of the rows.
+        """Take the outer step of every replica with its group, with equal shares; ``groups`` partitions the rows.
 
         ``is_late``: inner steps were taken since `contribute`.
         """
@@ -136,31 +185,31 @@ class Ensemble:
             shares = [1 / len(rows)] * len(rows) if len(rows) > 1 else []
             for row in rows:
                 received = [self._received(row, other) for other in rows] if len(rows) > 1 else []
-                self._outer[row].step(self._sent[row][0], received, shares, is_late=is_late)
+                self._outer[row].step(self._sent[row][0], received, shares, is_late=is_late, rates=self._rates_sent)
 
     def _received(self, row: int, sender: int) -> Tensor:
-        """A sender's contribution as a replica decodes it."""
+        """Return a sender's contribution as a replica decodes it."""
         form, (made, encoded) = self._outer[row].contributor.form, self._sent[sender]
         if row == sender or not isinstance(form, TopK):
             return made.sent
-        values = self._sent[row][0].sent.clone()  # what topk leaves out is one's own
+        values = self._sent[row][0].sent.clone()  # elements that topk leaves out keep the receiver's values
         form.decode(bytes_to_read(np.frombuffer(encoded, dtype=np.uint8)), values)
         return values
 
     @torch.no_grad()
     def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> Tensor:
-        """Mean loss of every replica over the same batches, each (B, T + 1); (N)."""
+        """Return the mean loss of every replica, (N), over the same batches, each (B, T + 1)."""
         return torch.stack(
             [torch.stack([language_loss(m, torch.from_numpy(b)) for b in batches]).mean() for m in self.modules]
         )
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Make every replica the mean of all."""
+        """Set every replica to the mean of all replicas."""
         self.theta.copy_(self.theta.mean(0, keepdim=True).expand_as(self.theta))
 
     def spread(self) -> float:
-        """Mean over the weights of their standard deviation across replicas, over the weights' root mean square."""
+        """Return the weights' mean standard deviation across replicas, divided by the weights' root mean square."""
         deviation = self.theta.std(0, correction=0).mean()
         return float(deviation / self.theta.mean(0).square().mean().sqrt())
 
@@ -174,8 +223,9 @@ def train(
     seed: int,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Ensemble:
-    """Train one replica per sampler (one in all, for ``gradients``) for ``steps`` inner steps each."""
+    """Train one replica per sampler (a single replica for ``gradients``) for ``steps`` inner steps each."""
     is_synchronous, late = method.group == "gradients", method.late
+    inner = msgspec.structs.replace(inner, optimizer=method.optimizer, learning_rate=method.rate * inner.learning_rate)
     exchange: _Exchange | None = None
     ensemble = Ensemble(model, inner, 1 if is_synchronous else len(samplers), seed, method.outer)
     for step in range(steps):
@@ -197,7 +247,7 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """What is on its way while the replicas train on."""
+    """An exchange in flight while the replicas continue to train."""
 
     groups: list[list[int]]
     ends_at: int
@@ -205,7 +255,7 @@ class _Exchange:
 
 
 def _groups(group: Group, num_replicas: int, seed: int, step: int) -> list[list[int]]:
-    """Everybody, or random pairs (a triple is never made: with an odd number one is alone)."""
+    """Return one group of all replicas, or random pairs; with an odd number of replicas, one is alone."""
     if group == "all":
         return [list(range(num_replicas))]
     places = draw(2**62, num_replicas, b"pairs", seed.to_bytes(8, "little"), step.to_bytes(8, "little"))

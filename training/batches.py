@@ -1,10 +1,9 @@
-"""What a learner asks of its data: batches of token windows, by step, by slice, and held out."""
+"""The interface of a learner's data: batches of token windows, by step, by slice, and held out."""
 
 from __future__ import annotations
 
 import abc
 import hashlib
-import os
 from typing import Final
 
 import numpy as np
@@ -35,27 +34,27 @@ class Batches(abc.ABC):
 
     @property
     def corpus(self) -> bytes:
-        """Hash of the text; empty where it is not known, as of a stream."""
+        """Return the hash of the text; empty where it is not known, as for a stream."""
         return b""
 
     def of_author(self, author: bytes) -> Batches:
-        """The batches of another author with the same text. Raises `DataError` where these cannot be known."""
+        """Return the batches of another author with the same text. Raises `DataError` if they cannot be known."""
         raise DataError("the batches of another author are not known: its text is a stream")
 
     @abc.abstractmethod
     def batch(self, step: int) -> Batch:
-        """Tokens (B, T + 1) of inner step ``step``."""
+        """Return tokens (B, T + 1) of inner step ``step``."""
 
     def slices(self, num_parts: int = 1) -> SliceQueue:
-        """Those of this text, none of them to be drawn yet. Raises `DataError` where there are none."""
+        """Return the slices of this text; none is assigned yet. Raises `DataError` if the text has no slices."""
         raise DataError(_NO_EPOCHS)
 
     def slice_batch(self, epoch: int, index: int) -> Batch:
-        """Tokens (B, T + 1) of slice ``index`` of an epoch."""
+        """Return tokens (B, T + 1) of slice ``index`` of an epoch."""
         raise DataError(_NO_EPOCHS)
 
     def held_out_batch(self, index: int) -> Batch:
-        """Held-out batch number ``index``, (B, T + 1): the same for every author, run and step.
+        """Return held-out batch number ``index``, (B, T + 1): the same for every author, run and step.
 
         Raises `DataError` if too little is held out.
         """
@@ -67,24 +66,24 @@ class Batches(abc.ABC):
         return self._drawn(self._held_out, b"held out", index.to_bytes(8, "little"))
 
     def _drawn(self, tokens: Tokens, *key: bytes) -> Batch:
-        """Windows (B, T + 1) at places that follow from the key."""
+        """Return windows (B, T + 1) at places that the key determines."""
         return cut_out(tokens, draw(len(tokens) - self.context, self.batch_size, *key), self.context)
 
 
-def is_held_out(name: str, share: float) -> bool:
-    """Whether the document of that name is one that nobody trains on."""
-    digest = hashlib.sha256(b"farandole/held-out/1\n" + os.fsencode(name)).digest()
+def is_held_out(content: bytes, share: float) -> bool:
+    """Return whether a document with this SHA-256 is held out: no node trains on it, whatever it is called there."""
+    digest = hashlib.sha256(b"farandole/held-out/1\n" + content.hex().encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2.0**64
 
 
 def draw(length: int, count: int, *key: bytes) -> Batch:
-    """``count`` numbers below ``length``, a function of the key alone. The bias, length / 2^64, is below 2^-32."""
+    """Return ``count`` numbers below ``length``, determined by the key. The bias, length / 2^64, is below 2^-32."""
     generator = np.random.Philox(key=int.from_bytes(keyed_digest(b"farandole/data/1", key)[:16], "little"))
     raw: npt.NDArray[np.uint64] = generator.random_raw(count)
     return (raw % np.uint64(length)).astype(np.int64)
 
 
 def cut_out(tokens: Tokens, starts: Batch, context: int) -> Batch:
-    """Windows (B, T + 1) of tokens (n,) from starts (B)."""
+    """Return windows (B, T + 1) of tokens (n,) from starts (B)."""
     windows: Batch = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
     return windows

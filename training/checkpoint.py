@@ -1,10 +1,10 @@
-"""An engine's state as a safetensors file: tensors by ``VECTOR/PARAMETER``, and counters in the metadata.
+"""Checkpoints: an engine's state as a safetensors file, with tensors by ``VECTOR/PARAMETER`` and counters in metadata.
 
-Files come from peers as well, so loading trusts nothing: sizes first, then hashes where they are known, then names,
-types and shapes, then every value; only then is anything copied. There is no pickle. Writing streams the tensors
-through SHA-256, block by block, into a file that replaces the old one in one step, when it is durable.
+Files may come from peers, so loading validates everything before it copies anything: sizes, then hashes if they are
+known, then names, types and shapes, then every value. There is no pickle. Writing streams the tensors through SHA-256,
+block by block, into a file that atomically replaces the old one when it is durable.
 
-The format is written by hand, because the library's writer needs a second copy of everything in memory; reading is
+The writer is implemented here because the library's writer needs a second copy of everything in memory; the reader is
 the library's.
 """
 
@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.safetensors import LENGTH_BYTES, encode_header, header_size
-from farandole.protocol.vectors import is_square
+from farandole.protocol.safetensors import FP32_BYTES, LENGTH_BYTES, encode_header, header_size
+from farandole.protocol.vectors import DROPPED, is_square
 
 from .blocks import BlockHasher, Content, content_of, first_difference
 from .durable import WholeFile, replacing
@@ -32,14 +32,14 @@ from .parameters import Layout
 
 FORMAT = "farandole/checkpoint/1"
 MAX_COUNTER = 2**53  # exact in JSON everywhere
-# No number of a replica that still learns is larger, by far, but the arithmetic after loading stays finite with it.
+# Far larger than any number of a replica that still learns, yet the arithmetic after loading stays finite.
 MAX_MAGNITUDE = 1e6
 _SLICE = 1 << 22  # elements that are fetched from a device at a time, 16 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """How far an engine is."""
+    """The steps that an engine has taken and the tokens that it has trained on."""
 
     round: int
     """Outer steps taken."""
@@ -47,6 +47,8 @@ class Counters:
     """Inner steps taken."""
     tokens: int
     """Tokens trained on."""
+    begun_at: int = 0
+    """Inner step at which AdamW's means began (`Engine.begun_at`)."""
 
 
 def save_checkpoint(
@@ -70,19 +72,19 @@ def load_checkpoint(
 ) -> tuple[Counters, Content]:
     """Validate the file at ``path`` and copy it into the tensors of ``state``, by ``VECTOR/PARAMETER``.
 
-    ``hashes`` are those of its blocks, if they are known. Vectors named in ``optional`` may be missing, which become
-    zeros then. Raises `CheckpointError`, before anything is changed, if it is not wholly a checkpoint of this run and
-    layout.
+    ``hashes`` are its blocks' hashes, if known. Vectors named in ``optional`` may be missing; they become zeros. Raises
+    `CheckpointError`, before anything is changed, if the file is not a valid checkpoint of this run and layout.
     """
-    vectors = {_vector_of(name) for name in state}
-    _check_size(path, layout, len(vectors) - len(optional), len(vectors))
+    least = sum(tensor.nbytes for name, tensor in state.items() if _vector_of(name) not in optional)
+    dropped = len(DROPPED) * FP32_BYTES * layout.num_elements
+    _check_size(path, least, sum(tensor.nbytes for tensor in state.values()) + dropped)
     try:
         content = content_of(path)
         if hashes and (damaged := first_difference(content, hashes)) is not None:
             raise CheckpointError(f"{path.name} is damaged: its block {damaged} is not what was written")
         with safe_open(path, framework="pt") as file:
             counters = _counters_of(file.metadata() or {}, layout, run_id)
-            names = set(file.keys())
+            names = {name for name in file.keys() if _vector_of(name) not in DROPPED}  # noqa: SIM118 - it is no dict
             present = _present(state, names, optional)
             if names != present.keys():
                 raise CheckpointError("the checkpoint's tensors are not those of this run's model")
@@ -92,17 +94,21 @@ def load_checkpoint(
     return counters, content
 
 
-def load_start(path: Path, state: Mapping[str, Tensor], optional: Collection[str]) -> None:
-    """Copy from another run's file, which this run starts from, what it has of ``state``; the rest is passed over.
+def load_start(
+    path: Path, state: Mapping[str, Tensor], optional: Collection[str], partial: Collection[str] = ()
+) -> None:
+    """Copy the tensors of ``state`` from another run's file, which this run starts from; ignore the other tensors.
 
-    The run's manifest names the file by its content, and its bytes were proved before they came here: whether they fit
-    is checked. A stage takes its own part. Vectors named in ``optional`` may be missing, wholly, and become zeros then.
-    Raises `CheckpointError`, before anything is changed, if anything is missing or unfit.
+    The run's manifest names the file by its content, and the caller has verified the file's bytes; this function checks
+    that the tensors fit. A stage takes its own part. Vectors named in ``optional`` may be missing; those in ``partial``
+    may also lack parameters, as another inner optimizer's do. Both become zeros. Raises `CheckpointError`, before
+    anything is changed, if anything else is missing or unfit.
     """
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
-            present = _present(state, names, optional)
+            lacking = {_vector_of(name) for name in state if name not in names} & set(partial)
+            present = _present(state, {name for name in names if _vector_of(name) not in lacking}, optional)
             if missing := next((name for name in present if name not in names), ""):
                 raise CheckpointError(f"{path.name} has no {missing}: it is of another model")
             _copy(file.get_tensor, state, present)
@@ -115,13 +121,16 @@ def _vector_of(name: str) -> str:
 
 
 def _present(state: Mapping[str, Tensor], names: Collection[str], optional: Collection[str]) -> dict[str, Tensor]:
-    """What a file with these names must have: all of every vector that it has any of, or that is not optional."""
+    """Return the tensors that a file with these names must have.
+
+    These are all tensors of each vector that is not optional or of which the file has at least one tensor.
+    """
     wanted = {_vector_of(name) for name in state if name in names or _vector_of(name) not in optional}
     return {name: tensor for name, tensor in state.items() if _vector_of(name) in wanted}
 
 
 def _copy(read: Callable[[str], Tensor], state: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:
-    """Check what is ``present`` in a file, then copy it all; the others become zeros."""
+    """Check the tensors that are ``present`` in a file, then copy them; set the others to zero."""
     for name, tensor in present.items():
         _check_tensor(name, read(name), tuple(tensor.shape))
     for name, tensor in state.items():
@@ -145,8 +154,8 @@ def _write(file: WholeFile, parts: Iterable[memoryview]) -> Content:
     return hasher.content()
 
 
-def _check_size(path: Path, layout: Layout, least: int, most: int) -> None:
-    """The file must have at least so many vectors, and at most."""
+def _check_size(path: Path, least: int, most: int) -> None:
+    """Raise `CheckpointError` unless the file has ``least`` to ``most`` bytes of numbers."""
     try:
         with path.open("rb") as file:
             first, size = file.read(LENGTH_BYTES), file.seek(0, os.SEEK_END)
@@ -155,12 +164,10 @@ def _check_size(path: Path, layout: Layout, least: int, most: int) -> None:
         raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
-    vector_bytes = 4 * layout.num_elements
-    num_vectors, rest = divmod(num_bytes, vector_bytes)
-    if rest or not least <= num_vectors <= most:
+    if not least <= num_bytes <= most:
         raise CheckpointError(
-            f"{path.name} has {size} bytes, {most * vector_bytes} of them would be this model's numbers: it is "
-            "damaged, or another model's"
+            f"{path.name} has {size} bytes, {most} of them would be this model's numbers: it is damaged, or another "
+            "model's"
         )
 
 
@@ -171,7 +178,9 @@ def _counters_of(metadata: Mapping[str, str], layout: Layout, run_id: bytes) -> 
         raise CheckpointError(f"the checkpoint is of run {metadata.get('run_id', '')[:16]}, not of {run_id.hex()[:16]}")
     if metadata.get("layout") != layout.hash.hex():
         raise CheckpointError("the checkpoint's layout is not this run's: it is of another model")
-    return Counters(*(_counter(metadata, name) for name in ("round", "steps", "tokens")))
+    begun_at = _counter(metadata, "begun_at") if "begun_at" in metadata else 0  # older files have none
+    round_index, steps, tokens = (_counter(metadata, name) for name in ("round", "steps", "tokens"))
+    return Counters(round_index, steps, tokens, begun_at)
 
 
 def _counter(metadata: Mapping[str, str], name: str) -> int:

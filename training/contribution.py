@@ -1,9 +1,7 @@
 """A replica's own contribution: frozen, encoded slice by slice, and as the partner decodes it.
 
-With error feedback, what the codec rounds away of a contribution is added to the next one (Karimireddy et al., arXiv
-1901.09847), so over the rounds a replica passes on all of its weights' movement, and the mean over the
-replicas is not biased. What no partner used was not passed on: only an outer step with a partner carries the error on.
-topk remembers, in the same way, what it has last sent of every element.
+topk remembers what it has last sent of every element. What no partner used was not passed on: only an outer step with a
+partner changes that memory.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from farandole.protocol.outer_rules import OuterConfig
-from farandole.protocol.vectors import ERROR, SENT
+from farandole.protocol.vectors import SENT
 
 from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
 from .copying import Copier, Wait
@@ -26,7 +24,7 @@ from .topk import TopK
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What was sent of the n elements of one fragment."""
+    """A contribution: the n elements of one fragment, as they were and as they were sent."""
 
     part: slice
     """Where the fragment lies in the flat vectors."""
@@ -35,7 +33,7 @@ class Contribution:
     sent: Tensor
     """The contribution as the partner decodes it (n,); what topk left out, as it is."""
     memory: Tensor | None
-    """What is to be remembered of it once a partner has used it (n,)."""
+    """What topk has sent last of every element once a partner has used this contribution (n,)."""
 
 
 class Contributor:
@@ -57,9 +55,7 @@ class Contributor:
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
         self._sent = self._frozen if is_exact else fast.new_empty(largest)
         self._last = rule.contribution(fast, slow).clone() if isinstance(self.form, TopK) else None
-        self._error = fast.new_zeros(len(fast)) if outer.feeds_errors_back else None
-        self._memory = self._error if self._last is None else self._last
-        self._next_memory = None if self._memory is None else fast.new_empty(largest)
+        self._next_memory = None if self._last is None else fast.new_empty(largest)
 
     def freeze(self, part: slice) -> Contribution:
         """A contribution of one fragment of the weights, as they are now, to be encoded.
@@ -115,22 +111,24 @@ class Contributor:
             self.form.encode(sent, encoded, self._last[place])
             self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))
             self.form.decode(encoded, sent)
-        elif self._error is not None and self._next_memory is not None:
-            meant = sent.add_(self._error[place]).clone()
-            self.form.encode(meant, encoded)
-            self.form.decode(encoded, sent)
-            self._next_memory[piece] = meant.sub_(sent)
         else:
             self.form.encode(sent, encoded)
             self.form.decode(encoded, sent)
 
     def passed_on(self, contribution: Contribution) -> None:
-        """A partner has used it: what it left out or rounded away is remembered."""
-        if self._memory is not None and contribution.memory is not None:
-            self._memory[contribution.part] = contribution.memory
+        """Remember what a contribution left out, after a partner has used it."""
+        if self._last is not None and contribution.memory is not None:
+            self._last[contribution.part] = contribution.memory
+
+    def restart(self, *, forgets: bool = False) -> None:
+        """Continue from weights that were just loaded; ``forgets``: with nothing remembered of earlier rounds.
+
+        topk then takes the slow weights for what was sent last, so that it sends what moves from there. If it took
+        zeros, it would send the largest weights instead.
+        """
+        if self._last is not None and (forgets or not bool(self._last.any())):
+            self._last.copy_(self._rule.contribution(self._slow, self._slow))
 
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint has of it: flat vectors (n,), by name."""
-        if self._last is not None:
-            return {SENT: self._last}
-        return {} if self._error is None else {ERROR: self._error}
+        """Return the contributor's vectors for a checkpoint: flat vectors (n,), by name."""
+        return {} if self._last is None else {SENT: self._last}

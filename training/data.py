@@ -1,16 +1,17 @@
-"""Text to batches. The position in the data is a number or two, so there is nothing to save or resume.
+"""Text to batches. The position in the data is one or two numbers, so there is no state to save or resume.
 
-Documents (`farandole.training.sources`) are tokenised once into one array, a separator after each; what a volunteer
-brings is kept in a file that is mapped into memory (`farandole.training.token_cache`). Which of them nobody trains on
-is decided by the hash of their names, so all nodes with the same text hold out the same. Batch number ``step`` of an
-author consists of windows at places drawn from a generator keyed with (run id, author, step): the same on every
-machine and in any order, and another author's are independent of it. The numbers come from Philox's raw output
-(Random123, SC'11), which numpy never changes, rather than from numpy's distributions, which it may.
+Documents (`farandole.training.sources`) are tokenised once into one array, with a separator after each. A volunteer's
+text is kept in a file that is mapped into memory (`farandole.training.token_cache`). The hash of a document's
+text decides whether it is held out, so all nodes that have a document hold it out or train on it, whatever its name
+is. Batch number ``step`` of an
+author consists of windows at places drawn from a generator keyed with (run id, author, step): it is the same on every
+machine and in any order, and independent of other authors' batches. The numbers come from Philox's raw output
+(Random123, SC'11), which numpy never changes, and not from numpy's distributions, which it may change.
 
-Where the run counts *epochs*, its nodes deal the text out instead. It is cut into windows, one after the other, and
-each epoch puts them into an order of its own (`farandole.training.permutation`), the same for all. A *slice* is a batch
-of that order, known by epoch and number. Documents are read in the order of their sources' names, wherever they lie,
-and their hash, the *corpus*, says who has the same text: only with those can slices be shared.
+Where the run counts *epochs*, its nodes divide the text among themselves instead. It is cut into consecutive windows,
+and each epoch has its own order of them (`farandole.training.permutation`), the same for all nodes. A *slice* is a
+batch of this order, identified by epoch and number. Documents are read in the order of their sources' names, regardless
+of their location. Their hash is the *corpus*: nodes with equal corpora have the same text, and only these share slices.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ from .sources import Document, Progress, Reader, no_progress, sources_of, stdlib
 from .token_cache import Found, Sink, cache_name, keep_within, open_cache, write_cache
 from .tokenizer import Tokenizer, load_tokenizer
 
-# What is held in memory whole, without a folder for the cache: what lies beyond this is not read.
+# Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
 MAX_TEXT_BYTES: Final = 2 * 1024**3
-# Between two words about progress; a second's work of a fast tokenizer.
+# Bytes between two progress reports: one second's work of a fast tokenizer.
 _PROGRESS_BYTES: Final = 1 << 20
-# Of SHA-256: tells texts apart by accident, not by design; who lies about his text could as well not train.
+# Bytes of SHA-256: enough against accidental collisions only; a peer that lies about its text could as well not train.
 CORPUS_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """What one node brings to a run: where its text and its tokenizer lie, and how it is read."""
+    """A node's own settings for its data: the locations of its text and tokenizer, and how the text is read."""
 
     paths: tuple[Path, ...] = ()
     """Files and folders, for runs whose source is ``text``."""
     field: str = "text"
-    """Of records, what has their text."""
+    """The field of a record that has its text."""
     streams: tuple[str, ...] = ()
-    """Data sets that are read as they come, instead of ``paths`` (`farandole.training.streaming`)."""
+    """Data sets that are streamed, instead of ``paths`` (`farandole.training.streaming`)."""
     tokenizer: Path | None = None
     cache: Path | None = None
-    """A folder for what is tokenised; None: in memory."""
+    """A folder for tokenised text; None: in memory."""
     cache_bytes: int | None = None
-    """What that folder may take; None: whatever it needs."""
+    """The limit of that folder's size; None: unlimited."""
     progress: Progress = no_progress
 
 
@@ -67,7 +68,7 @@ NOTHING: Final = Bring()
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokenised text (uint8, uint16 or uint32 by the vocabulary), split into what is trained on and what is not."""
+    """Tokenised text (uint8, uint16 or uint32 by the vocabulary), split into training and held-out tokens."""
 
     training: Tokens
     held_out: Tokens
@@ -75,7 +76,7 @@ class Text:
 
 
 def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) -> Text:
-    """Read and tokenise a run's text: what this node brings, for source ``text``.
+    """Read and tokenise a run's text; for source ``text``, the text that this node brings.
 
     Raises `DataError` if there is none, or it cannot be read.
     """
@@ -113,7 +114,7 @@ def _cached(path: Path) -> Text | None:
 
 
 def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
-    """Documents' tokens, in memory: of the first `MAX_TEXT_BYTES`."""
+    """Tokenise the first `MAX_TEXT_BYTES` of the documents in memory."""
     sinks = io.BytesIO(), io.BytesIO()
     found = tokenise(_first(documents, MAX_TEXT_BYTES), tokenizer, held_out, *sinks)
     training, holding_out = (np.frombuffer(sink.getbuffer(), _dtype_of(tokenizer)) for sink in sinks)
@@ -121,7 +122,7 @@ def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float
 
 
 def _first(documents: Iterable[Document], num_bytes: int) -> Iterator[Document]:
-    """As many as have so many bytes."""
+    """Yield the first documents that together have at most ``num_bytes``."""
     for document in documents:
         num_bytes -= len(document.text)
         if num_bytes < 0:
@@ -141,20 +142,21 @@ def tokenise(
     held_out_sink: Sink,
     tell_progress: Callable[[], None] = lambda: None,
 ) -> Found:
-    """Write documents' tokens, a separator after each, to where the share ``held_out`` of them goes, and the others.
+    """Write documents' tokens, with a separator after each: the share ``held_out`` to one sink, the rest to the other.
 
-    ``tell_progress`` is called every so often.
+    ``tell_progress`` is called periodically.
     """
     dtype = _dtype_of(tokenizer)
     separator = np.array([tokenizer.separator], dtype).tobytes()
-    corpus = hashlib.sha256(b"farandole/corpus/2")
+    corpus = hashlib.sha256(b"farandole/corpus/3")
     num_documents, largest, untold = 0, -1, 0
     for document in documents:
         tokens = tokenizer.encode(document.text).astype(dtype)
-        sink = held_out_sink if is_held_out(document.name, held_out) else training_sink
+        content = hashlib.sha256(document.text).digest()
+        sink = held_out_sink if is_held_out(content, held_out) else training_sink
         sink.write(tokens.tobytes() + separator)
         name = os.fsencode(document.name)
-        corpus.update(len(name).to_bytes(4, "little") + name + hashlib.sha256(document.text).digest())
+        corpus.update(len(name).to_bytes(4, "little") + name + content)
         num_documents += 1
         largest = max(largest, tokenizer.separator, int(tokens.max(initial=0)))
         untold += len(document.text)
@@ -165,7 +167,7 @@ def tokenise(
 
 
 class Sampler(Batches):
-    """Batches of one author in one run. Holds no state but its settings.
+    """The batches of one author in one run. It has no state except its settings.
 
     Raises `DataError` if the text is shorter than one window, or its tokens do not fit the model.
     """
@@ -181,7 +183,7 @@ class Sampler(Batches):
         vocabulary: int = 256,
         order: bytes = b"",
     ) -> None:
-        """``order``: the run in whose order slices are; this one, if it is empty."""
+        """Create a sampler. ``order``: the run whose slice order is used; empty: this run."""
         super().__init__(text.held_out, batch_size, context)
         self._text = text
         self._key = (run_id, author)
@@ -196,11 +198,11 @@ class Sampler(Batches):
 
     @property
     def corpus(self) -> bytes:
-        """As `Batches.corpus`."""
+        """Implement `Batches.corpus`."""
         return self._text.found.corpus
 
     def of_author(self, author: bytes) -> Sampler:
-        """As `Batches.of_author`."""
+        """Implement `Batches.of_author`."""
         other = copy.copy(self)
         other._key = (self._key[0], author)
         return other
@@ -211,7 +213,7 @@ class Sampler(Batches):
         return self._drawn(self._text.training, *key)
 
     def slices(self, num_parts: int = 1) -> SliceQueue:
-        """Those of this text, none of them to be drawn yet: batches of windows that cover it."""
+        """Return the slices of this text, batches of windows that cover it; none is assigned yet."""
         return SliceQueue(-(-self._num_windows // self.batch_size), self._text.found.corpus, num_parts)
 
     @property
@@ -219,16 +221,16 @@ class Sampler(Batches):
         return (len(self._text.training) - 1) // self.context
 
     def slice_batch(self, epoch: int, index: int) -> Batch:
-        """Tokens (B, T + 1) of slice ``index`` of an epoch; the last one is filled up with windows of the first."""
+        """Return tokens (B, T + 1) of slice ``index`` of an epoch; the last one is padded with windows of the first."""
         places = (index * self.batch_size + np.arange(self.batch_size)) % self._num_windows
         order = permute(places, self._num_windows, self._order, epoch.to_bytes(8, "little"))
         return cut_out(self._text.training, order * self.context, self.context)
 
 
 def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring = NOTHING) -> Batches:
-    """The batches of an author from a run's settings and what this node brings.
+    """Return the batches of an author, from a run's settings and the node's own (``bring``).
 
-    Raises `DataError` if the text or the tokenizer will not do.
+    Raises `DataError` if the text or the tokenizer is unfit.
     """
     data, batch_size, model = manifest.data, manifest.inner.batch_size, manifest.model
     loaded = load_tokenizer(manifest.tokenizer, bring.tokenizer)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .errors import TrainingError
 
-# What CUDA takes of the memory for each process, beside what torch allocates: its context and its kernels, which is 0.3
-# to 0.6 GB by the GPU and the driver. Nobody tells before it is taken.
+# GPU memory that CUDA takes for each process in addition to torch's allocations: its context and its kernels. It is 0.3
+# to 0.6 GB, depending on the GPU and the driver, and is not known in advance.
 CONTEXT_BYTES = 500_000_000
 DEVICE_KINDS = ("cuda", "mps", "cpu")
 
@@ -24,11 +27,11 @@ class Device:
     """bf16 where the hardware multiplies it fast, else None: everything in fp32. Weights are fp32 always."""
     description: str
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[object]:
         """A context for forward passes."""
-        return torch.autocast(
-            self.torch_device.type, dtype=self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None
-        )
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.torch_device.type, dtype=self.autocast_dtype)
 
     def memory(self) -> tuple[int, int] | None:
         """Bytes that PyTorch has taken of a GPU's memory here, and that the GPU has; None for the CPU."""
@@ -64,10 +67,15 @@ def choose_device(name: str = "auto") -> Device:
     return Device(device, None, description)
 
 
-def limit_memory(device: Device, max_bytes: int) -> None:
-    """Let this process take no more than so many bytes of a GPU's memory; more is out of memory, as on a smaller GPU.
+def host_memory(flat: Tensor) -> Tensor:
+    """A copy of a device's vector (n,) in the host's memory; page-locked for CUDA, whose copies are then faster."""
+    return torch.empty_like(flat, device="cpu", pin_memory=flat.is_cuda).copy_(flat)
 
-    Before anything is allocated there. Raises `TrainingError` where there is no GPU, or it is too little.
+
+def limit_memory(device: Device, max_bytes: int) -> None:
+    """Limit this process to ``max_bytes`` of a GPU's memory; beyond it is out of memory, as on a smaller GPU.
+
+    Call it before any allocation there. Raises `TrainingError` if there is no GPU, or ``max_bytes`` is too small.
     """
     kind, index = device.torch_device.type, device.torch_device.index or 0
     if kind not in ("cuda", "mps"):

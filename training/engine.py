@@ -1,9 +1,9 @@
-"""What trains behind a node. The trainer process drives an `Engine`, and does not know which kind it has.
+"""The engine interface: what trains behind a node. The trainer process drives an `Engine` of any kind.
 
-A round, as the process plays it (`farandole.node.trainer_process.process`):
+A round, as the process runs it (`farandole.node.trainer_process.process`):
 
-    inner_steps(until)      inner steps, until the round's box in time is over
-    contribution(fragment)  freeze what the partner gets
+    inner_steps(until)      inner steps, until the round's time is over
+    contribution(fragment)  freeze this node's contribution
     encode(out)             write it to memory that the mesh process sends from
     screen(data)            judge what the partner sent, which `take_in` may have decoded while it arrived
     apply(data)             the outer step, with it or alone
@@ -13,13 +13,14 @@ Inner steps of the next round may come between `contribution` and `apply`. Three
 
     local     `farandole.training.learner.Learner`: the whole model, which takes inner steps by itself
     stage     `farandole.training.stage_worker.StageWorker`: one stage, which computes what commands ask for
-    external  `farandole.training.external.ExternalEngine`: a user's model, whose inner steps the user's own loop takes
+    external  `farandole.training.external.ExternalEngine`: a user's model, trained by the user's own loop, in one
+              process or sharded over several (`farandole.training.ranks`)
 
-All hold their parameters in flat vectors (`farandole.training.flat_replica.FlatReplica`), which no caller of an engine
-sees.
+All engines hold their parameters in flat vectors (`farandole.training.flat_replica.FlatReplica`), which are hidden from
+callers.
 
-To add a kind (ranks of a cluster, say), write a subclass of `Engine` in a file of this folder, and choose it in
-`farandole.node.trainer_process.engines.make_engine`, by the manifest or by `Prepare`. It needs what is abstract below.
+To add a kind, write a subclass of `Engine` in this folder that implements the abstract methods below, and select it in
+`farandole.node.trainer_process.engines.make_engine`, by the manifest or by `Prepare`.
 """
 
 from __future__ import annotations
@@ -45,29 +46,29 @@ from .slices import SliceQueue
 from .snapshot import Snapshot
 
 Until = Callable[[], bool]
-"""Asked before each inner step; True: the round is over. It may take as long as a pause."""
+"""Called before each inner step; True: the round is over. It may block for the length of a pause."""
 
 
 def no_progress(num_bytes: int) -> None:
-    """For a caller that does not follow how far an encoding is."""
+    """Ignore the progress of an encoding."""
 
 
 class Engine(abc.ABC):
-    """One replica, or one stage of one, in training. All calls come from one thread, but for `encode` (which see)."""
+    """One replica, or one stage of one, in training. All calls come from one thread, except `encode` (see there)."""
 
     is_driven: ClassVar[bool] = True
-    """Whether inner steps are commands (`obey`). Else the engine takes them by itself, in `inner_steps`."""
+    """Whether inner steps are commands (`obey`). Otherwise the engine takes them by itself, in `inner_steps`."""
     activation_bytes: int = 0
-    """Of one microbatch's activations, as they travel; 0 where the model is not cut."""
+    """Encoded size of one microbatch's activations; 0 where the model is not cut into stages."""
     measures_loss: bool = True
-    """Whether `evaluate` can know a held-out loss."""
+    """Whether `evaluate` can measure a held-out loss."""
     encodes_aside: bool = False
-    """Whether `encode` may run in a thread of its own while inner steps are taken."""
+    """Whether `encode` may run in a separate thread while inner steps are taken."""
     contribution_bytes: int
     """Size of the largest contribution in this run, and of every one if there are no fragments."""
     device: Device
     layout: Layout
-    """Names, shapes and codec of the parameters; partners' must be equal."""
+    """Names, shapes and codec of the parameters; partners must have the same layout."""
     run_id: bytes
     round: int
     """Outer steps taken."""
@@ -75,126 +76,138 @@ class Engine(abc.ABC):
     """Inner steps taken."""
     tokens: int
     """Tokens trained on."""
+    begun_at: int = 0
+    """Inner step at which AdamW's means began: not 0 after a start without them, which ramps the rate up."""
     slices: SliceQueue | None
-    """What is learned from, where the run counts epochs and this engine draws data."""
+    """The slices to train on, where the run counts epochs and this engine draws data."""
     histories: Histories
-    """What the screening rule remembers of peers. It is this node's own, so it is not in checkpoints."""
+    """What the screening rule remembers of peers. It is local to this node, so it is not in checkpoints."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Return the number of inner steps that changed nothing because their gradient was not finite."""
+        return 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no inner step can be taken now: the engine computes on commands, or waits for slices."""
+        """Return whether no inner step can be taken now: the engine is driven by commands, or waits for slices."""
         return self.is_driven or (self.slices is not None and not self.slices.has_more)
 
     def inner_steps(self, until: Until) -> None:
-        """Take inner steps until ``until`` says so. A driven engine takes those that ``until`` has it `obey`."""
+        """Take inner steps until ``until`` returns True. For a driven engine, ``until`` calls `obey` for each step."""
         until()
 
     def obey(self, command: Work | TakeInnerStep) -> Worked | InnerStepTaken:
-        """Compute a microbatch's part, or take the inner step; of a driven engine."""
+        """Compute a microbatch's part or take the inner step; only for a driven engine."""
         raise TrainingError(f"this engine takes inner steps by itself, and no {type(command).__name__}")
 
     def mean_loss(self) -> float | None:
-        """Of the inner steps since `inner_steps` was called, in nats a token; it waits for the device."""
+        """Return the mean loss of the inner steps since `inner_steps` was called, in nats a token.
+
+        It waits for the device.
+        """
         return None
 
     @property
     @abc.abstractmethod
     def awaits_outer_step(self) -> bool:
-        """Whether a contribution was made whose outer step is due: inner steps belong to the next round until then."""
+        """Return whether a contribution awaits its outer step. Until then, inner steps count for the next round."""
 
     @property
     @abc.abstractmethod
     def tokens_contributed(self) -> int:
-        """Tokens behind the contribution that awaits its outer step, or behind the next one."""
+        """Return the number of tokens behind the contribution that awaits its outer step, or behind the next one."""
 
     @abc.abstractmethod
     def contribution(self, fragment: int = 0) -> int:
-        """Freeze this round's contribution, of one fragment; returns its size in bytes. `encode` comes next."""
+        """Freeze this round's contribution for one fragment; return its size in bytes. Call `encode` next."""
 
     @abc.abstractmethod
     def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
         """Write the contribution to ``out``; returns its BLAKE3.
 
-        ``progress`` is called with how many of the first bytes of ``out`` are final, every few megabytes. Comes before
-        the next inner step, or in another thread where `encodes_aside`; then only inner steps and `save` may go on.
+        ``progress`` is called every few megabytes with the number of leading bytes of ``out`` that are final. Call this
+        before the next inner step, or, if `encodes_aside`, in another thread; then only inner steps and `save` may run
+        at the same time.
         Raises `DivergedError` if the weights are no longer finite.
         """
 
     def pin(self, memory: Buffer) -> None:  # noqa: B027 - only engines on a GPU need it
-        """Prepare memory in which contributions will be made, or will arrive, for copies; it must stay mapped."""
+        """Prepare memory that contributions are written to, or arrive in, for copies; it must stay mapped."""
 
     def take_in(self, data: Buffer, available: int) -> None:  # noqa: B027 - an engine may decode all in `screen`
-        """Decode what is whole of the first ``available`` bytes of a partner's contribution, while the rest arrives.
+        """Decode the complete slices in the first ``available`` bytes of a partner's contribution, while it arrives.
 
-        ``data`` is where it arrives. May be called again with more; with less, or for another place, it begins again.
-        Does nothing while no contribution of this engine's own awaits one. Reports no fault: `screen` and `apply` do.
+        ``data`` is the memory that it arrives in. It may be called again with more bytes; with fewer bytes, or with
+        other memory, decoding restarts. It does nothing unless a contribution of this engine awaits a partner's. It
+        reports no errors: `screen` and `apply` do.
         """
 
     @abc.abstractmethod
     def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
-        """The verdict on a partner's contribution, before an outer step is due with it."""
+        """Return the verdict on a partner's contribution, before the outer step."""
 
     @abc.abstractmethod
     def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        """End the round: outer step with the partner's contribution (None: alone), next round.
+        """End the round: take the outer step with the partner's contribution (None: alone), and begin the next round.
 
-        ``own_first`` is True for one of the partners and False for the other (whose key is less, say), so that both
-        add in one order. Returns how late the step is: the inner steps taken since `contribution`. Raises
-        `ScreeningError` if the contribution is refused, or `DivergedError` if the own weights are unfit, and leaves
-        everything as it was. What `screen` has just accepted is not looked at again.
+        ``own_first`` is True for one of the partners and False for the other (for example by comparing keys), so that
+        both add in the same order. Returns how late the step is: the inner steps taken since `contribution`. Raises
+        `ScreeningError` if the contribution is refused, or `DivergedError` if this engine's weights are unfit; the
+        state is then unchanged. A contribution that `screen` has just accepted is not examined again.
         """
 
     def evaluate(self, num_batches: int) -> float:
-        """Mean loss on held-out batches, in nats a token; raises `DataError` where none is known, with the reason."""
+        """Return the mean loss on held-out batches, in nats a token; raises `DataError` if there is none."""
         raise DataError("this engine measures none")
 
     @abc.abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """All that a checkpoint has besides counters: fp32 tensors by ``VECTOR/PARAMETER``, where they lie.
+        """Return everything in a checkpoint except the counters: fp32 tensors by ``VECTOR/PARAMETER``, not copied.
 
-        VECTOR is one of `farandole.protocol.vectors`, PARAMETER a name of the layout.
+        VECTOR is one of `farandole.protocol.vectors`, PARAMETER is a name of the layout.
         """
 
     @property
     def counters(self) -> Counters:
-        """How far this engine is."""
-        return Counters(self.round, self.steps, self.tokens)
+        """Return the steps taken, the tokens trained on, and where the means began."""
+        return Counters(self.round, self.steps, self.tokens, self.begun_at)
 
     @property
     def num_bytes(self) -> int:
-        """What a checkpoint takes, but for its header."""
+        """Return the size of a checkpoint without its header, in bytes."""
         return sum(tensor.nbytes for tensor in self.state().values())
 
     def save(self, path: Path) -> Content:
         """Write a checkpoint of the last outer step's weights; raises `OSError`, as `farandole.training.durable` does.
 
-        A round's unfinished inner steps are not in it: take it right after an outer step to lose none. With fragments
-        the fast weights are in it, since most of them await their fragment's turn.
+        It does not contain a round's unfinished inner steps: save right after an outer step to lose none. With
+        fragments it contains the fast weights, since most of them await their fragment's turn.
         """
         return save_checkpoint(path, self.state(), self.layout, self.run_id, self.counters)
 
     @abc.abstractmethod
     def snapshot(self) -> Snapshot:
-        """What `save` would write now, to be written while this engine goes on; good until the next snapshot.
+        """Return what `save` would write now, to write it while training continues; valid until the next snapshot.
 
         Raises `MemoryError` if there is no memory for one more copy.
         """
 
     @abc.abstractmethod
     def is_in(self, saved_round: int, saved_steps: int) -> bool:
-        """Whether a checkpoint of then gives all that one of now would."""
+        """Return whether a checkpoint saved at these counters has everything that a checkpoint saved now would have."""
 
     @abc.abstractmethod
     def load(self, path: Path, hashes: bytes = b"") -> Content:
-        """Continue from a checkpoint, this node's or a peer's.
+        """Continue from a checkpoint of this node or of a peer.
 
-        ``hashes`` are those of its blocks, if they are known. Raises `CheckpointError`, with nothing changed, if any of
-        it is not as it must be.
+        ``hashes`` are its blocks' hashes, if known. Raises `CheckpointError`, with nothing changed, if any part of it
+        is invalid.
         """
 
     @abc.abstractmethod
     def start_from(self, path: Path, steps: int, tokens: int) -> None:
-        """Begin with another run's weights instead of the seed's, with these counts; of an engine without a step yet.
+        """Begin with another run's weights instead of the seed's, and with these counts; only before the first step.
 
         Raises `CheckpointError`, with nothing changed, if the file does not fit.
         """

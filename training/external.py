@@ -26,18 +26,15 @@ from torch import Tensor, nn
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.safetensors import Shape
 
-from .codec import Buffer
 from .device import Device
 from .engine import Until
 from .errors import DataError, TrainingError
 from .flat_replica import FlatReplica
 from .parameters import Layout
-from .screening.rule import UNKNOWN, Encounter
+from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
 
-# Where a waiting thread cannot be interrupted (Windows), Ctrl-C is seen after at most so long.
+# Where a waiting thread cannot be interrupted (Windows), Ctrl-C is handled after at most this time.
 INTERRUPT_SECONDS: Final = 1.0
-# What `torch.compile` puts in front of the names of the module that it wraps.
-_COMPILED: Final = "_orig_mod."
 # Names in an error message.
 _MAX_NAMED: Final = 3
 
@@ -50,7 +47,7 @@ class LoopEnded(Exception):
 
 
 class Turns:
-    """Whose turn it is: the engine's at first. One thread is the user's, one is the engine's."""
+    """The hand-off between the user's thread and the engine's. The engine has the first turn."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -63,7 +60,7 @@ class Turns:
 
     @property
     def has_left(self) -> bool:
-        """Whether the user's loop is over."""
+        """Return whether the user's loop is over."""
         return self._has_left
 
     # The user's thread
@@ -88,7 +85,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _next_question(self) -> Measure | None:
-        """The engine's question; None when it is the loop's turn."""
+        """Wait for the engine's question and return it; None when it is the loop's turn."""
         with self._changed:
             while self._is_engines and self._question is None and not self._is_over:
                 self._changed.wait(INTERRUPT_SECONDS)
@@ -97,7 +94,7 @@ class Turns:
             return self._question if self._is_engines and not self._is_over else None
 
     def leave(self) -> None:
-        """The loop is over: the engine has all turns from now on."""
+        """End the loop: the engine has all later turns."""
         with self._changed:
             self._has_left = self._is_engines = True
             self._changed.notify_all()
@@ -130,30 +127,17 @@ class Turns:
         return answer
 
     def end(self, failure: BaseException | None = None) -> None:
-        """The engine is over: the loop goes on by itself, or fails with ``failure``."""
+        """End the engine: the loop continues alone, or fails with ``failure``."""
         with self._changed:
             if not self._is_over:
                 self._is_over, self._failure = True, failure
             self._changed.notify_all()
 
 
-def parameters_of(module: nn.Module, *, with_frozen: bool = False) -> dict[str, nn.Parameter]:
-    """The parameters that members share, by name: shared ones once, frozen ones if asked for, none without elements.
-
-    A module that `torch.compile` has wrapped has the names of the one inside.
-    """
-    found = {name.replace(_COMPILED, ""): parameter for name, parameter in module.named_parameters()}
-    return {
-        name: parameter
-        for name, parameter in found.items()
-        if parameter.numel() and (with_frozen or parameter.requires_grad)
-    }
-
-
 def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, nn.Parameter]:
-    """The parameters that a run names, in its order; raises `TrainingError`, which names what differs.
+    """Return the parameters that a run names, in its order; raises `TrainingError`, which names the differences.
 
-    Frozen parameters that the run does not name are the module's own.
+    Frozen parameters that the run does not name stay local to the module.
     """
     every = parameters_of(module, with_frozen=True)
     missing = [name for name in shapes if name not in every]
@@ -178,13 +162,17 @@ def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[
 class UserParameters:
     """A user's parameters as one flat vector (n,) fp32, in the order of the layout; they stay where they are."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout, ranks: Ranks = ALONE
+    ) -> None:
+        self._module = module
         self._parameters = list(parameters.values())
         self._layout = layout
+        self._ranks = ranks
         devices = {parameter.device for parameter in self._parameters}
-        self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        self.device = devices.pop() if len(devices) == 1 and not ranks.are_many else torch.device("cpu")
         """Where the flat vectors lie: at the parameters, or on the host where these are on several devices."""
-        self._cuda = {parameter.device for parameter in self._parameters if parameter.is_cuda}
+        ranks.begin(list(parameters))
         is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         self._dropped = None if is_exact else torch.zeros(layout.num_elements, device=self.device)
 
@@ -198,31 +186,30 @@ class UserParameters:
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Copy ``flat`` to the parameters, in place, and keep what rounding drops."""
-        self._synchronize()
+        self._ranks.tell(Order.WRITE)
+        synchronize(self._parameters)
         for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
-            parameter.copy_(view)
-        self._synchronize()
+            self._ranks.replace(parameter, view)
+        reshard(self._module)
+        synchronize(self._parameters)
         if self._dropped is not None:
             self._copy_to(self._dropped)
             torch.sub(flat, self._dropped, out=self._dropped)
 
     def _copy_to(self, flat: Tensor) -> None:
-        self._synchronize()
+        self._ranks.tell(Order.READ)
+        synchronize(self._parameters)  # the user's thread may queue its work on any stream
         for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
-            view.copy_(parameter)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        """The user's thread may queue its work on any stream."""
-        for device in self._cuda:
-            torch.cuda.synchronize(device)
+            view.copy_(whole_of(parameter))
+        synchronize(self._parameters)
 
 
 class ExternalEngine(FlatReplica):
-    """A replica whose inner steps a user's loop takes.
+    """A replica whose inner steps a user's loop takes, in this process, or in several ``ranks`` of which it is rank 0.
 
-    ``evaluate`` returns the held-out loss of the model as it is; None: it is not known, and partners are judged by
-    distance alone. ``tokens_per_step`` is what an optimizer's step counts for: the share of a mean goes by it.
+    ``evaluate`` returns the held-out loss of the current model; None: it is not known, and partners are judged by
+    distance alone. ``tokens_per_step`` is the number of tokens of an optimizer step, which determines the share of a
+    mean.
     """
 
     is_driven: ClassVar[bool] = False
@@ -236,80 +223,63 @@ class ExternalEngine(FlatReplica):
         run_id: bytes,
         evaluate: Measure | None = None,
         tokens_per_step: int = 1,
+        ranks: Ranks = ALONE,
     ) -> None:
         external = manifest.model.external
         if external is None:
             raise TrainingError("this run's model is trained by nodes themselves, and not by a loop of one's own")
         parameters = matching_parameters(module, external.parameters)
         layout = Layout(tuple(parameters), tuple(map(tuple, external.parameters.values())), manifest.outer.codec)
-        self._users = UserParameters(parameters, layout)
+        users = UserParameters(module, parameters, layout, ranks)
+        self._ranks = ranks
         self._turns = turns
         self._evaluate = evaluate
         self._tokens_per_step = tokens_per_step
         self._losses, self._num_losses = 0.0, 0
-        theta = torch.empty(layout.num_elements, device=self._users.device)
-        self._users.read(theta)
+        theta = torch.empty(layout.num_elements, device=users.device)
+        users.read(theta)
         device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
-        super().__init__(theta, layout, manifest.outer, manifest.screening, run_id=run_id, device=device)
+        super().__init__(theta, layout, manifest.outer, manifest.screening, run_id=run_id, device=device, trained=users)
         self.measures_loss = evaluate is not None
-        self.encodes_aside = True  # the user's loop does not change theta
 
     @property
     def is_idle(self) -> bool:
-        """As `Engine.is_idle`: the loop is over, and the last round awaits its outer step."""
+        """Implement `Engine.is_idle`: True when the loop is over and the last round awaits its outer step."""
         return self._turns.has_left and self.awaits_outer_step
 
     def inner_steps(self, until: Until) -> None:
-        """As `Engine.inner_steps`; raises `LoopEnded` when the loop is over, and no outer step is due."""
+        """Implement `Engine.inner_steps`; raises `LoopEnded` when the loop is over and no outer step is due."""
         self._losses, self._num_losses = 0.0, 0
         while not until():
+            if not self._turns.has_left:
+                self._ranks.tell(Order.STEP, self.round, self.tokens)
             if self._turns.let_step():
                 self.count_step(self._tokens_per_step)
             elif not self.awaits_outer_step:
                 raise LoopEnded
 
     def note_loss(self, loss: float) -> None:
-        """Take in the loss of a step, for people; in the loop's turn."""
+        """Record the loss of a step, for display; call it in the loop's turn."""
         self._losses += loss
         self._num_losses += 1
 
     def mean_loss(self) -> float | None:
-        """As `Engine.mean_loss`, of the losses that the loop has reported."""
+        """Implement `Engine.mean_loss`, of the losses that the loop has reported."""
         return self._losses / self._num_losses if self._num_losses else None
 
-    def contribution(self, fragment: int = 0) -> int:
-        """As `Engine.contribution`, of the user's parameters as they are now."""
-        self._users.read(self.theta)
-        return super().contribution(fragment)
-
-    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        """As `Engine.apply`; the user's parameters move by as much as the fast weights."""
-        self._users.read(self.theta)
-        late = super().apply(partner, encounter, own_first=own_first)
-        self._users.write(self.theta)
-        return late
-
     def evaluate(self, num_batches: int) -> float:
-        """As `Engine.evaluate`; what is held out is the user's affair."""
+        """Implement `Engine.evaluate`; the user decides what is held out."""
         if self._evaluate is None:
             raise DataError("this loop measures no held-out loss (evaluate=)")
+        if not self._turns.has_left:
+            self._ranks.tell(Order.MEASURE)
         loss = self._turns.ask(self._evaluate)
         if not math.isfinite(loss):
             raise DataError(f"evaluate returned {loss}")
         return loss
 
-    def _loss_with(self, part: slice, weights: Tensor, num_batches: int) -> float | None:
-        self._users.read(self.theta)
-        before = self.theta.clone()
-        self.theta[part] = weights
-        self._users.write(self.theta)
+    def _loss_now(self, num_batches: int) -> float | None:
         try:
             return self.evaluate(num_batches)
         except DataError:
             return None
-        finally:
-            self.theta.copy_(before)
-            self._users.write(self.theta)
-
-    def _restart(self) -> None:
-        self._users.write(self.theta)

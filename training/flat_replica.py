@@ -5,21 +5,22 @@ partner's contribution, or with None to take it alone. If inner steps are taken 
 exchange goes on, their progress is kept: the fast weights get the outer step's correction as a difference
 (Streaming DiLoCo, arXiv 2501.18512); without such steps the fast weights become the slow weights exactly.
 
-With fragments (the same paper) a round exchanges a part of the parameters, and its outer step moves that part alone:
-the others' inner steps go on until their turn, each with another partner. A part that is F times as small can be
-exchanged F times as often over the same link.
+With fragments (the same paper) a round exchanges one part of the parameters, and its outer step moves that part only.
+The other parts continue their inner steps until their turn, each with another partner. A part that is F times smaller
+can be exchanged F times as often over the same link.
 
-What takes the inner steps is a subclass's: `farandole.training.replica` has an optimizer of its own,
-`farandole.training.external` follows a user's loop.
+Subclasses take the inner steps: `farandole.training.replica` has its own optimizer, `farandole.training.external`
+follows a user's loop. Where inner steps move other weights than the flat vector (on a GPU, or of another dtype), the
+flat vector is a copy: it is read at the end of a round and written back after the outer step.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -30,10 +31,11 @@ from farandole.protocol.vectors import FAST, SLOW, required_vectors
 
 from .blocks import Content
 from .checkpoint import load_checkpoint, load_start
-from .codec import Buffer
+from .codec import Buffer, slices
 from .contribution import Contribution
 from .copying import copier_for
 from .device import Device
+from .drift import RateSums
 from .engine import Engine, no_progress
 from .errors import CodecError, DivergedError, ScreeningError
 from .outer_state import OuterState
@@ -43,14 +45,14 @@ from .screening.history import Histories
 from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .snapshot import Snapshot, SnapshotMemory
 
-# Rounds whose movements say what is usual, and from how many on.
+# Number of recent rounds whose median movement is the usual one, and the minimum number of them.
 WINDOW: Final = 16
 MIN_KNOWN: Final = 4
 
 
 @dataclass(slots=True)
 class _RoundEnd:
-    """This replica at the end of a round's inner steps."""
+    """The state of this replica at the end of a round's inner steps."""
 
     contribution: Contribution
     fragment: int
@@ -58,14 +60,29 @@ class _RoundEnd:
     """Inner steps that the replica had taken."""
     tokens: int
     """Tokens of the round."""
+    rates: float
+    """Sum of the learning rates of the inner steps behind the contribution; 0 if it is unknown."""
+    rates_total: float
+    """`RateSums.total` at the contribution."""
     movement: float | None = None
-    """As `Partner.movement`, once it was asked for."""
+    """The value of `Partner.movement`, cached on first use."""
+
+
+class TrainedWeights(Protocol):
+    """The weights that inner steps move, where these are not the flat vector itself."""
+
+    def read(self, flat: Tensor) -> None:
+        """Copy the weights to ``flat`` (n,) fp32."""
+
+    def write(self, flat: Tensor) -> None:
+        """Set the weights to ``flat`` (n,) fp32."""
 
 
 class FlatReplica(Engine):
     """An engine over flat vectors, (n,) fp32: ``theta`` are the fast weights, in the order of ``layout``.
 
-    The slow weights begin as a copy of them.
+    The slow weights begin as a copy of theta. All vectors are on theta's device; inner steps are taken on ``device``.
+    ``trained``: the weights that inner steps move; None means theta.
     """
 
     def __init__(
@@ -77,6 +94,7 @@ class FlatReplica(Engine):
         *,
         run_id: bytes,
         device: Device,
+        trained: TrainedWeights | None = None,
     ) -> None:
         self.device = device
         self.round = 0
@@ -87,37 +105,55 @@ class FlatReplica(Engine):
         self.run_id = run_id
         self.layout = layout
         self.theta = theta
-        """Fast weights, (n,) fp32."""
-        self._copier = copier_for(device.torch_device)
-        self.encodes_aside = self._copier.is_aside  # on CUDA
+        """Fast weights, (n,) fp32; an older copy where inner steps move other weights."""
+        self._trained = trained
+        self._copier = copier_for(theta.device)
+        self.encodes_aside = self._copier.is_aside or trained is not None  # inner steps do not change a copy
         self._outer = OuterState(outer, theta, self._copier)
         self.contribution_bytes = self._outer.contributor.largest_bytes
         received = theta.new_empty(layout.largest_fragment(outer.fragments))
         self._partner = PartnerContribution(self._outer.contributor.form, received, self._copier, rule_of(screening))
+        self._rates = RateSums(outer.fragments)
         self._round_end: _RoundEnd | None = None
         self._snapshots: SnapshotMemory | None = None
         self._starts: SnapshotMemory | None = None
 
     @property
     def awaits_outer_step(self) -> bool:
-        """As `Engine.awaits_outer_step`."""
+        """Implement `Engine.awaits_outer_step`."""
         return self._round_end is not None
 
     @property
     def tokens_contributed(self) -> int:
-        """As `Engine.tokens_contributed`."""
+        """Implement `Engine.tokens_contributed`."""
         return self.tokens_this_round if self._round_end is None else self._round_end.tokens
 
     def fast_weights(self) -> Tensor:
-        """A copy of theta, (n,) fp32."""
+        """A copy of the fast weights, (n,) fp32."""
+        self._read()
         return self.theta.clone()
 
     def slow_weights(self) -> Tensor:
         """A copy of phi, (n,) fp32."""
         return self._outer.slow.clone()
 
-    def count_step(self, num_tokens: int) -> None:
-        """Count an inner step."""
+    def _read(self) -> None:
+        """Copy the trained weights to theta."""
+        if self._trained is not None:
+            self._trained.read(self.theta)
+
+    def _write(self) -> None:
+        """Copy theta to the trained weights."""
+        if self._trained is not None:
+            self._trained.write(self.theta)
+
+    def _publish(self) -> None:
+        """Give inner steps what an outer step or a checkpoint has changed."""
+        self._write()
+
+    def count_step(self, num_tokens: int, rate: float = 0.0) -> None:
+        """Count an inner step and its learning rate."""
+        self._rates.add(rate)
         self.steps += 1
         self.tokens += num_tokens
         self.tokens_this_round += num_tokens
@@ -125,20 +161,23 @@ class FlatReplica(Engine):
     def contribute(
         self, out: Buffer, fragment: int = 0, progress: Callable[[int], None] = no_progress
     ) -> tuple[int, bytes]:
-        """Both `contribution` and `encode`: (bytes written, their BLAKE3)."""
+        """Call `contribution` and `encode`; return (bytes written, their BLAKE3)."""
         return self.contribution(fragment), self.encode(out, progress)
 
     @torch.no_grad()
     def contribution(self, fragment: int = 0) -> int:
-        """As `Engine.contribution`."""
+        """Implement `Engine.contribution`."""
+        self._read()
         frozen = self._outer.contributor.freeze(self.layout.fragment(fragment, self._outer.settings.fragments))
-        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round)
+        rates = self._rates.since(fragment)
+        total = self._rates.total
+        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round, rates, total)
         self._partner.expect(None)
         return self._outer.contributor.form.size(len(frozen.theta))
 
     @torch.no_grad()
     def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
-        """As `Engine.encode`."""
+        """Implement `Engine.encode`."""
         assert self._round_end is not None
         frozen = self._round_end.contribution
         try:
@@ -150,21 +189,21 @@ class FlatReplica(Engine):
         return digest
 
     def pin(self, memory: Buffer) -> None:
-        """As `Engine.pin`."""
+        """Implement `Engine.pin`."""
         self._copier.pin(memory)
 
     def take_in(self, data: Buffer, available: int) -> None:
-        """As `Engine.take_in`."""
+        """Implement `Engine.take_in`."""
         self._partner.take_in(data, available)
 
     @torch.no_grad()
     def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
-        """As `Engine.screen`."""
+        """Implement `Engine.screen`."""
         return self._partner.judge(partner, encounter, self._answers())
 
     @property
     def histories(self) -> Histories:
-        """As `Engine.histories`."""
+        """Implement `Engine.histories`."""
         return self._partner.histories
 
     @histories.setter
@@ -172,64 +211,85 @@ class FlatReplica(Engine):
         self._partner.histories = histories
 
     def _answers(self) -> Answers:
-        """What a screening rule may ask of this round."""
+        """Return what a screening rule may ask about this round."""
         fragment = 0 if self._round_end is None else self._round_end.fragment
-        return Answers(fragment, self._movement, self._loss_towards, self._loss_before, self._loss_as_sent)
+        return Answers(
+            fragment, self._movement, self._alignment, self._loss_towards, self._loss_before, self._loss_as_sent
+        )
 
     def _movement(self) -> float:
-        """As `Partner.movement`; computed once for each contribution."""
+        """See `Partner.movement`; computed once for each contribution."""
         ended = self._round_end
         assert ended is not None
         if ended.movement is None:
             ended.movement = self._outer.distance_to_slow(ended.contribution)
         return ended.movement
 
+    def _alignment(self, contribution: Tensor) -> float:
+        """See `Partner.alignment`, with a contribution (n,)."""
+        assert self._round_end is not None
+        return self._outer.alignment(self._round_end.contribution, contribution)
+
     def _usual_movement(self) -> float:
-        """The median of the last rounds that ended with an exchange; of fewer than four, that of this round."""
+        """Return the median movement of the last `WINDOW` rounds that ended with an exchange.
+
+        With fewer than `MIN_KNOWN` such rounds, return this round's movement.
+        """
         known = self.histories.of(b"")["movement"][-WINDOW:]
         return statistics.median(known) if len(known) >= MIN_KNOWN else self._movement()
 
     def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
-        """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
-        return self._loss_at(lambda made: torch.add(made.theta, partner - own, alpha=share))
+        """See `Partner.evaluate`: the loss of the contributed fast weights, moved towards the partner's."""
+        return self._loss_at(lambda made, piece: torch.add(made.theta[piece], partner[piece] - own[piece], alpha=share))
 
     def _loss_before(self) -> float | None:
-        """As `Partner.loss_before`."""
-        return self._loss_at(lambda made: self._outer.slow[made.part])
+        """See `Partner.loss_before`."""
+        return self._loss_at(lambda made, piece: self._outer.slow[made.part][piece])
 
     def _loss_as_sent(self) -> float | None:
-        """As `Partner.loss_as_sent`."""
-        return self._loss_at(self._outer.weights_as_sent)
+        """See `Partner.loss_as_sent`."""
+        if self._round_end is None or not self._outer.distorts(self._round_end.contribution):
+            return None
+        return self._loss_at(lambda made, piece: made.sent[piece])
 
-    def _loss_at(self, weights_of: Callable[[Contribution], Tensor | None]) -> float | None:
-        """The held-out loss with these in the place of the contributed fast weights (n,); None where none is known."""
+    def _loss_at(self, weights_of: Callable[[Contribution, slice], Tensor]) -> float | None:
+        """Return the held-out loss with other weights in place of the contributed fast weights; None if unknown.
+
+        ``weights_of`` returns one piece of these weights, (n,).
+        """
         if self.is_driven:  # it computes no loss by itself
             return None
         assert self._round_end is not None
         made = self._round_end.contribution
         num_batches = self._partner.num_evaluated(self.evaluate)
-        if not num_batches or (weights := weights_of(made)) is None:
+        if not num_batches:
             return None
-        return self._loss_with(made.part, weights, num_batches)
-
-    def _loss_with(self, part: slice, weights: Tensor, num_batches: int) -> float | None:
-        """The held-out loss while a part of the fast weights is replaced."""
-        theta = self.theta[part]
+        self._read()
+        theta = self.theta[made.part]
         before = theta.clone()
-        theta.copy_(weights)
+        for piece in slices(len(theta)):  # temporaries of the model's size may not fit
+            theta[piece] = weights_of(made, piece)
+        self._write()
         try:
-            return self.evaluate(num_batches)
+            return self._loss_now(num_batches)
         finally:
             theta.copy_(before)
+            self._write()
+
+    def _loss_now(self, num_batches: int) -> float | None:
+        """Return the held-out loss of the fast weights; None if it cannot be computed now."""
+        return self.evaluate(num_batches)
 
     @torch.no_grad()
     def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        """As `Engine.apply`; makes the contribution where there is none."""
+        """Implement `Engine.apply`; make the contribution if there is none."""
         if self._round_end is None:
             self.contribute(bytearray(self.contribution_bytes))
         ended = self._round_end
         assert ended is not None
         made, late = ended.contribution, self.steps - ended.steps
+        if late:
+            self._read()
         if movement := self._usual_movement():
             self._outer.limit_momentum(made.part, movement)
         if partner is None:
@@ -241,7 +301,11 @@ class FlatReplica(Engine):
             pair, shares = (made.sent, self._partner.values()), verdict.shares
             if not own_first:
                 pair, shares = pair[::-1], shares[::-1]
-            self._outer.step(made, pair, shares, is_late=late > 0)
+            self._outer.step(made, pair, shares, is_late=late > 0, rates=ended.rates)
+        if movement and ended.rates:
+            self._outer.limit_drift(made.part, movement, ended.rates)
+        self._rates.settle(ended.fragment, ended.rates_total)
+        self._publish()
         self.round += 1
         self.tokens_this_round -= ended.tokens
         self._forget_round_end()
@@ -252,70 +316,97 @@ class FlatReplica(Engine):
         self._partner.expect(None)
 
     def is_in(self, saved_round: int, saved_steps: int) -> bool:
-        """Whether a checkpoint of then gives all that one of now would.
+        """Implement `Engine.is_in`.
 
-        It has nothing of a round's unfinished inner steps; but with fragments, most of them await their turn in it.
+        A checkpoint contains no unfinished inner steps of a round. With fragments, it contains the fast weights of the
+        fragments that await their turn.
         """
         return saved_round == self.round and (self._outer.settings.fragments == 1 or saved_steps == self.steps)
 
     @torch.no_grad()
     def snapshot(self) -> Snapshot:
-        """As `Engine.snapshot`."""
+        """Implement `Engine.snapshot`."""
         if self._snapshots is None:
-            self._snapshots = SnapshotMemory(self.vectors(), self._copier)
+            self._snapshots = SnapshotMemory(self.vectors(), copier_for(self.device.torch_device))
         return self._snapshot_in(self._snapshots)
 
     @torch.no_grad()
     def start(self) -> Snapshot:
-        """As `snapshot`, in memory of its own: what a round starts from, good until the next one is taken."""
+        """Return a snapshot of the start of a round, in separate memory; valid until the next call of `start`."""
         if self._starts is None:
-            self._starts = SnapshotMemory(self.vectors(), self._copier)
+            self._starts = SnapshotMemory(self.vectors(), copier_for(self.device.torch_device))
         return self._snapshot_in(self._starts)
 
+    @torch.no_grad()
+    def save(self, path: Path) -> Content:
+        """See `Engine.save`."""
+        self._read_what_is_saved()
+        return super().save(path)
+
+    def _read_what_is_saved(self) -> None:
+        """Update theta where checkpoints have it, unless a contribution that is still being encoded might change."""
+        if self._outer.settings.fragments > 1 and self._round_end is None:
+            self._read()
+
     def _snapshot_in(self, memory: SnapshotMemory) -> Snapshot:
+        self._read_what_is_saved()
         copies, copied = memory.fill(self.vectors())
-        return Snapshot(self.counters, self.layout.tensors(copies), self.layout, self.run_id, copied)
+        return Snapshot(self.counters, self._tensors(copies), self.layout, self.run_id, copied)
 
     @torch.no_grad()
     def load(self, path: Path, hashes: bytes = b"") -> Content:
-        """Continue from a checkpoint, this node's or a peer's: weights, the outer rule's vectors, AdamW, counters.
+        """Load a checkpoint of this node or of a peer: weights, the outer rule's vectors, AdamW, counters.
 
-        A peer's may have the slow weights and the outer rule's vectors alone: then AdamW's means begin at zero.
-        Otherwise as `Engine.load`.
+        A peer's checkpoint may contain only the slow weights and the outer rule's vectors; AdamW's means are then zero.
+        See `Engine.load`.
         """
         optional = self.vectors().keys() - set(required_vectors(self._outer.settings))
         counters, content = load_checkpoint(path, self.state(), self.layout, self.run_id, optional, hashes)
-        if self._outer.settings.fragments == 1 or not bool(self.theta.any()):  # what is not in the file is zeros
+        if self._outer.settings.fragments == 1 or not bool(self.theta.any()):  # vectors missing from the file are zeros
             self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
         self.tokens_this_round = 0
         self._forget_round_end()
-        self._restart()
+        self._outer.contributor.restart()
+        self._rates.restart()
+        self._publish()
+        self._restart(counters.begun_at)
         return content
 
     @torch.no_grad()
     def start_from(self, path: Path, steps: int, tokens: int) -> None:
-        """Begin with another run's weights and momentum; otherwise as `Engine.start_from`."""
-        vectors = self._outer.state() | self._inner_vectors()
-        load_start(path, self.layout.tensors(vectors), optional=vectors.keys() - {SLOW})
+        """Begin with another run's weights and momentum; see `Engine.start_from`."""
+        inner = self._inner_vectors()
+        vectors = self._outer.state() | inner
+        load_start(path, self._tensors(vectors), optional=vectors.keys() - {SLOW}, partial=inner.keys())
         self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
-        self._restart()
+        self._outer.contributor.restart(forgets=True)
+        self._rates.restart()
+        self._publish()
+        self._restart(0)
 
-    def _restart(self) -> None:
-        """Inner steps go on from the fast weights, and the counters, that were just loaded."""
+    def _restart(self, begun_at: int) -> None:
+        """Prepare inner steps to continue from the fast weights and counters that were just loaded.
+
+        ``begun_at`` is the inner step at which the loaded means began, if there are any.
+        """
 
     def _inner_vectors(self) -> dict[str, Tensor]:
-        """What a checkpoint has of the inner optimizer: flat vectors (n,), by name."""
+        """Return the inner optimizer's vectors for a checkpoint: flat vectors, by name."""
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """As `Engine.state`: views of `vectors`."""
-        return self.layout.tensors(self.vectors())
+        """Implement `Engine.state` with views of `vectors`."""
+        return self._tensors(self.vectors())
+
+    def _tensors(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return views of the vectors' parameters, by ``VECTOR/PARAMETER``."""
+        return self.layout.tensors(vectors)
 
     def vectors(self) -> dict[str, Tensor]:
-        """What a checkpoint has besides counters: flat vectors (n,), by name."""
+        """Return everything in a checkpoint except the counters: flat vectors by name, most of them (n,)."""
         vectors = self._outer.state() | self._inner_vectors()
         if self._outer.settings.fragments > 1:
             vectors[FAST] = self.theta
-        return vectors | self._outer.contributor.saved()
+        return vectors | self._outer.saved()

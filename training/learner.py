@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import ClassVar, cast
 
 import numpy as np
@@ -28,6 +29,7 @@ class Learner(Replica):
     ``microbatch_size``: sequences that go through the model at once, 0: the whole batch. Smaller ones need less memory,
     and their gradients are summed to the batch's own, within rounding. ``is_compiled``: whether inner steps run through
     `torch.compile`, which takes a minute here and pays on a GPU; raises `TrainingError` where it fails.
+    ``averages_on_host``: as in `Replica`.
     """
 
     is_driven: ClassVar[bool] = False
@@ -42,21 +44,23 @@ class Learner(Replica):
         device: Device,
         microbatch_size: int = 0,
         is_compiled: bool = False,
+        averages_on_host: bool = False,
     ) -> None:
-        super().__init__(module, recipe, run_id=run_id, device=device)
+        super().__init__(module, recipe, run_id=run_id, device=device, averages_on_host=averages_on_host)
         self.sampler = sampler
         """Its batches."""
         self.microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
-        self.loss: Callable[[nn.Module, Tensor], Tensor] = language_loss
+        self.loss: Callable[[nn.Module, Tensor], Tensor] = partial(language_loss, z_loss=recipe.inner.z_loss)
         """What inner steps make smaller: the mean over tokens (B, T + 1)."""
-        self._losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the steps
-        self._num_losses = 0
+        # Sum and number stay on the device: reading them would wait for the steps.
+        self._losses: Tensor | float = 0.0
+        self._num_losses: Tensor | int = 0
         self._forward = self.module
         if is_compiled:
             self._compile()
 
     def _compile(self) -> None:
-        """Compilers run when a module is first called, which is done here: a round must not wait for them, or fail."""
+        """Compile the module and call it once, which runs the compilers: a round must not wait for them, or fail."""
         if torch.are_deterministic_algorithms_enabled():
             raise TrainingError("this run is deterministic (inner.deterministic): leave out --compile")
         self._forward = cast("nn.Module", torch.compile(self.module))
@@ -72,20 +76,23 @@ class Learner(Replica):
                 ) from error
 
     def inner_steps(self, until: Until) -> None:
-        """As `Engine.inner_steps`; an inner step is `learn`."""
+        """Implement `Engine.inner_steps`; an inner step is `learn`."""
         self._losses, self._num_losses = 0.0, 0
         while not until():
-            self._losses = self.learn() + self._losses
-            self._num_losses += 1
+            loss = self.learn()
+            is_finite = loss.isfinite()  # otherwise the step was skipped
+            self._losses = torch.where(is_finite, loss, 0.0) + self._losses
+            self._num_losses = is_finite + self._num_losses
 
     def mean_loss(self) -> float | None:
-        """As `Engine.mean_loss`."""
-        return float(self._losses) / self._num_losses if self._num_losses else None
+        """Implement `Engine.mean_loss`."""
+        num_losses = int(self._num_losses)
+        return float(self._losses) / num_losses if num_losses else None
 
     def learn(self) -> Tensor:
-        """One inner step on the next batch; returns the loss before it, a scalar left on the device (no waiting).
+        """Take one inner step on the next batch; return the loss before it, a scalar on the device, without waiting.
 
-        Raises `NoSliceError` if there is none now.
+        Raises `NoSliceError` if there is no slice now.
         """
         if self.slices is None:
             return self._learn(self.sampler.batch(self.steps))
@@ -101,7 +108,7 @@ class Learner(Replica):
         return torch.stack(losses).sum()
 
     def _add_gradient(self, tokens: Tokens, share: float) -> Tensor:
-        """Of a microbatch that is this share of its batch; returns its part of the batch's mean loss."""
+        """Add the gradient of a microbatch with this share of its batch; return its part of the batch's mean loss."""
         with self.device.autocast():
             loss = share * self.loss(self._forward, self._to_device(tokens))
         loss.backward()
@@ -115,7 +122,7 @@ class Learner(Replica):
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = 8) -> float:
-        """As `Engine.evaluate`, of the fast weights; the batches are always the same."""
+        """Implement `Engine.evaluate` for the fast weights; the batches are always the same."""
         losses = []
         self.module.eval()  # one's own may have dropout
         try:
@@ -143,12 +150,15 @@ def build_learner(
     bring: Bring = NOTHING,
     microbatch_size: int = 0,
     is_compiled: bool = False,
+    averages_on_gpu: bool = False,
     allowed_models: Collection[str] = (),
 ) -> Learner:
-    """A learner of the whole model from a run's manifest and this node's settings: its key, its device, its text.
+    """Return a learner of the whole model from a run's manifest and this node's settings: its key, device and text.
 
-    Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device is not there, or the
-    model is code that is not allowed or not installed (``allowed_models``: functions that may make one).
+    With a CUDA GPU, what only outer steps need is in the host's memory, unless ``averages_on_gpu``.
+
+    Raises `DataError` if the text or the tokenizer is unfit, `TrainingError` if the device does not exist, or the model
+    is code that is not allowed or not installed (``allowed_models``: functions that may make one).
     """
     chosen = choose_device(device)
     sampler = build_sampler(manifest, run_id, author, bring)
@@ -161,6 +171,7 @@ def build_learner(
         device=chosen,
         microbatch_size=microbatch_size,
         is_compiled=is_compiled,
+        averages_on_host=chosen.torch_device.type == "cuda" and not averages_on_gpu,
     )
     if manifest.data.epochs:
         learner.slices = sampler.slices()

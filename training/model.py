@@ -3,8 +3,8 @@
 Sizes in the comments: B sequences, T tokens, C width, H heads, D = C / H, F hidden, V vocabulary.
 
 Initial weights are a function of (seed, parameter's name) alone, so every node makes the same ones, and a stage of
-the model would make the same ones as the whole. Matrices start with standard deviation 1 / sqrt(inputs), those that
-write into the residual stream with 1 / sqrt(2 layers) of that (GPT-2), and the tied embedding small enough that the
+the model makes the same ones as the whole. Matrices start with standard deviation 1 / sqrt(inputs). Matrices that write
+into the residual stream start with 1 / sqrt(2 layers) of that (GPT-2). The tied embedding starts small enough that the
 first logits are all near 0: the loss starts near ln V.
 """
 
@@ -140,14 +140,22 @@ class Transformer(nn.Module):
         return self.embedding(self.norm(x))  # type: ignore[no-any-return]
 
 
-def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats a token, of each next token in (B, T + 1)."""
-    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+def language_loss(model: nn.Module, tokens: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Mean cross-entropy, in nats a token, of each next token in (B, T + 1); ``z_loss`` as in `cross_entropy`."""
+    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], z_loss)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all targets (B, T), in nats a token, of logits (B, T, V)."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Mean over all targets (B, T), in nats a token, of logits (B, T, V).
+
+    With ``z_loss``, plus this multiple of the mean of log(Z)^2, where Z is the softmax's denominator.
+    """
+    flat = logits.flatten(0, 1).float()
+    if not z_loss:
+        return F.cross_entropy(flat, targets.flatten())
+    chances = flat.log_softmax(-1)  # the only tensor of this size that is kept for the backward pass
+    log_z = flat[:, 0] - chances[:, 0]
+    return F.nll_loss(chances, targets.flatten()) + z_loss * log_z.square().mean()
 
 
 def build_model(model: ModelConfig, seed: int, layers: range | None = None, *, has_ends: bool = True) -> Transformer:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
+NO_PARTS: Mapping[str, Layout] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which parameter lies where in the flat vector: names and shapes, in order, and the codec it travels in."""
+    """The layout of the flat vector: the parameters' names and shapes, in order, and the codec of exchanges."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -38,7 +41,7 @@ class Layout:
         return hashlib.sha256("\n".join(["farandole/layout/1", self.codec, *lines]).encode()).digest()
 
     def fragment(self, index: int, count: int) -> slice:
-        """Where fragment ``index`` of ``count`` lies in the flat vector: parts of one length, up to one element."""
+        """Return the range of fragment ``index`` of ``count`` in the flat vector; lengths differ by at most 1."""
         return slice(self.num_elements * index // count, self.num_elements * (index + 1) // count)
 
     def largest_fragment(self, count: int) -> int:
@@ -47,16 +50,30 @@ class Layout:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters, by name, as views into ``flat`` (n,)."""
-        sizes = [math.prod(shape) for shape in self.shapes]
-        ends = itertools.accumulate(sizes)
-        return {
-            name: flat[end - size : end].view(shape)
-            for name, shape, size, end in zip(self.names, self.shapes, sizes, ends, strict=True)
-        }
+        shapes = dict(zip(self.names, self.shapes, strict=True))
+        return {name: flat[place].view(shapes[name]) for name, place in self.places().items()}
 
-    def tensors(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of several flat vectors (n,), as views into these, by ``VECTOR/PARAMETER``."""
-        return {f"{vector}/{name}": view for vector, flat in vectors.items() for name, view in self.views(flat).items()}
+    def part(self, names: Collection[str]) -> Layout:
+        """Return the layout of a vector that has these parameters alone, in the same order."""
+        kept = [(name, shape) for name, shape in zip(self.names, self.shapes, strict=True) if name in names]
+        return Layout(tuple(name for name, _ in kept), tuple(shape for _, shape in kept), self.codec)
+
+    def places(self) -> dict[str, slice]:
+        """Return where each parameter lies in the flat vector, by name."""
+        ends = itertools.accumulate(map(math.prod, self.shapes))
+        sizes = map(math.prod, self.shapes)
+        return {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
+
+    def tensors(self, vectors: Mapping[str, Tensor], parts: Mapping[str, Layout] = NO_PARTS) -> dict[str, Tensor]:
+        """The parameters of several flat vectors, as views into these, by ``VECTOR/PARAMETER``.
+
+        A vector has the shape (n,), unless ``parts`` has the layout of fewer parameters for it.
+        """
+        return {
+            f"{vector}/{name}": view
+            for vector, flat in vectors.items()
+            for name, view in parts.get(vector, self).views(flat).items()
+        }
 
 
 def layout_of(module: nn.Module, codec: str) -> Layout:

@@ -1,7 +1,7 @@
-"""A partner's contribution while it arrives: decoded slice by slice, and shown to the screening rule slice by slice.
+"""A partner's contribution while it arrives: decoded slice by slice and fed to the screening rule slice by slice.
 
-So the work is done when the last byte comes, but for the last slice's. What was taken in is used once: a second
-opinion, or bytes that lie elsewhere, have everything taken in again.
+When the last byte arrives, only the last slice remains to be processed. Decoded data is used once: another judgement,
+or bytes at another address, decode everything again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from .topk import TopK
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a rule may ask this replica. An argument of each judgement, because a replica that is part of a reference
-    cycle would keep its memory until the garbage collector runs.
+    """The answers of this replica to a screening rule.
+
+    It is an argument of each judgement, because a replica that is part of a reference cycle would keep its memory until
+    the garbage collector runs.
     """
 
     fragment: int
     movement: Callable[[], float]
+    alignment: Callable[[Tensor], float]
+    """Takes the partner's contribution; see `Partner.alignment`."""
     evaluate: Callable[[float, Tensor, Tensor], float | None]
-    """From (share of the difference, own, partner's) to a loss, as `Partner.evaluate`."""
+    """Takes (share of the difference, own, partner's) and returns a loss; see `Partner.evaluate`."""
     loss_before: Callable[[], float | None]
     loss_as_sent: Callable[[], float | None]
 
@@ -39,9 +43,9 @@ _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
 
 class PartnerContribution:
-    """The contributions of one partner after another, each beside one's own of the round.
+    """The partners' contributions, one per round, each compared with this replica's own.
 
-    ``memory`` (n,) is where they are decoded. ``histories`` is what ``rule`` remembers.
+    They are decoded into ``memory`` (n,). ``histories`` is what ``rule`` remembers.
     """
 
     def __init__(self, form: Form, memory: Tensor, copier: Copier, rule: ScreeningRule) -> None:
@@ -55,9 +59,10 @@ class PartnerContribution:
         self._begin()
 
     def num_evaluated(self, evaluate: Callable[[int], float]) -> int:
-        """As many held-out batches as `EVALUATION_SECONDS` are enough for; 0 where no loss is known.
+        """Return how many held-out batches can be evaluated in `EVALUATION_SECONDS`; 0 where no loss is known.
 
-        Measured once, on a second batch: the first finds nothing warm. ``evaluate``: from a number of them to a loss.
+        It is measured once, on the second evaluation: the first one is a warm-up. ``evaluate`` takes a number of
+        batches and returns a loss.
         """
         if self._num_evaluated is None:
             try:
@@ -72,7 +77,7 @@ class PartnerContribution:
         return self._num_evaluated
 
     def expect(self, own: Tensor | None) -> None:
-        """From now on contributions are a partner's for ``own`` (n,), as it was sent; None: no contribution is due."""
+        """Expect a partner's contribution for ``own`` (n,), as it was sent; None: expect no contribution."""
         self._own = own
         self._begin()
 
@@ -85,7 +90,7 @@ class PartnerContribution:
         self._judged: tuple[Partner, Verdict] | None = None
 
     def take_in(self, data: Buffer, available: int) -> None:
-        """Decode what is whole of the first ``available`` bytes of ``data``; see `Replica.take_in`."""
+        """Decode the complete slices in the first ``available`` bytes of ``data``; see `Replica.take_in`."""
         if self._own is None:
             return
         source = np.frombuffer(data, dtype=np.uint8)
@@ -113,7 +118,7 @@ class PartnerContribution:
         self._rule.feed(own, values)
 
     def judge(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
-        """Take in the rest, and judge the whole. A refusal is remembered at once."""
+        """Decode the rest and judge the whole contribution. A refusal is remembered at once."""
         if self._own is None:
             return _NO_OWN
         size = np.frombuffer(data, dtype=np.uint8).size
@@ -128,7 +133,7 @@ class PartnerContribution:
         return self._ask(self._own, encounter, answers)
 
     def verdict(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
-        """The verdict on what was judged just before, which is not read again; else `judge`."""
+        """Return the verdict on the contribution that was just judged, without reading it again; otherwise `judge`."""
         source = np.frombuffer(data, dtype=np.uint8)
         is_same = (self._address, self._available) == (source.ctypes.data, source.size)
         if self._own is None or self._judged is None or not is_same:
@@ -147,6 +152,7 @@ class PartnerContribution:
             self.histories.of(b""),
             answers.fragment,
             answers.movement,
+            lambda: answers.alignment(values),
             lambda share: answers.evaluate(share, own, values),
             answers.loss_before,
             answers.loss_as_sent,
@@ -159,7 +165,7 @@ class PartnerContribution:
         return verdict
 
     def values(self) -> Tensor:
-        """All of the contribution that was accepted last (n,); the rule remembers that it is used."""
+        """Return the contribution (n,) that was accepted last; the rule remembers that it is used."""
         assert self._judged is not None
         partner, verdict = self._judged
         self._rule.remember(partner, verdict)

@@ -1,11 +1,14 @@
-"""One replica: a module in training, the whole model or a stage of it, and what belongs to it but for its batches.
+"""One replica: a module in training, the whole model or a stage of it, with everything except its batches.
 
-Its rounds are those of `farandole.training.flat_replica`; its inner steps are AdamW's, on one flat vector: gradient and
-means are flat fp32 vectors as well.
+Its rounds come from `farandole.training.flat_replica`; its inner steps are taken on one flat vector
+(`farandole.training.inner`): gradient and means are flat fp32 vectors as well. These four lie on the device that
+trains; all that a round's end needs lies there too, or in the host's memory, where a GPU must have room for a larger
+model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,15 +18,15 @@ from farandole.protocol.manifest import InnerConfig, Manifest
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
 
-from .device import Device
+from .device import Device, host_memory
 from .flat_replica import FlatReplica
-from .inner import FlatAdamW
+from .inner import InnerOptimizer
 from .parameters import flatten_, layout_of
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a replica learns: sections of the run's manifest."""
+    """The training settings of a replica: sections of the run's manifest."""
 
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=NoLoCoConfig)
@@ -35,6 +38,21 @@ class Recipe:
         return cls(manifest.inner, manifest.outer, manifest.screening)
 
 
+class DeviceWeights:
+    """Trained weights (`farandole.training.flat_replica.TrainedWeights`): a flat vector (n,) fp32 on another device."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def read(self, flat: Tensor) -> None:
+        """Waits for the inner steps that are queued."""
+        flat.copy_(self._flat)
+
+    def write(self, flat: Tensor) -> None:
+        """Waits until it is there."""
+        self._flat.copy_(flat)
+
+
 class Replica(FlatReplica):
     """A module, its inner optimizer, its outer state, and the partner that it meets: an engine over flat vectors.
 
@@ -43,14 +61,23 @@ class Replica(FlatReplica):
     called `farandole.training.determinism.make_deterministic`, on machines of one class.
     """
 
-    def __init__(self, module: nn.Module, recipe: Recipe, *, run_id: bytes, device: Device) -> None:
+    def __init__(
+        self, module: nn.Module, recipe: Recipe, *, run_id: bytes, device: Device, averages_on_host: bool = False
+    ) -> None:
+        """``averages_on_host``: all that a round's end needs lies in the host's memory; at a CPU it does anyhow."""
         self.module = module.to(device.torch_device)
-        """The model, or a stage of it; its parameters are views of `theta`."""
+        """The model, or a stage of it; its parameters are views of a flat vector, which is `theta` or a copy of it."""
         layout = layout_of(self.module, recipe.outer.codec)
-        theta, self.gradient = flatten_(self.module, layout)
-        """`theta` is flat, and so is the sum of gradients of the inner step that is under way: (n,) fp32 each."""
-        super().__init__(theta, layout, recipe.outer, recipe.screening, run_id=run_id, device=device)
-        self._optimizer = FlatAdamW(recipe.inner, theta, self.gradient, list(self.module.parameters()))
+        weights, self.gradient = flatten_(self.module, layout)
+        """The weights are flat, and so is the sum of gradients of the inner step under way: (n,) fp32 each."""
+        trained = DeviceWeights(weights) if averages_on_host else None
+        theta = weights if trained is None else host_memory(weights)
+        super().__init__(theta, layout, recipe.outer, recipe.screening, run_id=run_id, device=device, trained=trained)
+        self._drift = self._outer.drift
+        """The drift correction, where inner steps read it: a copy, if the outer state is elsewhere."""
+        if self._drift is not None and averages_on_host:
+            self._drift = torch.zeros_like(weights)
+        self._optimizer = InnerOptimizer(recipe.inner, self.module, layout, weights, self.gradient, self._drift)
 
     @property
     def learning_rate(self) -> float:
@@ -59,31 +86,46 @@ class Replica(FlatReplica):
 
     @property
     def begun_at(self) -> int:
-        """Inner step at which AdamW's means began, which no checkpoint has."""
+        """See `Engine.begun_at`."""
         return self._optimizer.begun_at
 
     @begun_at.setter
     def begun_at(self, step: int) -> None:
         self._optimizer.begun_at = step
 
+    @property
+    def num_skipped(self) -> int:
+        """See `Engine.num_skipped`."""
+        return self._optimizer.num_skipped
+
     def optimizer_digest(self) -> bytes:
-        """BLAKE3 of AdamW's means, 32 bytes."""
+        """BLAKE3 of the inner optimizer's means, 32 bytes."""
         return self._optimizer.digest()
 
     def clear_gradient(self) -> None:
-        """Before the backward passes of an inner step, which add to the parameters' gradients."""
+        """Zero the gradient. Call it before an inner step's backward passes, which add to the gradient."""
         self.gradient.zero_()
 
     @torch.no_grad()
     def inner_step(self, num_tokens: int, divisor: int = 1) -> None:
-        """Clip, and take one AdamW step, with the gradients that the backward passes summed, over ``divisor``."""
-        self._optimizer.step(self.steps, divisor)
-        self.count_step(num_tokens)
+        """Clip, and take one step, with the gradients that the backward passes summed, over ``divisor``."""
+        self.count_step(num_tokens, self._optimizer.step(self.steps, divisor))
 
-    def _restart(self) -> None:
-        """As `FlatReplica._restart`: without the state of AdamW, its rate is ramped up."""
-        self._optimizer.restart(self.steps)
+    def _publish(self) -> None:
+        """See `FlatReplica._publish`; the drift correction goes with the weights."""
+        super()._publish()
+        drift = self._outer.drift
+        if self._drift is not None and drift is not None and drift is not self._drift:
+            self._drift.copy_(drift)
+
+    def _restart(self, begun_at: int) -> None:
+        """See `FlatReplica._restart`: without the state of AdamW, its rate is ramped up."""
+        self._optimizer.restart(self.steps, begun_at)
+
+    def _tensors(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `FlatReplica._tensors`; Muon keeps no mean of squares for matrices."""
+        return self.layout.tensors(vectors, self._optimizer.parts)
 
     def _inner_vectors(self) -> dict[str, Tensor]:
-        """As `FlatReplica._inner_vectors`."""
+        """See `FlatReplica._inner_vectors`."""
         return self._optimizer.state()

@@ -1,26 +1,30 @@
 """The stage engine: what one stage computes for microbatches that travel through all stages and back.
 
-A microbatch of B sequences of T tokens goes its way as activations (B, T, C): `draw` at the stage 0 that has its
-tokens, `forward` at one replica of each other stage, and back at the first, `tail`: logits, loss, and the gradient of
-the last activations. That gradient goes back over the same replicas, `backward`, the last time at the one that drew. A
-stage sums the gradients of its microbatches; `step` divides by their number and takes the inner step.
+A microbatch of B sequences of T tokens travels as activations (B, T, C). The stage 0 replica that has its tokens calls
+`draw`, one replica of each other stage calls `forward`, and the first replica calls `tail`, which computes logits,
+loss, and the gradient of the last activations. It travels back over the same replicas, which call `backward`; the
+replica that drew the microbatch is the last one. A stage sums the gradients of its microbatches; `step` divides by
+their number and takes the inner step.
 
-Somewhere on its way back a microbatch may be lost, when later stages have its gradient in their sums already, and
-earlier ones will never have it. So a stage keeps what it needs to take a microbatch's gradient out again, its input and
-the gradient of its output, until it hears by `settle` whether all stages have it. Taken out is the same number that was
-added, so what remains is a rounding of the sum (2^-24 of it), as with any other order of adding.
+A microbatch may be lost on its way back, when later stages already have its gradient in their sums and earlier ones
+will never have it. Therefore a stage keeps what it needs to remove a microbatch's gradient from the sum, its input and
+the gradient of its output, until `settle` reports whether all stages have it. Removal subtracts the same number that
+was added, so only a rounding of the sum (2^-24 of it) remains, as with any other order of addition.
 
-With ``overlap`` microbatches of the *following* inner step are begun while some of this one's are under way, and still
-are when it is taken. A microbatch meets the same weights there and back: a *version*, a copy of the fast weights, which
-stays until its last microbatch is settled. The following step has a sum of its own.
+With ``overlap`` microbatches of the *following* inner step begin while some of the current one's are in flight, and
+remain in flight when the current step is taken. A microbatch uses the same weights forward and backward: a *version*, a
+copy of the fast weights, which is kept until its last microbatch is settled. The following step has a separate sum.
+Where the run's rounds overlap, an outer step may fall between a microbatch's forward and backward pass, so there are
+versions, too.
 
-The mesh process decides what is computed when (`farandole.protocol.pipeline`), by commands (`StageWorker.obey`).
-Activations lie in memory that it shares, in two places for each slot: what came in, and what goes out.
+The mesh process schedules the computations (`farandole.protocol.pipeline`) with commands (`StageWorker.obey`).
+Activations are in memory that it shares, in two places for each slot: incoming and outgoing.
 
-Memory: what is kept of each microbatch from its first call to `settle`, besides its tokens, is the graph of its forward
-pass (with ``recompute`` only its input), and from `backward` on its input and the gradient of its output. Callers bound
-the number of microbatches, which are known by slots 0, 1, ... With ``overlap`` also a second sum, and two versions of
-the weights, one more for as long as an outer step falls between: 4 bytes a parameter each.
+Memory: from its first call to `settle`, each microbatch keeps its tokens and the graph of its forward pass (with
+``recompute`` only its input), and after `backward` its input and the gradient of its output. Callers bound the number
+of microbatches, which are identified by slots 0, 1, ... With ``overlap`` there are also a second sum and two versions
+of the weights, and a third version while an outer step falls between: 4 bytes a parameter each. Where only rounds
+overlap, there is one version, and a second one then.
 """
 
 from __future__ import annotations
@@ -32,7 +36,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
 
 from farandole.protocol.manifest import Manifest, ModelConfig, PipelineConfig
 from farandole.protocol.trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
@@ -49,55 +52,55 @@ from .parameters import bind_
 from .replica import Recipe, Replica
 from .stages import as_stage, build_stage
 
-# The inner step of microbatches that are of none: their loss is measured, and nothing is learned of them.
+# The inner step number of held-out microbatches: only their loss is measured.
 _HELD_OUT = -1
 
 
 @dataclass(slots=True, eq=False)
 class _Version:
-    """The stage with the weights of one time."""
+    """The stage's module with the weights of one point in time."""
 
     module: nn.Module
     weights: Tensor
-    """Those of the module, (n,) fp32."""
+    """The module's weights, (n,) fp32."""
     mark: int = -1
-    """What the fast weights' count of changes was when they were copied."""
+    """The fast weights' change counter at the time of the copy."""
     num_users: int = 0
-    """Microbatches that have begun with it and are not settled."""
+    """Number of microbatches that have begun with this version and are not settled."""
 
 
 @dataclass(slots=True)
 class _Microbatch:
-    """What a stage keeps of a microbatch until it is settled."""
+    """A microbatch's state that a stage keeps until the microbatch is settled."""
 
     version: _Version
     number: int
-    """Of the inner step to which it belongs, from the first one of this life; `_HELD_OUT`: of none."""
+    """Number of the inner step that it belongs to, counted from the start of this process; `_HELD_OUT`: none."""
     held_out: int = 0
-    """Which one of the held-out text it is, where that was drawn."""
+    """Number of the held-out microbatch, if it was drawn from held-out text here."""
     tokens: Tensor | None = None
-    """(B, T + 1), where it was drawn."""
+    """(B, T + 1), if it was drawn here."""
     drawn: tuple[int, int, int] | None = None
-    """Its epoch, slice and part, where the run counts epochs and it was drawn here."""
+    """Its epoch, slice and part, if the run counts epochs and it was drawn here."""
     x: Tensor | None = None
     """The stage's input (B, T, C); None where it is the tokens."""
     y: Tensor | None = None
-    """The stage's output with its graph, from the forward pass to the backward, unless that is to be recomputed."""
+    """The stage's output with its graph, from the forward to the backward pass, unless it is recomputed."""
     mark: Tensor | None = None
-    """Of the stage's output, by which its gradient is judged (`LinkStatistics.mark`)."""
+    """The mark of the stage's output, by which its gradient is judged (`LinkStatistics.mark`)."""
     y_gradient: Tensor | None = None
-    """Once it is in the sum."""
+    """The gradient of the output, set once it is in the sum."""
     last: Tensor | None = None
-    """The last stage's output (B, T, C), once the head's gradient is in the sum."""
+    """The last stage's output (B, T, C), set once the head's gradient is in the sum."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that this stage adds to its gradient for it is in the sum."""
+        """Return whether the sum contains all gradients of this stage for the microbatch."""
         return self.y_gradient is not None and (self.tokens is None or self.last is not None)
 
 
 class StageWorker(Replica):
-    """A replica of one stage. ``sampler``: of stage 0, which draws the microbatches."""
+    """A replica of one stage. ``sampler`` is given for stage 0 only, which draws the microbatches."""
 
     def __init__(
         self,
@@ -109,48 +112,51 @@ class StageWorker(Replica):
         *,
         run_id: bytes,
         device: Device,
+        rounds_overlap: bool = False,
     ) -> None:
         super().__init__(module, recipe, run_id=run_id, device=device)
         self._pipeline = pipeline
+        self._z_loss = recipe.inner.z_loss
         self._sampler = sampler
         self._shape = (pipeline.microbatch_size, model.context, model.width)
         self._microbatches: dict[int, _Microbatch] = {}
         self._num_drawn = 0
         self._losses: list[float] = []
         self._held_out_losses: dict[int, float] = {}
-        self._number = 0  # of the inner step that is taken next
-        self._num_summed = [0, 0]  # microbatches in the sum for it, and in that for the following one
-        self.versions = [] if pipeline.overlap else [_Version(self.module, self.theta)]
+        self._number = 0  # number of the next inner step
+        self._num_summed = [0, 0]  # microbatches in the sum for it, and in the sum for the following one
+        self._keeps_versions = pipeline.overlap or rounds_overlap
+        self.versions = [] if self._keeps_versions else [_Version(self.module, self.theta)]
         sums = [self.gradient, torch.zeros_like(self.gradient)] if pipeline.overlap else [self.gradient]
         self._sums = [list(self.layout.views(flat).values()) for flat in sums]
         self._following = sums[-1]
         self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
         self.memory = memoryview(b"")
-        """Shared: slot i has its incoming activations at 2 i times `activation_bytes`, its outgoing ones after them."""
+        """Shared memory: slot i has incoming activations at 2 i `activation_bytes`, and outgoing ones after them."""
         self.statistics = LinkStatistics(model.width, device.torch_device)
         self.clear_gradient()
 
     @property
     def num_summed(self) -> int:
-        """Microbatches that are settled, and in the sum for the next inner step."""
+        """Return the number of settled microbatches in the sum for the next inner step."""
         return self._num_summed[0]
 
     @property
     def num_in_flight(self) -> int:
-        """Microbatches that are not settled."""
+        """Return the number of microbatches that are not settled."""
         return len(self._microbatches)
 
     def inner_steps(self, until: Until) -> None:
-        """As `Engine.inner_steps`."""
+        """Implement `Engine.inner_steps`."""
         self._losses.clear()
         super().inner_steps(until)
 
     def mean_loss(self) -> float | None:
-        """As `Engine.mean_loss`; stage 0 alone knows losses."""
+        """Implement `Engine.mean_loss`; only stage 0 knows losses."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     def obey(self, command: Work | TakeInnerStep) -> Worked | InnerStepTaken:
-        """As `Engine.obey`, on the slot's places in `memory`."""
+        """Implement `Engine.obey`, on the slot's places in `memory`."""
         if isinstance(command, TakeInnerStep):
             return InnerStepTaken(self.step())
         try:
@@ -195,7 +201,7 @@ class StageWorker(Replica):
         microbatch = self._new_microbatch(is_following)
         if self.slices is None:
             num_parts = self._sampler.batch_size // size
-            number = max(self._num_drawn, self.steps * num_parts)  # after a restart: past those of earlier steps
+            number = max(self._num_drawn, self.steps * num_parts)  # after a restart: skip the parts of earlier steps
             index, part = divmod(number, num_parts)
             batch = self._sampler.batch(index)
             self._num_drawn = number + 1
@@ -224,9 +230,9 @@ class StageWorker(Replica):
         self._start(slot, microbatch, out)
 
     def evaluate(self, num_batches: int) -> float:
-        """As `Engine.evaluate`, of held-out batches that have gone through all stages since last asked.
+        """Implement `Engine.evaluate`, on held-out batches that went through all stages since the last call.
 
-        Raises `DataError` if some of them have not.
+        Raises `DataError` if some of them did not.
         """
         assert self._sampler is not None, "only stage 0 draws data"
         self._sampler.held_out_batch(0)  # or why there is none
@@ -248,11 +254,11 @@ class StageWorker(Replica):
         is_held_out: bool = False,
         sender: bytes = b"",
     ) -> None:
-        """Take the activations ``data`` through this stage, and write those that come out to ``out``.
+        """Compute this stage's output for the activations ``data``, and write it to ``out``.
 
-        ``is_following`` as in `draw`; ``is_held_out``: for its loss alone, nothing comes back. ``sender``: the peer by
-        whose earlier ones they are judged; empty: they are not. Raises `ActivationError` if they are unfit, and keeps
-        nothing of them.
+        ``is_following`` is as in `draw`. ``is_held_out``: only the loss is wanted, so no gradient comes back.
+        ``sender`` is the peer by whose earlier activations these are judged; empty: they are not judged. Raises
+        `ActivationError` if they are unfit, and keeps nothing of them.
         """
         x = self._decode_activations(data)
         self._judge_activations(sender, x)
@@ -263,10 +269,10 @@ class StageWorker(Replica):
         self._start(slot, microbatch, out)
 
     def tail(self, slot: int, data: Buffer, out: Buffer, *, sender: bytes = b"") -> Tensor:
-        """The loss of a drawn microbatch whose last activations are ``data``; writes their gradient to ``out``.
+        """Return the loss of a drawn microbatch with last activations ``data``; write their gradient to ``out``.
 
-        Of held-out text there is no gradient, and the loss is kept for `evaluate`. A scalar left on the device,
-        in nats a token. ``sender`` as in `forward`. Raises `ActivationError` if they are unfit, with nothing added.
+        For held-out text there is no gradient, and the loss is kept for `evaluate`. The loss is a scalar on the device,
+        in nats a token. ``sender`` is as in `forward`. Raises `ActivationError` if they are unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
         last = self._decode_activations(data)
@@ -282,7 +288,7 @@ class StageWorker(Replica):
         return loss
 
     def backward(self, slot: int, data: Buffer, out: Buffer | None, *, sender: bytes = b"") -> None:
-        """Add a microbatch's gradient, given that of this stage's output; writes that of its input to ``out``.
+        """Add a microbatch's gradient, given its output's gradient ``data``; write its input's gradient to ``out``.
 
         ``sender`` as in `forward`. Raises `ActivationError` if it is unfit, with nothing added.
         """
@@ -296,7 +302,7 @@ class StageWorker(Replica):
             self._encode_activations(x_gradient, out)
 
     def settle(self, slot: int, is_kept: bool) -> None:
-        """A microbatch is at its end: its gradient stays in the sum, or what is there of it is taken out again."""
+        """Finish a microbatch: keep its gradient in the sum, or remove what the sum has of it."""
         microbatch = self._microbatches.pop(slot)
         is_kept = is_kept and microbatch.is_whole
         self._settle_slice(microbatch, is_kept=is_kept)
@@ -314,18 +320,19 @@ class StageWorker(Replica):
             self.slices.settle(*microbatch.drawn, is_kept=is_kept)
 
     def step(self) -> bool:
-        """The inner step with the mean of the gradients in the sum. Not if there are none, or if they are not finite.
+        """Take the inner step with the mean of the summed gradients, unless there are none or they are not finite.
 
-        Returns whether it was taken; either way the following step is the next. Raises `TrainingError` while a
-        microbatch of it is not settled: half of its gradient might be in the sum.
+        Returns whether the step was taken; the following step is next in either case. Raises `TrainingError` while a
+        microbatch of the step is not settled: half of its gradient might be in the sum.
         """
         if num_open := sum(microbatch.number == self._number for microbatch in self._microbatches.values()):
             raise TrainingError(f"{num_open} microbatches are in flight: no step can be taken")
         num_summed = self._num_summed[0]
-        is_fit = num_summed > 0 and bool(torch.isfinite(vector_norm(self.gradient)))
-        if is_fit:
+        num_skipped, is_fit = self.num_skipped, False
+        if num_summed:
             size, context, _ = self._shape
             self.inner_step(num_summed * size * context, num_summed)
+            is_fit = self.num_skipped == num_skipped
         self._number += 1
         self._num_summed = [self._num_summed[1], 0]
         if self._pipeline.overlap:
@@ -339,14 +346,14 @@ class StageWorker(Replica):
         return _Microbatch(self._newest_version(), self._number + is_following)
 
     def _index(self, microbatch: _Microbatch) -> int:
-        """Which sum its gradient belongs to."""
+        """Return the index of the sum that a microbatch's gradient belongs to."""
         return microbatch.number - self._number
 
     def _newest_version(self) -> _Version:
-        """The stage with the fast weights of now."""
-        if not self._pipeline.overlap:
+        """Return the stage with the current fast weights."""
+        if not self._keeps_versions:
             return self.versions[0]
-        mark = self.theta._version  # counts writes to the vector, whoever makes them
+        mark = self.theta._version  # counts all writes to the vector
         free = None
         for version in self.versions:
             if version.mark == mark:
@@ -373,7 +380,7 @@ class StageWorker(Replica):
         self._microbatches[slot] = microbatch
 
     def _advance(self, microbatch: _Microbatch) -> Tensor:
-        """The stage's output (B, T, C) in fp32."""
+        """Return the stage's output (B, T, C) in fp32."""
         stage = as_stage(microbatch.version.module)
         with self.device.autocast():
             if microbatch.x is None:
@@ -382,13 +389,13 @@ class StageWorker(Replica):
             return stage.advance(microbatch.x).float()
 
     def _sum_up(self, microbatch: _Microbatch) -> None:
-        """From now on gradients go to the sum of its inner step."""
+        """Direct later gradients to the sum of the microbatch's inner step."""
         sum_ = self._sums[self._index(microbatch)]
         for parameter, gradient in zip(microbatch.version.module.parameters(), sum_, strict=True):
             parameter.grad = gradient
 
     def _add(self, microbatch: _Microbatch, y_gradient: Tensor) -> Tensor | None:
-        """Add to the gradients of the parameters; that of the input, if it is not tokens."""
+        """Add to the parameters' gradients; return the input's gradient, or None if the input is tokens."""
         y = self._advance(microbatch) if microbatch.y is None else microbatch.y
         if microbatch.x is not None:
             microbatch.x.grad = None
@@ -409,7 +416,8 @@ class StageWorker(Replica):
         assert microbatch.tokens is not None
         stage = as_stage(microbatch.version.module)
         with self.device.autocast(), torch.set_grad_enabled(last.requires_grad):
-            return cross_entropy(stage.logits(last), microbatch.tokens[:, 1:])
+            z_loss = 0.0 if microbatch.number == _HELD_OUT else self._z_loss
+            return cross_entropy(stage.logits(last), microbatch.tokens[:, 1:], z_loss)
 
     def _judge_activations(self, sender: bytes, activations: Tensor) -> None:
         if sender:
@@ -444,9 +452,9 @@ def build_stage_worker(
     bring: Bring = NOTHING,
     allowed_models: Collection[str] = (),
 ) -> StageWorker:
-    """A stage's replica from a run's manifest and this node's settings; stage 0 alone reads text.
+    """Return a stage's replica from a run's manifest and this node's settings; only stage 0 reads text.
 
-    Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device or stage is not there.
+    Raises `DataError` if the text or tokenizer is unfit, `TrainingError` if the device or stage does not exist.
     """
     sampler = None
     if stage == 0:
@@ -459,6 +467,7 @@ def build_stage_worker(
         sampler,
         run_id=run_id,
         device=choose_device(device),
+        rounds_overlap=manifest.rounds.overlap,
     )
     if sampler is not None and manifest.data.epochs:
         worker.slices = sampler.slices(manifest.inner.batch_size // manifest.pipeline.microbatch_size)

@@ -1,4 +1,4 @@
-"""A Hugging Face data set that is trained on while it is downloaded, without an end: batches come from a thread beside.
+"""Endless training on a Hugging Face data set while it is downloaded; a separate thread makes the batches.
 
 Only what the volunteer names is downloaded, and no data set's code is run: `datasets` has refused any since release 4.
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 # Documents that are shuffled among each other: a few megabytes.
 SHUFFLED_DOCUMENTS: Final = 1_000
-# Of a data set with fewer shards, a node begins up to so many documents in, so that not all read the same at once.
+# In a data set with fewer than `FEW_SHARDS`, a node skips up to `MAX_SKIPPED` documents, so that nodes read different
+# parts at the same time.
 FEW_SHARDS: Final = 32
 MAX_SKIPPED: Final = 20_000
 # Batches that are ready before they are wanted: downloads come in bursts.
@@ -91,7 +92,7 @@ class Stream:
 
 
 def is_data_set(name: str) -> bool:
-    """Whether it has the form of a data set's name, or is a folder."""
+    """Return whether ``name`` has the form of a data set's name, or is a folder."""
     return _NAME.fullmatch(name) is not None or (bool(name) and Path(name).is_dir())
 
 
@@ -109,7 +110,7 @@ def _open(name: str) -> IterableDataset:
     path, _, config = (name, "", "") if Path(name).is_dir() else name.partition(":")
     try:
         return load_dataset(path, config or None, split=_SPLIT, streaming=True)
-    except Exception as error:  # likewise
+    except Exception as error:  # the package raises whatever its parsers and the network do
         if "scripts are no longer supported" in str(error):
             raise DataError(
                 f"{name} is made by a script of its own. farandole runs no code of a data set: take a version of it in "
@@ -119,7 +120,7 @@ def _open(name: str) -> IterableDataset:
 
 
 def _from(read: Callable[[], Iterator[bytes]], skipped: int) -> Iterator[bytes]:
-    """Without the first so many; of fewer, without that number modulo theirs."""
+    """Skip the first ``skipped`` texts; if there are fewer, skip ``skipped`` modulo their number."""
     num_texts = 0
     for num_texts, text in enumerate(read(), 1):
         if num_texts > skipped:
@@ -131,14 +132,14 @@ def _from(read: Callable[[], Iterator[bytes]], skipped: int) -> Iterator[bytes]:
 def read_held_out(
     streams: Sequence[Stream], tokenizer: Tokenizer, share: float, num_tokens: int, progress: Progress
 ) -> Batch:
-    """Tokens (n,) of the first documents that are held out: ``num_tokens`` of each stream, if it has so many."""
+    """Return tokens (n,) of the first held-out documents: at least ``num_tokens`` of each stream, if it has them."""
     parts = [np.empty(0, np.int64)]
     for stream in streams if share else ():
         found = 0
         for number, text in enumerate(stream.documents()):
             if found >= num_tokens or number >= MAX_LOOKED_THROUGH:
                 break
-            if is_held_out(hashlib.sha256(text).hexdigest(), share):
+            if is_held_out(hashlib.sha256(text).digest(), share):
                 parts.append(np.append(tokenizer.encode(text).astype(np.int64), tokenizer.separator))
                 found += len(parts[-1])
                 progress(min(found, num_tokens), num_tokens)
@@ -194,7 +195,7 @@ class StreamSampler(Batches):
         return batch
 
     def _read(self, ready: queue.Queue[Batch | DataError], key: tuple[bytes, ...]) -> None:
-        """In a thread of its own, until the process ends."""
+        """Read batches in a separate thread, until the process ends."""
         try:
             for batch in self._batches(key):
                 ready.put(batch)
@@ -215,12 +216,12 @@ class StreamSampler(Batches):
                 tokens = tokens[size - 1 :]
 
     def _parts(self, key: tuple[bytes, ...]) -> Iterator[Batch]:
-        """Documents' tokens, pass after pass, several streams by turns."""
+        """Yield documents' tokens, pass after pass, alternating between streams."""
         for number in itertools.count():
             passes = [stream.shuffled(*key, number.to_bytes(8, "little")) for stream in self._streams]
             is_empty = True
             for text in _by_turns(passes):
-                if not is_held_out(hashlib.sha256(text).hexdigest(), self._share):
+                if not is_held_out(hashlib.sha256(text).digest(), self._share):
                     is_empty = False
                     yield self._tokens_of(text)
             if is_empty:

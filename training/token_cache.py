@@ -1,13 +1,13 @@
-"""Tokenised text in a file that is mapped into memory: made once, used again by every later start.
+"""A cache of tokenised text: a file that is mapped into memory, created once and reused by later starts.
 
-A file's name is a hash of all that its tokens follow from: the sources by name, place, size and time of change, the
-field, the tokenizer, the share that is held out. So a changed text is tokenised anew. The file is there whole or not
-at all:
+A file's name is a hash of everything that determines its tokens: the sources by name, path, size and modification time,
+the field, the tokenizer, and the held-out share. Changed text is therefore tokenised again. The file is written
+atomically:
 
     tokens to train on | tokens held out | about them, JSON | length of that, 8 bytes
 
-What is held out waits in a nameless file until the rest is written, so memory holds one document at a time. Where the
-folder may not take more than so much, files of other texts make room first, and what still does not fit is refused
+Held-out tokens wait in an unnamed temporary file until the rest is written, so memory holds one document at a time.
+Where the folder's size is limited, files of other texts are deleted first, and what still does not fit is refused
 before it is written.
 """
 
@@ -30,9 +30,9 @@ from .durable import TEMPORARY_SUFFIX, replacing
 from .errors import DataError
 from .sources import TextSource
 
-FORMAT: Final = "farandole/tokens/1"
+FORMAT: Final = "farandole/tokens/2"
 SUFFIX: Final = ".tokens"
-# With those of other texts: some volunteers go to and fro between two runs.
+# Number of files kept, including other texts: some volunteers alternate between two runs.
 MAX_CACHES: Final = 4
 _MAX_ABOUT_BYTES: Final = 4_096
 _LENGTH_BYTES: Final = 8
@@ -40,14 +40,14 @@ _COPIED_BYTES: Final = 1 << 20
 
 
 class Sink(Protocol):
-    """Where tokens go."""
+    """A writable destination for tokens."""
 
     def write(self, data: bytes, /) -> object:
-        """The next ones."""
+        """Write the next tokens."""
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What came of tokenising."""
+    """The result of tokenising."""
 
     num_documents: int
     largest: int
@@ -57,7 +57,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file says of its tokens."""
+    """A file's metadata on its tokens."""
 
     format: str
     dtype: str
@@ -67,13 +67,13 @@ class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cache_name(sources: Sequence[TextSource], *settings: object) -> str:
-    """Of the file for these sources, tokenised with these settings."""
+    """Return the name of the file for these sources, tokenised with these settings."""
     facts = [[each.name, str(each.path.resolve()), each.kind, each.size, each.changed_at] for each in sources]
     return hashlib.sha256(msgspec.json.encode([FORMAT, settings, facts])).hexdigest()[:32] + SUFFIX
 
 
 class _Allowance:
-    """What the files of a folder may take in all (``max_bytes`` None: any). Others make room for the newest."""
+    """The allowance of all files in a folder (``max_bytes`` None: unlimited). Older files make room for the newest."""
 
     def __init__(self, newest: Path, max_bytes: int | None) -> None:
         others = [path for path in newest.parent.glob(f"*{SUFFIX}") if path != newest]
@@ -82,7 +82,7 @@ class _Allowance:
         self._taken = sum(path.stat().st_size for path in others)
 
     def take(self, num_bytes: int) -> None:
-        """So much more is about to be written. Raises `DataError` if there is no room for it."""
+        """Reserve ``num_bytes`` before they are written. Raises `DataError` if there is no room for them."""
         self._taken += num_bytes
         if self._max_bytes is None:
             return
@@ -100,7 +100,7 @@ class _Allowance:
 
 
 class _BoundedSink:
-    """Takes what may be taken. ``num_copies``: how often it is on the disk in the end, for a moment."""
+    """A sink with an allowance. ``num_copies``: the copies that are on the disk at the same time in the end."""
 
     def __init__(self, sink: Sink, allowance: _Allowance, num_copies: int) -> None:
         self._sink = sink
@@ -108,7 +108,7 @@ class _BoundedSink:
         self._num_copies = num_copies
 
     def write(self, data: bytes, /) -> None:
-        """Raises `DataError` if there is no room for it."""
+        """Write tokens; raises `DataError` if there is no room for them."""
         self._allowance.take(self._num_copies * len(data))
         self._sink.write(data)
 
@@ -174,7 +174,7 @@ def keep_within(path: Path, max_bytes: int | None) -> None:
 
 
 def _remove_remains(folder: Path) -> None:
-    """Of a start that was ended in the middle; a folder is one node's."""
+    """Remove the temporary files of an interrupted start; a folder belongs to one node."""
     for path in folder.glob(f".*{SUFFIX}.*{TEMPORARY_SUFFIX}"):
         path.unlink(missing_ok=True)
 

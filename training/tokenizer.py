@@ -1,4 +1,4 @@
-"""Text to tokens: bytes as they are, or any Hugging Face ``tokenizers`` file, known by its hash."""
+"""Text to tokens, and back: bytes as they are, or any Hugging Face ``tokenizers`` file, known by its hash."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ MAX_TOKENIZER_FILE_BYTES = 128 * 1024 * 1024
 # What the common families call the token between documents; the first that a vocabulary has is taken.
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
+_REPLACEMENT = "\ufffd"
+# Bytes of a character in UTF-8 before its last.
+_MAX_INCOMPLETE = 3
+
 
 class Tokenizer(Protocol):
-    """What the data loader needs of a tokenizer."""
+    """A tokenizer as the data loader needs it."""
 
     @property
     def identity(self) -> str:
@@ -79,6 +83,36 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text for people."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+class TextStream:
+    """Text for people of tokens that come one by one; characters whose bytes have not all come yet wait.
+
+    The pieces together are what the tokenizer makes of all tokens at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """``before``: the tokens before the text, complete characters: a first word's blank may depend on them."""
+        self._tokenizer = tokenizer
+        self._tokens = list(before)
+        self._num_given = len(tokenizer.decode(self._tokens))
+
+    def add(self, token: int) -> str:
+        """Return the text that is certain with one more token."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        whole = text.rstrip(_REPLACEMENT)
+        # The end of what is invalid may be a character's beginning: one replacement for all its bytes, or one for each.
+        return self._give(text[: max(len(whole), len(text) - _MAX_INCOMPLETE)])
+
+    def end(self) -> str:
+        """Return the rest: a character that was never completed is replaced."""
+        return self._give(self._tokenizer.decode(self._tokens))
+
+    def _give(self, text: str) -> str:
+        new = text[self._num_given :]
+        self._num_given += len(new)
+        return new
 
 
 def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokenizer:

@@ -1,7 +1,7 @@
 """The daemon's log file: its own loggers from the level asked for, libraries' from warnings on.
 
-What is told at the terminal is `farandole.node.ui.console`'s. Both are lines for people, or the same JSON objects:
-the standard library's logging does that in a few lines, so structlog, which does more, is not needed.
+`farandole.node.ui.console` prints to standard output. Both have the format of ``--log-format``: the standard library's
+logging does that in a few lines, so structlog, which does more, is not needed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Final, TextIO
+from typing import Final
 
 import msgspec
 
 from .identity import IdentityError, make_home
-from .settings import LogFormat, NodeSettings
-from .system.terminal import is_journal
+from .settings import NodeSettings
 
 # Two files of 8 MB: some weeks of an ordinary node's lines, and never a full disk.
 MAX_LOG_BYTES: Final = 8 * 1024 * 1024
-# Lines a minute that differ in their arguments only, and how many kinds of line are told apart: more than there are.
+# Lines a minute that differ in their arguments only, and the number of kinds that are distinguished: more than exist.
 MAX_ALIKE_PER_MINUTE: Final = 10
 MAX_KINDS: Final = 1_024
 CONSOLE: Final = "farandole.node.ui.console"
@@ -36,7 +35,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: ``time`` (ISO 8601), ``level``, ``logger``, ``message``; ``figures``, ``exception``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the record as a line."""
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -50,18 +49,27 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(fields).decode()
 
 
-def is_for_machines(log_format: LogFormat, stream: TextIO | None) -> bool:
-    """Whether lines that go there (None: to a file) are JSON objects."""
-    if log_format == "auto":
-        return stream is None or not (stream.isatty() or is_journal(stream))
-    return log_format == "json"
+class TextFormatter(logging.Formatter):
+    """One line an event, and after it the traceback, if any.
+
+    Characters that are not printable are escaped: text of a peer must neither begin a line that looks like another
+    event nor reach the terminal that shows the file as a control sequence.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line without the traceback."""
+        line = super().formatMessage(record)
+        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
 class Throttle(logging.Filter):
-    """Lets the same message through a few times a minute, whatever its arguments; then says how many it kept back.
+    """Lets the same message through a few times a minute, whatever its arguments; then logs how many it dropped.
 
-    Strangers cause messages of a few kinds, as many as they like. What `farandole.node.ui.console` tells people is
-    never kept back, nor what somebody has asked for by the level debug.
+    Strangers can cause any number of messages of a few kinds. Messages of `farandole.node.ui.console` are never
+    dropped, nor messages below the level info, which the user asked for.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,7 +83,7 @@ class Throttle(logging.Filter):
         return len(self._minutes)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to let it through; then perhaps with the number kept back before it."""
+        """Return whether to let it through, perhaps with the number of lines dropped before it."""
         if record.name == CONSOLE or record.levelno < logging.INFO:
             return True
         key = record.name, str(record.msg)
@@ -100,12 +108,12 @@ class _LogFile(logging.handlers.RotatingFileHandler):
     """A log file that a full disk silences: it neither stops the node nor fills the terminal with tracebacks."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the line if it was the disk, and tell anything else."""
+        """Drop the line on an `OSError` of the disk; report any other error."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
     def close(self) -> None:
-        """What is still buffered is lost if the disk does not take it."""
+        """Close the file; buffered lines are lost if the disk refuses them."""
         with contextlib.suppress(OSError):
             super().close()
 
@@ -122,10 +130,7 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
             f"cannot write {settings.log}: {error.strerror}; name another folder with --home"
         ) from error
     kept = _LogFile(settings.rounds, maxBytes=MAX_ROUNDS_BYTES, backupCount=1, encoding="utf-8", delay=True)
-    if is_for_machines(settings.log_format, None):
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter())
     previous = root.level, ours.level
     root.setLevel(logging.WARNING)
     ours.setLevel(settings.log_level.upper())

@@ -1,8 +1,8 @@
-"""What a run asks of a member compared with what there is, in sentences for people.
+"""Comparison of a run's requirements with a machine and its line, in sentences for people.
 
 `farandole run create` compares with usual homes, `farandole join` and `farandole doctor` with this one. Memory is
 compared before torch is loaded and, where the run is known, before any peer is dialled: a trainer with too little is
-killed by the kernel, again and again, and says nothing.
+killed by the kernel again and again without a message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .figures import BYTES_PER_MBIT, mbit, size
 
 # A run that has more parameters to a stage than machines have memory for can be cut so that it fits these.
 _USUAL: Final = Machine(USUAL_RATE, USUAL_RATE, memory=USUAL_MEMORY)
-# Of what a trainer is computed to take, at least so much must be there: it is not known better than this.
+# Share of a trainer's computed memory that must be there at least: the computation is not more accurate than this.
 LEAST_SHARE: Final = 0.9
 CAPS: Final = ("--upload-mbit", "--download-mbit")
 # Where this is, an NVIDIA GPU and its driver are.
@@ -34,7 +34,7 @@ class MemoryTooSmallError(FarandoleError):
 
 
 def settings_line(settings: Mapping[str, Any]) -> str:
-    """``{"outer.codec": "int8"}`` as ``[outer] codec = "int8"``, as a run file has it."""
+    """Format ``{"outer.codec": "int8"}`` as ``[outer] codec = "int8"``, as in a run file."""
     sections: dict[str, list[str]] = {}
     for name, value in settings.items():
         section, _, field = name.partition(".")
@@ -44,7 +44,7 @@ def settings_line(settings: Mapping[str, Any]) -> str:
 
 
 def exchange_line(needs: Needs, manifest: Manifest, rate: float) -> str:
-    """What a contribution takes of its time at ``rate`` bytes a second."""
+    """Describe how much of its time a contribution takes at ``rate`` bytes a second."""
     return (
         f"at {mbit(rate)} an exchange takes {needs.seconds(rate):.3g} s of the {needs.transfer_seconds:.3g} s that it "
         f"has (exchange_seconds = {manifest.rounds.exchange_seconds:g}, less the wait for the partner and the verdicts)"
@@ -52,7 +52,7 @@ def exchange_line(needs: Needs, manifest: Manifest, rate: float) -> str:
 
 
 def unusual_needs(manifest: Manifest) -> list[str]:
-    """What the creator of a run must know: each need that few homes can meet, with its remedy."""
+    """Return warnings for the creator of a run: each need that few homes can meet, with its remedy."""
     needs, found = needs_of(manifest), []
     if needs.rate > USUAL_RATE:
         better = remedy(manifest)
@@ -68,7 +68,7 @@ def unusual_needs(manifest: Manifest) -> list[str]:
 
 
 def memory_line(needs: Needs) -> str:
-    """What a trainer takes, on the CPU and on a GPU."""
+    """Describe the memory that a trainer takes on the CPU and on a GPU."""
     gpu = needs.on_gpu
     return (
         f"{size(needs.on_cpu.host)} of memory, or {size(gpu.device)} on a GPU and {size(gpu.host)} beside it, "
@@ -84,24 +84,26 @@ def _memory_remedy(manifest: Manifest) -> str:
     return f"Have members with as much, or, for {size(USUAL_MEMORY)} each, set {settings_line(settings)}"
 
 
-def memory_needed(manifest: Manifest, device: str, stage: int | None = None) -> Memory:
-    """What a trainer takes here, as far as that is known without torch; of the smallest stage where it chooses one."""
+def memory_needed(
+    manifest: Manifest, device: str, stage: int | None = None, *, averages_on_gpu: bool = False
+) -> Memory:
+    """Estimate a trainer's memory here without torch; for the smallest stage if the node chooses its stage."""
     model = manifest.model
     stages = range(model.num_stages) if stage is None or stage >= model.num_stages else [stage]
     has_gpu = device.startswith("cuda") or (device == "auto" and _NVIDIA.exists())
-    needs = (needs_of_stage(manifest, each).memory(has_gpu=has_gpu) for each in stages)
+    needs = (needs_of_stage(manifest, each).memory(has_gpu=has_gpu, averages_on_gpu=averages_on_gpu) for each in stages)
     return min(needs, key=lambda memory: memory.host)
 
 
 def memory_shortfall(needed: Memory, total: int | None, available: int | None) -> str:
-    """What to do about memory that others use now; empty if there is enough, or the system does not say.
+    """Return a remedy if other programs use too much memory now; empty if there is enough or it is unknown.
 
     ``total``, ``available``: bytes of `farandole.training.host_memory`. Raises `MemoryTooSmallError` if all of it is
     too little.
     """
     needs = f"this run's model needs {size(needed.host)} of memory here, for one sequence at a time"
     if total is not None and total < LEAST_SHARE * needed.host:
-        gpu = "" if needed.device else ", or one with a GPU"
+        gpu = ", or with `--average-on-gpu` if its GPU has room" if needed.device else ", or one with a GPU"
         raise MemoryTooSmallError(
             f"{needs}, and this machine (or the control group that it gives this node) has {size(total)}: take a "
             f"machine with more{gpu}, or a run of a smaller model"
@@ -112,7 +114,7 @@ def memory_shortfall(needed: Memory, total: int | None, available: int | None) -
 
 
 def line_shortfall(manifest: Manifest, upload_mbit: float, download_mbit: float) -> str:
-    """What to do about caps that a run does not fit into; empty if it does. 0: no cap."""
+    """Return a remedy if the bandwidth caps are too low for a run; empty if they are not. 0: no cap."""
     needs = needs_of(manifest)
     caps = zip(CAPS, (upload_mbit, download_mbit), strict=True)
     low = {flag: cap for flag, cap in caps if cap and cap * BYTES_PER_MBIT < needs.rate}
@@ -128,7 +130,7 @@ def line_shortfall(manifest: Manifest, upload_mbit: float, download_mbit: float)
 
 
 def chances(needs: Needs, rate: float) -> str:
-    """What becomes of exchanges at a rate that is too low."""
+    """Describe which exchanges can succeed at a rate that is too low."""
     if rate < needs.least_rate:
         return "no exchange can be over in time"
     return "only exchanges whose partner is ready early are over in time"

@@ -1,6 +1,6 @@
-"""What a volunteer decides about a node: where it lives, whom it dials, what it trains with, how it speaks.
+"""A volunteer's settings of a node: its folder, the peers to dial, the inputs of training, its output.
 
-What all nodes of a run must agree on is in the manifest (`farandole.protocol.manifest`), never here.
+Settings that all nodes of a run must agree on are in the manifest (`farandole.protocol.manifest`), never here.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from .announced import ANNOUNCED_FORM, check_announced
 from .config.setting import setting
 from .quiet_hours import split_quiet_hours
 
 HOME_VARIABLE = "FARANDOLE_HOME"
-# Any free port on every IPv4 interface.
+# Any free port on every IPv4 interface, and the same one at later starts (`farandole.node.join.kept_ports`).
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
 # A tighter cap cannot promise a newcomer the slowest download that it waits for: 50 kbit/s, half of what is left for
 # bulk whatever else goes on (`farandole.node.store.serve`), the other half being for an exchange.
 MIN_CAP_MBIT: Final = 0.5
 
-# How long a router keeps a port mapping: a router that is switched off forgets it anyway, and one whose node is gone
-# should not keep it for long.
+# Lease of a router's port mapping: a router that is switched off forgets it anyway, and one whose node is gone should
+# not keep it for long.
 PORT_LEASE_SECONDS: Final = 3_600
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["auto", "human", "json"]
+LogFormat = Literal["text", "json"]
 
 
 def default_home() -> Path:
-    """``$FARANDOLE_HOME``, or ``~/.farandole``."""
+    """Return ``$FARANDOLE_HOME``, or ``~/.farandole``."""
     return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".farandole")
 
 
@@ -48,35 +49,59 @@ class NodeSettings:
     """One daemon's settings (`farandole.node.base.config.setting`)."""
 
     home: Path = field(default_factory=default_home)
-    """The node's folder: everything that it keeps lies below it."""
+    """The node's folder, which contains all its files."""
     invite: str | None = setting(
         None,
-        "An invite; or a manifest file, for a run's first node.",
+        "An invite, or a manifest file for a run's first node.",
         placeholder="INVITE|MANIFEST",
         unset="the run that this folder knows",
         example="farandole1...",
         is_argument=True,
+        panel="Run",
     )
     manifest: Path | None = None
     """A manifest file, for the first node of a run. With an invite too: they must be of one run."""
-    listen: list[str] = setting([DEFAULT_LISTEN], "Multiaddr to listen on; repeatable.", placeholder="MULTIADDR")
+    listen: list[str] = setting(
+        [DEFAULT_LISTEN],
+        "Multiaddr to listen on; repeatable. Port 0: a free port at the first start, and later the same one if free.",
+        placeholder="MULTIADDR",
+        panel="Network",
+    )
+    announce: list[str] = setting(
+        [],
+        "Public address to announce to peers and put into invites, for a port that you forward, a cloud machine or "
+        "Docker; repeatable, at most 4.",
+        placeholder="ADDRESS",
+        form=ANNOUNCED_FORM,
+        read=check_announced,
+        example=["/dns/node.example.org/tcp/4001"],
+        panel="Network",
+    )
     bootstrap: list[str] = setting(
         [],
-        "Multiaddr to dial beside the invite's; repeatable.",
+        "Multiaddr of a peer to dial, in addition to the invite's; repeatable.",
         placeholder="MULTIADDR",
         example=["/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."],
+        panel="Network",
     )
     trainer: Literal["own", "external"] = setting(
         "own",
-        "own: this node trains by itself; external: a loop of yours trains, which attaches with farandole.NoLoCo, in "
-        "runs that such loops train.",
+        "own: this node trains by itself; external: your own training loop attaches with farandole.NoLoCo, for "
+        "runs of such loops.",
+        panel="Run",
     )
-    device: str = setting("auto", "What trains: auto, cpu, cuda, cuda:1, mps.", placeholder="DEVICE")
+    device: str = setting(
+        "auto",
+        "Device to train on: auto, cpu, cuda, cuda:1, mps.",
+        placeholder="DEVICE",
+        panel="Run",
+    )
     data: list[Path] = setting(
         [],
-        "File or folder of text, JSON lines, Parquet, or a saved data set, for runs that ask for text; repeatable.",
+        "File or folder of text, JSON lines, Parquet, or a saved data set, for runs that need text; repeatable.",
         placeholder="PATH",
         example=["texts"],
+        panel="Run",
     )
     tokenizer: Path | None = setting(
         None,
@@ -84,179 +109,251 @@ class NodeSettings:
         placeholder="FILE",
         unset="none, for runs that need none",
         example="tokenizer.json",
+        panel="Run",
     )
     data_field: str = setting(
         "text",
-        "Of JSON lines the field, of Parquet files and data sets the column, that has the text.",
+        "Name of the field (JSON lines) or column (Parquet, data sets) that contains the text.",
         placeholder="NAME",
+        panel="Run",
     )
     stream: list[str] = setting(
         [],
-        "A Hugging Face data set to train on while it is downloaded, instead of --data: OWNER/NAME, or "
-        "OWNER/NAME:CONFIG, or a folder that has one; repeatable. Needs the extra data.",
+        "Hugging Face data set to train on while it downloads, instead of --data: OWNER/NAME, OWNER/NAME:CONFIG, "
+        "or a folder; repeatable. Needs the extra data.",
         placeholder="DATASET",
         example=["HuggingFaceFW/fineweb-edu:sample-10BT"],
+        panel="Run",
     )
     allow_model: list[str] = setting(
         [],
-        "A function of an installed package that may make the run's model, for runs that bring one of their own; "
+        "Function of an installed package that may build the run's model, for runs with a model of their own; "
         "repeatable. It runs with your rights.",
         placeholder="PACKAGE.MODULE:FUNCTION",
         example=["mypackage.models:build"],
+        panel="Run",
     )
     max_rounds: int | None = setting(
         None,
-        "Stop training after this round, stay online as finished.",
+        "Stop training after this round of the run, and stay online.",
         unit="rounds",
         least=1,
         unset="trains as long as it runs",
         example=1000,
+        panel="Run",
     )
     disk: float = setting(
         0.0,
-        "What this node's folder takes at most; 0: what it needs. Given up first: the copy of another's checkpoint, "
-        "then the second newest of its own.",
+        "Largest size of this node's folder; 0: no limit. A low limit costs first the copy of another node's "
+        "checkpoint, then the second newest of its own.",
         unit="GB",
         least=0.2,
         or_zero=True,
+        panel="Limits",
     )
     slow: float = setting(
-        1.0, "Rest between inner steps: 2 trains half the time, 1 always.", placeholder="FACTOR", least=1
+        1.0,
+        "Pace of inner steps: 1 trains all the time, 2 half of the time.",
+        placeholder="FACTOR",
+        least=1,
+        panel="When to train",
     )
     step_seconds: float = setting(
         0.0,
-        "An inner step takes at least so long, and the rest of it is rest: a pace that does not depend on what else "
-        "the machine does. Of models that are not cut; 0: no bound.",
+        "Least duration of an inner step, for a pace that does not depend on the machine's load; 0: none. Only for "
+        "models that are not cut into stages.",
         unit="seconds",
         least=0,
     )
     quiet_hours: list[str] = setting(
         [],
-        "Hours in which this node does not train, in local time: 22:00-07:30, or Sat-Sun 09:00-18:00; repeatable.",
+        "Hours without training, in local time: 22:00-07:30, or Sat-Sun 09:00-18:00; repeatable.",
         placeholder="HOURS",
         form="a list of hours in quotes, each as 22:00-07:30 or Sat-Sun 09:00-18:00",
         read=split_quiet_hours,
         example=["Mon-Fri 18:00-23:00"],
+        panel="When to train",
     )
     only_when_idle: bool = setting(
-        False, "Train only while nobody else uses this machine's NVIDIA GPU, and while it is not on its battery."
+        False,
+        "Train only while no other program uses the NVIDIA GPU, and not on battery.",
+        panel="When to train",
     )
-    on_battery: bool = setting(False, "With --only-when-idle: train on the battery too.")
+    on_battery: bool = setting(
+        False,
+        "With --only-when-idle: train on battery too.",
+        panel="When to train",
+    )
     idle_cpu_percent: float = setting(
         0.0,
-        "With --only-when-idle: rest while other programs take more than this of all cores; 0: they may. On Linux.",
+        "With --only-when-idle: rest while other programs use more than this share of all cores; 0: ignore them. "
+        "Linux only.",
         unit="percent",
         least=1.0,
         most=100.0,
         or_zero=True,
+        panel="When to train",
     )
     ignore_notices: bool = setting(
-        False, "Train on when the run's creator pauses or stops the run; its messages are shown all the same."
+        False,
+        "Continue to train when the run's creator pauses or stops the run; its messages are still shown.",
+        panel="When to train",
     )
     microbatch: int = setting(
         0,
-        "Sequences of a batch that the trainer takes at a time; 0: as many as fit, which is all of them until its "
-        "memory was used up once. Of models that are not cut.",
+        "Sequences that the trainer computes at a time; 0: as many as fit into memory. Only for models that are "
+        "not cut into stages.",
         unit="sequences",
         least=0,
     )
     compile: bool = setting(
         False,
-        "Compile inner steps with torch.compile before the first, which takes a minute and pays on a GPU. It needs a "
-        "C++ compiler. Of models that are not cut.",
+        "Compile inner steps with torch.compile: takes a minute at the start, and pays on a GPU. Needs a C++ "
+        "compiler. Only for models that are not cut into stages.",
+    )
+    average_on_gpu: bool = setting(
+        False,
+        "Keep slow weights, momentum and contributions in the GPU's memory: rounds end faster, for about 20 more "
+        "bytes a parameter. Only for models that are not cut into stages, on CUDA.",
     )
     stage: int | None = setting(
         None,
-        "Hold this stage of a model that is cut into several, for good: stage 0 draws the data.",
+        "Hold this stage of a model that is cut into stages, and do not move; stage 0 draws the data.",
         placeholder="STAGE",
         least=0,
         unset="the one that the run needs most",
         example=0,
+        panel="Run",
     )
     start: Path | None = setting(
         None,
-        "A consolidated checkpoint, for the first node of a run that starts from it; the others fetch it.",
+        "Consolidated checkpoint, for the first node of a run that starts from it; the other nodes fetch it.",
         placeholder="FOLDER",
         unset="fetched from others, for runs that have one",
         example="model",
+        panel="Run",
     )
-    checkpoint_seconds: float = setting(60.0, "Between checkpoints.", unit="seconds", least=0.1)
+    checkpoint_seconds: float = setting(60.0, "Interval between checkpoints.", unit="seconds", least=0.1)
     backup_seconds: float | None = setting(
         None,
-        "Between two looks for a newer checkpoint of another node to keep a copy of, for those who come.",
+        "Interval between looks for a newer checkpoint of another node to copy, for newcomers.",
         unit="seconds",
         least=0.1,
         unset="5",
         example=120.0,
     )
-    # Far beyond what a slow disk or a busy machine makes a trainer wait.
+    # Much longer than a trainer waits for a slow disk or on a busy machine.
     hung_seconds: float = setting(
         300.0,
-        "Start the trainer anew when it gives no sign of life for so long, and for 20 of its own inner steps.",
+        "Restart the trainer after this long without a sign of life, and no sooner than after 20 of its inner steps.",
         unit="seconds",
         least=1.0,
     )
     # The base period T of the run state's heartbeats; the testnet, with few nodes, takes 2.
-    heartbeat_seconds: float = setting(10.0, "Between heartbeats.", unit="seconds", least=0.1)
+    heartbeat_seconds: float = setting(10.0, "Interval between heartbeats.", unit="seconds", least=0.1)
     # One is the fastest where several nodes share a machine.
-    threads: int = setting(1, "Threads of the trainer: the cores that training takes at most.", unit="threads", least=1)
+    threads: int = setting(
+        1,
+        "Number of cores that training uses.",
+        unit="threads",
+        least=1,
+        panel="Limits",
+    )
     gpu_memory: float = setting(
         0.0,
-        "Of the GPU's memory, what the trainer takes at most; 0: what it needs. With little it takes few sequences at "
-        "a time.",
+        "Most GPU memory that the trainer uses; 0: what it needs. With little it takes fewer sequences at a time.",
         unit="GB",
         least=1.0,
         or_zero=True,
+        panel="Limits",
     )
     validate_every: int = setting(10, "Rounds between measurements on held-out text; 0: never.", unit="rounds", least=0)
     upload_mbit: float = setting(
-        0.0, "Send no faster than this in all; 0: no cap.", unit="Mbit/s", least=MIN_CAP_MBIT, or_zero=True
+        0.0,
+        "Send no faster than this in total; 0: no cap.",
+        unit="Mbit/s",
+        least=MIN_CAP_MBIT,
+        or_zero=True,
+        panel="Limits",
     )
     download_mbit: float = setting(
-        0.0, "Receive no faster than this in all; 0: no cap.", unit="Mbit/s", least=MIN_CAP_MBIT, or_zero=True
+        0.0,
+        "Receive no faster than this in total; 0: no cap.",
+        unit="Mbit/s",
+        least=MIN_CAP_MBIT,
+        or_zero=True,
+        panel="Limits",
     )
     monthly_traffic: float = setting(
         0.0,
-        "Move no more than this in a calendar month, both ways together; 0: no budget. It is spent evenly: rounds for "
-        "which there is none yet are not exchanged.",
+        "Traffic budget of a calendar month, both ways together; 0: none. It is released evenly; without budget "
+        "left, the node skips exchanges.",
         unit="GB",
         least=1.0,
         or_zero=True,
+        panel="Limits",
     )
     # Within `farandole.protocol.relay.Limits`.
-    relay: bool = setting(True, "Pass on to each other peers behind NAT, while this node is publicly reachable.")
-    mdns: bool = setting(True, "Find others of the run in the local network, by multicast, and be found there.")
-    upnp: bool = setting(True, "Ask the home's router to send on this node's port, by NAT-PMP or UPnP.")
-    dashboard: bool = setting(True, "Serve a page about this node to this machine's browser: `farandole dashboard`.")
-    dashboard_port: int = setting(
-        8710, "Of that page, on 127.0.0.1; another one if it is taken.", placeholder="PORT", least=0, most=65_535
+    relay: bool = setting(
+        True,
+        "Relay traffic between peers that are behind NAT, if this node is publicly reachable.",
+        panel="Network",
     )
-    log_level: LogLevel = setting("info", "What goes into the log file, beside what is worse.")
+    mdns: bool = setting(
+        True,
+        "Find other nodes of the run in the local network, by multicast, and be found there.",
+        panel="Network",
+    )
+    upnp: bool = setting(
+        True,
+        "Ask the router to forward this node's port, by NAT-PMP or UPnP.",
+        panel="Network",
+    )
+    dashboard: bool = setting(
+        True,
+        "Serve the dashboard to this machine's browser: `farandole dashboard`.",
+        panel="Page and log",
+    )
+    dashboard_port: int = setting(
+        8710,
+        "Dashboard port on 127.0.0.1; falls back to a free port.",
+        placeholder="PORT",
+        least=0,
+        most=65_535,
+        panel="Page and log",
+    )
+    log_level: LogLevel = setting(
+        "info",
+        "Least severe level that goes into the log file.",
+        panel="Page and log",
+    )
     log_format: LogFormat = setting(
-        "auto",
-        "What this node tells of itself: human, lines for people, or json, an object a line for machines; auto: for "
-        "people at a terminal and in systemd's journal, for machines in the log file and wherever else.",
+        "text",
+        "Format of the node's output and of its log file: text, or json, one object a line, for programs.",
+        panel="Page and log",
     )
     memory_gb: float = setting(
         0.0,
-        "Of a service: the memory above which systemd slows it down (MemoryHigh); 0: no bound.",
+        "For a service: memory above which systemd slows the node down (MemoryHigh); 0: no limit.",
         unit="GiB",
         least=0.5,
         or_zero=True,
         is_of_service=True,
+        panel="Limits",
     )
     cpu_cores: float = setting(
         0.0,
-        "Of a service: the cores that systemd lets it have at most (CPUQuota); 0: no bound.",
+        "For a service: most cores that systemd gives the node (CPUQuota); 0: no limit.",
         unit="cores",
         least=0.1,
         or_zero=True,
         is_of_service=True,
+        panel="Limits",
     )
 
     @property
     def port_lease(self) -> int | None:
-        """For how many seconds at a time the router is asked; None: it is not."""
+        """The lease in seconds of the router's port mapping; None: the router is not asked."""
         return PORT_LEASE_SECONDS if self.upnp else None
 
     key = InHome("key")  # Ed25519, mode 0600
@@ -272,5 +369,5 @@ class NodeSettings:
     log = InHome("log")  # the daemon's
 
     def fetched(self, stage: int | None) -> Path:
-        """A peer's checkpoint, until the trainer has judged it: then it is the node's own newest, or goes."""
+        """Return the path of a peer's checkpoint until the trainer has judged it: then it is adopted or deleted."""
         return self.home / ("fetched.safetensors" if stage is None else f"fetched-{stage}.safetensors")

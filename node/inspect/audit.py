@@ -1,4 +1,4 @@
-"""Replaying rounds of a run without being of it: what `farandole run audit` does with an invite.
+"""Replays rounds of a run without membership: `farandole run audit` with an invite.
 
 A visitor reads the commitments in the run state, fetches starts from their authors, and has a trainer process of its
 own replay them. It needs the run's text, as a member does, and a processor of the authors' class.
@@ -40,19 +40,19 @@ Verdict = Literal["right", "wrong", "broken", "not given", "not comparable"]
 
 
 class AuditedRound(msgspec.Struct, frozen=True):
-    """What came of one round's replay."""
+    """The result of one round's replay."""
 
     peer_id: str
     round: int
     verdict: Verdict
-    """``right``; ``wrong``: something else comes out; ``broken``: it does not begin where the round before ended."""
+    """``right``; ``wrong``: the replay's result differs; ``broken``: its start is not the end of the round before."""
     detail: str = ""
 
 
 async def audit_run(
     settings: NodeSettings, author: bytes | None, round_index: int | None, say: Callable[[str], None]
 ) -> list[AuditedRound]:
-    """Replay one round of each member that has committed to any, or of this author, or this round; by chance.
+    """Replay a random round of each member with commitments, or only of ``author``, or only ``round_index``.
 
     Raises `JoinError`, `ManifestError` if the run has no audits, or `TrainerError`.
     """
@@ -85,7 +85,7 @@ class _Audit:
         return rows
 
     def _committed(self) -> dict[bytes, dict[int, RoundClaim]]:
-        """The commitments of each author, by round."""
+        """Return the commitments of each author, by round."""
         committed: dict[bytes, dict[int, RoundClaim]] = {}
         for entry in self._visit.gossip.state.entries(Kind.COMMITMENT):
             claim = RoundClaim(entry.author, entry.payload, entry.signed)
@@ -130,7 +130,7 @@ class _Audit:
             return judged("not given", str(error))
         before = rounds.get(round_index - 1)
         if before is not None and before.commitment.end != await trio.to_thread.run_sync(optimizer_digest, path):
-            return judged("broken", "AdamW's means are not those with which the round before ended")
+            return judged("broken", "the optimizer's means differ from those at the end of the round before")
         await trainer.send(replay_of(claim, str(path)))
         while not isinstance(replayed := await trainer.receive(), Replayed):
             pass
@@ -150,7 +150,7 @@ class _Audit:
 
 
 def optimizer_digest(path: Path) -> bytes:
-    """BLAKE3 of AdamW's means in a checkpoint, as `Commitment.end`; empty if it has none."""
+    """Return BLAKE3 of AdamW's means in a checkpoint, as `Commitment.end`; empty if it has none."""
     digest = blake3()
     try:
         with open_tensors(path) as file:

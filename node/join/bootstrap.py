@@ -1,24 +1,25 @@
-"""From an invite to a member, and back to one: which run, whom to dial, where its manifest is.
+"""From an invite to a member, and back to one: which run to join, which peers to dial, where its manifest is.
 
-Each step says what it waits for.
+Each step reports what it waits for.
 
-"The node never joins" is what users of every system in this field complain of most, so there are many ways in (the
-invite's addresses, ``--bootstrap``, the address book, the DHT, whoever dials this node), each is tried again and again,
-and what stands against them is said. Nobody has to start a node again because the network came after it.
+"The node never joins" is the most frequent complaint in every system of this field. So there are many ways in (the
+invite's addresses, ``--bootstrap``, the address book, the DHT, any peer that dials this node), each is retried without
+end, and the obstacles are reported. No node has to be started again because the network came up after it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
-from farandole.protocol.identity import peer_id_of, public_bytes, short_name
+from farandole.protocol.identity import public_bytes, short_name
 from farandole.protocol.invitations import InviteSecret
 from farandole.protocol.invite import Invite, InviteError, decode_invite, peers_at
 from farandole.protocol.manifest import decode_manifest
@@ -34,10 +35,12 @@ from ..status.journal import Journal
 from .address_book import AddressBook
 from .manifests import fetch_manifest
 
-# How long something that others should give at once is tried before the node gives up, or a person is advised.
+logger = logging.getLogger(__name__)
+
+# How long something that peers should give at once is tried before the node gives up, or advises its owner.
 JOIN_TIMEOUT = 120.0
-# Between two rounds of dialling everybody: seconds at first and at most (`pauses`). A thousand who come back after the
-# first are 250 a second, which one node can take.
+# Between two rounds of dialling all peers: seconds at first and at most (`pauses`). A thousand nodes that come back
+# after the first pause are 250 a second, which one node can take.
 FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE = 4.0, 20.0
 DIAL_TIMEOUT = 8.0
 # Peers dialled at once; an address book holds hundreds.
@@ -45,25 +48,25 @@ MAX_PARALLEL_DIALS = 16
 DHT_TIMEOUT = 15.0
 # A member that has just begun serves its run state within a second.
 SYNC_RETRY = 1.0
-# Once one has answered, the others get this much longer: several connections are better than one.
+# Once one peer has answered, the others get this much longer: several connections are better than one.
 LAGGARDS_TIMEOUT = 1.0
-# Of a member that is cut off: seconds between two looks, and between two rounds of dialling, which become rarer.
+# For a member that is cut off: seconds between two looks, and between two rounds of dialling, which become rarer.
 ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL = 5.0, 60.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """The run to join, and who might know it."""
+    """The run to join, and the peers that might know it."""
 
     run_id: bytes
     manifest: bytes | None
-    """Its signed bytes, where this node has them already."""
+    """The manifest's signed bytes, if this node has them already."""
     peers: dict[bytes, list[str]] = field(default_factory=dict)
-    """Public key -> addresses, in the order in which to dial: those that were named, then those reached last."""
+    """Public key -> addresses, in the order in which to dial: the named ones, then the ones reached last."""
     secret: InviteSecret | None = None
-    """Of an invite to a run of invited members."""
+    """The secret of an invite to a run of invited members."""
     network_key: bytes = b""
-    """Of a private run."""
+    """The network key of a private run."""
 
 
 def find_target(
@@ -73,10 +76,10 @@ def find_target(
     remembered: dict[bytes, list[str]],
     network_key: bytes = b"",
 ) -> Target:
-    """What the settings, the node's key, the store's manifest and network key and its address book say together.
+    """Combine the settings, the node's key, the store's manifest and network key, and its address book into a target.
 
-    Raises `ManifestError` (a damaged invite or manifest) or `JoinError` (nothing says which run, or there is no key to
-    a private one).
+    Raises `ManifestError` (a damaged invite or manifest) or `JoinError` (the run is unknown, or there is no key to a
+    private one).
     """
     manifest = settings.manifest.read_bytes() if settings.manifest else None
     invite = decode_invite(settings.invite) if settings.invite else None
@@ -106,7 +109,7 @@ def find_target(
 
 
 def _network_key_for(manifest: bytes, key: Ed25519PrivateKey, known: bytes) -> bytes:
-    """The network key of the manifest's run; empty unless that is private. The creator derives it."""
+    """Return the network key of the manifest's run; empty unless the run is private. The creator derives it."""
     run, signed = decode_manifest(manifest)
     if not run.private:
         return b""
@@ -121,7 +124,7 @@ def _network_key_for(manifest: bytes, key: Ed25519PrivateKey, known: bytes) -> b
 
 
 def secret_of(invite: Invite) -> InviteSecret | None:
-    """What an invite to a run of invited members has; `InviteError` if it is damaged."""
+    """Return the secret of an invite to a run of invited members, if any; `InviteError` if it is damaged."""
     try:
         return InviteSecret.decode(invite.admission) if invite.admission else None
     except RemoteProtocolError as error:
@@ -129,7 +132,7 @@ def secret_of(invite: Invite) -> InviteSecret | None:
 
 
 async def dial(host: Host, peers: dict[bytes, list[str]], *, is_one_enough: bool = False) -> dict[bytes, str]:
-    """Dial all of them, a few at a time, until the deadline of each; peer -> why it failed.
+    """Dial all peers, a few at a time, until the deadline of each; return why each failed one did.
 
     ``is_one_enough``: once one has answered, do not wait for the others.
     """
@@ -154,19 +157,19 @@ async def dial(host: Host, peers: dict[bytes, list[str]], *, is_one_enough: bool
 
 
 async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
-    """Reach somebody, or be reached, however long that takes.
+    """Wait until there is a connection to any peer, made by either side, without a time limit.
 
-    A run's first node has nobody to dial, and one that knows the manifest goes on alone after one try: it may well be
-    the others who come back to it, and a member goes on trying.
+    A run's first node has no peer to dial. A node that knows the manifest goes on alone after one try: the others may
+    well come back to it, and a member goes on trying. Any other node has an invite. What its owner can do while no
+    address answers is in the status's first line, and printed (`farandole.node.ui.reminder`).
     """
     if not target.peers:
         journal.say("nobody to dial: waiting for others to join")
         return
-    advised_at = trio.current_time() + JOIN_TIMEOUT
     names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
-    peers = "1 known peer" if len(target.peers) == 1 else f"{len(target.peers)} known peers"
+    tried = _how_many(target.peers)
+    journal.announce("joining", f"dialling {tried} ({names})", "a bootstrap peer")
     for attempt, pause in enumerate(pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()), 1):
-        journal.announce("joining", f"dialling {peers} ({names})", "a bootstrap peer")
         failures = await dial(host, target.peers, is_one_enough=True)
         if host.connected:
             journal.say(f"connected to {len(host.connected)} of {len(target.peers)}")
@@ -174,27 +177,26 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
         if target.manifest is not None:
             journal.warn("none of the peers known from before answers; going on alone until one does")
             return
-        if trio.current_time() >= advised_at:
-            advised_at = math.inf
-            journal.warn(_why_nobody_answers(failures))
+        if attempt == 1:
+            for reason in failures.values():
+                logger.info("%s", reason)
         times = "once" if attempt == 1 else f"{attempt} times"
         journal.announce(
-            "joining", f"{peers} dialled {times}, none answered; trying again in {pause:.0f} s", "a bootstrap peer"
+            "joining",
+            f"no address of the invite answers: {tried} tried {times}, again in {pause:.0f} s",
+            "a bootstrap peer",
         )
         await wait_for_anyone(host, pause)
 
 
-def _why_nobody_answers(failures: dict[bytes, str]) -> str:
-    reasons = "\n".join(f"  {peer_id_of(peer)}: {reason}" for peer, reason in failures.items())
-    return (
-        f"step 1, dialling: no bootstrap peer could be reached within {JOIN_TIMEOUT:g} s:\n{reasons}\n"
-        "Is this machine online, and does a firewall let it out? Ask for a newer invite: any member can make one "
-        "(`farandole run invite`). Trying on."
-    )
+def _how_many(peers: Mapping[bytes, Sequence[str]]) -> str:
+    num_addresses = sum(map(len, peers.values()))
+    addresses = "1 address" if num_addresses == 1 else f"{num_addresses} addresses"
+    return f"{addresses} of {'1 peer' if len(peers) == 1 else f'{len(peers)} peers'}"
 
 
 async def wait_for_anyone(host: Host, timeout: float) -> None:
-    """So many seconds, or until there is a connection, whoever made it."""
+    """Wait for ``timeout`` seconds, or until there is a connection, made by either side."""
     with trio.move_on_after(timeout), host.connection_events() as events:
         async for _, is_connected in events:
             if is_connected:
@@ -202,10 +204,10 @@ async def wait_for_anyone(host: Host, timeout: float) -> None:
 
 
 async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes:
-    """The manifest's signed bytes, verified: from the target, from a connected peer, or from members found in the DHT.
+    """Return the manifest's signed bytes, verified: from the target, a connected peer, or members found in the DHT.
 
-    Tries without end, and goes on dialling the target's peers meanwhile. Raises `UnknownManifestError` if the run
-    needs a newer version of this program.
+    Tries without end, while it goes on dialling the target's peers. Raises `UnknownManifestError` if the run needs a
+    newer version of this program.
     """
     if target.manifest is not None:
         return target.manifest
@@ -241,12 +243,12 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
 
 
 async def find_members(host: Host, run_id: bytes) -> list[bytes]:
-    """Members that the DHT knows, dialled."""
+    """Dial the members that the DHT knows, and return the reached ones."""
     return await reachable_providers(host, run_key(run_id))
 
 
 async def reachable_providers(host: Host, key: bytes) -> list[bytes]:
-    """Who says in the DHT that he has what the key stands for, and could be dialled; without this node itself."""
+    """Return the providers of the key in the DHT that could be dialled, without this node itself."""
     providers = dict(await host.find_providers(key, DHT_TIMEOUT))
     providers.pop(host.author, None)
     failures = await dial(host, providers)
@@ -308,8 +310,8 @@ class Reconnector:
     async def run(self) -> None:
         """Reconnect whenever there is no connection to any member, until cancelled.
 
-        At first all known peers are dialled, once: those that answered first, at the start, may all be of one hand, and
-        tell of each other alone.
+        At first all known peers are dialled, once: the peers that answered first, at the start, may all belong to one
+        attacker, and know of each other only.
         """
         await dial(self._host, self._missing())
         while True:
@@ -330,7 +332,7 @@ class Reconnector:
             next_at = trio.current_time() + pause
             while trio.current_time() < next_at:
                 await trio.sleep(min(ISOLATION_INTERVAL, pause))
-                if not self._is_isolated:  # others have dialled us
+                if not self._is_isolated:  # other peers have dialled this node
                     return
 
     @property
@@ -338,7 +340,7 @@ class Reconnector:
         return not self._host.connected & self._members()
 
     async def _seek_members(self) -> bool:
-        """Dial every known peer; returns whether there was any."""
+        """Dial every known peer; return whether there was any."""
         missing = self._missing()
         await dial(self._host, missing, is_one_enough=True)
         found: list[bytes] = []

@@ -8,7 +8,7 @@ from typing import Final
 
 from farandole.protocol.invite import MAX_ADDRESSES, InviteError, split_address
 
-from ..mesh.addresses import distance_class, rank
+from ..mesh.addresses import PRIVATE, distance_class, rank
 from ..status.status import NodeStatus
 
 # Half of an invite is for other members.
@@ -16,11 +16,11 @@ MAX_OWN_ADDRESSES: Final = MAX_ADDRESSES // 2
 
 
 def choose_bootstrap_addresses(status: NodeStatus) -> list[str]:
-    """At most 8 addresses for an invite: this node's, and one each of a few live members, the farthest-reaching first.
+    """Return at most 8 addresses for an invite: this node's, and one each of a few live members, widest reach first.
 
-    So a newcomer gets in while any of them is there. Of members, those come first that this node is connected to.
+    So a newcomer gets in while any of them is there. Members that this node is connected to come first.
     """
-    # The first of a run has nobody yet to try whether its router does as it says; later, what peers found dead is out.
+    # A run's first node has no peer yet that could test its router's mapping; later, what peers found dead is left out.
     mapped = status.mapped_addresses if status.reachability == "unknown" else []
     own = _usable([*dict.fromkeys((*status.addresses, *mapped))], status.peer_id)
     members = sorted(
@@ -28,13 +28,26 @@ def choose_bootstrap_addresses(status: NodeStatus) -> list[str]:
         key=lambda member: not member.is_connected,
     )
     others = [address for member in members for address in _usable(member.addresses, member.peer_id)[:1]]
-    # Whoever makes the invite is there: one address of its own stays in, however many members reach farther.
+    # The node that makes the invite is there: one address of its own stays in, however many members reach farther.
     chosen = own[:1] + sorted(own[1:MAX_OWN_ADDRESSES] + others, key=distance_class)
     return rank(chosen[:MAX_ADDRESSES])
 
 
+def warnings_about(addresses: Sequence[str]) -> list[str]:
+    """Return a warning if no newcomer from the internet can reach any of an invite's addresses."""
+    if any(distance_class(address) < PRIVATE for address in addresses):
+        return []
+    hosts = ", ".join(dict.fromkeys(address.split("/")[2] for address in addresses if address.count("/") > 1))
+    return [
+        f"this invite has private addresses alone ({hosts or 'none'}): it works in this network or on this machine "
+        "only. For others: forward a TCP port of the router to this machine, start the node again with --listen "
+        "/ip4/0.0.0.0/tcp/PORT --announce /ip4/PUBLIC-IP/tcp/PORT, and make another invite; or start `farandole "
+        "relay` on a public machine, and this node with --bootstrap and the relay's address"
+    ]
+
+
 def _usable(addresses: Sequence[str], peer_id: str) -> list[str]:
-    """In the order of `rank`, with the peer id, which members' addresses lack; without what no invite can hold."""
+    """Return the usable addresses in the order of `rank`, with the peer id, which members' addresses lack."""
     found = []
     for address in rank(addresses):
         complete = address if address.endswith(f"/p2p/{peer_id}") else f"{address}/p2p/{peer_id}"

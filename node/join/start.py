@@ -1,8 +1,9 @@
-"""The weights that a run starts from, at one node: a consolidated checkpoint, which the manifest names by its content.
+"""The weights that a run starts from, at one node: a consolidated checkpoint, which the manifest names by its hash.
 
-Whoever has the folder (the run's creator, or anybody else) joins with it, ``--start FOLDER``, and gives it; the others
-fetch from those what their stage needs, and who holds the whole model gives it in turn. It is needed once: as soon as a
-node has a checkpoint of its own it goes on from that, and gives that to others. Nobody begins from the seed.
+A node with the folder (the run's creator, or any other) joins with it, ``--start FOLDER``, and gives it. The other
+nodes fetch what their stage needs from it, and a node that holds the whole model gives it in turn. It is needed once:
+as soon as a node has a checkpoint of its own, it resumes from that and gives that to others. No node begins from the
+seed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from farandole.protocol.shapes import names_of_stage
 from farandole.training.durable import replacing
 
 from ..base.errors import JoinError, PeerUnreachableError
+from ..status.status import NO_START
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder
 from ..store.consolidated.tensors import ConsolidatedError
 from ..store.consolidated.verify import verify_hashes
@@ -35,19 +37,19 @@ from .bootstrap import reachable_providers
 from .downloads import Downloads
 from .giving import TELL_INTERVAL
 
-# Between two looks at who has it, while nobody has.
+# Between two looks at which nodes have it, while none has.
 RETRY_SECONDS: Final = 1.0
-# The DHT is asked beside the run state, every so often.
+# The DHT is asked in addition to the run state, at this interval.
 DHT_INTERVAL: Final = 30.0
 # Members that are asked for it in one turn.
 MAX_ASKED: Final = 8
-# Between two lines at the terminal that say what a node waits for.
+# Between two lines at the terminal that report what a node waits for.
 REMIND_SECONDS: Final = 60.0
 _WHO: Final = "a node that has them: farandole join MANIFEST --start FOLDER"
 
 
 class Start:
-    """The starting checkpoint at one node. `open` it before training, and `run` it meanwhile."""
+    """The starting checkpoint at one node. `open` it before training, and `run` it during training."""
 
     def __init__(self, start: StartConfig, downloads: Downloads) -> None:
         self._start = start
@@ -62,7 +64,7 @@ class Start:
         self._asked_dht_at = self._reminded_at = -math.inf
 
     async def run(self) -> None:
-        """Once all of it is here, tell the run and the DHT, until cancelled."""
+        """Once all of it is here, announce it to the run and the DHT, until cancelled."""
         await self._is_held.wait()
         assert self._held is not None
         index = self._held.index
@@ -80,11 +82,11 @@ class Start:
             await trio.sleep(TELL_INTERVAL)
 
     def find(self, question: Question) -> Holding | None:
-        """All of it, held for whoever asks for it by its id; None if another is asked for, or it is not here."""
+        """Return the whole checkpoint, held for the peer that asks for its id; None if it is another or not here."""
         return self._held.hold() if self._held is not None and question.id == self._start.checkpoint else None
 
     def path_of(self, stage: int) -> Path | None:
-        """The file with a stage's weights, if it is here."""
+        """Return the path of the file with a stage's weights, None if it is not here."""
         return next((path for path in (self._whole, self._part(stage)) if path.exists()), None)
 
     @property
@@ -113,7 +115,7 @@ class Start:
             self._is_held.set()
 
     def _take_in(self, path: Path) -> None:
-        """By a link where that can be, so that it takes no room; last, as its being there says that all is."""
+        """Link the checkpoint if possible, to save room, else copy it; last, as its presence means all is here."""
         try:
             folder = read_folder(path)
             if folder.id != self._start.checkpoint:
@@ -139,7 +141,7 @@ class Start:
             file.write(raw)
 
     def _hold(self) -> None:
-        """Open it for others; what is damaged goes."""
+        """Open the checkpoint for others, and remove a damaged one."""
         try:
             raw = (self._folder / INDEX_NAME).read_bytes()
             signed, index = decode_signed_index(raw, self._start.run, max_file_bytes(self._files.manifest))
@@ -151,7 +153,7 @@ class Start:
             self._whole.unlink(missing_ok=True)
 
     async def obtain(self, stage: int) -> bool:
-        """Whether a stage's weights are here now. If not, a person was told, and some time has passed."""
+        """Return whether a stage's weights are here now. If not, it has notified the owner and waited for some time."""
         if self.path_of(stage) is not None:
             return True
         if trio.current_time() >= self._reminded_at + REMIND_SECONDS:
@@ -159,12 +161,12 @@ class Start:
             self._journal.announce("fetching weights", "looking for the weights that this run starts from", _WHO)
         if await self._try(stage, await self._candidates()):
             return True
-        self._journal.enter("fetching weights", "no node that is there has the weights that this run starts from", _WHO)
+        self._journal.enter("fetching weights", NO_START, _WHO)
         await trio.sleep(RETRY_SECONDS)
         return False
 
     async def _candidates(self) -> list[bytes]:
-        """Who says that he has it; and if nobody does, whom the DHT knows, and members who may be about to say so."""
+        """Return the announced holders, or if none, providers in the DHT; then members that may announce it soon."""
         holders = self._membership.start_holders(self._start.checkpoint)
         if not holders and trio.current_time() >= self._asked_dht_at + DHT_INTERVAL:
             self._asked_dht_at = trio.current_time()

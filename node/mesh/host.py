@@ -1,16 +1,17 @@
-"""This node's place in the mesh: connections to peers, streams on them, and who provides what.
+"""This node's place in the mesh: connections to peers, streams on them, and providers of keys.
 
 Peers are public keys here, and no exception of libp2p leaves. TCP, Noise and yamux only: py-libp2p's QUIC loses data,
-its mplex is slow, and TLS would only add a second way in. Of py-libp2p farandole uses Noise and the protobuf messages;
-connections, streams, multistream, identify and Kademlia are its own, since the library's classes fail in ways that no
-public option turns off (docs of each module say how).
+its mplex is slow, and TLS would only add a second way in. From py-libp2p farandole uses Noise and the protobuf
+messages. Connections, streams, multistream, identify and Kademlia are its own, since the library's classes fail in
+ways that no public option turns off (see the docstring of each module).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
 import trio
@@ -50,7 +51,7 @@ PING_TIMEOUT = 10.0
 
 
 class Host:
-    """This node among its peers; made by `open_host`."""
+    """The libp2p host of this node; made by `open_host`."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Host:
         ping_timeout: float = PING_TIMEOUT,
         network_key: bytes = b"",
     ) -> None:
-        """``nursery``: runs everything of the host; ``shaping``: counts what its connections move.
+        """``nursery``: runs the host's tasks; ``shaping``: counts the bytes that its connections move.
 
         ``network_key``: of a private run (`farandole.protocol.private_network`).
         """
@@ -90,7 +91,7 @@ class Host:
 
     @property
     def addresses(self) -> list[str]:
-        """Where this node can be dialled: multiaddrs, each ending in /p2p/<peer id>."""
+        """Multiaddrs where this node can be dialled, each ending in /p2p/<peer id>."""
         return self.own.all
 
     @property
@@ -122,7 +123,7 @@ class Host:
     async def open_stream(
         self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT, *, may_dial: bool = True
     ) -> Stream:
-        """A new stream, connecting if need be; `PeerUnreachableError` if there is none in `timeout` seconds."""
+        """Open a stream, connecting if needed; raise `PeerUnreachableError` if that takes over `timeout` seconds."""
         with _deadline(peer, timeout):
             if may_dial:
                 await self.connect(peer)
@@ -143,23 +144,23 @@ class Host:
         return self.connections.connected
 
     def is_connected(self, peer: bytes) -> bool:
-        """Whether there is a live connection to a peer."""
+        """Return whether there is a live connection to a peer."""
         return bool(self.connections.of(peer))
 
     def path(self, peer: bytes) -> str:
-        """How a peer's streams travel: "direct", "punched" (directly, through a hole), "relayed"; or "": not at all."""
+        """Return how a peer's streams travel, as `ConnectionPool.path`."""
         return self.connections.path(peer)
 
     def is_direct(self, peer: bytes) -> bool:
-        """Whether a connection to a peer goes through no relay."""
+        """Return whether there is a connection to a peer without a relay."""
         return self.path(peer) not in ("", "relayed")
 
     def remote_addresses(self, peer: bytes) -> list[str]:
-        """The multiaddrs at the other end of the connections to a peer; a relayed one's has /p2p-circuit in it."""
+        """Return the remote multiaddrs of the connections to a peer; a relayed one's has /p2p-circuit in it."""
         return list(dict.fromkeys(conn.link.address for conn in self.connections.of(peer)))
 
     def network(self, peer: bytes) -> str:
-        """The network at the other end of the newest connection to a peer; empty: there is none, or not known which."""
+        """Return the remote network of the newest connection to a peer; empty if there is none, or it is unknown."""
         return next((conn.link.site.network for conn in reversed(self.connections.of(peer))), "")
 
     async def go_offline(self) -> None:
@@ -169,7 +170,7 @@ class Host:
             await self.disconnect(peer)
 
     def go_online(self) -> None:
-        """As before."""
+        """Return to normal after `go_offline`."""
         self.connections.is_offline = False
 
     async def disconnect(self, peer: bytes) -> None:
@@ -177,11 +178,11 @@ class Host:
         await self.connections.disconnect(peer)
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
-        """End every connection to a peer, and have none for so long, whoever dials."""
+        """End every connection to a peer, and refuse new ones for ``seconds``, whichever side dials."""
         self.connections.shut_out(peer, seconds)
 
     def network_of(self, peer: bytes) -> str:
-        """Where a connected peer is, an IPv4 /24 or an IPv6 /48; empty where that is not known."""
+        """Return a connected peer's network, an IPv4 /24 or an IPv6 /48; empty if it is not known."""
         return self.connections.network_of(peer)
 
     def protect(self, is_needed: Callable[[bytes], bool]) -> None:
@@ -189,7 +190,7 @@ class Host:
         self.connections.protect(is_needed)
 
     def connection_events(self) -> AbstractContextManager[ConnectionEvents]:
-        """Subscribe to connections coming and going, beginning with those that are there."""
+        """Subscribe to connects and disconnects, starting with the peers that are connected."""
         return self.connections.events()
 
     async def _greet_newcomers(self, nursery: trio.Nursery) -> None:
@@ -199,23 +200,23 @@ class Host:
                     self._dht.note_connection()
                     nursery.start_soon(self._identify.ask, peer)
 
-    # Who provides what
+    # Providers
 
     async def provide(self, key: bytes) -> None:
         """Announce that this node provides a 32-byte key, and keep it announced for as long as the host is open.
 
-        Returns after the first announcement, whether or not there was anybody to hear it.
+        Returns after the first announcement, whether or not it reached a peer.
         """
         await self._dht.provide(key)
 
     def withdraw(self, key: bytes) -> None:
-        """Provide a key no more: it is not announced again."""
+        """Stop announcing a key."""
         self._dht.withdraw(key)
 
     async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
-        """Other peers that say they provide a key, with addresses, as found within `timeout` seconds.
+        """Return other peers that claim to provide a key, with addresses, found within `timeout` seconds.
 
-        The addresses are remembered, so the peers can be connected to. What peers say may be false or out of date.
+        The addresses are remembered, so the peers can be connected to. Claims of peers may be false or out of date.
         """
         providers = await self._dht.find_providers(key, timeout)
         for peer, addresses in providers:
@@ -225,27 +226,26 @@ class Host:
     # Dialling
 
     def add_addresses(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember where a peer may be reached, as this node's user says, or because it has been reached there.
+        """Remember where a peer may be reached, from this node's user or from a successful connection.
 
-        What is no address is passed over, the oldest make room.
-        Who dials it at this moment, perhaps at addresses where nobody answers, tries these too.
+        Invalid addresses are skipped; new ones replace the oldest. A dial of this peer that is running tries them too.
         """
         self._dialler.offer(peer, self._known.add(peer, addresses))
 
     def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember where a peer may be reached, as it says or others do: that is dialled with caution.
+        """Remember addresses of a peer from itself or from others; these are dialled with caution.
 
-        It makes no room for itself among what is known.
+        They do not displace addresses from `add_addresses`.
         """
         self._dialler.offer(peer, self._hearsay.add(peer, addresses))
 
     def addresses_of(self, peer: bytes) -> list[str]:
-        """The addresses known for a peer, the latest first."""
+        """Return the addresses known for a peer, the latest first."""
         known = (*self._known.of(peer), *self._hearsay.of(peer))
         return list(dict.fromkeys(known))
 
     def addresses_to_keep(self, peer: bytes) -> list[str]:
-        """Those of `addresses_of` that may be dialled without caution another day."""
+        """Return the addresses of `addresses_of` that may be dialled without caution another day."""
         known = self._known.of(peer)
 
         def is_harmless(address: str) -> bool:
@@ -258,7 +258,7 @@ class Host:
         return [address for address in self.addresses_of(peer) if address in known or is_harmless(address)]
 
     def _ips_in_use(self) -> Iterator[str]:
-        """Where this node has business: what it has dialled, and where it listens by address."""
+        """Yield the IP addresses that this node uses: the ones that it has dialled, and the ones that it listens on."""
         for conn in self.connections.live:
             if conn.is_outbound and conn.link.remote is not None and not conn.link.is_relayed:
                 yield conn.link.remote[0]
@@ -275,7 +275,7 @@ class Host:
     ) -> None:
         """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds.
 
-        ``is_direct``: a connection through a relay is none. ``is_hearsay``: the addresses are what others say.
+        ``is_direct``: a relayed connection does not count. ``is_hearsay``: the addresses come from other peers.
         """
         if addresses:
             (self.add_hearsay if is_hearsay else self.add_addresses)(peer, addresses)
@@ -292,7 +292,7 @@ class Host:
                     raise PeerUnreachableError(str(error))
 
     async def dial_one(self, peer: bytes, address: str) -> MuxedConn:
-        """A connection to a peer at this address that nothing runs yet; raises whatever stands against it."""
+        """Return a connection to a peer at this address that no task runs yet; raise any error of the dial."""
         target, is_known = dial_target(address, peer), address in self._known.of(peer)
         if target is None:
             return await self.upgrader.dial(
@@ -303,16 +303,16 @@ class Host:
         stream, reached = await self._cautious.open(target)
         try:
             muxed = await self.upgrader.dial(Socket(stream), peer)
-        except StrangerError:  # a node all the same, so no third party is bothered
+        except StrangerError:  # the address is a node's all the same, so no third party is bothered
             self._cautious.succeed(*reached)
             raise
         self._cautious.succeed(*reached)
         return muxed
 
     async def prove(self, peer: bytes, target: tuple[str, int]) -> None:
-        """Dial a peer anew, and hang up as soon as it has proved who it is.
+        """Dial a peer once more, and hang up as soon as it has authenticated itself.
 
-        Raises `StrangerError` if it is another, or else whatever stands against it.
+        Raises `StrangerError` if it is another peer; other errors of the dial pass through.
         """
         socket = Socket(await trio.open_tcp_stream(*target))
         try:
@@ -323,20 +323,20 @@ class Host:
             socket.abort()
 
     async def renew_worn(self, peer: bytes, after: float) -> None:
-        """Have another take the place of a circuit that we dialled and that nears its limits.
+        """Replace a circuit that this node dialled and that nears its limits.
 
-        The old one ends as those of `ConnectionPool.retire_relayed` do. Raises whatever stands against another one.
+        The old one ends under the conditions of `ConnectionPool.retire_relayed`. Errors of the new dial pass through.
         """
         worn = self.connections.worn_circuit(peer, after)
         if worn is not None:
             await self.connections.add(await self.dial_one(peer, worn.address), is_outbound=True)
 
-    # From the port that listens
+    # Dials from the listening port
 
     async def dial_from_listener(self, target: tuple[str, int], port: int | None = None) -> Socket:
-        """A TCP connection from the port that listens, not authenticated yet; `OSError` if it comes to none.
+        """Return a TCP connection from the listening port, not authenticated yet; raise `OSError` if it fails.
 
-        ``port``: from that one instead, over IPv4.
+        ``port``: dial from this port instead, over IPv4.
         """
         for local in self.own.listening if port is None else [("0.0.0.0", port)]:
             if (":" in local[0]) == (":" in target[0]):
@@ -344,9 +344,9 @@ class Host:
         raise OSError(f"nothing listens here that could dial {target[0]}")
 
     async def meet(self, peer: bytes, target: tuple[str, int], *, is_initiator: bool) -> None:
-        """Dial from the port that listens while the peer does the same; the initiator of the handshake is agreed on.
+        """Dial from the listening port while the peer does the same; the initiator of the handshake is agreed on.
 
-        Raises whatever stands against it.
+        Errors of the dial pass through.
         """
         socket = await self.dial_from_listener(target)
         muxed = await (self.upgrader.dial(socket, peer) if is_initiator else self.upgrader.accept(socket))
@@ -356,12 +356,12 @@ class Host:
         await self.connections.add(muxed, is_outbound=is_initiator, is_punched=True)
 
     async def wait_direct(self, peer: bytes) -> None:
-        """Until there is a direct connection to a peer."""
+        """Wait until there is a direct connection to a peer."""
         while not self.is_direct(peer):
             await self.connections.wait_for_change()
 
     def dialled_target(self, peer: bytes) -> tuple[str, int] | None:
-        """Where a direct connection that we dialled leads to; None if there is none."""
+        """Return the target of a direct connection that this node dialled; None if there is none."""
         targets = (dial_target(conn.link.address, peer) for conn in self.connections.of(peer) if conn.is_outbound)
         return next((target for target in targets if target is not None), None)
 
@@ -389,28 +389,37 @@ async def open_host(
     ping_timeout: float = PING_TIMEOUT,
     shaping: Shaping | None = None,
     network_key: bytes = b"",
+    first_ports: Mapping[str, int] | None = None,
+    announce: Sequence[str] = (),
 ) -> AsyncIterator[Host]:
-    """A host that listens on the multiaddrs (port 0: any free one) for as long as the block runs.
+    """Open a host that listens on the multiaddrs (port 0: any free one) for as long as the block runs.
 
-    What its connections move counts towards the caps of ``shaping``. With ``network_key``, 32 bytes, it speaks with
-    hosts that have the same key alone.
-    Raises `ListenError` when an address is not of TCP or is taken. Leaving closes the listeners and all connections.
+    ``first_ports``: a multiaddr with port 0 -> the port to try before any other free one; ``announce``: multiaddrs
+    without a peer id that lead here from elsewhere.
+    The traffic of its connections counts towards the caps of ``shaping``. With ``network_key``, 32 bytes, it connects
+    only to hosts with the same key.
+    Raises `ListenError` if an address is not TCP or is taken. Leaving closes the listeners and all connections.
     """
     async with open_service_nursery() as nursery:
         host = Host(key, nursery, shaping, ping_interval, ping_timeout, network_key)
         try:
+            host.own.announced = announce
             for address in listen:
-                await _listen(host, address)
+                await _listen(host, address, (first_ports or {}).get(address))
             yield host
         finally:
             with trio.CancelScope(deadline=trio.current_time() + 2 * CLOSE_TIMEOUT, shield=True):
                 await host.close()
 
 
-async def _listen(host: Host, address: str) -> None:
+async def _listen(host: Host, address: str, first_port: int | None) -> None:
     match = re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d{1,5})", address)
     if match is None:
         raise ListenError(f"cannot listen on {address}: say /ip4/ADDRESS/tcp/PORT or /ip6/ADDRESS/tcp/PORT")
+    if first_port is not None:
+        with contextlib.suppress(OSError):
+            await host.acceptor.listen(match[1], first_port)
+            return
     try:
         await host.acceptor.listen(match[1], int(match[2]))
     except (OSError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Where a host can be dialled: what it listens on, and what others, routers and relays make of that."""
+"""The addresses where a host can be dialled: its listening sockets, and what routers, relays and others add."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiaddr.utils import get_network_addrs
 
 from .addresses import multiaddr_of
 
-# Interfaces come and go; a question for our addresses gets an answer no older than this many seconds.
+# Interfaces come and go; reported addresses are no older than this number of seconds.
 INTERFACES_VALID_FOR = 10.0
 
 
@@ -19,6 +19,8 @@ class OwnAddresses:
 
     def __init__(self, peer_id: str, bound: Callable[[], Sequence[tuple[str, int]]]) -> None:
         """``bound``: the IP addresses and ports of the listening sockets."""
+        self.announced: Sequence[str] = ()
+        """Multiaddrs without a peer id that the node's owner announces; they lead here from the internet."""
         self.mapped: dict[int, tuple[str, int]] = {}
         """Ports of this machine -> the outer address that the router maps to them (farandole.node.mesh.mapping)."""
         self.bulk_ports: set[int] = set()
@@ -39,19 +41,19 @@ class OwnAddresses:
 
     @property
     def interfaces(self) -> list[tuple[str, int]]:
-        """The same where 0.0.0.0 stands for every interface."""
+        """The addresses of `listening`, with 0.0.0.0 replaced by every interface."""
         found = [(ip, port) for host, port in self._bound() for ip in self._interfaces_of(host)]
         return list(dict.fromkeys(found))
 
     @property
     def all(self) -> list[str]:
-        """Where this node can be dialled: multiaddrs, each ending in /p2p/<peer id>."""
-        addresses = (*(multiaddr_of(*each) for each in self.interfaces), *self.external)
+        """Multiaddrs where this node can be dialled, each ending in /p2p/<peer id>."""
+        addresses = (*self.announced, *(multiaddr_of(*each) for each in self.interfaces), *self.external)
         return [f"{address}/p2p/{self._peer_id}" for address in dict.fromkeys(addresses)]
 
     @property
     def all_mapped(self) -> list[str]:
-        """Where its router says that this node can be dialled, which no peer outside may have tried yet."""
+        """Multiaddrs that the router claims lead to this node; no outside peer may have tried them yet."""
         outer = [self.mapped[port] for _, port in self._bound() if port in self.mapped]
         return [f"{multiaddr_of(ip, port)}/p2p/{self._peer_id}" for ip, port in dict.fromkeys(outer)]
 

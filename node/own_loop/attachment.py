@@ -1,8 +1,8 @@
 """The thread in which the engine follows a user's loop: it attaches to the node, and obeys it like a trainer process.
 
-The node ends a trainer now and then, to have it begin again with newer weights, or while its owner rests; then this
-thread attaches again, and the loop waits in its optimizer's step. When the node is gone the loop fails there. When the
-node trains no more, the loop goes on by itself.
+The node ends a trainer now and then, to restart it with newer weights, or because its owner pauses it. Then this thread
+attaches again, and the loop waits in its optimizer's step. When the node is gone the loop fails there. When the node
+trains no more, the loop goes on alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from farandole.protocol.manifest import Manifest, decode_body
 from farandole.protocol.trainer_messages import Dismiss, Failed, Prepare
 from farandole.training.errors import TrainingError, UnfitWeightsError
 from farandole.training.external import INTERRUPT_SECONDS, ExternalEngine, LoopEnded, Measure, Turns
+from farandole.training.ranks import ALONE, Order, Ranks
 
 from ..base.system.endpoint import connect
 from ..trainer.channel import TrainerSocket
@@ -45,7 +46,7 @@ _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Workers that load data are forked: with the connection open in them, the node would not see this process die."""
+    """Close the connections in a forked data loader: otherwise the node would not see this process die."""
     for connection in _connections:
         with contextlib.suppress(OSError):
             connection.close()
@@ -61,18 +62,20 @@ class NodeError(FarandoleError):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a user's loop brings."""
+    """The parts of a user's loop."""
 
     model: nn.Module
     recipe: str = ""
     evaluate: Measure | None = None
     tokens_per_step: int = 1
+    ranks: Ranks = ALONE
 
 
 class Attachment:
     """Follows one loop until it is over. ``door`` is the node's socket; ``run_id`` is empty for whatever run it is in.
 
-    ``why_gone`` is asked while the node does not listen: why it never will, or nothing, and whether it will.
+    ``why_gone`` is called while the node does not listen. It returns the reason if the node never will (or an empty
+    text), and whether the node is still starting.
     """
 
     def __init__(self, door: Path, run_id: bytes, loop: Loop, why_gone: Callable[[], tuple[str, bool]]) -> None:
@@ -90,22 +93,61 @@ class Attachment:
         self._thread = threading.Thread(target=self._run, name="farandole", daemon=True)
 
     def begin(self) -> None:
-        """Attach, and wait for the loop's first turn. Raises what keeps the engine from it."""
+        """Attach, and wait for the loop's first turn. Raises the engine's error if that fails."""
         self._thread.start()
         self.turns.wait()
 
     def end(self) -> None:
-        """The loop is over: wait until its last outer step is taken and saved."""
+        """End the loop: wait until its last outer step is taken and saved."""
         self._ended.set()
         self.turns.leave()
+        if self._thread.ident is None:  # an earlier step has failed
+            return
         if not self._is_following:
             self._hang_up()
+        self._join()
+
+    def abandon(self) -> None:
+        """Leave the node at once, because the loop has failed, and its round with it."""
+        self._ended.set()
+        self._hang_up()
+        self.turns.leave()
+        if self._thread.ident is not None:
+            self._join()
+        else:
+            self._dismiss_ranks(Order.FAILED)
+
+    def _join(self) -> None:
         try:
             deadline = time.monotonic() + END_SECONDS
             while self._thread.is_alive() and time.monotonic() < deadline:
                 self._thread.join(INTERRUPT_SECONDS)
         finally:  # interrupted, too
             self._hang_up()
+
+    def step_taken(self) -> None:
+        """Wait for the next turn after a step of the loop's optimizer."""
+        self.turns.step_taken()
+
+    @property
+    def is_over(self) -> bool:
+        """True if the node trains no more."""
+        return bool(self.over)
+
+    @property
+    def round(self) -> int:
+        """Outer steps taken."""
+        return 0 if self.engine is None else self.engine.round
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return 0 if self.engine is None else self.engine.tokens
+
+    def report(self, loss: float) -> None:
+        """Show the loss of a step."""
+        if self.engine is not None:
+            self.engine.note_loss(loss)
 
     def _hang_up(self) -> None:
         if self._connection is not None:
@@ -120,9 +162,15 @@ class Attachment:
                 with contextlib.suppress(EOFError, ConnectionError):  # `_connect` finds out why
                     self._attach()
         except BaseException as error:  # raised again in the loop's thread, which waits for its turn
+            self._dismiss_ranks(Order.FAILED)
             self.turns.end(error)
         else:
+            self._dismiss_ranks(Order.OVER)
             self.turns.end()
+
+    def _dismiss_ranks(self, order: Order) -> None:
+        with contextlib.suppress(RuntimeError):  # one of them is gone: the error that ends this rank's thread says more
+            self._loop.ranks.tell(order)
 
     def _attach(self) -> None:
         """Follow the loop until the node, or the loop, ends it."""
@@ -181,14 +229,14 @@ class Attachment:
                 self._take_dismissal(stopped.command)
         except (EOFError, ConnectionError):
             raise
-        except Exception as error:  # whatever it is, the node is told before the loop gets it
+        except Exception as error:  # whatever it is, the node gets a report before the loop gets the error
             channel.send(Failed(f"the loop failed: {type(error).__name__}: {error}", "detached"))
             raise
         finally:
             self._is_following = False
 
     def _trainer(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> TrainerProcess:
-        """Compare the run with what the loop brings, and go on from the node's weights. Raises `TrainingError`."""
+        """Compare the run with the loop, and continue from the node's weights. Raises `TrainingError`."""
         loop, external = self._loop, manifest.model.external
         if self._run_id and prepare.run_id != self._run_id:
             raise TrainingError(
@@ -203,5 +251,6 @@ class Attachment:
             run_id=prepare.run_id,
             evaluate=loop.evaluate,
             tokens_per_step=loop.tokens_per_step,
+            ranks=loop.ranks,
         )
         return TrainerProcess(channel, prepare, manifest, self.engine)

@@ -1,13 +1,12 @@
-"""A node that a user's loop starts: `farandole join` in a process of its own, which leaves when the loop is over.
+"""A node that a user's loop starts: `farandole join` in a process of its own, which leaves when the loop ends.
 
-It outlives a loop that is killed, so that the next one goes on with it; the next one ends it, as a file beside its key
-says. A node that a person has started is never ended by a loop.
+It outlives a loop that is killed, so that the next one continues with it; the next one ends it, if a file next to its
+key says that a loop started it. A loop never ends a node that a person has started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -20,19 +19,19 @@ from farandole.protocol.errors import FarandoleError
 from ..base.control import NoNodeError, call
 from ..base.identity import keep_private, make_home
 
-# Leaving: the farewell goes round (`farandole.node.member.MAX_LEAVE_TIMEOUT` is for a trainer that saves, too).
+# Leaving: the farewell is gossiped (`farandole.node.member.MAX_LEAVE_TIMEOUT` is for a trainer that saves, too).
 LEAVE_SECONDS: Final = 60.0
 KILL_SECONDS: Final = 5.0
-# Between two looks at whether a node is gone that an earlier loop has started.
+# Interval of checks whether a node that an earlier loop started is gone.
 LOOK_SECONDS: Final = 0.2
-# What the node prints, for people; its log is beside it.
+# The node's output, for people; its log is next to it.
 OUTPUT_NAME: Final = "output"
 _MARK_NAME: Final = "started-by-loop"
 _MAX_QUOTED_BYTES: Final = 2_000
 
 
 def run_of_node(home: Path) -> str:
-    """The run id of the node that runs in this folder, in hexadecimal; empty if none runs there."""
+    """Return the run id of the node that runs in this folder, in hexadecimal; empty if none runs there."""
     try:
         return str(call(home, "status", max_members=0)["run"]["run_id"])
     except FarandoleError:
@@ -43,7 +42,7 @@ class ChildNode:
     """The node in ``home``, started here or found there."""
 
     def __init__(self, home: Path, join: Sequence[str]) -> None:
-        """``join``: what ``farandole join`` is given besides the folder."""
+        """``join``: arguments of ``farandole join`` in addition to the folder."""
         self._home = home
         self._join = join
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,13 +72,12 @@ class ChildNode:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={"FARANDOLE_LOG_FORMAT": "human", **os.environ},
                 **apart,
             )
         self._mark.touch()
 
     def why_gone(self) -> tuple[str, bool]:
-        """Why the node never listens, if that is known, and whether it is on its way to it."""
+        """Return why the node never listens, if that is known, and whether it is still starting."""
         if self._process is None:
             return "", False
         if self._process.poll() is None:
@@ -89,7 +87,7 @@ class ChildNode:
         return f"the node ended with exit code {self._process.returncode}: {last}", False
 
     def end(self) -> None:
-        """Have a node that a loop has started leave the run, and wait until it is gone."""
+        """Make a node that a loop has started leave the run, and wait until it is gone."""
         if not self._mark.exists():
             return
         with contextlib.suppress(FarandoleError):

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.external_model import recipe_hash
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_dict, sign_manifest
 from farandole.protocol.vectors import SLOW
-from farandole.training.external import parameters_of
+from farandole.training.ranks import Follower, Order, Ranks, open_ranks, parameters_of, whole_of
 
 from ..base.identity import load_or_create_key
 from ..base.settings import NodeSettings
@@ -23,7 +23,7 @@ from ..store.consolidated.folder import MANIFEST_NAME, NO_RUN, WeightCounters, w
 from ..store.consolidated.tensors import Floats
 
 START_NAME: Final = "start"
-# The user's loop waits for nothing where the outer step may be late.
+# The user's loop does not wait if the outer step may be late.
 _ROUNDS: Final = {"overlap": True}
 
 
@@ -41,10 +41,32 @@ def create_run(
 
     Members share the parameters that require a gradient, and with ``with_frozen`` the others too. ``recipe`` is what
     members agree on in words (batch size, data, precision): its hash goes into the manifest. ``rounds`` and
-    ``sections`` are those of a run file: ``rounds={"round_seconds": 60}``, ``outer={"codec": "int8"}``,
-    ``admission="invited"``. Raises `ManifestError`, or `ConsolidatedError` if the directory cannot be written.
+    ``sections`` are the sections of a run file: ``rounds={"round_seconds": 60}``, ``outer={"codec": "int8"}``,
+    ``admission="invited"``. In several processes of `torch.distributed` each of them calls it, and rank 0 writes.
+    Raises `ManifestError`, or `ConsolidatedError` if the directory cannot be written; in other ranks `TrainingError`.
     """
-    home = NodeSettings(home=Path(folder))
+    home, ranks = NodeSettings(home=Path(folder)), open_ranks()
+    if not ranks.is_leader:
+        Follower(ranks, model, None).end()
+        return home.home
+    try:
+        _write_run(model, home, ranks, name, recipe, with_frozen, {"rounds": {**_ROUNDS, **(rounds or {})}, **sections})
+    except BaseException:  # Ctrl-C too: the other ranks wait for an order
+        ranks.tell(Order.FAILED)
+        raise
+    ranks.tell(Order.OVER)
+    return home.home
+
+
+def _write_run(
+    model: nn.Module,
+    home: NodeSettings,
+    ranks: Ranks,
+    name: str,
+    recipe: str,
+    with_frozen: bool,
+    sections: Mapping[str, Any],
+) -> None:
     parameters = parameters_of(model, with_frozen=with_frozen)
     shapes = {each: tuple(parameter.shape) for each, parameter in parameters.items()}
     sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
@@ -53,7 +75,6 @@ def create_run(
         "name": name,
         "created_at": int(time.time()),
         "model": {"num_layers": 1, **sizes, "external": external},
-        "rounds": {**_ROUNDS, **(rounds or {})},
         **sections,
     }
     size = len(msgspec.msgpack.encode(_starting_from(settings, NO_RUN)))  # before anything is written
@@ -66,17 +87,27 @@ def create_run(
     if start.exists():
         raise ManifestError(f"{start} is there already: a run is made in a directory of its own")
     key = load_or_create_key(home.key)
+    wholes = _wholes(parameters, ranks)
 
     def weights(tensor: str) -> Floats:
-        parameter = parameters[tensor.partition("/")[2]]
-        copied: Floats = parameter.detach().to("cpu", torch.float32).contiguous().numpy()
+        parameter = wholes[tensor.partition("/")[2]]
+        copied: Floats = parameter.to("cpu", torch.float32).contiguous().numpy()
         return copied
 
     def signed(checkpoint: bytes) -> bytes:
         return sign_manifest(_starting_from(settings, checkpoint), key).encode()
 
     write_folder(start, key, NO_RUN, shapes, (SLOW,), WeightCounters(0, 0, 0), weights, signed)
-    return home.home
+
+
+@torch.no_grad()
+def _wholes(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> dict[str, Tensor]:
+    """Return all parameters on their devices, or on the host if other ranks have parts of them."""
+    if not ranks.are_many:
+        return {name: whole_of(parameter).detach() for name, parameter in parameters.items()}
+    ranks.begin(list(parameters))
+    ranks.tell(Order.READ)
+    return {name: whole_of(parameter).detach().cpu() for name, parameter in parameters.items()}
 
 
 def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:
@@ -84,6 +115,6 @@ def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:
 
 
 def start_of(folder: Path) -> Path | None:
-    """The checkpoint, with the manifest, that `create_run` has put into this directory; None if it has not."""
+    """Return the checkpoint, with the manifest, that `create_run` put into this directory; None if there is none."""
     start = folder / START_NAME
     return start if (start / MANIFEST_NAME).is_file() else None

@@ -13,6 +13,7 @@ from torch import nn
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.invite import decode_invite, is_invite
 from farandole.protocol.manifest import decode_manifest
+from farandole.training.ranks import Follower, open_ranks
 
 from ..base.control import call
 from ..base.settings import NodeSettings, default_home
@@ -29,11 +30,14 @@ class NoLoCo:
     two of them, on the parameters, in place. The loop, the data, the optimizer and its state are the caller's.
 
     ``run``: an invite, the directory that `create_run` has made, or None for the run of the node in ``home``.
-    ``home``: the node's data directory; by default the one in which a node of this run is on, or one for this run.
-    A node that is not on is started, and leaves when the block ends. ``evaluate``: returns the held-out loss of the
-    model as it is; without it other members' contributions are judged by distance alone. ``tokens_per_step``: what a
-    step counts for, since a pair's mean is weighted by it. ``recipe``: compared with the one of `create_run`.
+    ``home``: the node's data directory; by default the one in which a node of this run runs, or one for this run.
+    A node that does not run is started, and leaves when the block ends. ``evaluate``: returns the held-out loss of the
+    present model; without it other members' contributions are judged by distance alone. ``tokens_per_step``: tokens
+    that a step counts for; they weight a pair's mean. ``recipe``: compared with the one of `create_run`.
     ``options``: flags for ``farandole join``, such as ``["--listen", "/ip4/0.0.0.0/tcp/4001"]``.
+
+    Several processes of `torch.distributed`, each of which enters the block, are one member, whose node is rank 0's.
+    Parameters may be cut over them in any way that makes DTensors, such as `fully_shard`.
 
     Raises `NodeError` if there is no node, `ManifestError` for a ``run`` that is none, and `ValueError` if the run is
     of another model. In the loop, ``optimizer.step`` raises `NodeError` when the node is gone.
@@ -51,24 +55,27 @@ class NoLoCo:
         recipe: str = "",
         options: Sequence[str] = (),
     ) -> None:
-        ranks = torch.distributed
-        if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
-            raise ValueError("ranks of torch.distributed cannot be one member yet: train with one process")
         run_id, source, folder = _find_run(run)
         self.home = Path(home) if home is not None else folder or _home_of(run_id)
         self._optimizer = _unwrapped(optimizer)
         self._node = ChildNode(self.home, [*source, "--trainer", "external", *options])
-        loop = Loop(model, recipe, evaluate, tokens_per_step)
-        door = NodeSettings(home=self.home).door
-        self._attachment = Attachment(door, run_id, loop, self._node.why_gone)
+        self._ranks = ranks = open_ranks()
+        self._member: Attachment | Follower
+        if ranks.is_leader:
+            loop = Loop(model, recipe, evaluate, tokens_per_step, ranks)
+            door = NodeSettings(home=self.home).door
+            self._member = Attachment(door, run_id, loop, self._node.why_gone)
+        else:
+            self._member = Follower(ranks, model, evaluate)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._node.begin()
-            self._attachment.begin()
+            if self._ranks.is_leader:
+                self._node.begin()
+            self._member.begin()
         except BaseException:  # Ctrl-C too: `__exit__` is not called when `__enter__` fails
-            self._end()
+            self._end(has_failed=True)
             raise
         self._hook = self._optimizer.register_step_post_hook(self._on_step)
         return self
@@ -76,36 +83,35 @@ class NoLoCo:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end()
+        self._end(has_failed=error is not None)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, arguments: object, keywords: object) -> None:
-        self._attachment.turns.step_taken()
+        self._member.step_taken()
 
-    def _end(self) -> None:
+    def _end(self, *, has_failed: bool) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
         try:
-            self._attachment.end()
+            # Ranks end a round together: where one has failed, the others may be waiting for it elsewhere.
+            self._member.abandon() if has_failed and self._ranks.are_many else self._member.end()
         finally:
-            self._node.end()
+            if self._ranks.is_leader:
+                self._node.end()
 
     def report(self, loss: float) -> None:
         """Show the loss of a step in this node's status, and to the other members; every step's or some steps'."""
-        if self._attachment.engine is not None:
-            self._attachment.engine.note_loss(float(loss))
+        self._member.report(float(loss))
 
     @property
     def round(self) -> int:
         """Outer steps taken."""
-        engine = self._attachment.engine
-        return 0 if engine is None else engine.round
+        return self._member.round
 
     @property
     def tokens(self) -> int:
-        """What the steps count for so far: ``tokens_per_step`` each."""
-        engine = self._attachment.engine
-        return 0 if engine is None else engine.tokens
+        """Tokens trained on: ``tokens_per_step`` for each step."""
+        return self._member.tokens
 
     @property
     def partner(self) -> str:
@@ -114,30 +120,30 @@ class NoLoCo:
 
     @property
     def members(self) -> list[str]:
-        """Peer ids of the members that are there, this node's among them; none once the node trains no more."""
+        """Peer ids of the present members, including this node's; none once the node trains no more."""
         if self.is_over:
             return []
         return [member["peer_id"] for member in self.status()["members"] if not member["has_left"]]
 
     @property
     def is_over(self) -> bool:
-        """Whether this node trains no more: the loop goes on by itself."""
-        return bool(self._attachment.over)
+        """True if this node trains no more; the loop then goes on alone."""
+        return self._member.is_over
 
     def status(self) -> dict[str, Any]:
-        """What ``farandole status --json`` prints. Raises `NodeError`'s base, `FarandoleError`, if the node is gone."""
+        """Return the JSON of ``farandole status``. Raises `FarandoleError`, `NodeError`'s base, if the node is gone."""
         answer: dict[str, Any] = call(self.home, "status")
         return answer
 
     def invite(self) -> str:
-        """An invite for another member."""
+        """Return an invite for another member."""
         from ..join.own_invite import own_invite  # with libp2p's addresses, which a loop needs for nothing else
 
         return own_invite(self.home)
 
 
 def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
-    """The run's id (empty: any), what ``farandole join`` is given, and the data directory if the run has named one."""
+    """Return the run's id (empty: any), ``farandole join``'s arguments, and the data directory if ``run`` names one."""
     if run is None:
         return b"", [], None
     if isinstance(run, str) and is_invite(run) and not Path(run).exists():
@@ -150,13 +156,13 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
 
 
 def _home_of(run_id: bytes) -> Path:
-    """The usual data directory if a node of this run is on there, else one of the run's own below it."""
+    """Return the usual data directory if a node of this run runs there, else one of the run's own below it."""
     home = default_home()
     return home if not run_id or run_of_node(home) == run_id.hex() else home / "runs" / run_id.hex()[:16]
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers of other libraries, such as accelerate's: its hooks are called."""
+    """Return the optimizer inside the wrappers of other libraries, such as accelerate's: its hooks are called."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

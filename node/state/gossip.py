@@ -1,7 +1,7 @@
-"""Keeps this node's run state equal to everybody's: carries out what `farandole.protocol.gossip` decides.
+"""Keeps this node's run state equal to its peers': carries out what `farandole.protocol.gossip` decides.
 
-Push goes over the messenger, anti-entropy over streams of its own, the dirty authors to the store every two seconds.
-Nothing here waits for a peer without a deadline, and no failure of a peer or of the disk ends it.
+Push uses the messenger, and anti-entropy has streams of its own. The dirty authors are written to the store every two
+seconds. All waits for a peer have a deadline, and no failure of a peer or of the disk ends this service.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +17,7 @@ import trio
 
 from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.antientropy import Session
+from farandole.protocol.clock_votes import ClockSkew, judge_clock, votes_of
 from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta
 from farandole.protocol.entries import Member as MemberPayload
 from farandole.protocol.errors import FloodError, RemoteProtocolError
@@ -43,68 +43,71 @@ logger = logging.getLogger(__name__)
 
 FLUSH_PERIOD = 2.0
 RETRY_PERIOD = 1.0
-"""How often entries are tried again that came too soon after the last of their slot, or that the disk refused."""
+"""The interval for retrying entries that came too soon after the last of their slot, or that the disk refused."""
 SESSION_TIMEOUT = 30.0
-"""A whole session: 4 MB over a line of 1 Mbit/s."""
+"""The timeout of a whole session: 4 MB over a line of 1 Mbit/s."""
 JOIN_TIMEOUT = 20.0
 NUM_JOIN_SESSIONS = 3
 FAREWELL_SECONDS = 0.5
-"""For the messenger to get the last push out."""
+"""Lets the messenger send the last push."""
 SYNC_ATTEMPTS = 3
 MAX_SERVED = 8
-"""Sessions that others have with this node at a time: 16 MB of buffers."""
+"""The sessions that other peers have with this node at a time: 16 MB of buffers."""
 SERVED_BURST = 6
 SERVED_RATE = 0.5
 """Sessions that one peer may begin at once, and a second: an honest one begins one in ten seconds, or two in small
 testnets."""
 SHUT_OUT_SECONDS = 300.0
-"""How long a peer that flooded this node is kept out: it then costs it 0.1 % of a core, and an honest one, if it ever
-came to that, misses little, as others bring its entries."""
+"""How long a peer that flooded this node is kept out. It then costs this node 0.1 % of a core. An honest peer would
+miss little, as others bring its entries."""
 MAX_CLOCKS = 31
-"""Peers whose clocks are compared with ours."""
+"""The latest members whose clocks are compared with this node's: as many as it syncs with in five minutes."""
+
+CLOCK_SET_SECONDS = 5.0
+"""A jump of this machine's clock against trio's by which it was set; NTP corrects less by gradual changes in hours."""
 
 
 class GossipHost(StreamHost, Protocol):
-    """A host that knows who is connected, and may be told where peers are."""
+    """A host that knows its connected peers, and accepts addresses of others."""
 
     @property
     def connected(self) -> frozenset[bytes]:
-        """Peers with a connection."""
+        """Return the peers with a connection."""
 
     def network_of(self, peer: bytes) -> str:
-        """An IPv4 /24 or IPv6 /48; empty where that is not known."""
+        """Return a peer's network, an IPv4 /24 or IPv6 /48; empty if it is not known."""
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
-        """End all connections to a peer, and have none for so long."""
+        """End all connections to a peer, and refuse new ones for ``seconds``."""
 
     def add_hearsay(self, peer: bytes, addresses: Sequence[str]) -> None:
-        """Where a peer may be dialled."""
+        """Add addresses at which a peer may be dialled."""
 
 
 class FrameSender(Protocol):
-    """Sends small frames: what `messenger.Messenger` is, as far as it is used here."""
+    """Sends small frames: the part of `messenger.Messenger` that is used here."""
 
     def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
-        """Best effort."""
+        """Queue a frame for a peer; delivery is best effort."""
 
     def set_receiver(self, protocol: str, max_bytes: int, receive: Receive, on_failed: OnFailed | None = None) -> None:
-        """Who gets a protocol's frames, and who is told of peers that did not get them."""
+        """Set the function that gets a protocol's frames, and the one that gets peers to which delivery failed."""
 
 
 class StateStore(Protocol):
-    """Keeps run state on disk: what `store.Store` is, as far as it is used here."""
+    """Keeps run state on disk: the part of `store.Store` that is used here."""
 
     async def load_authors(self) -> dict[bytes, bytes]:
-        """Author -> its entries."""
+        """Return the stored entries by author."""
 
     async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
-        """All of it or nothing."""
+        """Store all of these rows or none."""
 
     async def load_mark(self) -> Mark:
-        """The writer's mark."""
+        """Return the writer's mark."""
 
     async def save_mark(self, mark: Mark) -> None:
-        """On disk when it returns."""
+        """Store the writer's mark; it is on disk on return."""
 
 
 class GossipService:
@@ -122,7 +125,7 @@ class GossipService:
         base_period: float = BASE_PERIOD,
         unix: Callable[[], float] = time.time,
     ) -> None:
-        """``base_period``: seconds between heartbeats in a small run. ``unix``: this machine's idea of the time."""
+        """``base_period``: seconds between heartbeats in a small run. ``unix``: this machine's clock."""
         self.state = state
         self._writer = writer
         self._host = host
@@ -138,26 +141,33 @@ class GossipService:
         self._served: set[bytes] = set()
         self._serving_meters = PeerMeters(SERVED_BURST, SERVED_RATE)
         self._served_inbound = InboundMeter()
-        self._clock_offsets: dict[bytes, float] = {}
+        # Member -> seconds by which this clock was ahead of its clock, and by how much it was ahead of trio's then.
+        self._clocks: dict[bytes, tuple[float, float]] = {}
 
     @property
     def liveness(self) -> Liveness:
-        """Who lives."""
+        """Return which authors are live."""
         return self._gossip.liveness
 
     @property
-    def clock_skew(self) -> float:
-        """Seconds by which the peers' clocks are ahead of this one's, in the median of three or more; else 0.
+    def clock_skew(self) -> ClockSkew | None:
+        """Return how far this node's clock is off those of the connected members that it has synced with, if it is.
 
-        Nothing here depends on it. Beyond a minute, others put off what this node says, and it what they say: a person
-        should set the clock.
+        No decision here depends on it. What was compared before this machine's clock was set, or before the machine
+        slept, does not count.
         """
-        offsets = self._clock_offsets.values()
-        return statistics.median(offsets) if len(offsets) >= 3 else 0.0
+        lead, connected = self._unix() - trio.current_time(), self._host.connected
+        return judge_clock(
+            votes_of(
+                (peer, self._host.network_of(peer), ahead)
+                for peer, (ahead, lead_then) in self._clocks.items()
+                if peer in connected and abs(lead - lead_then) < CLOCK_SET_SECONDS
+            )
+        )
 
     @property
     def has_forked(self) -> bool:
-        """Whether this very node is barred: two processes have used its key."""
+        """Return whether this node itself is barred, because two processes have used its key."""
         return self.state.proof_of(self._writer.author) is not None
 
     async def changed(self) -> None:
@@ -188,10 +198,10 @@ class GossipService:
     # writing
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
-        """Say something to the run; it leaves with the next push.
+        """Publish an entry to the run; it leaves with the next push.
 
-        If the slot was written so lately that its tick has not passed (or the disk refuses the mark), it is kept and
-        written when that is possible, unless a newer payload takes its place before.
+        If the slot was written so recently that its tick has not passed (or the disk refuses the mark), the payload is
+        kept and written when that is possible, unless a newer payload replaces it before.
         """
         self._postponed[kind, index] = payload
         await self._write_postponed()
@@ -208,7 +218,7 @@ class GossipService:
                     del self._postponed[kind, index]
 
     async def _write(self, kind: Kind, index: int, payload: Payload) -> bool:
-        """Write it now if its slot may be written; the mark goes to disk before anything is signed."""
+        """Write an entry now if its slot may be written; the mark goes to disk before anything is signed."""
         now = self._unix()
         if self._writer.delay(kind, index, now) > 0:
             return False
@@ -216,7 +226,7 @@ class GossipService:
             await self._store.save_mark(mark)
             self._writer.marked(mark)
         if self._writer.delay(kind, index, now) > 0:
-            return False  # meanwhile an entry of a past life has come in
+            return False  # an entry of a past life has come in during the wait
         self._gossip.publish(self._writer.write(kind, index, payload, now), now)
         self._waiting.unpark_all()
         return True
@@ -233,7 +243,10 @@ class GossipService:
             self._messenger.send_nowait(batch.peer, PUSH_PROTOCOL, batch.payload)
 
     def _receive_push(self, peer: bytes, payload: bytes) -> None:
-        """Raises `RemoteProtocolError`, which costs the peer its stream, or for a flood its connections."""
+        """Take in a push.
+
+        Raises `RemoteProtocolError`, which costs the peer its stream, or for a flood its connections.
+        """
         try:
             report = self._gossip.receive_push(peer, payload, self._unix(), trio.current_time())
         except RemoteProtocolError as error:
@@ -248,7 +261,7 @@ class GossipService:
         self._gossip.unreachable(peer, trio.current_time())
 
     def _take_note(self, entries: Sequence[Entry]) -> None:
-        """React to what is new, whichever way it came."""
+        """React to new entries, from either push or sync."""
         if entries:
             self._waiting.unpark_all()
         for entry in entries:
@@ -260,10 +273,10 @@ class GossipService:
     # anti-entropy
 
     async def join(self) -> int:
-        """Sync with three peers, heartbeats included; returns with how many that went well.
+        """Sync with three peers, heartbeats included; return with how many of them that succeeded.
 
-        The first are those that are connected; what they tell leads to the others. It is over within `JOIN_TIMEOUT`,
-        and at once where nobody is connected: the first node of a run is alone. Each peer is asked once.
+        The connected peers come first; their entries lead to the others. It ends within `JOIN_TIMEOUT`, and at once
+        without any connection: the first node of a run is alone. Each peer is asked once.
         """
         done: set[bytes] = set()
         asked: set[bytes] = set()
@@ -285,7 +298,7 @@ class GossipService:
             done.add(peer)
 
     async def _sync(self) -> None:
-        """Sync with one peer; beside that, try one that has fallen silent."""
+        """Sync with one peer; at the same time, try one that has fallen silent."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sync_with_anyone)
             silent = self._gossip.choose_silent(trio.current_time())
@@ -293,7 +306,7 @@ class GossipService:
                 nursery.start_soon(self._sync_with, silent, True)
 
     async def _sync_with_anyone(self) -> None:
-        """With a live member, or where none is known with whoever is connected; where that fails, with another."""
+        """Sync with a live member, or if none is known with any connected peer; on failure try another."""
         for _ in range(SYNC_ATTEMPTS):
             partner = self._gossip.choose_partner(trio.current_time())
             connected = sorted(self._host.connected)
@@ -303,7 +316,7 @@ class GossipService:
                 return
 
     async def _sync_with(self, peer: bytes, with_beats: bool) -> bool:
-        """One session as the initiator; whether it went well."""
+        """Run one session as the initiator; return whether it succeeded."""
         try:
             with trio.fail_after(SESSION_TIMEOUT):
                 stream = await self._host.open_stream(peer, SYNC_PROTOCOL)
@@ -321,7 +334,7 @@ class GossipService:
         return True
 
     async def _serve(self, stream: Stream) -> None:
-        """A session that a peer has begun. Raises `RemoteProtocolError` if it does what no honest peer does."""
+        """Serve a session that a peer has begun. Raises `RemoteProtocolError` if it does what no honest peer does."""
         peer, now = stream.peer, trio.current_time()
         if peer in self._served or len(self._served) >= MAX_SERVED or not self._serving_meters.of(peer, now).take(now):
             await stream.aclose()
@@ -335,6 +348,7 @@ class GossipService:
 
     async def _converse(self, stream: Stream, session: Session) -> None:
         """Carry a session through to its end."""
+        is_clock_noted = False
         while not session.is_done:
             data = await stream.receive_some(READ_BYTES)
             if not data:
@@ -343,8 +357,9 @@ class GossipService:
             if not session.is_initiator:
                 self._served_inbound.count_bytes(stream.peer, len(data), trio.current_time(), num_messages=0)
             received = session.receive_data(bytes(data))
-            if session.peer_now is not None:
-                self._compare_clocks(stream.peer, session.peer_now)
+            if session.is_initiator and session.peer_now is not None and not is_clock_noted:
+                is_clock_noted = True
+                self._note_clock(stream.peer, session.peer_now)
             for delta in received.deltas:
                 await self._merge(delta, stream.peer, is_asked=session.is_initiator)
             if received.to_send:
@@ -359,16 +374,17 @@ class GossipService:
             self._take_note(report.new)
             await trio.lowlevel.checkpoint()
 
-    def _compare_clocks(self, peer: bytes, peer_now: int) -> None:
-        self._clock_offsets.pop(peer, None)
-        self._clock_offsets[peer] = peer_now - self._unix()
-        while len(self._clock_offsets) > MAX_CLOCKS:
-            del self._clock_offsets[next(iter(self._clock_offsets))]
+    def _note_clock(self, peer: bytes, peer_now: int) -> None:
+        self._clocks.pop(peer, None)
+        unix = self._unix()
+        self._clocks[peer] = unix - peer_now, unix - trio.current_time()
+        while len(self._clocks) > MAX_CLOCKS:
+            del self._clocks[next(iter(self._clocks))]
 
     # disk
 
     async def _load(self) -> None:
-        """Take in what was stored; verified like anything from outside. `StoreError` if the mark is unreadable."""
+        """Load the stored state, which is verified like a peer's. Raises `StoreError` if the mark is unreadable."""
         self._writer.resume(await self._store.load_mark())  # without the mark nothing may be written
         try:
             rows = await self._store.load_authors()
@@ -386,7 +402,7 @@ class GossipService:
             await trio.lowlevel.checkpoint()
 
     async def _save(self) -> None:
-        """Write the dirty authors, as many at a time as do not hold up the disk for long."""
+        """Write the dirty authors, only as many at a time as do not hold up the disk for long."""
         rows = self.state.take_dirty()
         if not rows:
             return
@@ -395,12 +411,12 @@ class GossipService:
         except StoreError as error:
             logger.warning("the run state is not on disk: %s", error)
             self.state.dirty.update(rows)
-        except BaseException:  # cancelled, too: what is not written is written the next time
+        except BaseException:  # also a cancellation: what is not written is written the next time
             self.state.dirty.update(rows)
             raise
 
 
 def dialable_addresses(author: bytes, member: MemberPayload) -> list[str]:
-    """The multiaddrs of a member, each with its peer id at the end."""
+    """Return the multiaddrs of a member, each with its peer id at the end."""
     suffix = f"/p2p/{peer_id_of(author)}"
     return [address if address.endswith(suffix) else address + suffix for address in member.addresses]

@@ -1,13 +1,13 @@
-"""Membership of a run as one node sees it: who lives, which stage each member holds, and how far they are.
+"""Membership of a run as one node sees it: which members are live, their stages, and their progress.
 
-Liveness comes from heartbeats (`farandole.protocol.liveness`), with one short cut: when a connection breaks and the
-peer cannot be dialled again, it is taken for dead until its heartbeat advances. So a killed process leaves the live set
-of those who were connected to it within a dial, not within three heartbeats.
+Liveness comes from heartbeats (`farandole.protocol.liveness`), with one shortcut: when a connection breaks and the peer
+cannot be dialled again, it is taken for dead until its heartbeat advances. So a killed process leaves the live set of
+the peers that were connected to it within one dial, not within three heartbeats.
 
-A heartbeat costs its sender nothing, so what this node decides by itself (whom it pairs with, how many members there
-are, how far the run is) counts those alone that it has also *reached* (`reached`, `live`). What all nodes must decide
-alike (who copies which checkpoint, which stage needs members) goes by all that are heard of (`everyone`): each node
-has reached others.
+A heartbeat costs its sender nothing. So the decisions that this node makes alone (whom it pairs with, how many members
+there are, how far the run is) count only the members that it has also *reached* (`reached`, `live`). Decisions that
+must be the same on all nodes (who copies which checkpoint, which stage needs members) count all members that are heard
+of (`everyone`), because each node has reached others.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from farandole.protocol.stage_choice import Provider
 from farandole.protocol.state import PayloadType, RunState
 from farandole.protocol.suspicion import is_suspected
 
+from ..base.clock_words import clock_words
 from ..mesh.host import Host
 from ..status.journal import Journal
 from .announcer import COPY_SLOT, OWN_SLOT, START_SLOT, Announcer
 from .gossip import GossipService
-
-# Half of what the others tolerate (`farandole.protocol.state`).
-MAX_CLOCK_SKEW = 30.0
 
 
 class KeyMisusedError(FarandoleError):
@@ -45,10 +43,10 @@ Nodes = tuple[frozenset[bytes], ...]
 
 
 class Membership:
-    """Knows who is live, which stage each member holds, and what each says of itself.
+    """Knows which members are live, the stage of each, and what each publishes about itself.
 
-    ``announcer`` publishes what this node says of itself. ``partners``: with whom it committed exchanges, in earlier
-    lives as well. ``first_step``: the inner step from which the run goes on where another ended.
+    ``announcer`` publishes this node's own entries. ``partners``: the peers with which it committed exchanges, in
+    earlier lives as well. ``first_step``: the inner step from which the run resumes another one.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Membership:
         self.announcer = announcer
         self.partners = partners or Partners()
         self.credit = Credit()
-        """Which members are believed when they say how far they are, or that they have weights."""
+        """The members that are believed about their progress and their weights."""
         self._host = host
         self._state = state
         self._gossip = gossip
@@ -79,45 +77,45 @@ class Membership:
         self._paused: frozenset[bytes] = frozenset()  # of the others
         self._told: tuple[frozenset[bytes], Nodes] | None = None
         self._waiting = trio.lowlevel.ParkingLot()  # for a change
-        self._has_warned_of_clock = False
+        self._clock_warnings: set[tuple[bool, bool]] = set()  # one of each kind, as a clock may drift around a limit
 
     @property
     def stage(self) -> int:
-        """The stage that this node holds."""
+        """Return the stage that this node holds."""
         return self._journal.state.stage
 
     @property
     def num_stages(self) -> int:
-        """Of the run's model; 1: every node holds it whole."""
+        """Return the number of the model's stages; 1: every node holds all of it."""
         return len(self._others)
 
     @property
     def live(self) -> frozenset[bytes]:
-        """Live members of this node's stage that train and that it has reached, itself excluded."""
+        """Return the live members of this node's stage that train and that it has reached, itself excluded."""
         return (self._others[self.stage] - self._paused) & self._reached
 
     @property
     def reached(self) -> frozenset[bytes]:
-        """Live members of all stages that this node has reached, itself excluded."""
+        """Return the live members of all stages that this node has reached, itself excluded."""
         return self._reached
 
     def networks(self) -> dict[bytes, str]:
-        """The members that this node has reached, and the network that each is connected from, where that is known."""
+        """Return the members that this node has reached, and the network that each is connected from, if known."""
         return {peer: self._host.network(peer) for peer in self._reached}
 
     @property
     def everyone(self) -> frozenset[bytes]:
-        """Live members of all stages, whether reached or only heard of, this node excluded."""
+        """Return the live members of all stages, whether reached or only heard of, this node excluded."""
         return frozenset().union(*self._others)
 
     def nodes_of_stages(self) -> Nodes:
-        """Live members of each stage that train, this node among those of its own."""
+        """Return the live members of each stage that train, this node among the members of its own."""
         own = frozenset() if self.announcer.is_paused() else frozenset((self._host.author,))
         training = (peers - self._paused for peers in self._others)
         return tuple(peers | own if stage == self.stage else peers for stage, peers in enumerate(training))
 
     def providers(self) -> dict[bytes, Provider]:
-        """Live members that train, with their stages and speeds, as far as they are known; this node excluded."""
+        """Return the live members that train, with their stages and speeds, as far as known; this node excluded."""
         members = self._state.members()
         return {
             peer: Provider(stage, float(members[peer].speed), members[peer].is_bound)
@@ -127,29 +125,29 @@ class Membership:
         }
 
     def leases(self) -> dict[bytes, StageLease]:
-        """Of live members, and of this node, who are moving between stages or about to."""
+        """Return the leases of live members, and of this node, that are moving between stages or about to."""
         leases = self._payloads((*self.everyone, self._host.author), StageLease)
         return {peer: lease for peer, lease in leases.items() if lease.source != lease.target}
 
     @property
     def is_young(self) -> bool:
-        """Whether no live member has trained yet, as far as this node has heard; nor has it."""
+        """Return whether neither this node nor any live member has trained yet, as far as this node has heard."""
         beats = self._payloads(self.everyone, Beat).values()
         return not (self._has_trained(self._journal.state) or any(map(self._has_trained, beats)))
 
     def current_round(self) -> int:
-        """The round that the others are in: the median of what members say in their heartbeats, 0 if none do.
+        """Return the round that the others are in: the median of the rounds in their heartbeats, 0 if there are none.
 
-        Those that are asked are the partners of this node's exchanges (`farandole.protocol.believing`); if none of them
-        is here, all members that it has reached and believes. Newcomers that are still preparing say nothing about it:
-        a crowd of them must not look like a run that begins. Nor do those that are paused, whose rounds stand still,
-        unless nobody else has trained: the run is where they have left it.
+        It counts the partners of this node's exchanges (`farandole.protocol.believing`); if none of them is here, all
+        members that it has reached and believes. Newcomers that are still preparing state no round: a crowd of them
+        must not look like a run that begins. Paused members, whose rounds stand still, do not count either, unless no
+        other member has trained: the run is where they have left it.
         """
         believed = self._believed()
         return self.partners_round() or self._median(believed - self._paused) or self._median(believed)
 
     def partners_round(self) -> int:
-        """The round that the partners of this node's exchanges are in, of those that train now; 0: none is here."""
+        """Return the round of the partners of this node's exchanges that train now; 0: none is here."""
         return self._median(peer for peer in self._believed() - self._paused if peer in self.partners)
 
     def _median(self, peers: Iterable[bytes]) -> int:
@@ -161,26 +159,26 @@ class Membership:
         return frozenset(peer for peer in self._reached if self.credit.is_good(peer, now))
 
     def is_suspected(self, peer: bytes) -> bool:
-        """Whether enough live partners of this node's exchanges suspect a peer."""
+        """Return whether enough live partners of this node's exchanges suspect a peer."""
         now = trio.current_time()
         partners = (self.everyone & self.partners.keys) - {peer}
         believed = [partner for partner in partners if self.credit.is_good(partner, now)]
         return is_suspected(peer, self._payloads(believed, Suspects).values(), len(believed))
 
     def awaits_contact(self) -> bool:
-        """Whether members that have trained were heard of, partners if there are any, and none was reached yet."""
+        """Return whether trained members (partners, if any) were heard of, and none of them was reached yet."""
         trained = {peer for peer, beat in self._payloads(self.everyone, Beat).items() if self._has_trained(beat)}
         wanted = {peer for peer in trained if peer in self.partners} or trained
         return bool(wanted) and wanted.isdisjoint(self._reached)
 
     def is_beginning(self) -> bool:
-        """Whether members that this node has reached and believes train, and are in the run's first round."""
+        """Return whether members that this node has reached and believes train in the run's first round."""
         return self._median(self._believed()) == 0 and any(
             self._has_trained(beat) for beat in self._payloads(self._believed(), Beat).values()
         )
 
     def doubt_those_ahead(self, after_round: int) -> None:
-        """Take their credit from those that are said to be further than that: they gave no weights, or bad ones."""
+        """Take credit from members that claim to be beyond ``after_round``: they gave no weights, or bad ones."""
         beats = self._payloads(self.everyone, Beat).items()
         self.credit.lose((peer for peer, beat in beats if beat.round > after_round), trio.current_time())
 
@@ -188,15 +186,15 @@ class Membership:
         return bool(node.round) or node.inner_steps > self._first_step
 
     def _payloads(self, peers: Iterable[bytes], kind: type[PayloadType]) -> dict[bytes, PayloadType]:
-        """What these peers have said, as far as they have."""
+        """Return what these peers have published of a kind, without the peers that have published none."""
         found = ((peer, self._state.payload(peer, kind)) for peer in peers)
         return {peer: payload for peer, payload in found if payload is not None}
 
     def donors(self, after_round: int, stage: int) -> list[bytes]:
-        """Live members of a stage further than ``after_round``, without those that are doubted.
+        """Return the live members of a stage beyond ``after_round``, without doubted ones.
 
-        Those that were reached come first, partners before others; of these, members that have announced a checkpoint
-        of the stage. Else the order is random.
+        Members that were reached come first, partners before others; among these, members that have announced a
+        checkpoint of the stage come first. The order is otherwise random.
         """
         now = trio.current_time()
         beats = self._payloads(self._others[stage], Beat).items()
@@ -210,14 +208,14 @@ class Membership:
         return sorted(ahead, key=rank)
 
     def announced(self, stage: int) -> dict[bytes, CheckpointNotice]:
-        """What live members of a stage, this node included, say of their own newest checkpoints."""
+        """Return the newest own checkpoints that live members of a stage, this node included, have announced."""
         members = self.nodes_of_stages()[stage]
         return {peer: notice for peer in members for notice in self._notices(peer, OWN_SLOT) if notice.stage == stage}
 
     def notices(self, stage: int) -> dict[bytes, list[CheckpointNotice]]:
-        """What checkpoints of a stage the other live members say that they hold, their own or copies.
+        """Return the checkpoints of a stage, own ones or copies, that the other live members have announced.
 
-        Those that are doubted are left out.
+        Doubted members are left out.
         """
         now = trio.current_time()
         held = {
@@ -228,7 +226,7 @@ class Membership:
         return {peer: notices for peer, notices in held.items() if notices}
 
     def holders(self, stage: int, checkpoint_id: bytes) -> list[bytes]:
-        """Other live members that hold a checkpoint; those first with whom there is a connection, else at random."""
+        """Return the other live members that hold a checkpoint: connected ones first, otherwise in random order."""
         holders = [
             peer
             for peer, notices in self.notices(stage).items()
@@ -238,16 +236,16 @@ class Membership:
         return sorted(holders, key=lambda peer: peer not in self._host.connected)
 
     def told_checkpoints(self) -> frozenset[bytes]:
-        """The checkpoints that the run knows this node to hold."""
+        """Return the ids of the checkpoints that the run knows this node to hold."""
         return frozenset(notice.id for notice in self._notices(self._host.author, OWN_SLOT, COPY_SLOT))
 
     def _notices(self, peer: bytes, *slots: int) -> list[CheckpointNotice]:
-        """What a peer says of its checkpoints."""
+        """Return a peer's announcements of its checkpoints."""
         found = (self._state.payload(peer, CheckpointNotice, slot) for slot in slots)
         return [notice for notice in found if notice is not None]
 
     async def run(self) -> None:
-        """Keep it up to date until cancelled: liveness changes with entries, and with time alone.
+        """Keep the membership up to date until cancelled: liveness changes with entries, and with time.
 
         Raises `KeyMisusedError` when this node is barred.
         """
@@ -259,28 +257,28 @@ class Membership:
                 await self._gossip.changed()
 
     async def hold(self, stage: int) -> None:
-        """This node has that stage from now on; told to the run."""
+        """Set this node's stage, and announce it to the run."""
         self._journal.update(stage=stage)
         self.refresh()
         await self.announcer.announce()
 
     async def lease(self, target: int, *, is_settled: bool) -> None:
-        """Tell the run that this node would move to a stage, or does; to its own: that it does not, or is there."""
+        """Publish a lease for a move to ``target``; for the own stage: that this node does not move, or is there."""
         await self._gossip.publish(Kind.STAGE_LEASE, 0, StageLease(self.stage, target, is_settled))
 
     @property
     def speed(self) -> float:
-        """Tokens a second that this node could take through its stage; 0: not measured yet."""
+        """Return the tokens a second that this node could take through its stage; 0: not measured yet."""
         return speed_of(self._journal.state, self.num_stages)
 
     def start_holders(self, checkpoint_id: bytes) -> list[bytes]:
-        """Live members that say so of this one."""
+        """Return the live members that have announced this starting checkpoint."""
         return [
             peer for peer in self.everyone for notice in self._notices(peer, START_SLOT) if notice.id == checkpoint_id
         ]
 
     def refresh(self) -> None:
-        """Work out anew who is live, and tell if that changed."""
+        """Determine again which members are live, and notify if that changed."""
         now = trio.current_time()
         for peer in self._host.connected:
             self._liveness.trust(peer)
@@ -304,11 +302,11 @@ class Membership:
         await self._waiting.park()
 
     def is_in_stage(self, peer: bytes, stage: int) -> bool:
-        """Whether a peer is a live member of a stage, and trains."""
+        """Return whether a peer is a live member of a stage, and trains."""
         return peer in self.nodes_of_stages()[stage]
 
     def origins(self) -> frozenset[bytes]:
-        """Live members that draw data, this node excluded."""
+        """Return the live members that draw data, this node excluded."""
         return self.nodes_of_stages()[0] - {self._host.author}
 
     def _say_who_came(self, before: frozenset[bytes], now: frozenset[bytes]) -> None:
@@ -318,17 +316,20 @@ class Membership:
             self._journal.say(f"{short_name(peer)} is gone ({len(now) + 1} live)")
 
     def _check_standing(self) -> None:
-        """What would keep this node out of the run without its noticing."""
+        """Raise or warn if this node would be kept out of the run without noticing."""
         if self._gossip.has_forked:
             raise KeyMisusedError(
                 "two processes have signed with this node's key, and the run has barred it for good: find the copy of "
                 "this folder, remove the key in both, and join again under a new one"
             )
+        self._check_clock()
+
+    def _check_clock(self) -> None:
+        """Report a wrong clock. A dispute is reported only if no member is live, which it may explain."""
         skew = self._gossip.clock_skew
-        if abs(skew) > MAX_CLOCK_SKEW and not self._has_warned_of_clock:
-            self._has_warned_of_clock = True
-            direction = "behind" if skew > 0 else "ahead of"
-            self._journal.warn(
-                f"this machine's clock is {abs(skew):.0f} s {direction} the others': set it (NTP), or what this node "
-                "says will be put off by them"
-            )
+        if skew is not None and not skew.is_agreed and self._reached:
+            skew = None
+        self._journal.update(clock=skew)
+        if skew is not None and (kind := (skew.is_agreed, skew.is_harmful)) not in self._clock_warnings:
+            self._clock_warnings.add(kind)
+            self._journal.warn(": ".join(clock_words(skew)))

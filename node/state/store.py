@@ -1,9 +1,9 @@
-"""What a node keeps on its disk: the run state, a few facts, an address book, and the mark of its writer.
+"""The files that a node keeps on its disk: the run state, a few facts, an address book, and its writer's mark.
 
-SQLite in WAL mode holds all but the mark; every call runs in a thread, one at a time, and each is one transaction, so
-a kill in the middle leaves all of it or nothing. What is read back is no more trusted than what a peer sends: run
-state is merged again entry by entry. A damaged database is put aside and begun anew, since all of it can be had from
-peers. The mark cannot, and it must be stored even on a full disk: it is a file of its own, a few bytes that are
+SQLite in WAL mode holds all but the mark. Every call runs in a thread, one at a time, and is one transaction, so a kill
+in the middle leaves all of it or nothing. Data that are read back are trusted no more than a peer's: run state is
+merged again entry by entry. A damaged database is put aside and created again, since peers have all of its content. The
+mark cannot be recovered, and it must be stored even on a full disk: it is a file of its own, a few bytes that are
 overwritten in place and synced (see `farandole.protocol.writer`).
 """
 
@@ -30,7 +30,9 @@ from ..base.system.files import open_binary, write_at
 logger = logging.getLogger(__name__)
 
 MAX_FACT_BYTES = 1024 * 1024
-# As wide as any number of seconds, and as many lines as a mark may have: 336 bytes, less than a disk's sector.
+MANIFEST_FACT = "manifest"
+"""The signed manifest of the run that a node was in last."""
+# As wide as any number of seconds, and the maximum number of lines of a mark: 336 bytes, less than a disk's sector.
 _MARK_DIGITS = 20
 _MARK_LINE = b"%020d %020d\n"
 _NO_SPAN = (0, 0)
@@ -45,7 +47,7 @@ PeerRow = tuple[bytes, bytes, float]
 
 
 def _span(line: bytes) -> tuple[int, int]:
-    """A line of the mark's file; older ones had one line with one number, up to which all may have been used."""
+    """Parse a line of the mark's file; older files had one line with one number, up to which all may have been used."""
     numbers = line.split()
     if not 1 <= len(numbers) <= 2 or not all(number.isdigit() and len(number) <= _MARK_DIGITS for number in numbers):
         return _NO_SPAN
@@ -57,7 +59,7 @@ class StoreError(FarandoleError):
 
 
 class Store:
-    """See the head of the file; made by `open_store`. Every method raises `StoreError` when the disk fails."""
+    """A node's store; made by `open_store`. Every method raises `StoreError` when the disk fails."""
 
     def __init__(self, connection: sqlite3.Connection, mark_path: Path) -> None:
         self._connection = connection
@@ -65,7 +67,7 @@ class Store:
         self._lock = trio.Lock()
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Run in a thread, alone; a cancelled caller waits for its end, which is milliseconds away."""
+        """Run work in a thread, alone; a cancelled caller waits for its end, which is milliseconds away."""
         async with self._lock:
             try:
                 return await trio.to_thread.run_sync(work)
@@ -73,11 +75,11 @@ class Store:
                 raise StoreError(f"{self._mark_path.parent} did not take what this node keeps: {error}") from error
 
     async def _read(self, sql: str, *values: str) -> list[Any]:
-        """The rows that a question has for an answer."""
+        """Return the rows of a query."""
         return await self._in_thread(lambda: self._connection.execute(sql, values).fetchall())
 
     async def _write(self, *statements: tuple[str, Iterable[tuple[object, ...]]]) -> None:
-        """Carry out each statement for each of its rows, in one transaction."""
+        """Execute each statement for each of its rows, in one transaction."""
 
         def work() -> None:
             with self._connection:  # commits, or rolls back
@@ -90,7 +92,7 @@ class Store:
     # run state
 
     async def load_authors(self) -> dict[bytes, bytes]:
-        """Author -> what `RunState.export` gave. To be verified."""
+        """Return what `RunState.export` gave, by author. The caller verifies it."""
         return dict(await self._read("SELECT author, entries FROM authors"))
 
     async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
@@ -104,7 +106,7 @@ class Store:
     # the writer's mark
 
     async def load_mark(self) -> Mark:
-        """The mark stored last, empty if there is none."""
+        """Return the mark stored last, empty if there is none."""
 
         def work() -> Mark:
             try:
@@ -116,7 +118,7 @@ class Store:
         return await self._in_thread(work)
 
     async def save_mark(self, mark: Mark) -> None:
-        """On disk when this returns. It takes no new space, and a sector is written whole or not at all."""
+        """Store the mark; it is on disk on return. It takes no new space; a sector is written whole or not at all."""
         lines = [_MARK_LINE % span for span in (*mark, *[_NO_SPAN] * (MAX_SPANS - len(mark)))]
 
         def work() -> None:
@@ -136,12 +138,12 @@ class Store:
     # facts
 
     async def get_fact(self, name: str) -> bytes | None:
-        """A value that was put under this name."""
+        """Return the value under this name, None if there is none."""
         rows = await self._read("SELECT value FROM facts WHERE name = ?", name)
         return rows[0][0] if rows else None
 
     async def put_fact(self, name: str, value: bytes) -> None:
-        """Keep a value of at most 1 MB: the manifest's bytes, say."""
+        """Store a value of at most 1 MB, such as the manifest's bytes."""
         if len(value) > MAX_FACT_BYTES:
             raise ValueError(f"a fact has at most {MAX_FACT_BYTES} bytes, not {len(value)}")
         await self._write(("INSERT OR REPLACE INTO facts VALUES (?, ?)", [(name, value)]))
@@ -149,11 +151,11 @@ class Store:
     # the address book
 
     async def load_peers(self) -> list[PeerRow]:
-        """Every peer that was saved. To be verified."""
+        """Return every peer that was saved. The caller verifies them."""
         return await self._read("SELECT peer, addresses, seen_at FROM peers")
 
     async def save_peers(self, rows: Iterable[PeerRow], gone: Iterable[bytes]) -> None:
-        """Replace the rows of these peers and delete the others', all or none."""
+        """Replace the rows of these peers and delete the rows of ``gone``, all or none."""
         await self._write(
             ("DELETE FROM peers WHERE peer = ?", [(peer,) for peer in gone]),
             ("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", rows),
@@ -167,11 +169,11 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode=WAL")
         # A power cut may lose the last seconds, which peers still have, but not damage the file (sqlite.org/wal.html).
         connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute("PRAGMA fullfsync=ON")  # heeded on macOS alone: see `sync_file`
+        connection.execute("PRAGMA fullfsync=ON")  # has an effect only on macOS: see `sync_file`
         connection.executescript(_SCHEMA)
         if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("quick_check found damage")
-    except BaseException:  # whatever it is, nobody else has the connection yet
+    except BaseException:  # for any exception: no other code has the connection yet
         connection.close()
         raise
     return connection
@@ -193,10 +195,25 @@ def _connect_or_begin_anew(path: Path) -> sqlite3.Connection:
 
 @asynccontextmanager
 async def open_store(path: Path) -> AsyncIterator[Store]:
-    """The store in this file, made if it is not there; `StoreError` if it cannot be opened."""
+    """Open the store in this file, created if needed; `StoreError` if it cannot be opened."""
     connection = await trio.to_thread.run_sync(_connect_or_begin_anew, path)
     try:
         yield Store(connection, path.with_name(path.name + ".mark"))
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(connection.close)
+
+
+def read_fact(path: Path, name: str) -> bytes | None:
+    """Return a fact of a store in this file, which a daemon may be using; None if there is no such fact, or no store.
+
+    The file is only read: a damaged one is the daemon's to replace. It blocks for milliseconds. Raises `StoreError`.
+    """
+    if not path.exists():
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as store:
+            row = store.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+    except sqlite3.Error as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    return None if row is None else bytes(row[0])

@@ -1,7 +1,7 @@
-"""The journal of a node: its state as of now, and what happened before, for people and for the status.
+"""The journal of a node: its present state and its past events, for people and for the status.
 
-The parts of a node write here, each its own fields of `NodeState`; heartbeats and the status read. Nothing that a
-training loop decides depends on what is written here.
+The parts of a node write here, each its own fields of `NodeState`; heartbeats and the status read. No decision of a
+training loop depends on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .round_log import RoundRecord
 from .status import REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus
 
 MAX_WARNINGS: Final = 20
-# A quarter of an hour of ordinary rounds, between two looks of a person; about 20 kB of each status.
+# Events of about a quarter of an hour of ordinary rounds; about 20 kB of each status.
 MAX_EVENTS: Final = 128
 # A line of the screen or two; the reasons that peers give are no longer than that.
 MAX_EVENT_CHARS: Final = 400
@@ -86,11 +86,16 @@ class Journal:
         self.events.append(Event(self.clock(), text[:MAX_EVENT_CHARS], is_warning))
 
     def warn(self, text: str) -> None:
-        """Keep and print what a person should know; repeated at once, it is printed once."""
+        """Keep and print a warning; a repetition of the last one is not printed again."""
         if not self.warnings or self.warnings[-1] != text:
             self.warnings.append(text)
             self.note(text, is_warning=True)
             self._say(f"warning: {text}")
+
+    def remind(self, text: str) -> None:
+        """Print what the status shows in its first line as a warning, and keep it as an event."""
+        self.note(text, is_warning=True)
+        self._say(f"warning: {text}")
 
     # Rounds
 
@@ -160,6 +165,7 @@ class Journal:
             failed_partner=failed[-1].partner if failed else "",
             failure=failed[-1].verdict if failed else "",
             failed_bytes_sent=sum(exchange.bytes_sent for exchange in failed),
+            skipped_steps=done.skipped_steps,
         )
         self._told_validation = measured
         if self._tell_round is None:

@@ -1,6 +1,6 @@
-"""Rounds that are over, one line each: a sentence for people, and JSON in a file that any tool reads.
+"""Finished rounds, one line each: a sentence for people, and JSON in a file that any tool reads.
 
-The file (``rounds.jsonl``) is a log, turned over when it is full (`farandole.node.base.logs`): a few months of an
+The file (``rounds.jsonl``) is a log, rotated when it is full (`farandole.node.base.logs`): a few months of an
 ordinary node's rounds. A crash may cut its last line short, so lines that cannot be read are left out.
 """
 
@@ -21,20 +21,20 @@ class RoundRecord(msgspec.Struct, frozen=True):
     """Unix seconds."""
     round: int
     inner_steps: int
-    """In this round, as are the tokens."""
+    """Inner steps of this round; the tokens are this round's, too."""
     tokens: int
     seconds: float
-    """Of inner steps."""
+    """Duration of the inner steps."""
     loss: float | None
     """Mean training loss, nats a token."""
     validation: float | None
     """Loss on held-out text, if it was measured since the round before."""
     verdict: str
-    """``committed``, ``alone: <reason>`` or ``failed: <reason>``; empty if there was nobody to ask."""
+    """``committed``, ``alone: <reason>`` or ``failed: <reason>``; empty if there was no peer to ask."""
     partner: str
     """Peer id; empty when the outer step was taken alone."""
     bytes_sent: int
-    """Of all exchanges of the round, those that failed among them."""
+    """Bytes of all exchanges of the round, including failed ones."""
     bytes_received: int
     exchange_seconds: float
     path: str
@@ -44,21 +44,25 @@ class RoundRecord(msgspec.Struct, frozen=True):
     clip: float = 1.0
     """As in `farandole.node.status.status.ExchangeStatus`."""
     failed_partner: str = ""
-    """Peer id of the partner with whom an exchange of this round came to nothing; empty if none did."""
+    """Peer id of the partner of a failed exchange of this round; empty if none failed."""
     failure: str = ""
-    """That exchange's verdict, ``failed: <reason>``, where `verdict` is that of what came after it."""
+    """The failed exchange's verdict, ``failed: <reason>``; `verdict` is the later exchange's."""
     failed_bytes_sent: int = 0
-    """Of `bytes_sent`, in exchanges that failed."""
+    """The part of `bytes_sent` in failed exchanges."""
+    skipped_steps: int = 0
+    """Inner steps that changed nothing because their gradients were not finite."""
 
     @property
     def contribution_bytes(self) -> int:
-        """Sent in the exchange that was committed."""
+        """Bytes sent in the committed exchange."""
         return self.bytes_sent - self.failed_bytes_sent
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The round as a line for people."""
         line = f"round {self.round}: {self.inner_steps} inner steps"
+        if self.skipped_steps:
+            line += f" ({self.skipped_steps} without effect: gradients not finite)"
         if self.loss is not None:
             line += f", loss {self.loss:.3f}"
         if self.late_steps:
@@ -73,7 +77,7 @@ class RoundRecord(msgspec.Struct, frozen=True):
 
 
 def read_rounds(path: Path) -> Iterator[RoundRecord]:
-    """The rounds in a file and in the one that it took the place of, oldest first; none if there are none."""
+    """Yield the rounds in a log file and in the older one that it replaced, oldest first; missing files are empty."""
     for part in (path.with_name(f"{path.name}.1"), path):
         if not part.exists():
             continue
@@ -86,7 +90,7 @@ def read_rounds(path: Path) -> Iterator[RoundRecord]:
 
 
 def write_csv(records: Iterable[RoundRecord], file: TextIO) -> None:
-    """A table with a header; what is not known is empty."""
+    """Write a table with a header; unknown values are empty."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(RoundRecord.__struct_fields__)
     writer.writerows(msgspec.structs.astuple(record) for record in records)

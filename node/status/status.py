@@ -1,6 +1,6 @@
-"""What a node tells people of itself: the value behind ``farandole status``, its ``--json``, and the testnet's report.
+"""A node's status: the value behind ``farandole status``, its ``--json``, and the testnet's report.
 
-One value, made by the daemon on request and sent over the control socket as JSON. Times are seconds: ``*_at`` Unix
+The daemon makes it on request and sends it over the control socket as JSON. Times are seconds: ``*_at`` Unix
 time, ``*_seconds`` durations. Fields are added, never renamed: scripts read them.
 """
 
@@ -10,10 +10,12 @@ import msgspec
 
 from farandole.protocol.node_state import NodeState
 
-# How the verdict of an exchange goes on after ``failed: ``, where a contribution was refused.
+# Text of an exchange's verdict after ``failed: ``, if a contribution was refused.
 REFUSED_HERE = "refused:"
 REFUSED_THERE = "the partner aborted: refused:"
-# Who wants to see all members looks at these.
+# `NodeState.phase_detail` while a node waits for the run's starting checkpoint and no member has it.
+NO_START = "no node that is there has the weights that this run starts from"
+# Most links in a status; `NodeStatus.members` lists the other members, too.
 MAX_LINKS = 32
 
 
@@ -53,19 +55,19 @@ class MemberStatus(msgspec.Struct, frozen=True):
     path: str
     """How we reach it: ``direct``, ``punched`` (direct, through a hole), ``relayed`` or empty when not connected."""
     last_seen_seconds: float | None
-    """Since its heartbeat last advanced on our clock; None: never seen alive."""
+    """Seconds since its heartbeat last advanced on our clock; None: never seen alive."""
     stage: int = 0
     """Of the model, where it is cut into several."""
     is_paused: bool = False
-    """It has no trainer now, because its owner wants it so."""
+    """It has no trainer now, because its owner has paused it."""
     last_partner: str = ""
-    """Peer id of the member with whom it averaged in its last round; empty: with nobody, or not known."""
+    """Peer id of the member with which it averaged in its last round; empty: with none, or not known."""
     is_heard: bool = False
     """It sends heartbeats, but this node has not reached it (yet), so it does not count as live."""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
-    """What lies between this node and another: one that it is connected to, or has lately exchanged with."""
+    """The link to another node: one that this node is connected to, or has recently exchanged with."""
 
     peer_id: str
     path: str
@@ -73,12 +75,12 @@ class LinkStatus(msgspec.Struct, frozen=True):
     round_trip_seconds: float | None = None
     """As last measured on the connection; None: not yet, or there is none."""
     bytes_per_second: float | None = None
-    """Both ways together, mean of the last exchange that was committed, its waits included: the line gives at least
-    that. None: none was, of late."""
+    """Both ways together, mean of the last committed exchange including its waits: the line's rate is at least that.
+    None: no recent exchange was committed."""
     committed: int = 0
-    """Exchanges."""
+    """Committed exchanges."""
     last_round: int | None = None
-    """Of the last exchange; None: there was none, of late."""
+    """Round of the last exchange; None: there was none recently."""
     last_verdict: str = ""
     """As in `ExchangeStatus`."""
     last_at: float = 0.0
@@ -109,47 +111,47 @@ class RunStatus(msgspec.Struct, frozen=True):
     providers: list[int] = []
     """Live members of each stage, this node included."""
     members_heard: int = 0
-    """Members whose heartbeats come, but that this node has not reached."""
+    """Members whose heartbeats arrive, but that this node has not reached."""
 
 
 class PipelineStatus(msgspec.Struct, frozen=True):
-    """What a node that holds a stage does with microbatches; counts are since it began."""
+    """Microbatch statistics of a node that holds a stage; counts are since it began."""
 
     stage: int
     in_flight: int
-    """Microbatches that the trainer holds something of."""
+    """Microbatches of which the trainer holds data."""
     begun: int
     kept: int
-    """Whose gradient counts, at all stages."""
+    """Microbatches whose gradient counts, at all stages."""
     dropped: int
     rerouted: int
-    """Sent to another node of the next stage than at first."""
+    """Microbatches sent to another node of the next stage than at first."""
     taken_out: int
-    """Dropped when their gradient was in the sum already."""
+    """Microbatches dropped when their gradient was already in the sum."""
     refused: int
-    """That came and were not taken."""
+    """Microbatches that arrived and were not accepted."""
     reasons: dict[str, int]
-    """Why they were dropped."""
+    """Reasons why microbatches were dropped."""
     bytes_sent: int
-    """Of activations and their gradients."""
+    """Bytes of activations and their gradients."""
     bytes_received: int
 
 
 class Resources(msgspec.Struct, frozen=True):
-    """What a node takes of its machine."""
+    """A node's use of its machine's resources."""
 
     memory: int
     """Resident bytes of the daemon."""
     trainer_memory: int | None
-    """Of the trainer, if there is one; what both have mapped of shared memory counts in both."""
+    """Resident bytes of the trainer, if there is one; shared memory that both have mapped counts in both."""
     descriptors: int
-    """Open ones, of the daemon."""
+    """Open descriptors of the daemon."""
     tasks: int
-    """Of the daemon's trio."""
+    """Tasks of the daemon's trio loop."""
     device_memory: int | None = None
-    """Of the GPU, taken by the trainer; None where it computes on the CPU."""
+    """Bytes of GPU memory that the trainer uses; None where it computes on the CPU."""
     device_memory_total: int | None = None
-    """That the GPU has."""
+    """Bytes of memory that the GPU has."""
     processor_seconds: float | None = None
     """Processor time of the daemon, since it began."""
 
@@ -160,40 +162,40 @@ class TrafficStatus(msgspec.Struct, frozen=True):
     limit: int
     """Bytes, both ways together."""
     used: int
-    """Of them, since the calendar month began."""
+    """Bytes used since the calendar month began."""
     is_saved: bool
-    """Whether bulk waits for more to come in."""
+    """Whether bulk waits until more of the budget is released."""
     resumes_at: float
-    """Unix time until which it does at most, if it does."""
+    """Unix time until which bulk waits at most, if it waits."""
 
 
 class DataStatus(msgspec.Struct, frozen=True):
-    """How far the run's present epoch is, as a node that draws data knows it."""
+    """Progress of the run's present epoch, as a node that draws data knows it."""
 
     epoch: int
     """From 1 on."""
     epochs: int
     slices: int
-    """Of an epoch."""
+    """Slices of an epoch."""
     done: int
-    """By all nodes."""
+    """Slices that all nodes have trained on."""
     leased: int
-    """By this node, and not trained on yet."""
+    """Slices that this node has leased and not trained on yet."""
     others_texts: int
-    """Live nodes whose text is another, with whom no slices are shared."""
+    """Live nodes with another text, with which no slices are shared."""
     doubted: int = 0
-    """Slices of which others say that they are done, and this node does not believe it: they are trained on last."""
+    """Slices that others report as done, but that this node doubts: they are trained on last."""
 
 
 class AuditStatus(msgspec.Struct, frozen=True):
     """Rounds that this node has replayed, where the run has audits."""
 
     own: int
-    """That gave what this node had computed before."""
+    """Replays of own rounds that gave this node's earlier results."""
     others: int
-    """That gave what their authors committed to."""
+    """Replays of others' rounds that gave the results that their authors committed to."""
     avoided: dict[str, str]
-    """Peer id -> why it is not met."""
+    """Peer id -> reason why this node avoids it."""
 
 
 class NodeStatus(NodeState, frozen=True, kw_only=True):
@@ -250,14 +252,14 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     resources: Resources | None = None
     """None where the system does not say."""
     at: float = 0.0
-    """When this was said."""
+    """Unix time of this status."""
     links: list[LinkStatus] = msgspec.field(default_factory=list)
-    """Connections, and then partners of before, at most `MAX_LINKS`; of each, who exchanged last comes first."""
+    """Connections, and then former partners, at most `MAX_LINKS`; in each group the last exchange comes first."""
     events: list[Event] = msgspec.field(default_factory=list)
-    """What happened lately, newest last."""
+    """Recent events, newest last."""
     audits: AuditStatus | None = None
     """Where the run has audits."""
     notice: str = ""
-    """What the run's creator has to say to all members; empty: nothing."""
+    """The notice of the run's creator to all members; empty: none."""
     mapped_addresses: list[str] = msgspec.field(default_factory=list)
-    """Where the router says that this node can be dialled; in ``addresses`` once others have done so."""
+    """Addresses at which the router says this node can be dialled; in ``addresses`` once others have dialled them."""

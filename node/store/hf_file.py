@@ -1,8 +1,8 @@
 """A Hugging Face ``config.json`` in a run file: ``model = {hf = "config.json", num_stages = 3, context = 128}``.
 
-Instead of the file's path, its folder's will do, or its content as a table. What decides how the model is trained goes
-into the manifest (`farandole.protocol.families`), what has no bearing on it is left out, and whatever else a file says
-is refused by name: it might make it another model.
+The file's path may be replaced by its folder's, or by its content as a table. Settings that decide how the model is
+trained go into the manifest (`farandole.protocol.families`). Settings without effect on training are left out. Any
+other setting is refused by name, because it might make it a different model.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any, Final
 import msgspec
 
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.families import FAMILIES, hf_config_from_dict
+from farandole.protocol.families import FAMILIES, HFConfig, hf_config_from_dict
 
-# A configuration is two pages; those with labels or parameters of tasks are a few more.
+from ..base.config.faults import FaultyError, faults_of
+
+# A configuration has two pages; with labels or parameters of tasks a few more.
 MAX_CONFIG_BYTES: Final = 256 * 1024
 
-# No bearing on training here: names and versions; generation; other tasks; tokens that text does not contain; the dtype
-# of weights that are not there. Dropout is left out on purpose: a stage's work may be done twice, and must come out
-# the same (`farandole.protocol.families`).
+# These have no effect on training here: names and versions; generation; other tasks; tokens that text does not contain;
+# the dtype of weights that are not there. Dropout is left out on purpose: a stage's work may be done twice, and must
+# give the same result (`farandole.protocol.families`).
 _WITHOUT_BEARING: Final = frozenset(
     {
         *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
@@ -33,7 +35,7 @@ _WITHOUT_BEARING: Final = frozenset(
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
     }
 )
-# Known, and fit to be trained as transformers' defaults alone.
+# Known settings that are trained only with transformers' default values.
 _AS_USUAL: Final[Mapping[str, object]] = {
     "is_encoder_decoder": False,
     "add_cross_attention": False,
@@ -46,17 +48,20 @@ _OTHER_TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "spiece.model"
 
 
 def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The ``model`` table of a manifest, from one of a run file that has ``hf``; other fields stay as they are.
+    """Make a manifest's ``model`` table from one of a run file that has ``hf``; other fields stay as they are.
 
     Sizes follow from the configuration, and so does ``context`` if it is left out. Raises `ManifestError`, which names
     the setting that is wrong.
     """
-    config = hf_config_from_dict(_reduced(_settings(model["hf"], folder)))
+    settings = _reduced(_settings(model["hf"], folder))
+    if faults := faults_of(settings, HFConfig, place=("model", "hf")):
+        raise FaultyError(faults)
+    config = hf_config_from_dict(settings)
     return {"context": config.max_context, **config.sizes, **model, "hf": msgspec.to_builtins(config)}
 
 
 def hf_tokenizer(hf: object, folder: Path) -> dict[str, Any]:
-    """The ``tokenizer`` table of a run file in ``folder`` that has none, for a configuration's: its ``tokenizer.json``.
+    """Make the missing ``tokenizer`` table of a run file in ``folder``, from the configuration's ``tokenizer.json``.
 
     Raises `ManifestError` if the folder has a tokenizer, but not as that one file.
     """
@@ -81,7 +86,7 @@ def _settings(hf: object, folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> object:
-    """A parsed JSON file, or one in a folder."""
+    """Read and parse a JSON file, or the ``config.json`` of a folder."""
     path = path / "config.json" if path.is_dir() else path
     try:
         if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
@@ -94,7 +99,7 @@ def _read(path: Path) -> object:
 
 
 def _reduced(settings: dict[str, Any]) -> dict[str, Any]:
-    """What is left for the manifest, with what transformers would derive from the rest."""
+    """Return the settings for the manifest, with the ones that transformers would derive from the rest."""
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ManifestError(f"model.hf.model_type is {family!r}: the known families are {', '.join(FAMILIES)}")

@@ -1,12 +1,12 @@
-"""One's own module: in a run file, and at the door of a node that would join such a run.
+"""A user's own module: in a run file, and the checks of a node that joins such a run.
 
-A run file says ``model = "mypackage.models:build"``, or a table that says more:
+A run file has ``model = "mypackage.models:build"``, or a table with more settings:
 
     [model]
     own = "mypackage.models:build"
     context = 256
     vocabulary = 256
-    config = {width = 128, depth = 4}     # what the function is given
+    config = {width = 128, depth = 4}     # the function's argument
 
 The function is called once, if the owner of this machine allows it: what it makes goes into the manifest as names and
 shapes (`farandole.protocol.own_model`). It needs torch, and takes as long as the model takes to make.
@@ -26,17 +26,18 @@ from farandole.protocol.own_model import FunctionName, Settings
 from farandole.training.errors import TrainingError
 from farandole.training.own_function import require_allowed
 
+from ..base.config.faults import FaultyError, faults_of
 from ..base.errors import JoinError
 
-# Of both presets and byte-level text.
+# The context of both presets, and of byte-level text.
 DEFAULT_CONTEXT: Final = 256
 DEFAULT_VOCABULARY: Final = 256
-# What the function decides.
+# Settings that the function decides.
 _DECIDED: Final = ("num_layers", "width", "num_heads", "hidden", "hf", "preset")
 
 
 class _Table(msgspec.Struct, frozen=True):
-    """What a run file says of the model."""
+    """The model table of a run file."""
 
     own: FunctionName
     context: Context = DEFAULT_CONTEXT
@@ -47,8 +48,8 @@ class _Table(msgspec.Struct, frozen=True):
 def require_trainable_model(manifest: Manifest, allowed: Collection[str], *, by_loop: bool) -> None:
     """Raise `JoinError`, which says what to install and what to pass, unless this node can train the run's model.
 
-    A model that a function makes needs the owner's leave; nothing is imported here, since the trainer alone does that.
-    A model that members train in loops of their own needs one (``by_loop``).
+    A model that a function makes needs the owner's permission; nothing is imported here, since only the trainer does
+    that. A model that members train in loops of their own needs such a loop (``by_loop``).
     """
     if by_loop != (manifest.model.external is not None):
         raise JoinError(
@@ -66,16 +67,15 @@ def require_trainable_model(manifest: Manifest, allowed: Collection[str], *, by_
 
 
 def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
-    """The ``model`` table of a manifest, from one of a run file that has ``own``; other fields stay as they are.
+    """Make a manifest's ``model`` table from one of a run file that has ``own``; other fields stay as they are.
 
-    Raises `ManifestError`, which says what to mend: in the run file, in the model, or in what is allowed.
+    Raises `ManifestError`, which says what to correct: in the run file, in the model, or in what is allowed.
     """
     if decided := [name for name in _DECIDED if name in model]:
         raise ManifestError(f"model.{decided[0]}: what {model['own']} returns decides on it; leave it out")
-    try:
-        table = msgspec.convert(model, _Table, strict=True)
-    except msgspec.ValidationError as error:
-        raise ManifestError(f"model: {error}") from error
+    if faults := faults_of(model, _Table, place=("model",)):
+        raise FaultyError(faults)
+    table = msgspec.convert(model, _Table, strict=True)
     try:
         require_allowed(table.own, "", allowed)
         from farandole.training.own_trial import try_own_model  # torch is imported for no other run file

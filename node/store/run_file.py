@@ -1,6 +1,6 @@
 """``run.toml``: a run as a person writes it, turned into a manifest.
 
-The manifest's own fields, and some conveniences: a model by its preset's name, by its Hugging Face configuration
+It has the manifest's own fields, and some shortcuts: a model by its preset's name, by its Hugging Face configuration
 (`farandole.node.store.hf_file`) or by the function that makes it (`farandole.node.store.own_model`), and a tokenizer by
 its file.
 """
@@ -8,7 +8,6 @@ its file.
 from __future__ import annotations
 
 import hashlib
-import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,67 +15,72 @@ from typing import Any, Final
 import msgspec
 
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest, manifest_from_dict
+from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
+from farandole.protocol.outer_rules import with_kind
 from farandole.protocol.presets import PRESETS, preset
 
+from ..base.config.faults import Context, Fault, FaultyError, Place, did_you_mean, faults_in, faults_of
+from ..base.config.toml_file import read_toml
 from .hf_file import hf_model, hf_tokenizer
 from .own_model import own_model
 
-# A run file is a page of settings.
-MAX_RUN_FILE_BYTES: Final = 256 * 1024
 _HF_PREFIX: Final = "hf:"
+# What a run file may have, and a manifest has in another form.
+_SHORTCUTS: Final[Mapping[Place, Collection[str]]] = {("model",): ("preset", "hf", "own"), ("tokenizer",): ("file",)}
+_MODEL_FORM: Final = (
+    f"a preset ({', '.join(PRESETS)}), a folder (hf:FOLDER), a function (package.module:function), or a section"
+)
+_MODEL_SOURCES: Final = ("preset", "hf", "own", "config")
+# Stand for wrong values, so that the rest of a file is checked next to valid ones.
+_STAND_IN_MODEL: Final = msgspec.structs.asdict(PRESETS["tiny"])
+_STAND_INS: Final = {"name": "run", "model": _STAND_IN_MODEL}
 
 
 def load_run_file(path: Path, now: float, allowed_models: Collection[str] = ()) -> Manifest:
-    """The manifest that ``path`` describes, made at ``now`` (Unix seconds); `ManifestError` says what to mend.
+    """Read the manifest that ``path`` describes, made at ``now`` (Unix seconds).
 
-    ``allowed_models`` are the functions that may be called to make one's own module.
+    ``allowed_models`` are the functions that may be called to make a user's own module. Raises `ManifestError`, with a
+    line for each fault, which begins with the file's name and the line of the file.
     """
-    settings = read_toml(path)
-    try:
-        return manifest_of(settings, path.parent, now, allowed_models)
-    except ManifestError as error:
-        raise ManifestError(f"{path}: {error}") from error
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A parsed TOML file; `ManifestError` if it is not there, too long, or not TOML."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ManifestError(f"cannot read {path}: {error.strerror}") from error
-    if len(raw) > MAX_RUN_FILE_BYTES:
-        raise ManifestError(f"{path} has {len(raw)} bytes: that is no run file")
-    try:
-        return tomllib.loads(raw.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"{path} is not TOML: {error}") from error
+    file = read_toml(path)
+    with file.naming_lines():
+        return manifest_of(file.values, path.parent, now, allowed_models)
 
 
 def manifest_of(
     settings: Mapping[str, Any], folder: Path, now: float, allowed_models: Collection[str] = ()
 ) -> Manifest:
-    """The manifest from a parsed run file; ``folder`` is where its relative paths start.
+    """Make the manifest from a parsed run file; ``folder`` is where its relative paths start.
 
-    ``allowed_models`` as in `load_run_file`. Raises `ManifestError`, which names the field.
+    For ``allowed_models`` see `load_run_file`. Raises `FaultyError`, which has all faults of the settings.
     """
-    complete = dict(settings)
-    if "model" not in complete:
-        raise ManifestError(
-            f"model is missing: name a preset ({', '.join(PRESETS)}), a folder (hf:FOLDER) or a function "
-            "(package.module:function), or write a [model] table"
-        )
-    model = _table(complete["model"])
-    complete["model"] = _model(model, folder, allowed_models)
-    if "tokenizer" not in complete and isinstance(model, Mapping) and "hf" in model:
-        complete["tokenizer"] = hf_tokenizer(model["hf"], folder)
-    complete["tokenizer"] = _tokenizer(complete.get("tokenizer", {}), folder)
-    complete.setdefault("created_at", int(now))
+    model, tokenizer = _table(settings.get("model")), settings.get("tokenizer", {})
+    complete = {"created_at": int(now), **settings, "outer": with_kind(settings.get("outer", {}))}
+    found: list[Fault] = []
+    doubtful: list[str] = []
+    try:
+        if "model" in settings:
+            complete["model"] = _model(model, folder, allowed_models)
+    except ManifestError as error:
+        found += faults_in(error)
+        doubtful.append("model")
+        complete["model"] = _without_source(model)
+    try:
+        if "tokenizer" not in settings and isinstance(model, Mapping) and "hf" in model:
+            tokenizer = hf_tokenizer(model["hf"], folder)
+        complete["tokenizer"] = _tokenizer(tokenizer, folder)
+    except ManifestError as error:
+        found += faults_in(error)
+        doubtful.append("tokenizer")
+        complete["tokenizer"] = {}
+    found += faults_of(complete, Manifest, Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful))
+    if found:
+        raise FaultyError(found)
     return manifest_from_dict(complete)
 
 
 def _table(model: object) -> object:
-    """``"3M"``, ``"hf:FOLDER"`` and ``"package.module:function"`` as tables."""
+    """Turn ``"3M"``, ``"hf:FOLDER"`` and ``"package.module:function"`` into tables."""
     match model:
         case str() if model.startswith(_HF_PREFIX):
             return {"hf": model.removeprefix(_HF_PREFIX)}
@@ -88,7 +92,7 @@ def _table(model: object) -> object:
 
 
 def _model(model: object, folder: Path, allowed_models: Collection[str]) -> object:
-    """A table, which may start from a preset, ``{preset = "3M", context = 512}``, from ``hf``, or from ``own``."""
+    """Expand a table that starts from a preset, ``{preset = "3M", context = 512}``, from ``hf``, or from ``own``."""
     if isinstance(model, Mapping) and isinstance(model.get("own"), str):
         return own_model(model, allowed_models)
     if isinstance(model, Mapping) and model.get("hf") is not None:
@@ -96,11 +100,26 @@ def _model(model: object, folder: Path, allowed_models: Collection[str]) -> obje
     if not isinstance(model, Mapping) or "preset" not in model:
         return model
     rest = {name: value for name, value in model.items() if name != "preset"}
-    return {**msgspec.structs.asdict(preset(str(model["preset"]))), **rest}
+    return {**msgspec.structs.asdict(_preset(model["preset"])), **rest}
+
+
+def _preset(name: object) -> ModelConfig:
+    try:
+        return preset(str(name))
+    except ManifestError as error:
+        near = did_you_mean(str(name), PRESETS)
+        hint = f"; did you mean {near}?" if near else ""
+        raise FaultyError([Fault(("model", "preset"), f"{error}{hint}")]) from error
+
+
+def _without_source(model: object) -> dict[str, Any]:
+    """Return a table that could not be expanded, with sizes of a stand-in: its other settings can still be checked."""
+    own = dict(model) if isinstance(model, Mapping) else {}
+    return {**_STAND_IN_MODEL, **{name: value for name, value in own.items() if name not in _MODEL_SOURCES}}
 
 
 def _tokenizer(tokenizer: object, folder: Path) -> object:
-    """``{file = "tokenizer.json"}`` becomes the hash by which every node will know the file."""
+    """Replace ``{file = "tokenizer.json"}`` by the hash by which every node will know the file."""
     if not isinstance(tokenizer, Mapping) or "file" not in tokenizer:
         return tokenizer
     path = folder / str(tokenizer["file"])

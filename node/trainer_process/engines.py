@@ -1,4 +1,4 @@
-"""Which engine a trainer process drives, and what this node brings to it. Another kind of engine is chosen here."""
+"""Choice of a trainer process's engine, and its inputs from this node. Add another kind of engine here."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..base.system.memory import map_shared_memory
 from ..store.disk_space import text_room
 from ..trainer.channel import TrainerSocket
 
-# Between two reports of progress: a person sees that something goes on.
+# Interval of progress reports, so that a person sees activity.
 TELL_SECONDS: Final = 2.0
 
 
 def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> Engine:
-    """The stage engine where the model is cut, else the local one; with the weights of the run's seed.
+    """Make the stage engine if the model is cut, else the local one, with the weights of the run's seed.
 
-    Raises `TrainingError` if the text, the tokenizer, the device or the model will not do.
+    Raises `TrainingError` if the text, the tokenizer, the device or the model is unsuitable.
     """
     bring = _bring_of(prepare, channel)
     if manifest.model.num_stages == 1:
@@ -37,6 +37,7 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
             bring=bring,
             microbatch_size=prepare.microbatch,
             is_compiled=prepare.compile,
+            averages_on_gpu=prepare.average_on_gpu,
             allowed_models=prepare.allowed_models,
         )
     worker = build_stage_worker(
@@ -54,7 +55,7 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
 
 
 def _bring_of(prepare: Prepare, channel: TrainerSocket) -> Bring:
-    """Reports to the mesh process, every now and then, how far the tokenising is."""
+    """Collect the inputs; report the progress of tokenising to the mesh process now and then."""
     told_at = -math.inf
 
     def tell(position: int, size: int) -> None:

@@ -9,7 +9,7 @@ from farandole.protocol.manifest import decode_body
 from farandole.protocol.trainer_messages import Failed, Prepare
 from farandole.training.errors import UnfitWeightsError
 
-from ..base.system.allocator import keep_memory
+from ..base.system.allocator import give_free_memory_back, keep_memory
 from ..base.system.collector import importing_for_good
 from ..base.system.memory import open_shared
 from ..base.system.parent import connect_to_parent
@@ -21,12 +21,12 @@ from ..trainer.channel import TrainerSocket
 if TYPE_CHECKING:
     from .process import TrainerProcess
 
-# Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
+# Below the priority of interactive programs, and of the mesh process, whose answers others wait for.
 NICENESS = 5
-# Where memory is used up, the kernel ends this process and neither the mesh process nor anybody's editor: halfway to a
-# process that is always ended first. Linux alone.
+# When memory is used up, the kernel kills this process and neither the mesh process nor a user's editor: halfway to a
+# process that is always killed first. Linux alone.
 OOM_SCORE_ADJUSTMENT = 500
-# Of torch's message about memory: the allocator's name, how much was tried, and how much there is.
+# Length of the quoted part of torch's message about memory: allocator, requested size, and available memory.
 MAX_QUOTED_CHARS = 200
 
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
-    """Torch is imported here, where Prepare has said with how many threads."""
+    """Make the trainer; torch is imported here, because `Prepare` sets its number of threads."""
     with importing_for_good():
         import torch
 
@@ -58,7 +58,7 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
         from .engines import make_engine
         from .process import TrainerProcess
 
-    # Inside an operation, and of operations beside each other: one of these has the other's whole share.
+    # Threads within an operation, and operations at a time: one operation at a time has all threads.
     torch.set_num_threads(prepare.threads)
     torch.set_num_interop_threads(1)
     manifest = decode_body(prepare.manifest)
@@ -66,7 +66,9 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
         make_deterministic()
     if prepare.gpu_memory:
         limit_memory(choose_device(prepare.device), prepare.gpu_memory)
-    return TrainerProcess(channel, prepare, manifest, make_engine(channel, prepare, manifest))
+    engine = make_engine(channel, prepare, manifest)
+    give_free_memory_back()  # a model's parameters, as they were before they were put into one vector
+    return TrainerProcess(channel, prepare, manifest, engine)
 
 
 def _serve(channel: TrainerSocket) -> None:
@@ -86,7 +88,7 @@ def _serve(channel: TrainerSocket) -> None:
             trainer.handle(trainer.next_command())
         except EOFError:
             raise
-        except Exception as error:  # torch's RuntimeError: CUDA faults, memory; and whatever one's own module raises
+        except Exception as error:  # torch's RuntimeError: CUDA faults, memory; and any error of a user's own module
             if _is_out_of_memory(error):
                 channel.send(Failed(f"the trainer is out of memory ({_first_line(error)})", "memory"))
                 return
@@ -104,7 +106,7 @@ def _why_not_ready(error: Exception) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Without importing torch, whose import may be what failed, where Python itself knows."""
+    """Return whether memory ran out; import torch, whose import may have failed, only if Python cannot decide."""
     if isinstance(error, ImportError | MemoryError):
         return isinstance(error, MemoryError)
     from farandole.training.memory import is_out_of_memory
@@ -113,7 +115,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """Torch's advice to its programmers is left out."""
+    """Return the message without torch's advice to its programmers."""
     lines = str(error).splitlines()
     return lines[0][:MAX_QUOTED_CHARS] if lines else type(error).__name__
 

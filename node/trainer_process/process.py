@@ -1,13 +1,13 @@
 """The trainer: a process of its own, which owns torch and an engine and knows nothing of the network.
 
 It obeys the commands of `farandole.protocol.trainer_messages`, one at a time. While the engine takes inner steps the
-process looks at the socket between two of them, so that the end of a round's box is seen within one step. When the mesh
-process goes away, however it ends, the socket's end of file ends this one.
+process looks at the socket between two of them, so that it sees the end of a round's box within one step. When the mesh
+process ends, for any reason, the socket's end of file ends this process.
 
 The next round may begin while the exchange of the last one runs: `Train` may come before the `TakeOuterStep` of the
-round before. The contribution stays as it is in the shared memory, what comes of the partner's is decoded between two
-inner steps, where the outer step is taken too, and their progress is kept. A round that is over before then waits for
-it, so an outer step is at most one round late.
+round before. The contribution stays unchanged in the shared memory. The arrived part of the partner's is decoded
+between two inner steps, where the outer step is taken too, and the progress of the inner steps is kept. A round that is
+over before then waits for it, so an outer step is at most one round late.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .exchange import Exchange
 from .recorder import recorder_of
 
 PROGRESS_INTERVAL = 0.5
-# How often to look, in seconds, how much of the partner's contribution has arrived, while there is nothing else to do.
+# Interval in seconds of checks how much of the partner's contribution has arrived, while the process is idle.
 LOOK_INTERVAL = 0.005
-# Inner steps by which a slow node knows how long one takes.
+# Number of inner steps by which a slow node estimates the time of one.
 STEPS_REMEMBERED: Final = 16
 
 
@@ -58,43 +58,63 @@ class Stopped(EOFError):
 
 
 class Pace:
-    """Pauses after inner steps, and the time that goes into both.
+    """Pauses after inner steps, and the time spent in both.
 
-    ``slow`` is what a step and its pause take, in steps; ``least_seconds`` is what they take at least, of a step that
+    ``slow`` is the duration of a step with its pause, in steps. ``least_seconds`` is its least duration, for steps that
     the engine takes by itself.
     """
 
     def __init__(self, slow: float, least_seconds: float) -> None:
         self.busy_seconds = 0.0
-        """Spent in inner steps and pauses."""
+        """Spent in inner steps and in the pauses that are over."""
         self._slow = slow
         self._least_seconds = least_seconds
-        # Of the newest inner steps: the shortest is what one takes. One in the middle of which the machine slept, or
-        # worked for somebody else, says nothing of how long to pause.
+        # Durations of the newest inner steps: the shortest is the time of a step. A step in which the machine slept or
+        # worked for another process must not determine the pause.
         self._newest = deque[float](maxlen=STEPS_REMEMBERED)
         self._step_began_at: float | None = None
+        self._pause_began_at = self._pause_until = 0.0
+        self._began_at: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of the time since `begin` that is `busy_seconds`."""
+        if self._began_at is None:
+            return 0.0
+        return self.busy_seconds / max(time.monotonic() - self._began_at, 1e-9)
+
+    def begin(self) -> None:
+        """Note that inner steps follow; `share` counts from the first call on."""
+        self._began_at = time.monotonic() if self._began_at is None else self._began_at
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step has begun that has not ended."""
+        """True if a step has begun that has not ended."""
         return self._step_began_at is not None
 
     def begin_step(self) -> None:
-        """An inner step begins."""
+        """Note that an inner step begins."""
         self._step_began_at = time.monotonic()
 
     def end_step(self) -> float:
-        """An inner step ends; until when to pause."""
+        """Note that an inner step ends; return the time until which to pause."""
         assert self._step_began_at is not None
         began_at, self._step_began_at = self._step_began_at, None
-        seconds = time.monotonic() - began_at
+        now = time.monotonic()
+        seconds = now - began_at
         self._newest.append(seconds)
+        self.busy_seconds += seconds
         pause = max((self._slow - 1.0) * min(self._newest), self._least_seconds - seconds)
-        self.busy_seconds += seconds + pause
-        return began_at + seconds + pause
+        self._pause_began_at, self._pause_until = now, now + pause
+        return self._pause_until
+
+    def end_pause(self) -> None:
+        """Note that the pause after an inner step is over, perhaps early: the end of a round cuts it short."""
+        self.busy_seconds += min(time.monotonic(), self._pause_until) - self._pause_began_at
+        self._pause_began_at = self._pause_until = 0.0
 
     def rest(self, began_at: float) -> None:
-        """After what was computed since then on a command: a slow node sleeps."""
+        """Sleep, if the node is slowed down, after a computation that began at ``began_at``."""
         time.sleep((self._slow - 1.0) * (time.monotonic() - began_at))
         self.busy_seconds += time.monotonic() - began_at
 
@@ -108,7 +128,7 @@ class TrainerProcess:
         self._engine = engine
         self._pace = Pace(prepare.slow, prepare.step_seconds)
         self._fragment = 0
-        self._began_at: float | None = None
+        self._num_skipped = 0
         self._round = _Round(messages.Train(0, 0), 0, 0, 0.0, 0.0, 0.0)
         self._checkpoints = Checkpoints(prepare, engine, channel.send)
         resumed, problem = self._checkpoints.begin(prepare, manifest)
@@ -134,11 +154,11 @@ class TrainerProcess:
         )
 
     def next_command(self) -> messages.Command:
-        """Wait for the next command, and decode meanwhile what arrives of the partner's contribution."""
+        """Wait for the next command while decoding what arrives of the partner's contribution."""
         return self._channel.receive() if self._channel.has_pending else self._await_command()
 
     def _await_command(self) -> messages.Command:
-        """Wait for the next command that comes, past those that were put off."""
+        """Wait for the next new command; postponed ones are skipped."""
         while True:
             self._exchange.take_in()
             command = self._channel.poll(LOOK_INTERVAL if self._engine.awaits_outer_step else None)
@@ -146,11 +166,11 @@ class TrainerProcess:
                 return command
 
     def end(self) -> None:
-        """Save what the last outer step gave; nothing is handled after this."""
+        """Save the result of the last outer step; no command is handled after this."""
         self._checkpoints.save(is_last=True)
 
     def handle(self, command: messages.Command) -> None:
-        """Do what one command says and report it."""
+        """Carry out one command and report it."""
         match command:
             case messages.Train():
                 self._train(command)
@@ -179,7 +199,7 @@ class TrainerProcess:
         if not engine.awaits_outer_step:
             engine.round = command.round
         now = time.monotonic()
-        self._began_at = now if self._began_at is None else self._began_at
+        pace.begin()
         self._round = begun = _Round(command, engine.steps, engine.tokens, pace.busy_seconds, now, now)
         if self._recorder is not None:
             self._recorder.begin()
@@ -191,6 +211,7 @@ class TrainerProcess:
             self._obey(self._await_command())
         engine.round = command.round
         size = self._exchange.contribute(command.round, self._fragment)
+        skipped_before, self._num_skipped = self._num_skipped, engine.num_skipped
         self._channel.send(
             messages.Contributed(
                 round=command.round,
@@ -203,7 +224,8 @@ class TrainerProcess:
                 seconds=seconds,
                 fragment=self._fragment,
                 busy_seconds=pace.busy_seconds - begun.busy_seconds,
-                utilisation=pace.busy_seconds / (time.monotonic() - self._began_at),
+                skipped_steps=self._num_skipped - skipped_before,
+                utilisation=pace.share,
             )
         )
         self._exchange.encode(command.round)
@@ -211,15 +233,17 @@ class TrainerProcess:
             self._recorder.end(command.round, self._fragment, self._exchange.digest())
 
     def _replay(self, command: messages.Replay) -> None:
-        """Take another's inner steps, at this node's own pace, and look between two of them at what comes."""
+        """Replay another member's inner steps at this node's pace, and read commands between two of them."""
         if isinstance(self._engine, Learner):
+            self._pace.begin()
             replayed = replay_round(self._engine, self._manifest, command, self._may_not_go_on)
             if self._pace.is_stepping:
                 self._pace.end_step()
+                self._pace.end_pause()
             self._channel.send(replayed)
 
     def _may_not_go_on(self) -> bool:
-        """Before each inner step of a replay: pause, and obey what cannot wait; whether the replay ends, never."""
+        """Pause before an inner step of a replay, and obey urgent commands. Return False: the replay goes on."""
         pause_until = self._pace.end_step() if self._pace.is_stepping else 0.0
         while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
             match command:
@@ -229,18 +253,23 @@ class TrainerProcess:
                     raise Stopped(command)
                 case _:
                     self._channel.put_off(command)
+        self._pace.end_pause()
         self._pace.begin_step()
         return False
 
     def _is_round_over(self) -> bool:
-        """Before each inner step: report the one before, pause, and obey what comes; whether the round ends."""
+        """Report the last inner step, pause, and obey commands before the next one. Return whether the round ends."""
         if self._pace.is_stepping:
             self._report_progress()
             pause_until = self._pace.end_step()
             self._exchange.take_in()
+            is_over = False
             while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
-                if self._obey(command):
-                    return True
+                if is_over := self._obey(command):
+                    break
+            self._pace.end_pause()
+            if is_over:
+                return True
             if self._engine.steps - self._round.steps == self._round.command.max_steps:
                 return True
         if self._engine.is_idle:
@@ -252,7 +281,7 @@ class TrainerProcess:
         return False
 
     def _obey_idle(self, command: messages.Command) -> bool:
-        """As `_obey`, while the engine has nothing to do; with the commands that a driven engine computes by."""
+        """See `_obey`; this is for an idle engine, with the additional commands that a driven engine computes by."""
         match command:
             case messages.Work() | messages.TakeInnerStep():
                 began_at = time.monotonic()
@@ -269,7 +298,7 @@ class TrainerProcess:
         return False
 
     def _obey(self, command: messages.Command) -> bool:
-        """Do what cannot wait for the round's end, and put off the rest; whether the round ends."""
+        """Obey commands that cannot wait for the round's end, postpone others; return whether the round ends."""
         match command:
             case messages.FinishRound(round_index):
                 return round_index == self._round.command.round
@@ -287,7 +316,7 @@ class TrainerProcess:
         return False
 
     def _report_progress(self) -> None:
-        """Between two inner steps, not too often."""
+        """Report progress between two inner steps, at a limited rate."""
         now, engine, begun = time.monotonic(), self._engine, self._round
         if now - begun.reported_at < PROGRESS_INTERVAL:
             return
@@ -306,13 +335,13 @@ class TrainerProcess:
         )
 
     def _report_slices(self) -> None:
-        """What has been trained on, if there is anything to say."""
+        """Report the slices that have been trained on, if there are any."""
         slices = self._engine.slices
         if slices is not None and (ranges := slices.take_trained()):
             self._channel.send(messages.SlicesTrained(slices.epoch, ranges))
 
     def _validate(self, num_batches: int) -> None:
-        """Too little text held out costs a warning, never the training."""
+        """Measure the validation loss; too little held-out text causes a warning and does not stop training."""
         try:
             validated = messages.Validated(self._engine.round, self._engine.evaluate(num_batches))
         except DataError as error:

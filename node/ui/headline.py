@@ -1,7 +1,7 @@
 """The first line of ``farandole status``: whether this node is well, and if not, what to do about it.
 
-One rule after another, the gravest first; the first that holds is told. Each says what is the case in words that need
-no knowledge of farandole, and a remedy that can be typed or done.
+The rules are ordered by gravity; the first that holds is shown. Each describes the problem in words that need no
+knowledge of farandole, and a remedy that can be typed or done.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import itertools
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from ..base.clock_words import clock_words
 from ..base.figures import count, duration, loss
-from ..status.status import REFUSED_HERE, REFUSED_THERE, NodeStatus
+from ..status.status import NO_START, REFUSED_HERE, REFUSED_THERE, NodeStatus
 
 Level = Literal["well", "busy", "trouble"]
 
-# Joining, a first start of torch and a download take this long without anything being wrong.
-USUAL_SECONDS: Final = 60.0
-# One exchange fails for many reasons that are nobody's business; so many in a row have a cause.
+# Joining, and the first look for the weights that a run starts from, take this long without anything being wrong.
+USUAL_SECONDS: Final = 30.0
+# A single failed exchange is normal; this number in a row has a cause.
 FAILURES_IN_A_ROW: Final = 3
 _REFUSED_HERE: Final = f"failed: {REFUSED_HERE}"
 _REFUSED_THERE: Final = f"failed: {REFUSED_THERE}"
-# What an exchange's verdict may begin with, what is to be said if the last ones all do so, and the remedy. Where two
-# contributions are far apart both ends refuse, and it is chance whose word comes first.
+# Beginning of an exchange's verdict, the text to show if the last verdicts all begin so, and the remedy. Where two
+# contributions are far apart both ends refuse, and it is chance whose verdict comes first.
 _REFUSALS: Final = (
     (
         (_REFUSED_HERE,),
@@ -48,14 +49,16 @@ class Headline:
     """One line for a person."""
 
     level: Level
-    """``well``: nothing to do; ``busy``: it will be, without anybody's help; ``trouble``: read the remedy."""
+    """``well``: nothing to do; ``busy``: the node will be well without help; ``trouble``: read the remedy."""
     text: str
     remedy: str = ""
+    lasts: float = 0.0
+    """Seconds for which the trouble has lasted at least; 0 where the status does not tell."""
 
 
 def headline(status: NodeStatus, now: float) -> Headline:
-    """What a person should know first; ``now`` is Unix time."""
-    rules = (_at_rest, _trainer_died, _outside, _isolated, _failing, _preparing, _alone, _well)
+    """Return the first line of a status; ``now`` is Unix time."""
+    rules = (_at_rest, _trainer_died, _wrong_clock, _outside, _isolated, _failing, _preparing, _alone, _well)
     return next(found for rule in rules if (found := rule(status, now)) is not None)
 
 
@@ -79,6 +82,12 @@ def _trainer_died(status: NodeStatus, now: float) -> Headline | None:
     return Headline("trouble", f"the trainer died ({times} so far) and is started again: nothing to do yet", remedy)
 
 
+def _wrong_clock(status: NodeStatus, now: float) -> Headline | None:
+    if status.clock is None or not status.clock.is_harmful:
+        return None
+    return Headline("trouble", *clock_words(status.clock))
+
+
 def _outside(status: NodeStatus, now: float) -> Headline | None:
     if status.is_member or status.phase == "relaying":
         return None
@@ -86,16 +95,21 @@ def _outside(status: NodeStatus, now: float) -> Headline | None:
     waiting = f"not in the run yet, for {duration(since)}: {status.phase_detail or status.phase}"
     if since < USUAL_SECONDS:
         return Headline("busy", waiting)
-    return Headline("trouble", waiting, "`farandole doctor INVITE` finds out why; a newer invite may help")
+    remedy = (
+        "ask any member for a new invite (`farandole run invite`); check that this machine is online and that its "
+        "firewall lets it out; `farandole doctor INVITE` finds out why"
+    )
+    return Headline("trouble", waiting, remedy, since)
 
 
 def _isolated(status: NodeStatus, now: float) -> Headline | None:
     if not status.isolation:
         return None
+    goes_on = "" if status.phase == "relaying" else ". Training goes on meanwhile"
     return Headline(
         "trouble",
         f"cut off from all other members: {status.isolation}",
-        "check this machine's internet; `farandole doctor` says more. Training goes on meanwhile",
+        f"check this machine's internet; `farandole doctor` says more{goes_on}",
     )
 
 
@@ -116,7 +130,12 @@ def _failing(status: NodeStatus, now: float) -> Headline | None:
 def _preparing(status: NodeStatus, now: float) -> Headline | None:
     if status.phase not in ("starting", "joining", "fetching weights", "preparing"):
         return None
-    return Headline("busy", f"in the run, not training yet: {status.phase_detail or status.phase}")
+    waiting = f"in the run, not training yet: {status.phase_detail or status.phase}"
+    since = now - status.phase_since
+    if status.phase_detail != NO_START or since < USUAL_SECONDS:
+        return Headline("busy", waiting)
+    remedy = "start a node on a machine that has them: `farandole join MANIFEST --start FOLDER`; the others fetch them"
+    return Headline("trouble", waiting, remedy, since)
 
 
 def _alone(status: NodeStatus, now: float) -> Headline | None:

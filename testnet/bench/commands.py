@@ -22,6 +22,8 @@ BENCHES: Final = {
     "members": ("members", "What hostile members cost a run's loss, attack by attack, in simulation."),
     "honest": ("honest", "How often the guard refuses or clips honest members, in simulation."),
     "greedy": ("greedy", "What share of the rounds members get that propose to everybody all the time, in simulation."),
+    "memory": ("memory", "What a trainer holds of a GPU's memory and of the host's, beside a plain loop."),
+    "sybils": ("sybils", "What invented authors do to the run state of honest members, in simulation."),
     "zoo": ("zoo", "What hostile members cost a run of real daemons, scenario by scenario (20 minutes)."),
     "faults": ("faults", "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime)."),
     "dashboard": ("dashboard", "What a page about a large run costs its browser and the daemon (Chromium)."),
@@ -35,7 +37,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure one thing, compared 
 
 
 def command_of(name: str) -> Any:
-    """The click command of one benchmark, with its options; typer has no public type for it."""
+    """Return the click command of one benchmark, with its options; typer has no public type for it."""
     program = typer.Typer(add_completion=False, rich_markup_mode="rich")
     program.command()(import_module(f".{BENCHES[name][0]}", __package__).run)
     return typer.main.get_command(program)
@@ -50,6 +52,6 @@ for _name, (_, _help) in BENCHES.items():
     bench_app.command(
         _name,
         help=_help,
-        add_help_option=False,  # the module has it, with its options
+        add_help_option=False,  # the module has its own, with its options
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )(_run)

@@ -1,7 +1,7 @@
-"""How fast contributions move, what that costs, and how others do: the benchmark of exchanges.
+"""The benchmark of exchanges: the speed and cost of moving contributions, and the same for other projects.
 
-Everything is measured between processes on loopback, variants taking turns in the same run, so that what else the
-machine does hits all of them alike; figures are medians. A megabyte is 10^6 bytes.
+All figures are between processes on loopback. Variants take turns in the same run, so that other load on the machine
+hits all of them alike; figures are medians. A megabyte is 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .tables import cost_grid, loop_grid, one_way_grid, pair_grid
 SIZES_MB: Final = (1, 16, 64, 256, 1_024)
 VECTOR_MB: Final = 100
 LOOP_MB: Final = 1_024
-# The share of the raw socket is of payloads of at least so many megabytes, or of the largest.
+# The share of the raw socket is for payloads of at least this number of megabytes, or for the largest.
 LARGE_MB: Final = 256
 
 
 @dataclass(slots=True)
 class ExchangeFigures:
-    """What was measured so far."""
+    """The measurements until now."""
 
     vector_mb: int
     one_way: list[OneWay] = field(default_factory=list)
@@ -43,7 +43,7 @@ class ExchangeFigures:
     loop: LoopLag | None = None
 
     def headlines(self) -> dict[str, float | None]:
-        """The few figures that there are targets for."""
+        """Return the figures that have targets."""
         ours = self._averaging("farandole", "fp32, new channel")
         as_a_round = self._averaging("farandole", f"fp32, new channel{AS_A_ROUND}")
         unguarded = self._averaging("farandole", f"fp32, new channel{UNGUARDED}{AS_A_ROUND}")
@@ -53,7 +53,7 @@ class ExchangeFigures:
             "bulk_over_raw": self._bulk_over_raw(),
             "pair_100mb_s": ours.exchange_s if ours else None,
             "pair_100mb_in_all_s": as_a_round.total_s if as_a_round else None,
-            "guard_over_none": as_a_round.exchange_s / unguarded.exchange_s if as_a_round and unguarded else None,
+            "guard_over_none": as_a_round.total_s / unguarded.total_s if as_a_round and unguarded else None,
             "pair_100mb_s_hivemind": hivemind.exchange_s if hivemind else None,
             "pair_100mb_s_lattica": lattica.exchange_s if lattica else None,
             "peak_mb_over_payload": self._peak_mb(),
@@ -61,7 +61,7 @@ class ExchangeFigures:
         }
 
     def report(self, setting: dict[str, Any]) -> BenchReport:
-        """Tables, words and data."""
+        """Return tables, words and data."""
         pair = [
             {**asdict(each), "total_s": each.total_s, "has_averaged": each.has_averaged} for each in self.averagings
         ]
@@ -75,7 +75,7 @@ class ExchangeFigures:
         return BenchReport(setting, self.grids(), data, [self.summary(), *missing(self.problems)])
 
     def grids(self) -> list[Grid]:
-        """One-way rates and costs, pairs, and the event loop, as far as measured."""
+        """Return tables of one-way rates and costs, pairs, and the event loop, if measured."""
         grids = [one_way_grid(self.one_way), cost_grid(self.one_way)] if self.one_way else []
         if self.averagings:
             grids.append(pair_grid(self.averagings, self.vector_mb))
@@ -84,7 +84,7 @@ class ExchangeFigures:
         return grids
 
     def summary(self) -> str:
-        """The headlines in words."""
+        """Return the headlines in words."""
         sentences: list[str] = []
         if (share := self._bulk_over_raw()) is not None:
             least_mb = min(LARGE_MB, max(result.size_mb for result in self.one_way))
@@ -99,7 +99,9 @@ class ExchangeFigures:
             if ours and as_a_round and (theirs := self._averaging(who, "fp32"))
         )
         if (share := self.headlines()["guard_over_none"]) is not None:
-            sentences.append(f"With the guard an exchange takes {share:.2f} of its time without.")
+            sentences.append(
+                f"With the guard a round's exchange, from vector to mean, takes {share:.2f} of its time without."
+            )
         if (peak := self._peak_mb()) is not None:
             sentences.append(f"Over its idle self and the payload a mesh process needs at most {peak:.0f} MB.")
         return " ".join(sentences)
@@ -108,13 +110,13 @@ class ExchangeFigures:
         return next((each for each in self.averagings if (each.who, each.how) == (who, how)), None)
 
     def _bulk_over_raw(self) -> float | None:
-        """The least share over all large sizes."""
+        """Return the least share over all large sizes."""
         shares = {result.size_mb: result.of_raw for result in self.one_way if result.path == "bulk"}
         large = [share for size, share in shares.items() if size >= min(LARGE_MB, max(shares))]
         return min(large, default=None)
 
     def _peak_mb(self) -> float | None:
-        """The greatest over everything that a mesh process did, exchanges over the stream included."""
+        """Return the greatest peak of all transfers by a mesh process, exchanges over the stream included."""
         one_way = [peak for r in self.one_way if r.path == "bulk" for peak in (r.sender_peak_mb, r.receiver_peak_mb)]
         pairs = [each.peak_mb for each in self.averagings if each.who == "farandole"]
         return greatest_of([*one_way, *pairs, self.loop.peak_mb if self.loop else None])
@@ -153,7 +155,7 @@ def measure(
     ways: Sequence[tuple[str, str]] = WAYS,
     rounds: Sequence[tuple[str, str]] = ROUNDS,
 ) -> ExchangeFigures:
-    """Measure part after part, and write what is measured so far; other projects only with a ``cache`` folder.
+    """Measure part after part, and write the results after each; other projects only with a ``cache`` folder.
 
     Raises `BenchError`.
     """

@@ -1,14 +1,13 @@
-"""What share of the honest members' rounds goes to greedy ones, in simulation (`farandole.testnet.simulate_pairing`).
+"""The share of the honest members' rounds that greedy ones get, in simulation (`farandole.testnet.simulate_pairing`).
 
-Greedy members act as one: they propose to every node all the time, and agree to every proposal. Some then follow
-through, so that they are met in more rounds than others; some do not, so that honest members go alone.
+Greedy members act as one: they propose to every node all the time, and agree to every proposal. In some runs they then
+follow through, and get more rounds than others; in some they do not, so that honest members go alone.
 """
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Annotated, Final
 
@@ -17,6 +16,7 @@ import typer
 from farandole.protocol.manifest import RoundConfig
 
 from ..grid import Grid
+from ..plays import play_all
 from ..simulate_pairing import PairingScenario, simulate
 from .report import OUT, BenchReport, Out, Write, open_bench
 
@@ -35,9 +35,12 @@ class Crowd:
     greedy: int
     do_follow_through: bool
 
+    def __str__(self) -> str:
+        return f"{self.greedy} greedy of {self.members}"
+
     @property
     def fair_share(self) -> float:
-        """The share of an honest member's rounds that greedy ones have if partners are uniform."""
+        """Return the share of an honest member's rounds that greedy ones have if partners are uniform."""
         return self.greedy / (self.members - 1)
 
 
@@ -46,16 +49,16 @@ class Captured:
     """Shares of the honest members' rounds in one play."""
 
     at_first: float
-    """Of the first `SHORT` rounds, with greedy members."""
+    """Share of greedy members in the first `SHORT` rounds."""
     in_all: float
-    """Of all rounds that were asked for, with greedy members."""
+    """Share of greedy members in all requested rounds."""
     alone: float
     honest_pairs: float
-    """With honest members."""
+    """Share of honest members."""
 
 
 def play(crowd: Crowd, rounds: int, seed: int) -> Captured:
-    """Play a run in which some are greedy; equal seeds give equal results."""
+    """Simulate a run in which some members are greedy; equal seeds give equal results."""
     scenario = PairingScenario(
         crowd.members - crowd.greedy,
         ROUNDS,
@@ -92,15 +95,8 @@ def run(
         for do_follow_through in (True, False)
     ]
     with open_bench("greedy", out, write, members=members, greedy=greedy, rounds=rounds, seeds=seeds) as bench:
-        plays = [(crowd, seed) for crowd in crowds for seed in range(seeds)]
-        captured: dict[Crowd, list[Captured]] = {crowd: [] for crowd in crowds}
-        with ProcessPoolExecutor(os.cpu_count()) as processes:
-            asked = {processes.submit(play, crowd, rounds, seed): crowd for crowd, seed in plays}
-            for done, future in enumerate(as_completed(asked), 1):
-                crowd = asked[future]
-                captured[crowd].append(future.result())
-                bench.say(f"{done} of {len(plays)} plays, the last: {crowd.greedy} greedy of {crowd.members}")
-        bench.publish(report(bench.setting, captured, rounds))
+        plays = [(crowd, partial(play, crowd, rounds, seed)) for crowd in crowds for seed in range(seeds)]
+        bench.publish(report(bench.setting, play_all(bench.say, plays), rounds))
 
 
 def numbers(text: str, option: str) -> list[int]:

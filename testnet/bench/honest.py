@@ -1,15 +1,13 @@
-"""What the guard costs honest members in simulation: exchanges that it refuses or clips, and the loss of clean runs.
+"""The guard's cost to honest members in simulation: refused or clipped exchanges, and the loss of clean runs.
 
-Each condition is played with the same seeds as the run without the guard.
+Each condition is simulated with the same seeds as the run without the guard.
 """
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Annotated, Any, Final, get_args
 
@@ -20,6 +18,7 @@ from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.protocol.screening_rules import GuardConfig, SimilarityConfig
 
 from ..grid import Grid
+from ..plays import play_all
 from .members import STEPS, manifest_of
 from .report import OUT, BenchReport, Out, Write, open_bench
 from .simulate_hostile import HostileOutcome, HostileRun, play
@@ -42,15 +41,8 @@ def run(
     Examples: [cyan]farandole testnet bench honest[/cyan]; [cyan]farandole testnet bench honest --seeds 1[/cyan]
     """
     with open_bench("honest", out, write, members=members, rounds=rounds, seeds=seeds) as bench:
-        plays = [each for seed in range(seeds) for each in _plays(members, rounds, seed)]
-        outcomes: dict[str, list[HostileOutcome]] = defaultdict(list)
-        with ProcessPoolExecutor(os.cpu_count()) as processes:
-            asked = {processes.submit(play, played): name for name, played in plays}
-            for done, future in enumerate(as_completed(asked), 1):
-                outcomes[asked[future]].append(future.result())
-                bench.say(f"{done} of {len(plays)} plays, the last: {asked[future]}")
-        names = list(dict.fromkeys(name for name, _ in plays))
-        bench.publish(report(bench.setting, names, outcomes))
+        runs = [each for seed in range(seeds) for each in _plays(members, rounds, seed)]
+        bench.publish(report(bench.setting, play_all(bench.say, [(name, partial(play, run)) for name, run in runs])))
 
 
 def _plays(members: int, rounds: int, seed: int) -> Iterator[tuple[str, HostileRun]]:
@@ -68,12 +60,11 @@ def _plays(members: int, rounds: int, seed: int) -> Iterator[tuple[str, HostileR
             yield name, replace(equal, manifest=msgspec.structs.replace(manifest, outer=outer))
 
 
-def report(setting: dict[str, Any], names: list[str], outcomes: dict[str, list[HostileOutcome]]) -> BenchReport:
+def report(setting: dict[str, Any], outcomes: dict[str, list[HostileOutcome]]) -> BenchReport:
     """Return the table and its data."""
     unguarded = fmean(outcome.loss for outcome in outcomes[UNGUARDED])
     rows, met, touched = [], 0, 0
-    for name in names:
-        each = outcomes[name]
+    for name, each in outcomes.items():
         loss = fmean(outcome.loss for outcome in each)
         spread = max(outcome.loss for outcome in each) - min(outcome.loss for outcome in each)
         exchanges = sum(outcome.honest_exchanges for outcome in each)

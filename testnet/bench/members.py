@@ -1,15 +1,13 @@
-"""What hostile members cost a run: every attack of `member_attacks`, in simulation, over several seeds.
+"""The cost of hostile members to a run: every attack of `member_attacks`, in simulation, over several seeds.
 
 Each is compared with a run of the honest members alone, with the same seed. Figures are means over seeds.
 """
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from statistics import fmean
 from typing import Annotated, Any, Final
@@ -23,6 +21,7 @@ from farandole.protocol.screening_rules import GuardConfig, ScreeningRules
 
 from ..compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..grid import Grid
+from ..plays import play_all
 from ..zoo.member_attacks import ATTACKS
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
@@ -34,7 +33,7 @@ UNEQUAL: Final = "all honest, speeds 1 to 5"
 AWAY: Final = "all honest, some away"
 STEPS: Final = 10
 STRICT: Final = GuardConfig(least_loss_increase=0.001, max_loss_increase=0.01)
-# What a liar says of its tokens: more than anybody has, for a large share of the mean; or few, to pass as a slow node.
+# Tokens that a liar claims: more than any member has, for a large share of the mean; or few, to pass as a slow node.
 CLAIMS: Final = {"many": 10**12, "few": 1}
 
 
@@ -64,18 +63,13 @@ def run(
     choices = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds, "strict": strict}
     with open_bench("members", out, write, **choices) as bench:
         screening = STRICT if strict else GuardConfig()
-        plays = list(_plays(tried, honest, hostile, rounds, seeds, screening))
-        outcomes: dict[str, list[HostileOutcome]] = defaultdict(list)
-        with ProcessPoolExecutor(os.cpu_count()) as processes:
-            asked = {processes.submit(play, played): name for name, played in plays}
-            for done, future in enumerate(as_completed(asked), 1):
-                outcomes[asked[future]].append(future.result())
-                bench.say(f"{done} of {len(plays)} plays, the last: {asked[future]}")
+        runs = _plays(tried, honest, hostile, rounds, seeds, screening)
+        outcomes = play_all(bench.say, [(name, partial(play, run)) for name, run in runs])
         bench.publish(report(bench.setting, tried, outcomes))
 
 
 def manifest_of(rounds: int, seed: int, screening: ScreeningRules) -> Manifest:
-    """The run that is simulated."""
+    """Return the manifest of the simulated run."""
     inner = InnerConfig(
         learning_rate=LEARNING_RATE,
         warmup_steps=rounds * STEPS // 20,
@@ -105,7 +99,7 @@ def _plays(
 def report(
     setting: dict[str, Any], tried: Sequence[tuple[str, str]], outcomes: dict[str, list[HostileOutcome]]
 ) -> BenchReport:
-    """The table and data."""
+    """Return the table and data."""
     alone = fmean(outcome.loss for outcome in outcomes[ALONE])
     rows = []
     for name in (ALONE, CLEAN, UNEQUAL, AWAY, *(f"{name}, {claim}" for name, claim in tried)):

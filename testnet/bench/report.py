@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, how they report, and where the report goes.
+"""The common parts of all benchmarks: their options, their reports, and where a report is written.
 
 A program measures inside `open_bench`, and makes a `BenchReport` of its figures: tables and words for people, data for
 JSON, and the limits that were missed. `Bench.publish` writes ``NAME.json`` and ``NAME.md``, prints the report, and
@@ -34,7 +34,7 @@ Cache = Annotated[Path, typer.Option(help="Folder in which other projects are in
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """What a benchmark has measured so far."""
+    """The measurements of a benchmark until now."""
 
     setting: Mapping[str, Any]
     """Command, date, machine and choices (`farandole.testnet.setting`)."""
@@ -49,26 +49,26 @@ class BenchReport:
 
     @property
     def paragraphs(self) -> list[str]:
-        """The words, wrapped."""
+        """Return the words, wrapped."""
         return [textwrap.fill(text, LINE_WIDTH, break_on_hyphens=False) for text in self.words if text]
 
     def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return everything, for JSON."""
         return {**self.data, "setting": dict(self.setting), "misses": list(self.misses)}
 
     def markdown(self) -> str:
-        """The section of a document."""
+        """Return the section of a document."""
         return compose(self.setting, *(grid.markdown() for grid in self.grids), *self.paragraphs)
 
 
 def missing(problems: Mapping[str, str]) -> list[str]:
-    """Words about each part that could not be measured, from its name and the reason."""
+    """Return words about each part that could not be measured, from its name and the reason."""
     return [f"{name} is missing: {reason}" for name, reason in problems.items()]
 
 
 @dataclass(slots=True)
 class Bench:
-    """A benchmark while it runs; made by `open_bench`."""
+    """A running benchmark; made by `open_bench`."""
 
     name: str
     out: Path
@@ -79,11 +79,14 @@ class Bench:
 
     @property
     def log(self) -> Path:
-        """File for the output of the benchmark's processes."""
+        """Return the file for the output of the benchmark's processes."""
         return self.out / f"{self.name}.log"
 
     def say(self, text: str) -> None:
-        """Show what is being measured, in a line that the next one replaces."""
+        """Show what is being measured, in a line that the next one replaces; in a file or a pipe each line stays."""
+        if not self.console.is_terminal:
+            self.tell(text)
+            return
         if self._status is None:
             self._status = self.console.status(text)
             self._status.start()
@@ -124,7 +127,7 @@ class Bench:
 
 @contextlib.contextmanager
 def open_bench(name: str, out: Path, write: Path | None = None, **choices: Any) -> Iterator[Bench]:
-    """A benchmark that writes into ``out``, and into the section ``name`` of the document ``write``.
+    """Open a benchmark that writes into ``out``, and into the section ``name`` of the document ``write``.
 
     ``choices`` are shown with the figures. Raises `SectionError`, before anything is measured, if the document has no
     such section.

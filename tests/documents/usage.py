@@ -1,4 +1,4 @@
-"""Whether a documented command could be typed: its program is there, and takes these options."""
+"""Checks that a documented command could be typed: its program exists, and takes these options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.testnet.bench.commands import command_of
 
 from .pages import ROOT
 
-# What pages may tell people to run beside farandole and `make`: why tests do not play it, or None where they do.
+# Programs other than farandole and `make` that pages may use -> why tests do not play them, or None if they do.
 PROGRAMS = {
     "apt": "changes the system",
     "cat": None,
@@ -47,11 +47,12 @@ PROGRAMS = {
     "journalctl": "needs systemd",
     "timedatectl": "changes the system",
     "make": "sets up an environment; what its targets run is tested by itself",
+    "torchrun": "starts two processes with torch, as tests/node/test_own_loop.py does",
 }
 
 
 def check(words: Sequence[str]) -> None:
-    """Raises an error that says what is wrong with a command line."""
+    """Raise an error with the problem if a command line could not be typed."""
     program = Path(words[0]).name
     if program == "farandole":
         check_farandole(words[1:])
@@ -64,7 +65,7 @@ def check(words: Sequence[str]) -> None:
 
 
 def check_farandole(arguments: Sequence[str]) -> None:
-    """Parse as typer does, without looking at values: typer has no public types for what it makes of an application."""
+    """Parse as typer does, without checking values: typer has no public types for an application's commands."""
     command: Any = typer.main.get_command(whole_app())
     context: Any = typer.Context(command, info_name="farandole", **command.context_settings)
     while True:
@@ -86,7 +87,7 @@ def check_farandole(arguments: Sequence[str]) -> None:
 
 
 def check_name(words: Sequence[str]) -> None:
-    """The same of words that begin with a command's name, whatever that needs beside."""
+    """Check words that begin with a command's name; its required arguments may be missing."""
     command: Any = typer.main.get_command(whole_app())
     path = "farandole"
     for word in words:
@@ -99,6 +100,6 @@ def check_name(words: Sequence[str]) -> None:
 
 
 def is_played(words: Sequence[str]) -> bool:
-    """Whether tests may run it on the machine that they run on."""
+    """Return whether tests may run the command on their own machine."""
     program = Path(words[0]).name
     return program == "farandole" or (PROGRAMS[program] is None and shutil.which(program) is not None)

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` trains with others of a run, by a callback alone."""
+"""`transformers.Trainer` trains with other members of a run, with only a callback added."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ import farandole
 import farandole.hf
 
 
-@pytest.fixture(autouse=True)
-def _loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {
-        "FARANDOLE_HOME": str(tmp_path / "home"),
-        "FARANDOLE_LISTEN": "/ip4/127.0.0.1/tcp/0",
-        "FARANDOLE_MDNS": "false",
-    }.items():
-        monkeypatch.setenv(name, value)
-
-
 def small_gpt2() -> transformers.GPT2LMHeadModel:
     torch.manual_seed(1)
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
@@ -34,7 +24,7 @@ def small_gpt2() -> transformers.GPT2LMHeadModel:
 
 
 class Rounds(transformers.TrainerCallback):
-    """What the callback knows after each step."""
+    """Records the round and status of farandole's callback after each step."""
 
     def __init__(self, ours: farandole.hf.Callback) -> None:
         self._ours = ours
@@ -49,14 +39,14 @@ class Rounds(transformers.TrainerCallback):
 
 @pytest.mark.filterwarnings("default")
 def test_a_trainer_takes_outer_steps_between_its_own(tmp_path: Path) -> None:
-    """Each of its steps is an inner step, however many batches it accumulates; each fourth is followed by an outer."""
+    """Each of its steps is an inner step, however many batches it accumulates; an outer step follows every fourth."""
     run = farandole.create_run(
         small_gpt2(), tmp_path / "run", rounds={"inner_steps": 4, "round_seconds": 0, "exchange_seconds": 0.1}
     )
     model = small_gpt2()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(1.0)  # what it begins with is the run's all the same
+            parameter.add_(1.0)  # the run's weights replace them
     ours = farandole.hf.Callback(run)
     seen = Rounds(ours)
     data = [{"input_ids": list(range(n, n + 16)), "labels": list(range(n, n + 16))} for n in range(16)]

@@ -1,8 +1,7 @@
-"""Daemons in processes of their own, followed by what they say at the terminal, or in their status."""
+"""Daemons in separate processes, observed by their terminal output or their status."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -20,13 +19,13 @@ from farandole.protocol.invite import Invite, encode_invite
 
 from ..patience import PATIENCE
 
-# An inner step takes at least so long: nodes of a test leave the processors to each other, as machines of their own do.
+# Least time of an inner step, so that a test's nodes leave processor time to each other, as on separate machines.
 PACE = ("--step-seconds", "0.05")
 POLL_INTERVAL = 0.05
 
 
 class Daemon:
-    """A ``farandole join``, or ``relay``, in a process of its own."""
+    """A ``farandole join``, or ``relay``, in its own process."""
 
     def __init__(self, process: trio.Process, home: Path) -> None:
         self.home = home
@@ -36,20 +35,20 @@ class Daemon:
 
     @property
     def name(self) -> str:
-        """What others call it: the end of its peer id."""
+        """Return the node's name at other nodes: the end of its peer id."""
         return next(line for line in self.said if "this node is" in line)[-8:]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it listens."""
+        """Return the addresses where it listens."""
         return tuple(line.partition("listening on ")[2] for line in self.said if "listening on" in line)
 
     def invite(self, run_id: bytes) -> str:
-        """To a run, by where it listens."""
+        """Return an invite to a run, with the node's listen addresses."""
         return encode_invite(Invite(run_id, self.addresses))
 
     async def says(self, *words: str) -> str:
-        """The next line with all these words; fails if the process ends without saying it."""
+        """Return the next line with all these words; fail if the process ends without printing it."""
         assert self.process.stdout is not None
         with trio.move_on_after(PATIENCE):
             while True:
@@ -67,15 +66,15 @@ class Daemon:
         raise AssertionError(f"did not say {words} within {PATIENCE} s, but:\n{lines}")
 
     async def ask(self, deed: str) -> Any:
-        """What the control API of the node answers."""
+        """Return the answer of the node's control API."""
         return await trio.to_thread.run_sync(lambda: call(self.home, deed, timeout=PATIENCE))
 
     async def status(self) -> NodeStatus:
-        """What `farandole status` shows."""
+        """Return the status that `farandole status` shows."""
         return msgspec.convert(await self.ask("status"), NodeStatus)
 
     async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
-        """The first status of which that is true."""
+        """Return the first status for which the condition is true."""
         with trio.fail_after(PATIENCE):
             while True:
                 status = await self.status()
@@ -84,27 +83,26 @@ class Daemon:
                 await trio.sleep(POLL_INTERVAL)
 
     async def end(self, number: signal.Signals) -> int:
-        """Send a signal and wait for the end; the exit code."""
+        """Send a signal and wait for the end; return the exit code."""
         self.process.send_signal(number)
         with trio.fail_after(PATIENCE):
             return await self.process.wait()
 
 
 def joined(home: Path, *arguments: str) -> AbstractAsyncContextManager[Daemon]:
-    """A node that trains, as long as the context."""
+    """Run a node that trains, until the context ends."""
     return started(home, "join", *PACE, *arguments, "--heartbeat-seconds", "1", "--validate-every", "0")
 
 
 @asynccontextmanager
 async def started(home: Path, *arguments: str) -> AsyncIterator[Daemon]:
-    """A daemon that runs as long as the context."""
+    """Run a daemon until the context ends."""
     process = await trio.lowlevel.open_process(
         [
             *(sys.executable, "-m", "farandole.node", *arguments),
             *("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0"),
         ],
         stdin=subprocess.DEVNULL,
-        env={"FARANDOLE_LOG_FORMAT": "human", **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

@@ -1,4 +1,4 @@
-"""Loops of members' own over real nodes: they exchange, are killed, come back, and end in good order."""
+"""Users' own loops with real nodes: they exchange, are killed, come back, and end properly."""
 
 from __future__ import annotations
 
@@ -6,33 +6,45 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import trio
 
 from farandole.node.join.own_invite import own_invite
 from farandole.node.own_loop.child_node import run_of_node
 
+from ..patience import PATIENCE
 from .daemons import Daemon, started
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
 
 @asynccontextmanager
-async def loop(home: Path, *arguments: str) -> AsyncIterator[Daemon]:
-    """The example's loop in a process of its own; ``home`` is its node's, if one is on there."""
+async def loop(
+    home: Path,
+    *arguments: str,
+    program: Sequence[str] = (str(EXAMPLE),),
+    enter: Sequence[str] = (),
+    listen: str = "/ip4/127.0.0.1/tcp/0",
+) -> AsyncIterator[Daemon]:
+    """Run a program with a loop in its own process; ``home`` is its node's, if a node is running there.
+
+    ``enter``: a command before it, which enters the place where it runs.
+    """
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-W", "always", str(EXAMPLE), *arguments],
+        [*enter, sys.executable, "-W", "always", *program, *arguments],
         stdin=subprocess.DEVNULL,
         env={
             **os.environ,
             "FARANDOLE_HOME": str(home),
-            "FARANDOLE_LISTEN": "/ip4/127.0.0.1/tcp/0",
+            "FARANDOLE_LISTEN": listen,
             "FARANDOLE_STEP_SECONDS": "0.05",
             "FARANDOLE_HEARTBEAT_SECONDS": "1",
             "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see training.ranks.restarts_meet_the_dead
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -40,15 +52,19 @@ async def loop(home: Path, *arguments: str) -> AsyncIterator[Daemon]:
     try:
         yield Daemon(process, home)
     finally:
-        if process.returncode is None:
-            process.kill()
         with trio.CancelScope(shield=True):
+            if process.returncode is None and program[0] != str(EXAMPLE):
+                process.terminate()  # torchrun then ends its ranks
+                with trio.move_on_after(PATIENCE):
+                    await process.wait()
+            if process.returncode is None:
+                process.kill()
             await process.wait()
 
 
 @asynccontextmanager
 async def node_of_a_loop(home: Path) -> AsyncIterator[Daemon]:
-    """The node that a loop has started in this folder: it is ended, whatever becomes of the loop."""
+    """Yield the node that a loop has started in this folder; end it, whatever happens to the loop."""
     pid = None
     try:
         node = Daemon.__new__(Daemon)
@@ -65,7 +81,7 @@ async def invite_to(home: Path) -> str:
 
 
 async def test_two_loops_train_together_and_one_is_killed(tmp_path: Path) -> None:
-    """Alice's loop starts its own node; Bob's attaches to one that is on, which outlives it."""
+    """Alice's loop starts its own node; Bob's attaches to a running one, which outlives it."""
     run, bobs = tmp_path / "run", tmp_path / "bob"
     create = ("--create", str(run), "--round-seconds", "1", "--steps", "1000000")
     async with loop(tmp_path / "alice", *create) as alice:
@@ -90,7 +106,7 @@ async def test_two_loops_train_together_and_one_is_killed(tmp_path: Path) -> Non
                     # Alice's loop is interrupted: its node leaves with it.
                     assert await alice.end(signal.SIGINT) != 0
                     assert not await trio.to_thread.run_sync(run_of_node, run)
-                    # Bob's node leaves: his loop goes on by itself.
+                    # Bob's node leaves: his loop continues alone.
                     assert await node.end(signal.SIGTERM) == 0
                     await bob.says("this node trains no more")
                     await bob.says("loss", "0 members")
@@ -140,3 +156,72 @@ async def test_a_node_that_trains_by_itself_says_what_is_missing(tmp_path: Path)
         tmp_path / "bob", "join", str(run / "start" / "manifest"), "--start", str(run / "start")
     ) as node:
         await node.says("--trainer external")
+
+
+FAILING = """
+import torch
+import farandole
+from torch import distributed
+
+distributed.init_process_group("gloo")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+run = farandole.create_run(model, "run", rounds={"round_seconds": 1})
+with farandole.NoLoCo(model, optimizer, run) as joined:
+    print("begun", flush=True)
+    while True:
+        model(torch.randn(8, 4)).square().mean().backward()
+        for parameter in model.parameters():
+            distributed.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        if joined.round == 2 and distributed.get_rank() == 1:
+            raise RuntimeError("this rank fails")
+"""
+
+
+async def test_when_the_loop_fails_in_one_rank_all_of_them_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "failing.py"
+    program.write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    async with loop(tmp_path / "home", program=(*torchrun, str(program))) as ranks:
+        await ranks.says("begun")
+        async with node_of_a_loop(tmp_path / "run"):
+            await ranks.says("RuntimeError: this rank fails")
+            with trio.fail_after(PATIENCE):
+                assert await ranks.process.wait() != 0
+
+
+def ranks_of(torchrun: int) -> list[int]:
+    """Return the processes started by torchrun, the first rank first."""
+    return [int(pid) for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ranks are found as Linux lists a process's children")
+async def test_ranks_are_one_member_that_averages_with_a_plain_loop_and_comes_back_when_a_rank_is_lost(
+    tmp_path: Path,
+) -> None:
+    run, bobs = tmp_path / "run", tmp_path / "bob"
+    create = ("--create", str(run), "--round-seconds", "1", "--steps", "1000000")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    async with loop(tmp_path / "alice", *create) as alice:
+        await alice.says("step 0, round 0")
+        async with node_of_a_loop(run) as alices_node:
+            join = ("join", await invite_to(run), "--trainer", "external", "--heartbeat-seconds", "1")
+            async with started(bobs, *join, "--step-seconds", "0.05", "--checkpoint-seconds", "1") as node:
+                await node.says("waiting for a loop to attach")
+                program = (*torchrun, str(EXAMPLE.with_name("cluster.py")))
+                async with loop(bobs, await invite_to(run), "--steps", "1000000", program=program) as bob:
+                    await node.says("averaged with")
+                    status = await alices_node.until(lambda status: status.exchanges_ok > 0)
+                    assert len([member for member in status.members if not member.has_left]) == 2, "two ranks are one"
+                    os.kill(ranks_of(bob.process.pid)[1], signal.SIGKILL)
+                    # The node's message depends on which is faster: the first rank reports that it has lost the second,
+                    # or torchrun ends the first rank before that.
+                    await node.says("waiting for the next one")
+                    await node.says("trainer ready", "resumed at round")
+                    await node.says("averaged with")
+                    assert await node.end(signal.SIGTERM) == 0
+                    await bob.says("this node trains no more")
+                    await bob.says("loss", "0 members")

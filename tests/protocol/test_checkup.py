@@ -18,7 +18,6 @@ from farandole.protocol.checkup import (
     Offset,
     SpeedAnswer,
     SpeedRequest,
-    agreed_offset,
     decode_clock,
     decode_echo,
     decode_speed,
@@ -59,7 +58,3 @@ def test_what_is_out_of_range_is_refused(bad: Struct) -> None:
 
 def test_an_offset_is_that_of_the_middle_of_the_round_trip() -> None:
     assert measure_offset(100.0, 102.0, ClockAnswer(41_000)) == Offset(60.0, 1.0)
-
-
-def test_one_wrong_clock_among_three_does_not_count() -> None:
-    assert agreed_offset([Offset(1, 0), Offset(-3_600, 0), Offset(2, 0)]) == 1

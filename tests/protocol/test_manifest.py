@@ -22,7 +22,7 @@ from farandole.protocol.manifest import (
 )
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterRules, gamma_limit
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, SimilarityConfig
-from farandole.protocol.vectors import ERROR, FAST, OPTIMIZER_VECTORS, SENT, SLOW
+from farandole.protocol.vectors import FAST, OPTIMIZER_VECTORS, SENT, SLOW
 
 CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 MODEL = {"num_layers": 2, "width": 32, "num_heads": 2, "hidden": 64, "context": 32, "vocabulary": 256}
@@ -101,8 +101,6 @@ def test_a_long_manifest_is_refused_unread() -> None:
         ({"inner": {"batch_size": 0}}, "batch_size"),
         ({"outer": {"codec": "zip"}}, "codec"),
         ({"outer": {"alpha": 1.0}}, "alpha"),
-        ({"outer": {"codec": "fp32", "error_feedback": True}}, "error_feedback"),
-        ({"outer": {"codec": "topk", "error_feedback": False}}, "topk feeds back"),
         ({"outer": {"codec": "topk", "topk": 0}}, "topk"),
         ({"outer": {"codec": "topk", "topk": 129}}, "topk"),
         ({"rounds": {"inner_steps": 0, "round_seconds": 0}}, "never end"),
@@ -172,7 +170,7 @@ def test_rules_are_chosen_by_kind() -> None:
 def test_vectors_of_rules_have_names_of_their_own() -> None:
     """A vector of a rule with another's name would be loaded as the other."""
     for rule in typing.get_args(OuterRules):
-        assert not {SLOW, FAST, ERROR, SENT, *OPTIMIZER_VECTORS} & set(rule.vectors)
+        assert not {SLOW, FAST, SENT, *OPTIMIZER_VECTORS} & set(rule.vectors)
         assert len(set(rule.vectors)) == len(rule.vectors)
 
 

@@ -4,9 +4,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farandole.testnet.compare import choose_methods, run_compare, texts_by_kind
+from farandole.testnet.compare import (
+    TUNING_SEED,
+    Comparison,
+    Result,
+    best_of,
+    choose_methods,
+    interval_of,
+    result_grid,
+    run_compare,
+    texts_by_kind,
+)
 from farandole.testnet.section import Section, SectionError
-from farandole.training.baselines import methods
+from farandole.training.baselines import Method, methods
 from farandole.training.errors import DataError
 
 
@@ -16,29 +26,68 @@ def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pyt
     figures = tmp_path / "FIGURES.md"
     figures.write_text("<!-- begin compare -->\n<!-- end compare -->\n")
 
-    results = run_compare(nodes=2, steps=2, seeds=1, out=out, interval=1, section=Section(figures, "compare"))
+    comparison = Comparison(nodes=2, steps=2, seeds=1, interval=1)
+
+    results = run_compare(comparison, out, Section(figures, "compare"))
 
     document = json.loads(out.read_text())
     assert [result.method for result in results] == [method.name for method in methods()]
-    assert [result["method"] for result in document["results"]] == [method.name for method in methods()]
+    assert {result["method"] for result in document["results"]} == {method.name for method in methods()}
     assert all(0 < result["loss"] < 7 for result in document["results"])
     assert document["settings"]["nodes"] == len(document["settings"]["kinds"]) == 2
     assert "DiLoCo" in capsys.readouterr().out
     assert all(f"\n| {method.name} | 1 | " in figures.read_text() for method in methods())
+    assert "less DiLoCo's" in figures.read_text()
     assert "nodes 2, steps 2, seeds 1, interval 1" in figures.read_text().replace("\n", " ")
 
 
 def test_a_document_without_the_section_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(SectionError, match="cannot read"):
-        run_compare(section=Section(tmp_path / "FIGURES.md", "compare"))
+        run_compare(Comparison(), section=Section(tmp_path / "FIGURES.md", "compare"))
 
 
 def test_some_methods_are_chosen_by_words_of_their_names() -> None:
     assert [method.name for method in choose_methods(["DiLoCo", "nobody"])] == ["DiLoCo", "nobody averages"]
     assert {method.late for method in choose_methods(["late"], interval=5)} == {3, 5}
     assert len(choose_methods([])) == len(methods())
-    with pytest.raises(DataError, match="there are synchronous data parallel; DiLoCo"):
+    with pytest.raises(DataError, match="there are synchronous data parallel; "):
         choose_methods(["DiLoCo", "magic"])
+
+
+def result(method: str, seed: int, loss: float, rate: float = 1.0) -> Result:
+    return Result(method, seed, rate, loss, merged_loss=loss, spread=0.0, seconds=1.0)
+
+
+def test_each_method_gets_the_rate_that_is_best_for_it() -> None:
+    tried = [Method(name, "pairs", rate=rate) for name in "ab" for rate in (0.5, 1.0, 2.0)]
+    losses = {"a": (3.0, 2.0, 2.5), "b": (3.0, 2.0, 1.5)}
+    results = [
+        result(method.name, TUNING_SEED, losses[method.name][number % 3], method.rate)
+        for number, method in enumerate(tried)
+    ]
+
+    assert [(method.name, method.rate) for method in best_of(tried, results)] == [("a", 1.0), ("b", 2.0)]
+
+
+def test_losses_are_compared_seed_by_seed() -> None:
+    chosen = [Method("base", "all"), Method("other", "pairs"), Method("third", "pairs")]
+    results = [result("base", seed, 2.0 + seed) for seed in range(3)]
+    results += [result("other", seed, 1.9 + seed + 0.01 * (seed - 1)) for seed in range(3)]
+    results += [result("third", 7, 1.0)]
+
+    rows = {row[0]: row[5] for row in result_grid(results, chosen, "base").rows}
+
+    assert rows == {"base": "", "other": "-0.100 [-0.125, -0.075]", "third": ""}
+    assert interval_of([0.5]) == "+0.500"
+
+
+def test_methods_of_one_traffic_are_seen_to_have_it() -> None:
+    traffic = {method.name: method.traffic for method in methods(interval=12)}
+
+    assert traffic["synchronous data parallel"] == 4
+    assert traffic["DiLoCo"] == traffic["NoLoCo, Nesterov, fp32"] == 4 / 12
+    assert traffic["NoLoCo, plain, int8, four times as often"] == pytest.approx(4 / 12, rel=0.02)
+    assert traffic["nobody averages"] == 0
 
 
 def test_kinds_of_text_are_apart_and_the_last_tenth_is_held_out() -> None:

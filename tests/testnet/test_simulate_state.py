@@ -19,7 +19,7 @@ def settled(seed: int, num_nodes: int, **settings: object) -> World:
 
 
 def latencies(world: World, entries: list[tuple[Entry, float]], nodes: list[SimulatedNode]) -> list[float]:
-    """Sorted seconds from each entry's writing to each of these nodes; infinity where it never came."""
+    """Return the sorted seconds from each entry's writing to each of these nodes; infinity if it never arrived."""
     return sorted(
         node.seen_at.get(entry.id, float("inf")) - written_at for entry, written_at in entries for node in nodes
     )
@@ -33,27 +33,14 @@ def restart(world: World, node: SimulatedNode) -> None:
     node.restart(world.contacts())
 
 
-def publish_all(world: World, nodes: list[SimulatedNode], seconds: float) -> list[tuple[Entry, float]]:
-    """Each node writes one entry, spread over the seconds from now."""
-    written: list[tuple[Entry, float]] = []
-
-    def publish(node: SimulatedNode) -> None:
-        if node.is_running:
-            written.append((world.publish_progress(node), world.simulation.now))
-
-    for index, node in enumerate(nodes):
-        world.simulation.call_after(seconds * index / len(nodes), partial(publish, node))
-    return written
-
-
 @pytest.mark.parametrize(("num_nodes", "num_entries"), [(120, 120), pytest.param(1_000, 1_000, marks=pytest.mark.soak)])
 def test_an_entry_reaches_all_living_nodes_within_twelve_seconds(num_nodes: int, num_entries: int) -> None:
-    """5 % loss, and a tenth of the nodes replaced a minute."""
+    """The network loses 5 %, and a tenth of the nodes is replaced each minute."""
     world = settled(3, num_nodes, loss=0.05)
     for step in range(num_nodes // 20):
         world.simulation.call_at(30.0 * step / (num_nodes // 20), world.replace_one)
     stayed = set(world.nodes)
-    written = publish_all(world, world.nodes[:num_entries], seconds=15.0)
+    written = world.publish_all(world.nodes[:num_entries], seconds=15.0)
     world.simulation.run_until(40.0)
     living = [node for node in world.living if node in stayed and node.incarnation == 1]
     delays = latencies(world, written, living)
@@ -65,7 +52,7 @@ def test_an_entry_reaches_all_living_nodes_within_twelve_seconds(num_nodes: int,
 
 @pytest.mark.parametrize("num_nodes", [120, pytest.param(1_000, marks=pytest.mark.soak)])
 def test_half_die_at_once_and_the_rest_agree(num_nodes: int) -> None:
-    """20 % loss; what five peers held is never lost."""
+    """The network loses 20 %; entries that five peers held are never lost."""
     world = settled(5, num_nodes, loss=0.2)
     world.simulation.run_until(3.0)
     victims = random.Random(5).sample(world.nodes, num_nodes // 2)
@@ -86,7 +73,7 @@ def test_half_die_at_once_and_the_rest_agree(num_nodes: int) -> None:
 def test_one_seed_makes_one_trace() -> None:
     def trace(seed: int) -> str:
         world = settled(seed, 20, loss=0.1)
-        publish_all(world, world.nodes, seconds=5.0)
+        world.publish_all(world.nodes, seconds=5.0)
         world.simulation.call_at(4.0, world.nodes[3].stop)
         world.simulation.call_at(9.0, lambda: world.nodes[3].restart(world.contacts()))
         world.simulation.run_until(20.0)
@@ -98,7 +85,7 @@ def test_one_seed_makes_one_trace() -> None:
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 200))])
 def test_whatever_happens_the_living_agree_in_the_end(seed: int) -> None:
-    """Loss, a partition, deaths, restarts and wrong clocks, all by the seed; equal within 15 s of the last."""
+    """Loss, a partition, deaths, restarts and wrong clocks, all drawn from the seed; equal within 15 s of the last."""
     rng = random.Random(seed)
     clocks = {number: (rng.uniform(-5.0, 5.0), rng.uniform(-0.01, 0.01)) for number in range(1, 17, 3)}
     world = settled(seed, 16, loss=0.1, base_period=2.0, clocks=clocks)
@@ -111,11 +98,11 @@ def test_whatever_happens_the_living_agree_in_the_end(seed: int) -> None:
         world.simulation.call_at(died_at, node.stop)
         if rng.random() < 0.7:
             world.simulation.call_at(died_at + rng.uniform(1.0, 10.0), partial(restart, world, node))
-    publish_all(world, world.nodes, seconds=20.0)
+    world.publish_all(world.nodes, seconds=20.0)
     world.simulation.call_at(25.0, world.network.heal)
     assert world.simulation.run_until(40.0, done=lambda: world.simulation.now > 26.0 and world.are_equal())
     living = {node.author for node in world.living}
-    world.simulation.run_until(160.0)  # a last heartbeat may have gone round until it expired
+    world.simulation.run_until(160.0)  # a last heartbeat may be passed around until it expires
     for node in world.living:
         seen = set(node.gossip.liveness.live(node.clock.monotonic()))
         assert seen == living - {node.author}, "the living are seen by all, and the dead by none"
@@ -142,12 +129,12 @@ def test_quiet_nodes_exchange_little_more_than_their_roots() -> None:
 
 @pytest.mark.parametrize("offset", [3_600.0, -3_600.0, -30 * 86_400.0])
 def test_a_very_wrong_clock_hurts_its_owner_alone(offset: float) -> None:
-    """The far future is put off and the long past has expired, for everybody else alike."""
+    """The other nodes defer entries from the far future, and those from the distant past have expired for them."""
     world = settled(2, 8, base_period=2.0)
     stray = world.add_node()
     stray.clock.offset = offset
     stray.start(world.contacts())
-    publish_all(world, world.nodes[:8], seconds=5.0)
+    world.publish_all(world.nodes[:8], seconds=5.0)
     world.simulation.run_until(30.0)
     honest = world.nodes[:8]
     assert len({node.state.root for node in honest}) == 1
@@ -158,12 +145,12 @@ def test_a_very_wrong_clock_hurts_its_owner_alone(offset: float) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_nodes", [8, pytest.param(60, marks=pytest.mark.soak)])
 def test_halves_find_together_and_stay_together(num_nodes: int, seed: int) -> None:
-    """After a minute apart, when each half has long chosen its neighbours among its own."""
+    """They are apart for a minute, and each half has long chosen its neighbours within itself."""
     world = settled(seed, num_nodes, base_period=2.0)
     half = [node.author for node in world.nodes[: num_nodes // 2]]
     world.simulation.call_at(20.0, lambda: world.network.partition([half]))
     world.simulation.call_at(80.0, world.network.heal)
-    publish_all(world, world.nodes, seconds=70.0)
+    world.publish_all(world.nodes, seconds=70.0)
     assert world.simulation.run_until(95.0, done=lambda: world.simulation.now > 80.0 and world.are_equal())
     for second in range(96, 141, 3):
         world.simulation.run_until(float(second))
@@ -178,7 +165,7 @@ def test_a_clock_that_is_set_right_brings_its_owner_back(offset: float) -> None:
     world.simulation.call_at(5.0, lambda: setattr(stray.clock, "offset", offset))
     world.simulation.call_at(45.0, lambda: setattr(stray.clock, "offset", 0.0))
     for at in (10.0, 30.0):
-        world.simulation.call_at(at, lambda: publish_all(world, world.nodes, seconds=5.0))
+        world.simulation.call_at(at, lambda: world.publish_all(world.nodes, seconds=5.0))
     world.simulation.run_until(44.0)
     others = [node for node in world.nodes if node is not stray]
     assert len({node.state.root for node in others}) == 1

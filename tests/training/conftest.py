@@ -1,9 +1,11 @@
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 
 from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
@@ -29,6 +31,16 @@ def refusal(replica: Learner, contribution: Buffer) -> str:
     """Why a partner's contribution is refused; empty if it is accepted."""
     verdict = replica.screen(contribution)
     return verdict.reason if isinstance(verdict, Refuse) else ""
+
+
+def copy_without(checkpoint: Path, vector: str, out: Path) -> Path:
+    """Copy a checkpoint to ``out``, without one of its vectors; return ``out``."""
+    with safetensors.safe_open(checkpoint, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(checkpoint)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{vector}/")}
+    safetensors.torch.save_file(kept, out, metadata)
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +71,7 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         inner_settings: InnerConfig = inner,
         rule: OuterConfig | None = None,
         screening: ScreeningConfig = PLAIN_SCREENING,
+        averages_on_host: bool = False,
         **outer: Any,
     ) -> Learner:
         sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)
@@ -68,6 +81,7 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
             sampler,
             run_id=run_id,
             device=choose_device("cpu"),
+            averages_on_host=averages_on_host,
         )
 
     return make

@@ -1,3 +1,4 @@
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -75,11 +76,11 @@ def test_tokens_beyond_the_model_are_refused() -> None:
         sampler(vocabulary=256)
 
 
-def test_documents_are_split_by_their_names_alone() -> None:
-    documents = [Document(f"{number}.py", bytes([65 + number % 26]) * 10) for number in range(400)]
+def test_documents_are_split_by_their_text_alone() -> None:
+    documents = [Document(f"{number}.py", b"%010d" % number) for number in range(400)]
 
     text = text_of(documents, ByteTokenizer(), 0.25)
-    held_out = [document for document in documents if is_held_out(document.name, 0.25)]
+    held_out = [document for document in documents if is_held_out(hashlib.sha256(document.text).digest(), 0.25)]
 
     assert text.found.num_documents == 400
     assert 60 < len(held_out) < 140
@@ -88,12 +89,27 @@ def test_documents_are_split_by_their_names_alone() -> None:
     assert text.training.dtype == np.uint8
 
 
-@given(st.text(max_size=30), st.floats(0, 0.5), st.floats(0, 0.5))
-def test_a_larger_share_holds_out_what_a_smaller_does(name: str, first: float, second: float) -> None:
+def test_what_a_node_holds_out_no_node_trains_on_whatever_folder_it_names(tmp_path: Path) -> None:
+    books = tmp_path / "corpus" / "books"
+    books.mkdir(parents=True)
+    for number in range(100):
+        (books / f"{number}.txt").write_text(f"this is book number {number}")
+    config = DataConfig(source="text", held_out=0.25)
+
+    whole = load_text(config, ByteTokenizer(), Bring(paths=(tmp_path / "corpus",)))
+    part = load_text(config, ByteTokenizer(), Bring(paths=(books,)))
+
+    assert len(whole.held_out) > 0
+    assert np.array_equal(whole.held_out, part.held_out)
+    assert np.array_equal(whole.training, part.training)
+
+
+@given(st.binary(max_size=30), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_a_larger_share_holds_out_what_a_smaller_does(text: bytes, first: float, second: float) -> None:
     less, more = sorted((first, second))
 
-    assert not is_held_out(name, 0.0)
-    assert is_held_out(name, more) or not is_held_out(name, less)
+    assert not is_held_out(text, 0.0)
+    assert is_held_out(text, more) or not is_held_out(text, less)
 
 
 def test_text_beyond_the_cap_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

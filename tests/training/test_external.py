@@ -24,12 +24,12 @@ from farandole.training.external import (
     Turns,
     UserParameters,
     matching_parameters,
-    parameters_of,
 )
 from farandole.training.inner import adamw_
 from farandole.training.learner import Learner
 from farandole.training.model import build_model, language_loss
 from farandole.training.parameters import Layout
+from farandole.training.ranks import parameters_of
 
 from ..patience import PATIENCE
 from .conftest import ALICE, BOB, PLAIN_SCREENING, RUN_ID, MakeReplica
@@ -374,7 +374,7 @@ def test_parameters_are_changed_in_place() -> None:
     module.weight.grad = torch.ones_like(module.weight)
     addresses = [parameter.data_ptr() for parameter in module.parameters()]
     layout = Layout(("weight", "bias"), ((2, 3), (2,)), "fp32")
-    users, flat = UserParameters(parameters_of(module), layout), torch.arange(8) / 3
+    users, flat = UserParameters(module, parameters_of(module), layout), torch.arange(8) / 3
     users.write(flat)
     assert [parameter.data_ptr() for parameter in module.parameters()] == addresses
     assert torch.equal(module.weight.grad, torch.ones(2, 3).half())

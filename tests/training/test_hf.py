@@ -256,7 +256,9 @@ def test_a_learner_of_the_whole_is_built_from_settings() -> None:
     model = replace(hf_model("gpt2"), vocabulary=256, hf=hf_config_from_dict({**GPT2, "vocab_size": 256}))
     manifest = Manifest("a run", model, seed=7, inner=InnerConfig(batch_size=2))
     learner = build_learner(manifest, run_id=RUN_ID, author=ALICE, device="cpu")
-    assert float(learner.learn()) == pytest.approx(math.log(256), rel=0.05)
+    # Tied embeddings predict the last token again, which is right in runs of one character: so over many sequences.
+    assert learner.evaluate(8) == pytest.approx(math.log(256), rel=0.05)
+    assert math.isfinite(float(learner.learn()))
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

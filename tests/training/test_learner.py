@@ -23,11 +23,13 @@ from .conftest import ALICE, RUN_ID
 BATCH = 6
 
 
-def learner(model: ModelConfig, text: Text, microbatch_size: int, *, is_compiled: bool = False) -> Learner:
+def learner(
+    model: ModelConfig, text: Text, microbatch_size: int, *, is_compiled: bool = False, z_loss: float = 0.0
+) -> Learner:
     sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=BATCH, context=model.context)
     return Learner(
         build_model(model, 7),
-        Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=BATCH)),
+        Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=BATCH, z_loss=z_loss)),
         sampler,
         run_id=RUN_ID,
         device=choose_device("cpu"),
@@ -119,3 +121,15 @@ def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> No
     with pytest.raises(RuntimeError) as mismatch:
         torch.zeros(2) @ torch.zeros(3)
     assert not is_out_of_memory(mismatch.value)
+
+
+def test_the_z_loss_is_in_the_training_loss_and_not_in_the_held_out_loss(model: ModelConfig, text: Text) -> None:
+    plain, other = learner(model, text, 0), learner(model, text, 0, z_loss=0.01)
+    tokens = torch.from_numpy(plain.sampler.batch(0))
+    with torch.no_grad():
+        denominators = build_model(model, 7)(tokens[:, :-1]).logsumexp(-1)
+
+    assert plain.evaluate(1) == other.evaluate(1)
+    expected = float(plain.learn()) + 0.01 * float(denominators.square().mean())
+    assert float(other.learn()) == pytest.approx(expected, rel=1e-5)
+    assert not torch.equal(plain.fast_weights(), other.fast_weights())

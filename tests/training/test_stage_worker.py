@@ -1,5 +1,6 @@
 """A model in stages learns what the whole model learns; and a microbatch counts wholly or not at all."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,7 +37,13 @@ def sampler_of(text: Text, inner: InnerConfig, model: ModelConfig) -> Sampler:
 
 
 def workers_of(
-    model: ModelConfig, inner: InnerConfig, text: Text, num_stages: int, **pipeline: Any
+    model: ModelConfig,
+    inner: InnerConfig,
+    text: Text,
+    num_stages: int,
+    *,
+    rounds_overlap: bool = False,
+    **pipeline: Any,
 ) -> list[StageWorker]:
     staged = replace(model, num_stages=num_stages)
     return [
@@ -48,19 +55,21 @@ def workers_of(
             sampler_of(text, inner, model) if stage == 0 else None,
             run_id=RUN_ID,
             device=choose_device("cpu"),
+            rounds_overlap=rounds_overlap,
         )
         for stage in range(num_stages)
     ]
 
 
-def send_through(workers: list[StageWorker], slot: int = 0) -> float:
-    """One microbatch there and back; its loss."""
+def send_through(workers: list[StageWorker], slot: int = 0, turn: Callable[[], None] = lambda: None) -> float:
+    """One microbatch there and back, with ``turn`` called where it turns; its loss."""
     here, there = (bytearray(workers[0].activation_bytes) for _ in range(2))
     workers[0].draw(slot, here)
     for worker in workers[1:]:
         worker.forward(slot, here, there)
         here, there = there, here
     loss = float(workers[0].tail(slot, here, there))
+    turn()
     for worker in reversed(workers):
         here, there = there, here
         worker.backward(slot, here, there)
@@ -88,13 +97,38 @@ def whole(model: ModelConfig, inner: InnerConfig, text: Text) -> Learner:
     return Learner(build_model(model, 7), Recipe(inner), sampler, run_id=RUN_ID, device=choose_device("cpu"))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_an_outer_step_between_a_microbatchs_two_passes_does_not_change_its_gradient(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int, recompute: bool
+) -> None:
+    workers, others = (
+        workers_of(deep, no_clip, text, num_stages, recompute=recompute, rounds_overlap=True) for _ in range(2)
+    )
+    assert learn(workers) == learn(others)
+
+    def take_outer_steps() -> None:
+        for worker in workers:
+            before = worker.fast_weights()
+            worker.apply(None)
+            assert not torch.equal(worker.fast_weights(), before)
+
+    assert send_through(workers, turn=take_outer_steps) == send_through(others)
+
+    for worker, other in zip(workers, others, strict=True):
+        assert worker.gradient.any()
+        assert torch.equal(worker.gradient, other.gradient)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
-    deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int, recompute: bool, overlap: bool
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int, recompute: bool, overlap: bool, optimizer: str
 ) -> None:
     """Where steps may overlap, but do not, too."""
+    no_clip = replace(no_clip, optimizer=optimizer, z_loss=1e-3)
     workers = workers_of(deep, no_clip, text, num_stages, recompute=recompute, overlap=overlap)
     learner = whole(deep, no_clip, text)
 

@@ -72,7 +72,7 @@ def test_batches_are_consecutive_windows_of_whole_documents(folder: Path) -> Non
     found = documents_in(text_in(batches))
     assert len(found) > 50
     assert all(document.endswith(b"abc ") and document[1:2] == b"-" for document in found)
-    assert not any(is_held_out(hashlib.sha256(document).hexdigest(), SHARE) for document in found)
+    assert not any(is_held_out(hashlib.sha256(document).digest(), SHARE) for document in found)
 
 
 def test_a_step_asked_for_again_gives_the_same_batch(folder: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_stream_begins_again_where_it_ends(folder: Path) -> None:
     num_tokens = 300 * 48
     batches = [drawn.batch(step) for step in range(3 * num_tokens // (BATCH * CONTEXT))]
     found = documents_in(text_in(batches))
-    held_out = {document for document in found if is_held_out(hashlib.sha256(document).hexdigest(), SHARE)}
+    held_out = {document for document in found if is_held_out(hashlib.sha256(document).digest(), SHARE)}
     assert held_out == set()
     assert 200 < len(set(found)) < 280
     assert len(found) > 1.5 * len(set(found))

@@ -1,12 +1,13 @@
 import hashlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from farandole.protocol.manifest import TokenizerConfig
 from farandole.training.errors import DataError
-from farandole.training.tokenizer import ByteTokenizer, load_tokenizer
+from farandole.training.tokenizer import ByteTokenizer, TextStream, Tokenizer, load_tokenizer
 
 
 @pytest.fixture
@@ -73,3 +74,34 @@ def test_a_missing_package_names_the_extra(
 
     with pytest.raises(DataError, match=r"farandole\[tokenizers\]"):
         load_tokenizer(config, path)
+
+
+def streamed(tokenizer: Tokenizer, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    stream = TextStream(tokenizer, before)
+    return [*(stream.add(token) for token in tokens), stream.end()]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "na\u00efve \u20ac \U0001f600.".encode(),
+        b"\xff\xff\xff\xff\xff\xe2\x82\xac",  # invalid bytes, then a character
+        b"\xe2\x82A\xf0\x9f\x98",  # two characters that are never completed
+        b"\xef\xbf\xbd" * 5,  # the replacement character itself
+        b"",
+    ],
+)
+def test_pieces_together_are_the_text_of_all_tokens(data: bytes) -> None:
+    pieces = streamed(ByteTokenizer(), list(data))
+    assert "".join(pieces) == data.decode(errors="replace")
+    assert "".join(streamed(ByteTokenizer(), list(data), list(b"before"))) == data.decode(errors="replace")
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    assert streamed(ByteTokenizer(), list("a\u20acb".encode())) == ["a", "", "", "\u20ac", "b", ""]
+
+
+def test_words_of_a_file_keep_their_blanks(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+    tokenizer = load_tokenizer(config, path)
+    assert streamed(tokenizer, [2, 1], before=[1]) == [" world", " hello", ""]

@@ -141,15 +141,15 @@ def test_partners_agree_where_both_have_sent_and_move_where_the_other_has(make_r
     alice.apply(data[bob].numpy(), Encounter(b"", 3, 1), own_first=True)
     bob.apply(data[alice].numpy(), Encounter(b"", 1, 3), own_first=False)
 
-    assert torch.equal(alice.slow_weights()[both], bob.slow_weights()[both]), "bit for bit"
+    scale = 2.0**-7 * max(float(weights.abs().max()) for weights in own.values())
+    assert float((alice.slow_weights() - bob.slow_weights())[both].abs().max()) < scale, "but for the codec's rounding"
     for node, other, mine, theirs, share in (
         (alice, bob, by_alice, by_bob, 0.75),
         (bob, alice, by_bob, by_alice, 0.25),
     ):
         after, kept = node.slow_weights(), mine & ~theirs
         torch.testing.assert_close(after[neither], own[node][neither], rtol=2.0**-22, atol=0)  # the mean's rounding
-        form.decode(data[node], rounded := own[node].clone())
-        torch.testing.assert_close(after[kept], rounded[kept], rtol=2.0**-22, atol=0)
+        torch.testing.assert_close(after[kept], own[node][kept], rtol=2.0**-22, atol=0)
         form.decode(data[other], received := own[node].clone())
         only = theirs & ~mine
         mean = share * own[node][only] + (1 - share) * received[only]

@@ -24,6 +24,8 @@ from .rule import OuterRule, OwnVectors, weighted_mean
 class DiLoCo(OuterRule):
     """DiLoCo, with Nesterov's momentum or heavy ball."""
 
+    keeps_own_exact = False  # the slow weights of all replicas stay equal
+
     def __init__(self, settings: DiLoCoConfig) -> None:
         self._settings = settings
 

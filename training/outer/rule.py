@@ -1,12 +1,11 @@
-"""What an outer rule is.
+"""The interface of outer rules.
 
 A round ends with an outer step. A replica has its fast weights (after inner steps) and its slow weights (after the last
 outer step); a group of replicas, a pair in a run, exchange their contributions, and each moves its slow weights. A rule
 answers two questions: what is a contribution, and where do the slow weights move.
 
 Everything is elementwise: a rule is asked about one piece of the parameters after another, so that its temporaries fit
-into a processor's cache, and so that fragments, stages and shards need nothing of their own. What has to be known of
-the whole range before (a norm, say) is gathered in `OuterRule.begin`.
+into a processor's cache, and so that fragments, stages and shards need nothing of their own.
 """
 
 from __future__ import annotations
@@ -42,23 +41,25 @@ class OuterRule(abc.ABC):
 
     sends_fast_weights = False
     """Whether `contribution` is the fast weights themselves: they are sent without another copy then."""
+    keeps_own_exact = True
+    """Whether the codec's error in a replica's own contribution stays out of its step (`OuterState.step` says how).
+
+    False for a rule whose replicas must move by the same mean, since each has another error.
+    """
 
     @abc.abstractmethod
     def contribution(self, fast: Tensor, slow: Tensor) -> Tensor:
-        """What a replica sends, (n,), of its fast and slow weights (n,): a new tensor, or ``fast`` itself."""
-
-    def begin(  # noqa: B027 - most rules need nothing of the whole range
-        self, own: OwnVectors, contributions: Sequence[Tensor], weights: Sequence[float]
-    ) -> None:
-        """An outer step begins: the arguments of all its calls of `step`, over the whole range. Optional."""
+        """Return what a replica sends, (n,), given its fast and slow weights (n,): a new tensor, or ``fast`` itself."""
 
     @abc.abstractmethod
     def step(self, own: OwnVectors, contributions: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Move ``own`` by one outer step.
 
-        ``contributions``, (n,) each, are those of all members of the group, this replica's among them, as their
-        receivers decode them; all members get them in one order. ``weights`` are the members' shares, and sum to 1.
-        A replica alone has its own contribution, undistorted, with the weight 1.
+        ``contributions``, (n,) each, come from all members of the group, including this replica; all members get them
+        in the same order. ``weights`` are the members' shares, and sum to 1. With ``keeps_own_exact`` this replica's
+        own contribution has no codec error, and the others' differ from it as what was sent differs; otherwise all
+        are as their receivers decode them. A replica that is alone has its own contribution, undistorted, with the
+        weight 1.
         """
 
 

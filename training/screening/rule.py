@@ -1,4 +1,4 @@
-"""What a screening rule is.
+"""The interface of screening rules.
 
 A partner's contribution arrives piece by piece. A rule sees each piece as it is decoded (`ScreeningRule.feed`), and
 judges when all of it is there and its hash is right, before anything of it is used. It refuses it, which ends the
@@ -67,7 +67,7 @@ Verdict = Accept | Refuse
 
 @dataclass(frozen=True, slots=True)
 class Encounter:
-    """Who the partner of a round is, and what both say of themselves."""
+    """The partner of a round, and what both partners report of themselves."""
 
     peer: bytes = b""
     """The partner's key, 32 bytes."""
@@ -87,7 +87,7 @@ UNKNOWN = Encounter()
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """What a rule may know of a partner when it judges."""
+    """Everything that a rule may know of a partner when it judges."""
 
     encounter: Encounter
     own: Tensor
@@ -103,6 +103,10 @@ class Partner:
     movement: Callable[[], float]
     """How far one's own contribution is from what it would be without the inner steps of the round: a norm. The codec's
     rounding counts, as it does in the distance to the partner's."""
+    alignment: Callable[[], float]
+    """The cosine of the angle between what this node's inner steps of the round changed and the way from its own
+    contribution to the partner's. The partner's batches are others, so it is negative where both have come equally far:
+    the partner lacks what is peculiar to this node's. It is positive where the partner has come further."""
     evaluate: Callable[[float], float | None]
     """The loss on `EVALUATION_BATCHES` held-out batches, in nats a token, of one's own weights moved by this share of
     the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, there

@@ -1,4 +1,4 @@
-"""The catalogue of what can be wrong, made of the code itself: ``docs/errors.md``."""
+"""The catalogue of possible problems, generated from the code itself: ``docs/errors.md``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ way to the run's members, and what they see of it. Codes and causes keep their n
 _DOCTOR: Final = """\
 ## What the doctor finds
 
-`failed` must be mended before a node works; with `warning` it works, but less well than it could; `skipped` says that
-there was nothing to look at. `farandole doctor --json` gives the names of causes. What stands *so* is filled in.
+The report shows failures first, then warnings, each with its remedy, and one line with the checks that passed. Its
+last line lists the checks that were skipped, and why; `--verbose` shows a line for every check. A node does not work
+before each `failed` is fixed; with a `warning` it works, but less well than it could. `farandole doctor --json` gives
+all findings with the names of their causes. Words *in italics* are filled in.
 """
 _FIELD: Final = re.compile(r"\{(\w+)[^}]*\}")
 
 
 def catalogue() -> Iterator[str]:
-    """The page, in paragraphs."""
+    """Yield the page, in paragraphs."""
     yield _HEAD
     exits = ((str(code.value), code.name, code.meaning, code.remedy) for code in Exit)
     yield "## Exit codes\n"
@@ -46,5 +48,5 @@ def catalogue() -> Iterator[str]:
 
 
 def _fields(text: str) -> str:
-    """What is filled in, marked as such."""
+    """Return the text with its placeholders set in italics."""
     return _FIELD.sub(r"*\1*", text)

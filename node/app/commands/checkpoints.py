@@ -19,7 +19,7 @@ from .output import print_answer, print_json, say_warnings, write_manifest
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
 
-# More replicas hardly make the mean better, and each is a download of the whole model.
+# More replicas hardly improve the mean, and each is a download of the whole model.
 MAX_MERGED: Final = 16
 
 checkpoint_app = typer.Typer(
@@ -143,17 +143,15 @@ def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, a
     """
     from farandole.protocol.manifest import sign_manifest
 
+    from ...base.config.toml_file import read_toml
     from ...base.identity import load_or_create_key
     from ...store.consolidated.folder import read_folder
     from ...store.consolidated.resume import other_slices, resumed_manifest
-    from ...store.run_file import read_toml
 
     path = _new_file(out, run_file)
-    try:
-        before = read_folder(folder)
-        manifest = resumed_manifest(before, read_toml(run_file), run_file.parent, time.time())
-    except ManifestError as error:
-        raise ManifestError(f"{run_file}: {error}") from error
+    before, file = read_folder(folder), read_toml(run_file)
+    with file.naming_lines():
+        manifest = resumed_manifest(before, file.values, run_file.parent, time.time())
     signed = sign_manifest(manifest, load_or_create_key(home / "key"))
     _write_manifest(path, signed, folder, as_json)
     if manifest.data.epochs and not as_json:
@@ -182,16 +180,14 @@ def import_model(
     Example: [cyan]farandole checkpoint import ./gpt2 run.toml --to gpt2-start -o more.manifest[/cyan], then
     [cyan]farandole join more.manifest --start gpt2-start[/cyan]
     """
+    from ...base.config.toml_file import read_toml
     from ...base.identity import load_or_create_key
     from ...store.consolidated.resume import import_model
-    from ...store.run_file import read_toml
 
     path = _new_file(out, run_file)
-    key = load_or_create_key(home / "key")
-    try:
-        _, signed = import_model(hf_folder, read_toml(run_file), run_file.parent, to, key, time.time())
-    except ManifestError as error:
-        raise ManifestError(f"{run_file}: {error}") from error
+    key, file = load_or_create_key(home / "key"), read_toml(run_file)
+    with file.naming_lines():
+        _, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time())
     _write_manifest(path, signed, to, as_json)
 
 
@@ -226,10 +222,12 @@ def _new_file(out: Path | None, run_file: Path) -> Path:
 def _write_manifest(path: Path, signed: SignedManifest, folder: Path, as_json: bool) -> None:
     from farandole.protocol.manifest import decode_body
 
+    from ...base.doubtful_settings import doubtful_settings
     from ...base.requirements import unusual_needs
 
     write_manifest(path, signed)
-    say_warnings(unusual_needs(decode_body(signed.body)))
+    manifest = decode_body(signed.body)
+    say_warnings([*unusual_needs(manifest), *doubtful_settings(manifest)])
     run_id, start = signed.run_id.hex(), f"start its first node with: farandole join {path} --start {folder}"
     made = {"run_id": run_id, "manifest": str(path), "start": str(folder)}
     print_answer(as_json, made, f"run {run_id}\nmanifest in {path}; {start}")

@@ -31,7 +31,7 @@ def join(settings: NodeSettings) -> None:
 
 
 @takes_settings(
-    *("listen", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic", "mdns", "upnp"),
+    *("listen", "announce", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic", "mdns", "upnp"),
     *("dashboard", "dashboard_port", "log_level", "log_format"),
 )
 def relay(
@@ -50,7 +50,7 @@ def relay(
     from farandole.protocol.invite import decode_invite
 
     for invite in invites or []:
-        decode_invite(invite)  # a slip is told at once
+        decode_invite(invite)  # reports a mistyped invite at once
     with importing_for_good():
         from ...relay_node import run_relay
 

@@ -22,11 +22,15 @@ def doctor(
     bandwidth: Annotated[
         bool, typer.Option("--bandwidth", help="Measure the line to a peer too: a few megabytes each way.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show a line for every check, not only for those that did not pass.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find out what keeps this machine from joining or from being reached; exit code 1 if something must be mended.
+    """Find what keeps this machine from joining or from being reached; exit code 1 if a check failed.
 
-    Give it what you would give to join: it says whether that is there, too.
+    Takes an invite or a manifest, as join does, and those settings of join that it can check. Failures come first, each
+    with its remedy, then warnings; the last line is the verdict, with the checks that could not be made, and why.
 
     Examples: [cyan]farandole doctor farandole1...[/cyan]; [cyan]farandole doctor --json | jq .findings[/cyan]
     """
@@ -41,5 +45,5 @@ def doctor(
     if as_json:
         print_json(msgspec.to_builtins(diagnosis))
     else:
-        Console().print(diagnosis_screen(diagnosis))
+        Console().print(diagnosis_screen(diagnosis, is_verbose=verbose))
     raise typer.Exit(Exit.OK if diagnosis.is_well else Exit.NOT_WELL)

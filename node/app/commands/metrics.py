@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -12,26 +12,38 @@ import typer
 
 from farandole.protocol.errors import FarandoleError
 
+from ...base.figures import count, duration, size
 from .options import Home
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ...status.round_log import RoundRecord
 
+_COLUMNS: Final = ("at", "round", "loss", "held out", "tokens", "seconds", "outer step with")
+# Left out, in this order, where the terminal is too narrow for all.
+_LESS_NEEDED: Final = ("seconds", "tokens", "held out", "at")
+# Of a peer's name, a size and a duration: the longest cell that must not be cut.
+_PARTNER_WIDTH: Final = len("4DRnuHtk, 82.1 MB, 9.9 s")
+_GAP: Final = 2
 _INSTALL: Final = "pip install 'farandole[tensorboard]'"
 
 
 def show_metrics(
     home: Home,
     last: Annotated[
-        int | None, typer.Option("--last", "-n", min=1, metavar="N", show_default="20, or all as CSV", help="So many.")
+        int | None,
+        typer.Option("--last", "-n", min=1, metavar="N", show_default="20, or all as CSV", help="Number of rounds."),
     ] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print a table with all columns, for other programs.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all columns as CSV, for other programs.")] = False,
     tensorboard: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Write them there for TensorBoard (extra tensorboard)."),
     ] = None,
 ) -> None:
-    """Print this node's rounds: when, with whom, loss, bytes, seconds. No node need run for that.
+    """Print this node's rounds: when, with whom, loss, bytes, seconds. The node need not run.
+
+    A narrow terminal shows fewer columns.
 
     Examples: [cyan]farandole run metrics[/cyan]; [cyan]farandole run metrics --csv > rounds.csv[/cyan];
     [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan]
@@ -64,25 +76,46 @@ def _write_events(records: Iterable[RoundRecord], folder: Path) -> None:
     typer.echo(f"{path} is written; look at it with: tensorboard --logdir {folder}")
 
 
-def _print_table(records: Iterable[RoundRecord], path: Path) -> None:
+def _print_table(records: Sequence[RoundRecord], path: Path) -> None:
     from rich.console import Console
-    from rich.table import Column, Table
 
-    figures = (Column(name, no_wrap=True) for name in ("at", "round", "loss", "held out", "tokens", "seconds"))
-    table = Table(*figures, "outer step", box=None)
-    for record in records:
-        partner = (
-            f"with {record.partner[-8:]}, {record.contribution_bytes / 1e6:.2f} MB in {record.exchange_seconds:.2f} s"
-        )
-        table.add_row(
-            f"{datetime.fromtimestamp(record.at):%Y-%m-%d %H:%M:%S}",
-            str(record.round),
-            "" if record.loss is None else f"{record.loss:.3f}",
-            "" if record.validation is None else f"{record.validation:.3f}",
-            str(record.tokens),
-            f"{record.seconds:.1f}",
-            partner if record.verdict == "committed" else record.verdict,
-        )
-    console = Console(markup=False)
-    console.print(table)
-    console.print(f"from {path}", soft_wrap=True)
+    console = Console(markup=False, highlight=False)
+    columns = dict(zip(_COLUMNS, zip(*map(_cells, records), strict=True), strict=True))
+    for name in _LESS_NEEDED:
+        if _least_width(columns) > console.width:
+            del columns[name]
+    console.print(_table(columns))
+    console.print(f"from {path}; --csv prints all columns", soft_wrap=True)
+
+
+def _cells(record: RoundRecord) -> tuple[str, ...]:
+    """Return the cells of a round's row, one for each of `_COLUMNS`."""
+    partner = f"{record.partner[-8:]}, {size(record.contribution_bytes)}, {duration(record.exchange_seconds)}"
+    return (
+        f"{datetime.fromtimestamp(record.at):%m-%d %H:%M}",
+        str(record.round),
+        "" if record.loss is None else f"{record.loss:.3f}",
+        "" if record.validation is None else f"{record.validation:.3f}",
+        count(record.tokens),
+        f"{record.seconds:.1f}",
+        partner if record.verdict == "committed" else record.verdict,
+    )
+
+
+def _least_width(columns: Mapping[str, Sequence[str]]) -> int:
+    """Return the width of a table in which only the reasons of rounds without a partner are cut."""
+    widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
+    return sum(widths[:-1]) + min(widths[-1], _PARTNER_WIDTH) + _GAP * (len(widths) - 1)
+
+
+def _table(columns: Mapping[str, Sequence[str]]) -> Table:
+    """Return a table with one line for each round; the last column is cut if the terminal is too narrow."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    *figures, outer_step = columns
+    headers = (Column(name, no_wrap=True) for name in figures)
+    table = Table(*headers, outer_step, box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    for *row, last in zip(*columns.values(), strict=True):
+        table.add_row(*row, Text(last, no_wrap=True, overflow="ellipsis"))
+    return table

@@ -1,4 +1,4 @@
-"""Options that several commands take; those that are settings are made of the settings' own declarations."""
+"""Options that several commands take; options for settings are generated from the settings' own declarations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperArgument, TyperOption
 
 from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, read_config
-from ...base.config.setting import Setting, settings_of
+from ...base.config.setting import PANELS, Setting, settings_of
 from ...base.settings import HOME_VARIABLE, NodeSettings, default_home
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -21,16 +22,20 @@ Home = Annotated[
         "--home",
         default_factory=default_home,
         envvar=HOME_VARIABLE,
+        show_envvar=False,
         help="The node's folder.",
         show_default="~/.farandole",
         file_okay=False,
-        is_eager=True,  # the settings file lies in it
+        is_eager=True,  # the settings file is in it
     ),
 ]
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path:
-    """Let the settings file say what neither flag nor variable does; one that is not named need not be there."""
+    """Take from the settings file what no flag or variable gives; only a file named by the user must exist."""
+    for parameter in context.command.params:
+        if isinstance(parameter, TyperArgument | TyperOption):
+            parameter.show_envvar = True  # no help is asked for: errors must name a variable with a wrong value
     place = path or Path(context.params["home"]) / CONFIG_NAME
     if not context.resilient_parsing and (path or place.exists()):
         context.default_map = read_config(place)
@@ -43,7 +48,9 @@ ConfigFile = Annotated[
         "--config",
         callback=_read_config,
         envvar=CONFIG_VARIABLE,
-        help="Settings file; flags and FARANDOLE_* variables go before it.",
+        show_envvar=False,
+        help="Settings file. Flags and environment variables take precedence; the variable of --upload-mbit, for "
+        "example, is FARANDOLE_UPLOAD_MBIT.",
         show_default=f"{CONFIG_NAME} in the node's folder",
         dir_okay=False,
         is_eager=True,
@@ -54,10 +61,10 @@ Command = Callable[..., None]
 
 
 def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], Command]:
-    """Give a command ``--home``, ``--config``, and the options of the settings that are named, or of all of a daemon's.
+    """Give a command ``--home``, ``--config``, and options for the named settings, or for all settings of a daemon.
 
-    Its first parameter gets the `NodeSettings` that they make; the others are its own options and arguments, among
-    them ``config``, the settings file's path, if it wants that. Paths that are not there are refused, unless
+    Its first parameter gets the `NodeSettings` made from them. Its other parameters are its own options and arguments,
+    including ``config``, the settings file's path, if it wants that. Paths that do not exist are refused, unless
     ``must_exist`` is False.
     """
     chosen = [
@@ -65,6 +72,8 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
         for setting in settings_of(NodeSettings)
         if (setting.name in names if names else not setting.about.is_of_service)
     ]
+    # Help shows panels in the order of their first options.
+    chosen.sort(key=lambda setting: PANELS.index(setting.about.panel))
 
     def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)
@@ -83,7 +92,7 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
             *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),
             *(_parameter(setting.name, _option(setting, must_exist), setting.default) for setting in chosen),
         ]
-        # What typer looks at.
+        # The attributes that typer reads.
         vars(run).update(__signature__=inspect.Signature(parameters))
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -96,7 +105,7 @@ def _parameter(name: str, annotation: object, default: object) -> inspect.Parame
 
 
 def _option(setting: Setting, must_exist: bool) -> Any:
-    """The field's type, with what typer needs to make an option of it."""
+    """Return the field's type, annotated so that typer makes an option of it."""
     about = setting.about
 
     def check(value: Any) -> Any:
@@ -107,6 +116,7 @@ def _option(setting: Setting, must_exist: bool) -> Any:
     told: dict[str, Any] = {
         "help": f"{about.help} ({setting.bounds[0].upper()}{setting.bounds[1:]}.)" if setting.bounds else about.help,
         "envvar": setting.variable,
+        "show_envvar": False,  # the help of ``--config`` says how variables are called
         "callback": check,
     }
     if placeholder := about.placeholder or about.unit.upper():
@@ -115,5 +125,6 @@ def _option(setting: Setting, must_exist: bool) -> Any:
         told["show_default"] = about.unset
     if setting.kind is Path or Path in get_args(setting.kind):
         told.update(exists=must_exist, dir_okay=about.placeholder != "FILE")
-    made = typer.Argument(**told) if about.is_argument else typer.Option(setting.flag, **told)
-    return Annotated[setting.annotation, made]
+    if about.is_argument:
+        return Annotated[setting.annotation, typer.Argument(**told)]
+    return Annotated[setting.annotation, typer.Option(setting.flag, rich_help_panel=about.panel, **told)]

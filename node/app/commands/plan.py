@@ -1,4 +1,4 @@
-"""``farandole run plan``: which settings of a run suit the machines and lines of its members."""
+"""``farandole run plan``: settings of a run that suit its members' machines and lines."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is planned: a run with default settings, or the one that a run file describes."""
+    """The run to plan: one with default settings, or the one that a run file describes."""
 
     manifest: Manifest
     given: frozenset[str]
-    """Settings that stay, such as ``outer.codec``."""
+    """Settings that the plan does not change, such as ``outer.codec``."""
     table: dict[str, Any] | None
-    """The section ``[model]`` of a new run file; None: there is a run file."""
+    """The section ``[model]`` of a new run file; None if there is a run file."""
 
 
 def plan_run(
@@ -101,12 +101,12 @@ def plan_run(
 def _read(model: str) -> _Model:
     from farandole.protocol.planning import given_by
 
-    from ...store.run_file import manifest_of, read_toml
+    from ...base.config.toml_file import read_toml
+    from ...store.run_file import load_run_file, manifest_of
 
     if model.endswith(".toml"):
         path = Path(model)
-        settings = read_toml(path)
-        return _Model(manifest_of(settings, path.parent, time.time()), given_by(settings), None)
+        return _Model(load_run_file(path, time.time()), given_by(read_toml(path).values), None)
     name = re.sub(r"[^\w .:+-]", "-", Path(model.removeprefix("hf:")).name or model)[:64]
     is_folder = model.startswith("hf:")
     table = {"hf": str(Path(model.removeprefix("hf:")).absolute())} if is_folder else {"preset": model}
@@ -114,7 +114,7 @@ def _read(model: str) -> _Model:
 
 
 def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
-    """The plan for people."""
+    """Return the plan as lines of text for users."""
     import msgspec
 
     from farandole.protocol.needs import TRANSFER_SHARE
@@ -165,7 +165,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
 
 
 def _table(plans: Sequence[Plan], machine: Machine) -> Table:
-    """Alternatives, each with times that suit the line."""
+    """Return the alternatives as a table, each with times for this line."""
     from rich.table import Column, Table
 
     names = ("codec", "fragments", "stages", "sends", "takes", "exchange_s", "averaged in", "memory", "")
@@ -189,7 +189,7 @@ def _table(plans: Sequence[Plan], machine: Machine) -> Table:
 
 
 def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
-    """The plan for scripts: rates in bytes a second, times in seconds, sizes in bytes."""
+    """Return the plan for scripts: rates in bytes a second, times in seconds, sizes in bytes."""
     from dataclasses import asdict
 
     from farandole.protocol.planning import changes

@@ -1,4 +1,4 @@
-"""The reference of every command, setting and exit code, made of the code itself: ``docs/reference.md``."""
+"""The reference of every command, setting and exit code, generated from the code itself: ``docs/reference.md``."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def print_reference(
 
 
 def table(header: str, rows: Iterable[Sequence[str]]) -> str:
-    """Rows of cells as a table of Markdown, below the line ``header``."""
+    """Return rows of cells as a Markdown table, below the line ``header``."""
     lines = ("".join(f"| {_cell(cell)} " for cell in row) + "|" for row in rows)
     return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines])
 
 
 def _commands(command: Any, context: Any) -> Iterator[str]:
-    """A section for each command below ``command``; typer has no public types for what it makes of an application."""
+    """Yield a section for each command below ``command``; typer has no public types for an application's commands."""
     for name in command.list_commands(context):
         child = command.get_command(context, name)
         if child.hidden:
@@ -66,7 +66,7 @@ def _commands(command: Any, context: Any) -> Iterator[str]:
 
 
 def _section(command: Any, context: Any) -> str:
-    # Without the name by which this very process was started.
+    # Without the name of this process's program.
     path = f"farandole{context.command_path.removeprefix(context.find_root().command_path)}"
     parts = [f"## {path}", f"    {path} {' '.join(command.collect_usage_pieces(context))}", _markdown(command.help)]
     taken, rows = [], []
@@ -89,6 +89,8 @@ def _row(parameter: Any, context: Any) -> tuple[str, ...]:
     names, told = parameter.get_help_record(context)
     meaning = parameter.help or ""
     extra = told.removeprefix(meaning).strip().removeprefix("[").removesuffix("]")
+    if parameter.envvar and not parameter.show_envvar:
+        extra = f"env var: {parameter.envvar}; {extra}"
     names = parameter.metavar if parameter.param_type_name == "argument" else names.replace(" range>", ">")
     return f"`{names}`", _markdown(meaning), extra.removeprefix("default: ")
 
@@ -105,7 +107,7 @@ def _settings() -> str:
 
 
 def _markdown(text: str) -> str:
-    """Rich's markup as Markdown's."""
+    """Return Rich's markup as Markdown."""
     return re.sub(r"\[cyan\](.*?)\[/cyan\]", r"`\1`", text)
 
 

@@ -1,4 +1,4 @@
-"""``farandole run``: start a run, look at one, invite to one."""
+"""``farandole run``: create a run, show one, invite to one."""
 
 from __future__ import annotations
 
@@ -67,12 +67,15 @@ def create_run(
     from farandole.protocol.planning import complete, given_by
     from farandole.protocol.private_network import network_key_of
 
+    from ...base.config.toml_file import read_toml
+    from ...base.doubtful_settings import doubtful_settings
     from ...base.identity import load_or_create_key
     from ...base.requirements import unusual_needs
-    from ...store.run_file import load_run_file, read_toml
+    from ...store.run_file import load_run_file
 
     written = load_run_file(run_file, time.time(), settings.allow_model)
-    manifest = complete(written, given_by(read_toml(run_file)))
+    given = given_by(read_toml(run_file).values)
+    manifest = complete(written, given)
     path = out or run_file.with_suffix(".manifest")
     if path.exists() and not force:
         raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
@@ -83,7 +86,7 @@ def create_run(
         manifest, measured = cut_by_measuring(manifest, settings.allow_model)
     key = load_or_create_key(settings.key)
     signed = sign_manifest(manifest, key)
-    warnings = unusual_needs(manifest)
+    warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given)]
     _say_on_the_side(written, manifest, warnings)
     network_key = network_key_of(key, signed.run_id) if manifest.private else b""
     addresses = tuple(invite_address or ())
@@ -106,7 +109,7 @@ def create_run(
 
 
 def _say_on_the_side(written: Manifest, signed: Manifest, warnings: Iterable[str]) -> None:
-    """On standard error: settings that the run file leaves open, and needs that few homes can meet."""
+    """Print, on standard error, settings that the run file leaves open, and warnings."""
     from farandole.protocol.planning import changes
 
     from ...base.requirements import settings_line
@@ -121,7 +124,7 @@ def _say_on_the_side(written: Manifest, signed: Manifest, warnings: Iterable[str
 
 
 def _brings(manifest: Manifest) -> str:
-    """What each node's command line has beside the run, as this run is."""
+    """Return the options that each node's command line needs in addition to the run."""
     model = f" --allow-model {manifest.model.own.function}" if manifest.model.own else ""
     if manifest.model.external:
         return " --trainer external"
@@ -184,21 +187,24 @@ def make_invite(
     Examples: [cyan]farandole run invite[/cyan] on a machine where a node of the run is on;
     [cyan]farandole run invite --uses 5 --expires 2d[/cyan] (in a run of invited members)
     """
-    from farandole.protocol.invite import Invite, encode_invite
+    from farandole.protocol.invite import Invite, decode_invite, encode_invite
 
+    from ...join.invite_addresses import warnings_about
     from ...join.own_invite import own_invite
 
     if manifest is None:
-        typer.echo(own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota))
+        invite = own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota)
     elif address:
         run, signed = read_manifest(manifest)
         if run.private:
             raise ManifestError(
                 "the key of a private run is not in its manifest: leave that out, on a member's machine"
             )
-        typer.echo(encode_invite(Invite(signed.run_id, tuple(address))))
+        invite = encode_invite(Invite(signed.run_id, tuple(address)))
     else:
         raise ManifestError("an invite from a manifest needs at least one --address that others can dial")
+    typer.echo(invite)
+    say_warnings(warnings_about(decode_invite(invite).addresses))
 
 
 @run_app.command("members")
@@ -312,7 +318,7 @@ def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> None:
 
 
 def _key_of(who: str) -> bytes:
-    """The key behind a peer id, or of an invite."""
+    """Return the key of a peer id, or of an invite."""
     from farandole.protocol.identity import public_key_of
     from farandole.protocol.invitations import InviteSecret
     from farandole.protocol.invite import decode_invite, is_invite
@@ -326,7 +332,7 @@ def _key_of(who: str) -> bytes:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a time such as 30m, 12h or 7d; `ManifestError` if it is none."""
+    """Return the seconds of a duration such as 30m, 12h or 7d; raise `ManifestError` if it is none."""
     match = re.fullmatch(r"(\d{1,6})([mhd])", text.strip())
     if match is None:
         raise ManifestError(f"{text!r} is no time: write 30m, 12h or 7d, for minutes, hours or days")
@@ -357,7 +363,7 @@ def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) ->
 
 
 def _setting_lines(settings: dict[str, Any]) -> Iterator[str]:
-    """As in a run file: plain values first, then the sections."""
+    """Yield the settings as lines of a run file: plain values first, then the sections."""
     for name, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
         if isinstance(value, dict):
             yield f"[{name}]"

@@ -1,6 +1,6 @@
-"""Every cause that the doctor can name: how bad it is, what people read, and what they can do.
+"""Every cause that the doctor can name, with its severity, its text for people, and a remedy.
 
-Names stay, since scripts rely on them. In braces: what a check has found.
+Names stay, since scripts rely on them. Braces are filled with a check's results.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from ...base.clock_words import COMPARE_CLOCKS, SET_CLOCK
 from .finding import Finding, Level
 
 
@@ -27,10 +28,10 @@ class Cause:
 
 _ok, _warning, _failed, _skipped = (partial(Cause, level) for level in Level)
 _MAKE_ROOM: Final = "make room, or name a folder on another disk with --home"
-_SET_CLOCK: Final = "set it by NTP: timedatectl set-ntp true"
 _OPEN_PORT: Final = (
     "it works through relays; to be faster, open a port in the router and --listen on it, or switch on its UPnP"
 )
+NO_ADDRESS: Final = "no address of a peer is known"
 _NEWER_INVITE: Final = "ask for a newer invite: any member can make one (`farandole run invite`)"
 
 CHECKS: Final = {
@@ -48,14 +49,14 @@ CHECKS: Final = {
     "egress": "whether a firewall lets TCP out",
     "bootstrap": "the peers of the invite, each dialled",
     "run": "whether a peer is in the run",
-    "clock": "this machine's clock beside the peers'",
+    "clock": "this machine's clock, compared with the peers' clocks",
     "udp": "whether UDP gets out and back",
     "nat": "how others reach this machine",
     "upnp": "whether the router opens ports",
     "relay": "whether somebody relays to this node",
     "speed": "the line to a peer (`--bandwidth`)",
 }
-"""What is looked at, in the order of the report."""
+"""The checks with their descriptions, in the order of the report."""
 
 CAUSES: Final = {
     # The folder
@@ -95,7 +96,7 @@ CAUSES: Final = {
     "memory-too-little": _failed(
         "{why}", "a GPU, or another machine; the run's creator could cut the model into stages"
     ),
-    "memory-untold": _skipped("no run is known, so neither is its model"),
+    "memory-untold": _skipped("no run is known"),
     # The machine
     "torch-fine": _ok("PyTorch {version} computes on {device}"),
     "torch-slow": _warning("PyTorch has not started within {seconds:g} s", "try again: the disk reads faster then"),
@@ -152,25 +153,25 @@ CAUSES: Final = {
     "invite-store-damaged": _failed("{store} is damaged: {why}", "remove it: peers have all of it"),
     # The way to peers
     "dns-fine": _ok("{name} is {ips}"),
-    "dns-none": _ok("no name is to be resolved"),
+    "dns-none": _ok("no address has a name to resolve"),
     "dns-unresolved": _failed("{name} does not resolve: {why}", "check this machine's DNS server; or " + _NEWER_INVITE),
-    "egress-fine": _ok("TCP gets out, to ports {ports}"),
+    "egress-fine": _ok("outgoing TCP works, to ports {ports}"),
     "egress-only-443": _warning(
         "a firewall lets TCP out to port 443 alone",
         "ask for an invite with a member that listens on port 443; or use a network that lets more out",
     ),
-    "egress-offline": _failed("this machine has no way to the internet", "connect it to a network"),
+    "egress-offline": _failed("this machine has no route to the internet", "connect it to a network"),
     "egress-silent": _warning(
         "nothing answers, on any port",
         "check that this machine is online; if it is, those peers are off: " + _NEWER_INVITE,
     ),
-    "egress-untold": _skipped("there is nobody to dial"),
+    "egress-untold": _skipped(NO_ADDRESS),
     "bootstrap-fine": _ok("{address} answers"),
     "bootstrap-behind-relay": _failed(
         "{address}: something listens where the relay should be, and leads to no such peer",
         "the relay or the peer behind it may have gone; " + _NEWER_INVITE,
     ),
-    "bootstrap-none": _skipped("nobody to dial is known", "give an invite, or --bootstrap"),
+    "bootstrap-none": _skipped(NO_ADDRESS, "give an invite, or --bootstrap"),
     "bootstrap-refused": _failed(
         "{address} refuses: the machine is on, and no node listens there", "start that node again; or " + _NEWER_INVITE
     ),
@@ -210,21 +211,25 @@ CAUSES: Final = {
     "run-unknown": _failed(
         "peers answer, and none of them is in run {run}", "the run may have ended; " + _NEWER_INVITE
     ),
-    "run-untold": _skipped("no peer is connected"),
+    "run-untold": _skipped("{why}"),
     # What peers see
-    "clock-fine": _ok("{how} of what peers say"),
-    "clock-slightly-off": _warning("{how} of what peers say", _SET_CLOCK),
-    "clock-off": _failed("{how} of what peers say: others would refuse what this node signs", _SET_CLOCK),
-    "clock-disputed": _warning(
-        "two peers' clocks are {apart} apart: which is right cannot be told", "check the time here"
+    "clock-fine": _ok("{how} compared with the peers' clocks"),
+    "clock-slightly-off": _warning("this machine's clock is {how} compared with the peers' clocks", SET_CLOCK),
+    "clock-off": _failed(
+        "this machine's clock is {how}, as the clocks of {num} peers show: others put off what this node signs",
+        SET_CLOCK,
     ),
-    "clock-untold": _skipped("no peer tells the time"),
+    "clock-disputed": _warning(
+        "this machine's clock is {how} compared with each peer that answers ({num}): one of the clocks is wrong",
+        COMPARE_CLOCKS,
+    ),
+    "clock-untold": _skipped("{why}"),
     "udp-fine": _ok("datagrams come back"),
     "udp-blocked": _warning(
         "UDP is blocked: datagrams to {num} peers did not come back",
         "nothing needs doing: farandole uses TCP. To have it, let UDP out in the firewall",
     ),
-    "udp-untold": _skipped("no peer echoes datagrams"),
+    "udp-untold": _skipped("{why}"),
     "nat-public": _ok("public: others reach this machine at {seen}"),
     "nat-port-open": _ok("public: the router has a port open, and others reach this node at {seen}"),
     "nat-firewall": _ok("no NAT, but a firewall lets in answers alone; others punch through ({seen})"),
@@ -234,7 +239,7 @@ CAUSES: Final = {
         "symmetric NAT: each peer sees another port ({seen}), so only relays lead here", _OPEN_PORT
     ),
     "nat-relay-only": _warning("only relays lead to this node", _OPEN_PORT),
-    "nat-untold": _skipped("no peer tells how others reach this node"),
+    "nat-untold": _skipped("{why}"),
     "upnp-fine": _ok("the router {ip} opens ports for those who ask; outside it is {external}"),
     "upnp-double-nat": _warning(
         "the router {ip} opens ports, but is itself behind NAT (as {external}): nobody outside comes to them",
@@ -266,21 +271,21 @@ CAUSES: Final = {
         "see who else uses the line; raise --upload-mbit and --download-mbit if you have set them",
     ),
     "speed-untold": _skipped("no peer lets us measure now"),
-    "relay-untold": _skipped("no peer is connected"),
+    "relay-untold": _skipped("{why}"),
 }
 
 
 def check_of(cause: str) -> str:
-    """The one of `CHECKS` that finds this cause."""
+    """Return the one of `CHECKS` that finds this cause."""
     return CAUSES[cause].check or cause.partition("-")[0]
 
 
 def found(cause: str, **details: object) -> Finding:
-    """The finding of one of `CAUSES`, with what was found."""
+    """Make the finding of one of `CAUSES` with its details."""
     texts = CAUSES[cause]
     return Finding(check_of(cause), cause, texts.level, texts.found.format(**details), texts.remedy.format(**details))
 
 
 def lessen(finding: Finding) -> Finding:
-    """The same as a warning, where something else makes up for it."""
+    """Lower a failure to a warning, where something else makes up for it."""
     return msgspec.structs.replace(finding, level=Level.WARNING) if finding.level is Level.FAILED else finding

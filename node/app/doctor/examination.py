@@ -1,7 +1,6 @@
-"""All checks, in the order in which they build on each other; what does not depend on each other goes on at once.
+"""All checks, in the order of their dependencies; independent ones run at once.
 
-The network is looked at with a key of its own, so that a key that is broken, or a node that runs with it, stands in
-nobody's way.
+The network is checked with a key of its own, so that neither a broken key nor a node that runs with it is in the way.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from ...base.errors import ListenError
 from ...base.settings import DEFAULT_LISTEN, NodeSettings
 from ...mesh.host import Host, open_host
 from ...status.status import NodeStatus
-from .causes import CHECKS, found
-from .dial_probe import examine_egress, judge_doors, knock_at_all, make_doors, resolve
+from .causes import CHECKS, NO_ADDRESS, found
+from .dial_probe import examine_egress, has_route, judge_doors, knock_at_all, make_doors, resolve
 from .finding import Diagnosis, Finding, Level, conclude
 from .inputs import check_data, check_models
 from .invite import Invitation, read_invitation
@@ -37,7 +36,9 @@ from .router import check_upnp
 CONTROL_TIMEOUT: Final = 3.0
 # Checks whose findings depend on the run's model.
 OF_MODEL: Final = frozenset({"disk", "memory"})
-# Peers known from before that are dialled beside the invite's.
+# Checks that ask peers.
+OF_PEERS: Final = ("run", "clock", "udp", "nat", "relay")
+# Peers known from before that are dialled in addition to the invite's.
 MAX_REMEMBERED: Final = 16
 
 
@@ -52,15 +53,15 @@ class Examination:
     """Move some megabytes to and from a peer."""
     findings: list[Finding] = field(default_factory=list)
     manifest: Manifest | None = None
-    """Of the run, once the folder or a peer has said it."""
+    """The run's, once the folder or a peer has given it."""
     is_running: bool = False
     """Whether a node runs with this folder."""
     caps: tuple[float, float] = (0.0, 0.0)
-    """Mbit/s up and down that it keeps to, or would; 0 for none."""
+    """Its caps in Mbit/s up and down; 0 for none."""
     _invitation: Invitation | None = None
 
     async def run(self) -> Diagnosis:
-        """Look at everything."""
+        """Run all checks."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._check, "torch", check_torch, self.settings.device)
             await self.look_at_folder()
@@ -68,14 +69,14 @@ class Examination:
         return self.conclude()
 
     def conclude(self) -> Diagnosis:
-        """What was found so far."""
+        """Return a diagnosis of the present findings."""
         order = list(CHECKS)
         return conclude(sorted(self.findings, key=lambda finding: order.index(finding.check)))
 
     # This machine
 
     async def look_at_folder(self) -> None:
-        """The node's folder, and what it takes to begin; before the network, where this visit itself listens."""
+        """Check the folder, the machine and the inputs; before the network, where this visit itself listens."""
         settings = self.settings
         await self._read_invitation()
         in_thread = trio.to_thread.run_sync  # what reads the disk
@@ -90,14 +91,14 @@ class Examination:
             nursery.start_soon(self._check, "port", partial(check_ports, settings.listen, is_running=is_running))
 
     async def _check_room(self) -> None:
-        """Whether the run's model has room here, or any usual one while no run is known."""
+        """Check whether the run's model fits here, or any usual one while no run is known."""
         needs = None if self.manifest is None else needs_of(self.manifest)
         await self._check("disk", trio.to_thread.run_sync, check_disk, self.settings.home, needs)
         look = partial(check_memory, self.manifest, self.settings, is_running=self.is_running)
         await self._check("memory", trio.to_thread.run_sync, look)
 
     async def _look_at_node(self) -> Finding:
-        """The node that runs here, and its caps, which may be others than those in the settings."""
+        """Ask the node that runs here for its caps, which may differ from the settings."""
         self.caps = (self.settings.upload_mbit, self.settings.download_mbit)
         if not self.is_running:
             return found("node-none")
@@ -110,7 +111,7 @@ class Examination:
         return found("node-running", kind=status.reachability)
 
     async def _read_invitation(self) -> Invitation:
-        """Read it once; its manifest, if the folder has it, is the run's."""
+        """Read the invitation once; its manifest, if the folder has it, is the run's."""
         if self._invitation is None:
             settings = self.settings
             self._invitation = await read_invitation(settings.invite, settings.bootstrap, settings.store)
@@ -121,7 +122,7 @@ class Examination:
     # The network
 
     async def look_at_network(self) -> None:
-        """The invite, the way to peers, and what these say."""
+        """Check the invite, the connections to peers, and the peers' answers."""
         settings = self.settings
         invitation = await self._read_invitation()
         key = Ed25519PrivateKey.generate()
@@ -153,12 +154,20 @@ class Examination:
             for door in doors:
                 if door.is_proved:
                     peers[door.peer] = [door.address, *peers.get(door.peer, [])]
-            await self._ask_peers(host, await meet(host, peers, invitation.run_id), invitation)
+            met = await meet(host, peers, invitation.run_id)
+            if met:
+                await self._ask_peers(host, met, invitation)
+            else:
+                self._skip_peers(is_any_known=bool(doors or peers))
+
+    def _skip_peers(self, *, is_any_known: bool) -> None:
+        """Report which checks need a peer, and why there is none."""
+        why = NO_ADDRESS
+        if is_any_known:
+            why = "no peer could be reached" if has_route() else "no peer could be reached without the internet"
+        self.findings += [found(f"{check}-untold", why=why) for check in OF_PEERS]
 
     async def _ask_peers(self, host: Host, peers: Sequence[bytes], invitation: Invitation) -> None:
-        if not peers:
-            self.findings += [found(f"{check}-untold") for check in ("run", "clock", "udp", "nat", "relay")]
-            return
 
         async def look_at_reachability() -> list[Finding]:
             nat, kind = await check_nat(host, peers)
@@ -166,7 +175,7 @@ class Examination:
 
         async def look_at_run() -> list[Finding]:
             findings, manifest = await check_run(host, peers, invitation.run_id, self.settings)
-            if self.manifest is None and manifest is not None:  # what was said without it was about any model
+            if self.manifest is None and manifest is not None:  # the findings without it were about any model
                 self.manifest = manifest
                 self.findings = [finding for finding in self.findings if finding.check not in OF_MODEL]
                 await self._check_room()
@@ -183,7 +192,7 @@ class Examination:
     async def _check(
         self, name: str, check: Callable[..., Awaitable[Finding | list[Finding]]], *arguments: object
     ) -> None:
-        """Take up the findings of ``check(*arguments)``. Raises nothing: an unforeseen failure is a finding too."""
+        """Add the findings of ``check(*arguments)``. Raises nothing: an unforeseen failure is a finding too."""
         try:
             findings = await check(*arguments)
             self.findings += [findings] if isinstance(findings, Finding) else findings

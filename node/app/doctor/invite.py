@@ -1,4 +1,4 @@
-"""What the invite says, and what the folder knows: of which run, and whom to dial."""
+"""The run to join and the peers to dial, as the invite and the folder name them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
 from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
 
-from ...daemon import MANIFEST_FACT, NETWORK_KEY_FACT
+from ...daemon import NETWORK_KEY_FACT
 from ...join.address_book import AddressBook
-from ...state.store import StoreError, open_store
+from ...state.store import MANIFEST_FACT, StoreError, open_store
 from .causes import found
 from .finding import Finding
 
 
 @dataclass
 class Invitation:
-    """The run to join, as far as it is known, and who may know it."""
+    """The run to join, as far as it is known, and peers that may know it."""
 
     findings: list[Finding] = field(default_factory=list)
     run_id: bytes | None = None
@@ -36,7 +36,7 @@ class Invitation:
 
 
 async def read_invitation(text: str | None, bootstrap: list[str], store: Path) -> Invitation:
-    """Raises nothing: what is wrong is a finding."""
+    """Read the invite and the folder. Raises nothing: a fault is a finding."""
     invitation = Invitation()
     if text is not None:
         _read_invite(text, invitation)
@@ -83,7 +83,7 @@ async def _read_store(path: trio.Path, invitation: Invitation) -> tuple[Manifest
             invitation.remembered = book.peers()
             manifest = await store.get_fact(MANIFEST_FACT)
             invitation.network_key = invitation.network_key or await store.get_fact(NETWORK_KEY_FACT) or b""
-    except StoreError:  # a full disk, of which another check tells
+    except StoreError:  # a full disk, which another check reports
         return None
     try:
         return decode_manifest(manifest) if manifest is not None else None

@@ -1,4 +1,4 @@
-"""What can be told without the network: the node's folder and key, the disk, ports, PyTorch and its device."""
+"""Checks that need no network: the node's folder and key, the disk, ports, PyTorch and its device."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ...store.disk_space import used_bytes
 from .causes import found
 from .finding import Finding
 
-# What is tried to be written: more than a file system keeps aside for its own small needs.
+# Size of the test file: more than a file system reserves for its own small needs.
 PROBE_BYTES: Final = 1 << 20
 # While no run is known: a run state, two log files (`farandole.node.base.logs`), a checkpoint of the smallest model.
 MIN_FREE_BYTES: Final = 256 << 20
-# While no run is known: what a model of 125 million parameters takes, which a volunteer may well meet.
+# While no run is known: the needs of a model of 125 million parameters, which is a likely one.
 GOOD_FREE_BYTES: Final = 10 << 30
-# PyTorch is a gigabyte, which a slow disk reads for long.
+# PyTorch is a gigabyte, which a slow disk takes long to read.
 TORCH_TIMEOUT: Final = 60.0
 _LISTEN: Final = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})")
 
 
 def check_home(home: Path) -> Finding:
-    """Whether the node's folder can be used, or made."""
+    """Check whether the node's folder can be used, or made."""
     try:
         if not home.exists():
             above = _nearest_folder(home)
@@ -58,7 +58,7 @@ def check_home(home: Path) -> Finding:
 
 
 def check_key(key: Path) -> Finding:
-    """Whether the key file is there, whole, and its owner's alone."""
+    """Check whether the key file exists, is complete, and is private to its owner."""
     try:
         mode = others_may(key)
         num_bytes = len(key.read_bytes())
@@ -74,7 +74,7 @@ def check_key(key: Path) -> Finding:
 
 
 def is_node_running(lock: Path) -> bool:
-    """Whether a node runs with this folder's key."""
+    """Return whether a node runs with this folder's key."""
     try:
         if lock.exists():
             with locked(lock):
@@ -87,9 +87,9 @@ def is_node_running(lock: Path) -> bool:
 
 
 def check_disk(home: Path, needs: Needs | None = None) -> Finding:
-    """Whether there is space, by trying: quotas and reserved blocks are not in the figures.
+    """Check for disk space by writing: the system's figures omit quotas and reserved blocks.
 
-    ``needs``: of the run, where it is known. What the folder has already counts as done.
+    ``needs``: the run's, if it is known. Files that the folder already has are subtracted.
     """
     folder = _nearest_folder(home)
     free = shutil.disk_usage(folder).free
@@ -110,10 +110,10 @@ def check_disk(home: Path, needs: Needs | None = None) -> Finding:
 
 
 def check_memory(manifest: Manifest | None, settings: NodeSettings, *, is_running: bool) -> Finding:
-    """Whether the run's model has room in memory; ``is_running``: it has it already."""
+    """Check whether the run's model fits in memory; ``is_running``: a node already holds it."""
     if manifest is None:
         return found("memory-untold")
-    needed = memory_needed(manifest, settings.device, settings.stage)
+    needed = memory_needed(manifest, settings.device, settings.stage, averages_on_gpu=settings.average_on_gpu)
     if is_running:
         return found("memory-in-use", needed=size(needed.host))
     available = available_bytes()
@@ -139,7 +139,7 @@ def _write_to(home: Path, data: bytes) -> None:
 
 
 async def check_ports(listen: Sequence[str], *, is_running: bool) -> list[Finding]:
-    """Whether each address can be listened on; ``is_running``: by a node of this folder, perhaps."""
+    """Check whether each address can be listened on; ``is_running``: this folder's node may already do so."""
     return [await _check_port(address, is_running=is_running) for address in listen]
 
 
@@ -160,7 +160,7 @@ async def _check_port(address: str, *, is_running: bool) -> Finding:
 
 
 class TorchReport(msgspec.Struct, frozen=True):
-    """What `farandole.node.app.doctor.torch_probe` prints."""
+    """The output of `farandole.node.app.doctor.torch_probe`."""
 
     version: str
     device: str = ""
@@ -168,7 +168,7 @@ class TorchReport(msgspec.Struct, frozen=True):
 
 
 async def check_torch(device: str) -> Finding:
-    """PyTorch and the device, looked at by a process of its own, as the trainer is: neither is needed here."""
+    """Check PyTorch and the device in a process of its own, like the trainer's, so that this one needs no torch."""
     command = [sys.executable, "-P", "-m", "farandole.node.app.doctor.torch_probe", device]
     try:
         with trio.fail_after(TORCH_TIMEOUT):
@@ -179,7 +179,7 @@ async def check_torch(device: str) -> Finding:
 
 
 def judge_torch(done: subprocess.CompletedProcess[bytes], *, has_nvidia: bool) -> Finding:
-    """From what the process left."""
+    """Judge PyTorch by the output of the finished probe process."""
     try:
         report = msgspec.json.decode(done.stdout, type=TorchReport)
     except msgspec.MsgspecError:

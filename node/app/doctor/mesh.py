@@ -1,4 +1,4 @@
-"""What peers can tell: whether they know the run, what time it is, whether UDP passes, how others reach this node."""
+"""Checks that ask peers: whether they know the run, the time, whether UDP passes, how others reach this node."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Final, TypeVar
 
 import trio
 
-from farandole.protocol.checkup import Offset, agreed_offset
+from farandole.protocol.clock_votes import NUM_AGREEING, judge_clock, votes_of
 from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.needs import needs_of
 from farandole.protocol.reachability import ReachabilityKind, Verdict
 from farandole.protocol.records import run_key
-from farandole.protocol.state import MAX_AHEAD
 
+from ...base.clock_words import describe_skew
 from ...base.errors import PeerUnreachableError
 from ...base.figures import BYTES_PER_MBIT, mbit
 from ...base.requirements import CAPS, chances, exchange_line
@@ -32,18 +32,20 @@ from .causes import found
 from .finding import Finding
 from .inputs import check_needs
 
-# For members in the DHT, and then for dialling them: some of those have gone.
+# Time to find members in the DHT, and again to dial them: some of them have gone.
 FIND_TIMEOUT: Final = 4.0
-# Two agree against one that errs.
+# Three, since any of them may fail to answer, or be busy.
 NUM_ASKED: Final = 3
-# A clock that is farther off works, and leaves little of what others accept for the time that messages take.
+# Enough for the votes that must agree on a wrong clock, with two wrong ones among them.
+NUM_CLOCKS: Final = NUM_AGREEING + 2
+# A clock that is farther off works, but leaves little of the accepted offset for the delay of messages.
 MAX_FINE_OFFSET: Final = 10.0
 
 _Answer = TypeVar("_Answer")
 
 
 async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) -> list[bytes]:
-    """Dial them, and members that the DHT knows if few answer; those that are connected."""
+    """Dial the peers, and members that the DHT knows if few answer; return the connected ones."""
     await dial(host, peers)
     if run_id is not None and host.connected and len(host.connected) < NUM_ASKED:
         found_peers = dict(await host.find_providers(run_key(run_id), FIND_TIMEOUT))
@@ -56,7 +58,7 @@ async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) 
 async def check_run(
     host: Host, peers: Sequence[bytes], run_id: bytes | None, settings: NodeSettings
 ) -> tuple[list[Finding], Manifest | None]:
-    """Whether one of them knows the run, and what the run asks for that the settings have not; and its manifest."""
+    """Check whether a peer knows the run, and which of its needs the settings lack; return its manifest, too."""
     if run_id is None:
         return [found("run-none")], None
 
@@ -77,40 +79,35 @@ async def check_run(
 
 
 async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], float] = time.time) -> Finding:
-    """How far this clock is from what most peers' say."""
-    offsets = await _ask_all(lambda peer: ask_time(host, peer, clock), peers[:NUM_ASKED])
-    return judge_clock(offsets) if offsets else found("clock-untold")
+    """Check how far this clock is off the peers' clocks."""
+
+    async def ask(peer: bytes) -> tuple[bytes, str, float]:
+        return peer, host.network_of(peer), (await ask_time(host, peer, clock)).seconds
+
+    answers = await _ask_all(ask, peers[:NUM_CLOCKS])
+    return find_skew(votes_of(answers)) if answers else found("clock-untold", why="no peer reports its time")
 
 
-def judge_clock(offsets: Sequence[Offset]) -> Finding:
-    """From at least one answer. With two that contradict each other, nobody knows which clock is right."""
-    ahead = agreed_offset(offsets)
-    apart = max(offset.seconds for offset in offsets) - min(offset.seconds for offset in offsets)
-    if len(offsets) == 2 and apart > MAX_AHEAD:
-        return found("clock-disputed", apart=describe_seconds(apart))
-    how = f"{describe_seconds(abs(ahead))} {'ahead' if ahead > 0 else 'behind'}"
-    if abs(ahead) > MAX_AHEAD:
-        return found("clock-off", how=how)
-    return found("clock-fine" if abs(ahead) <= MAX_FINE_OFFSET else "clock-slightly-off", how=how)
-
-
-def describe_seconds(seconds: float) -> str:
-    """For people."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7_200 else f"{seconds / 3_600:.1f} h"
+def find_skew(votes: Sequence[float]) -> Finding:
+    """Judge the clock by at least one vote, in seconds by which it is ahead; see `farandole.protocol.clock_votes`."""
+    skew = judge_clock(votes)
+    if skew is not None and skew.is_harmful:
+        cause = "clock-off" if skew.is_agreed else "clock-disputed"
+        return found(cause, how=describe_skew(skew.seconds), num=skew.num_members)
+    ahead = min(votes, key=abs)
+    return found("clock-fine" if abs(ahead) <= MAX_FINE_OFFSET else "clock-slightly-off", how=describe_skew(ahead))
 
 
 async def check_udp(host: Host, peers: Sequence[bytes]) -> Finding:
-    """Whether datagrams pass, to any of them."""
+    """Check whether datagrams pass to any of the peers."""
     answers = await _ask_all(partial(ask_echo, host), [peer for peer in peers if host.is_direct(peer)][:NUM_ASKED])
     if not answers:
-        return found("udp-untold")
+        return found("udp-untold", why="no directly connected peer echoes datagrams")
     return found("udp-fine" if any(answers) else "udp-blocked", num=len(answers))
 
 
 async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, ReachabilityKind]:
-    """How others reach this node."""
+    """Check how others reach this node."""
     reachability = Reachability()
     await Examiner(host, reachability, random.Random()).examine()
     num_witnesses = sum(host.is_direct(peer) for peer in peers)
@@ -118,7 +115,7 @@ async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, Reacha
 
 
 def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int) -> Finding:
-    """What the verdict says of the router, with the addresses that this machine has itself."""
+    """Judge the router by the verdict and by this machine's own addresses."""
     seen = ", ".join(f"{ip} port {port}" for ip, port in verdict.addresses)
     is_translated = not any(ip in own_ips for ip, _ in verdict.addresses)
     ips = [ip for ip, _ in verdict.addresses]
@@ -133,11 +130,11 @@ def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int) -> F
             return found("nat-symmetric", seen=seen)
         case ReachabilityKind.RELAY_ONLY:
             return found("nat-relay-only")
-    return found("nat-untold")
+    return found("nat-untold", why="no peer reports how others reach this node")
 
 
 async def check_relay(host: Host, peers: Iterable[bytes], kind: ReachabilityKind) -> Finding:
-    """Whether one of them would pass others on to this node, where that is needed."""
+    """Check whether a peer would relay others to this node, where that is needed."""
     if kind is ReachabilityKind.PUBLIC:
         return found("relay-needless")
 
@@ -154,7 +151,7 @@ async def check_relay(host: Host, peers: Iterable[bytes], kind: ReachabilityKind
 async def check_speed(
     host: Host, peers: Iterable[bytes], manifest: Manifest | None = None, caps: tuple[float, float] = (0.0, 0.0)
 ) -> Finding:
-    """How fast the line is to the first peer that lets us measure, one way after the other, and whether the run fits.
+    """Measure the line to the first peer that allows it, down and then up, and check whether the run fits.
 
     ``caps``: up and down in Mbit/s, of the node that runs or will run; 0 for none.
     """
@@ -171,7 +168,7 @@ async def check_speed(
 def judge_speed(
     up: float, down: float, name: str, manifest: Manifest | None, caps: tuple[float, float] = (0.0, 0.0)
 ) -> Finding:
-    """From rates in Mbit/s that were measured with a peer, without caps."""
+    """Judge rates in Mbit/s that were measured with a peer, without caps."""
     details = {"up": f"{up:.1f}", "down": f"{down:.1f}", "name": name}
     if manifest is None:
         return found("speed-slow" if min(up, down) < MIN_CAP_MBIT else "speed-fine", **details)
@@ -188,7 +185,7 @@ def judge_speed(
 
 
 async def _ask_all(ask: Callable[[bytes], Awaitable[_Answer]], peers: Iterable[bytes]) -> list[_Answer]:
-    """The answers of those who answer; each question has its deadline."""
+    """Ask all peers at once and return the answers that came; each question has its deadline."""
     answers: list[_Answer] = []
 
     async def ask_one(peer: bytes) -> None:

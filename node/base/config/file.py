@@ -1,11 +1,10 @@
 """``config.toml``: the settings file of a node's folder, read, checked, and written for a beginner.
 
-Flat: a key for each setting, by its name. Everything that is wrong in it is told at once, as in a compiler's output.
+The file is flat: one key for each setting, by its name. All faults are reported at once, as in a compiler's output.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from .setting import Setting, settings_of
 CONFIG_NAME: Final = "config.toml"
 CONFIG_VARIABLE: Final = "FARANDOLE_CONFIG"
 SETTINGS: Final = settings_of(NodeSettings)
-# A page of settings; ten times that is a mistake in the path.
+# A settings file is about a page; one ten times as large is probably a wrong path.
 MAX_CONFIG_BYTES: Final = 256 * 1024
 _WIDTH: Final = 100
 _HEAD: Final = """\
@@ -35,7 +34,7 @@ class ConfigError(FarandoleError):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings in a file, by name, as a command line takes them; paths start at the file's folder.
+    """Return the settings in a file by name, as a command line takes them; paths are relative to the file's folder.
 
     Raises `ConfigError`.
     """
@@ -59,17 +58,15 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
+    from .faults import did_you_mean, shown  # it imports msgspec, which ``--help`` does not need
+
     for name, value in values.items():
         if name not in known:
-            near = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`farandole config init` writes a file with all there are"
+            near = did_you_mean(name, known)
+            hint = f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
             yield f"{name} is no setting; {hint}"
         elif not known[name].is_valid(value):
-            yield f"{name}: expected {known[name].expected}, got {_shown(value)}"
-
-
-def _shown(value: object) -> str:
-    return textwrap.shorten(json.dumps(value, default=str), _WIDTH)
+            yield f"{name}: expected {known[name].expected}, got {shown(value)}"
 
 
 def _placed(setting: Setting, value: Any, folder: Path) -> Any:
@@ -81,7 +78,7 @@ def _placed(setting: Setting, value: Any, folder: Path) -> Any:
 
 
 def config_text() -> str:
-    """A settings file that changes nothing: every setting behind a ``#``, with its meaning, default and unit."""
+    """Return a settings file that changes nothing: every setting commented out, with its meaning, default and unit."""
     return "\n".join([_HEAD, *map(_paragraph, SETTINGS)])
 
 
@@ -98,7 +95,7 @@ def _paragraph(setting: Setting) -> str:
 
 
 def default_of(setting: Setting) -> str:
-    """What counts where nothing is set, in words."""
+    """Describe the default of a setting in words."""
     if setting.default in (None, []):
         return setting.about.unset or "none"
     return json.dumps(setting.default)

@@ -1,7 +1,7 @@
-"""What a setting is: a field of a dataclass, declared by `setting`, and all that people are told about it.
+"""A setting: a field of a dataclass, declared by `setting`, with its documentation for users.
 
-Flag, environment variable and key of the settings file are made of the field's name, the type of a value is the
-field's. So there is one place to change, and nothing that could say otherwise.
+The flag, the environment variable and the key in the settings file are derived from the field's name; the type of a
+value is the field's. So each setting is defined in one place, and nothing can contradict it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from farandole.protocol.errors import FarandoleError
 
+Panel = Literal["Run", "When to train", "Limits", "Network", "Page and log", "Advanced"]
+"""A group of options in a command's help; help has them in this order."""
+PANELS: Final[Sequence[Panel]] = get_args(Panel)
+
 VARIABLE_PREFIX: Final = "FARANDOLE_"
 _ABOUT: Final = "about"
-_NOUNS: Final[dict[object, str]] = {
+NOUNS: Final[dict[object, str]] = {
     bool: "true or false",
     int: "a whole number",
     float: "a finite number",
@@ -30,32 +34,34 @@ _PLURALS: Final[dict[object, str]] = {str: "texts in quotes", Path: "paths in qu
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What people are told of a setting, beside its name, type and default."""
+    """A setting's documentation and constraints, in addition to its name, type and default."""
 
     help: str
     """A sentence or two."""
+    panel: Panel = "Advanced"
+    """Where help shows its flag."""
     unit: str = ""
     """Of a number: ``seconds``."""
     placeholder: str = ""
-    """What stands for a value in help, if not the unit: ``FACTOR``."""
+    """The placeholder of a value in help, if not the unit: ``FACTOR``."""
     least: float | None = None
     """The smallest number allowed."""
     most: float | None = None
     """The largest number allowed, where there is a smallest."""
     or_zero: bool = False
-    """0 is allowed beside what ``least`` allows, for none at all."""
+    """Whether 0 ("none at all") is allowed in addition to the numbers that ``least`` allows."""
     unset: str = ""
-    """What it means that a setting whose default is None is not set."""
+    """The meaning of an unset setting whose default is None."""
     example: object = None
-    """A value for those to see whose default says nothing."""
+    """A value to show for a setting whose default says nothing."""
     form: str = ""
-    """What a value must be, in words, where its type does not say it."""
+    """The required form of a value in words, where its type does not give it."""
     read: Callable[[Any], Any] | None = None
-    """Makes of a value of the right type the one that counts; raises `FarandoleError` for what has not the form."""
+    """Converts a value of the right type to the effective one; raises `FarandoleError` if its form is wrong."""
     is_argument: bool = False
-    """Given to commands by its place, without a flag."""
+    """Whether commands take it as a positional argument, without a flag."""
     is_of_service: bool = False
-    """For whoever starts a node, and not for the node itself."""
+    """Whether it is for the program that starts a node, and not for the node itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +92,18 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words: ``a finite number, at least 0.5, or 0``."""
+        """Describe the allowed values in words: ``a finite number, at least 0.5, or 0``."""
         if self.about.form:
             return self.about.form
         if choices := self.choices:
             return "one of " + ", ".join(map(str, choices))
         if get_origin(self.kind) is list:
             return f"a list of {_PLURALS[get_args(self.kind)[0]]}"
-        return ", ".join(part for part in (_NOUNS[self.kind], self.bounds) if part)
+        return ", ".join(part for part in (NOUNS[self.kind], self.bounds) if part)
 
     @property
     def bounds(self) -> str:
-        """What a number must be beside a number; nothing if it may be any."""
+        """Describe the bounds of a number in words; empty if there are none."""
         about = self.about
         if about.least is None:
             return ""
@@ -106,11 +112,11 @@ class Setting:
 
     @property
     def choices(self) -> Sequence[object]:
-        """The values that there are, if they are few."""
+        """The allowed values of a ``Literal``; empty for other types."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def is_allowed(self, value: Any) -> bool:
-        """Whether a value of the right type is within its bounds, and has its form."""
+        """Return whether a value of the right type is within its bounds and has the right form."""
         if isinstance(value, float) and not math.isfinite(value):
             return False
         about = self.about
@@ -123,11 +129,11 @@ class Setting:
         return bool(value >= about.least and (about.most is None or value <= about.most))
 
     def read(self, value: Any) -> Any:
-        """The value that counts, of one of the right type. Raises `FarandoleError` for one that has not the form."""
+        """Convert a value of the right type to the effective one. Raises `FarandoleError` if its form is wrong."""
         return value if self.about.read is None else self.about.read(value)
 
     def is_valid(self, value: object) -> bool:
-        """Whether ``value``, as it stands in a settings file, is of the right type and allowed."""
+        """Return whether ``value``, as read from a settings file, has the right type and is allowed."""
         import msgspec  # not needed for ``--help``
 
         try:
@@ -138,7 +144,7 @@ class Setting:
 
 
 def setting(default: object, help: str, **about: Any) -> Any:
-    """A dataclass field that is a setting; ``about`` are the fields of `About`."""
+    """Return a dataclass field that is a setting; ``about`` are the fields of `About`."""
     metadata = {_ABOUT: About(help, **about)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -147,7 +153,7 @@ def setting(default: object, help: str, **about: Any) -> Any:
 
 @cache
 def settings_of(owner: type) -> tuple[Setting, ...]:
-    """The settings that a dataclass declares, in their order; its other fields are left out."""
+    """Return the settings that a dataclass declares, in order, without its other fields."""
     annotations = get_type_hints(owner)
     return tuple(
         Setting(field.name, _kind(annotations[field.name]), annotations[field.name], _default(field), about)

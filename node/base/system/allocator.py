@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""Settings of the C library's allocator for freed memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
-# From so many bytes on, memory is a mapping of its own, which the system has back when it is freed. That is where glibc
-# begins; but it learns from each that is freed to take the next from its heap, which small things that stay then keep
-# from shrinking: a process that moves megabytes now and then grows for weeks.
+# From this size on, an allocation is a mapping of its own, which returns to the system when it is freed. It is glibc's
+# initial threshold; but glibc raises it with each freed mapping and takes the next from its heap, and small allocations
+# that stay keep the heap from shrinking: a process that moves megabytes now and then grows for weeks.
 MMAP_THRESHOLD: Final = 128 * 1024
-# Heaps of threads: eight a core otherwise, each with what its own peaks have left.
+# Heaps of threads; glibc's default is eight per core, and each keeps the memory of its own peaks.
 MAX_ARENAS: Final = 2
 
 
@@ -28,14 +28,21 @@ KEPT_FREE_BYTES: Final = 1 << 30
 def keep_memory() -> None:
     """Keep freed temporaries for the next ones: getting fresh pages from the system takes longer than filling them.
 
-    For a process that computes the same again and again. Without glibc nothing changes.
+    This is for a process that repeats the same computation. Without glibc nothing changes.
     """
     _mallopt({_M_MMAP_THRESHOLD: KEPT_BYTES, _M_TRIM_THRESHOLD: KEPT_FREE_BYTES})
 
 
 def give_memory_back() -> None:
-    """For a process that lives long: it has what it uses, not what it once used. Without glibc nothing changes."""
+    """Make a long-lived process return freed memory, so that it holds what it uses. Without glibc nothing changes."""
     _mallopt({_M_MMAP_THRESHOLD: MMAP_THRESHOLD, _M_ARENA_MAX: MAX_ARENAS})
+
+
+def give_free_memory_back() -> None:
+    """Return all free memory once, also between allocations that stay. Without glibc nothing is done."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _mallopt(options: dict[int, int]) -> None:

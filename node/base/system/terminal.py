@@ -1,24 +1,33 @@
-"""Where what is printed goes, and terminals that know fewer characters than farandole uses."""
+"""Characters that a terminal lacks, or would obey."""
 
 from __future__ import annotations
 
 import io
-import os
 import sys
-from typing import TextIO
+import unicodedata
+from typing import Final
+
+_KEPT: Final = "\n\t"
+# Control characters (among them those of 0x80 to 0x9f, which begin escape sequences too); halves of characters.
+_REPLACED: Final = ("Cc", "Cs")
+# Of Unicode: they turn the order of the characters that follow.
+_TURNING: Final = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 def show_all_characters() -> None:
-    """From now on a character that a terminal has not (Windows' old code pages) is shown as ?, and ends no command."""
+    """Print characters that a terminal lacks (Windows' old code pages) as ? instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def is_journal(stream: TextIO) -> bool:
-    """Whether it is read by systemd's journal, which has told so by device and inode (systemd.exec(5))."""
-    try:
-        told = os.fstat(stream.fileno())
-    except OSError:  # of a stream that is no file, too
-        return False
-    return os.environ.get("JOURNAL_STREAM") == f"{told.st_dev}:{told.st_ino}"
+def without_controls(text: str) -> str:
+    """Replace every character that a terminal obeys instead of showing it, except newline and tab.
+
+    For text from strangers: escape sequences move the cursor, set a window's title, and write to the clipboard.
+    """
+    return "".join(letter if letter in _KEPT or _is_shown(letter) else "\ufffd" for letter in text)
+
+
+def _is_shown(letter: str) -> bool:
+    return unicodedata.category(letter) not in _REPLACED and unicodedata.bidirectional(letter) not in _TURNING

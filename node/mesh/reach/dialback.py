@@ -1,7 +1,7 @@
-"""Asking peers whether they can dial us, and as whom they see us; and doing that for others.
+"""Asks peers whether they can dial this node, and which address they see; and answers both for others.
 
-As a witness this node dials only the IP address from which the asker comes, a few times a minute, and says nothing
-there but the handshake: it can be made to knock at nobody else's door, nor at one door for long.
+As a witness this node dials only the IP address from which the asker connects, a few times a minute, and sends only the
+handshake there. So it cannot be used to dial third parties, or one party for long.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A SYN that is lost is sent again after one second and after three.
+# A lost SYN is sent again after one second and after three.
 DIAL_TIMEOUT = 4.0
 ANSWER_TIMEOUT = DIAL_TIMEOUT + MESSAGE_TIMEOUT
-# To ask peers what they see: two round trips and a handshake. They are asked one after the other, until one has
-# answered.
+# To ask peers what they see: two round trips and a handshake. They are asked one after the other, until one answers.
 OBSERVE_TIMEOUT = 3.0
 NUM_OBSERVERS = 2
-# Nobody's reachability changes faster; a node that has just started asks once.
+# No node's reachability changes faster; a node that has just started asks once.
 DIAL_INTERVAL = 20.0
-# Asked by so many at once, and by so many of one address, behind which may be a carrier's customers, or a stranger with
-# many keys: the others are told so, and ask another.
+# Limits of concurrent askers, in all and per address. Behind one may be a carrier's customers, or a stranger with many
+# keys. Further askers are refused and ask another peer.
 MAX_DIALLING, MAX_DIALLING_PER_ADDRESS = 8, 4
 # Askers remembered for `DIAL_INTERVAL`; as many as a node has connections.
 MAX_ASKERS = 512
 
 
 class Dialback:
-    """Both sides of `farandole.protocol.reachability`, for one host."""
+    """Both sides of `farandole.protocol.reachability` for one host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -62,22 +61,23 @@ class Dialback:
         self._num_asking = 0
         self._none_asking = trio.Event()
         self.holed_at = -math.inf
-        """When a connection from the port that listens was last opened: until the router forgets it, what came in
-        may have come through that hole."""
+        """When the listening port last opened a connection: until the router forgets it, an inbound connection may have
+        come through that hole."""
         self._dialled_at: OrderedDict[bytes, float] = OrderedDict()
         host.set_handler(DIALBACK_PROTOCOL, self._serve)
 
     # Asking
 
     async def ask(self, peer: bytes) -> Witness:
-        """Whether the peer can dial our listeners. `PeerUnreachableError` if it does not say."""
+        """Ask whether the peer can dial our listeners; raise `PeerUnreachableError` if it does not answer."""
         stream = await self._host.open_stream(peer, DIALBACK_PROTOCOL)
         if stream.remote_address is None:
             stream.reset()
             raise PeerUnreachableError("a relay cannot tell")
         listening = [port for _, port in self._host.own.listening]
         mapped = [outer for port, (_, outer) in self._host.mapped.items() if port in listening]
-        ports = tuple(dict.fromkeys((*listening, *mapped)))[-MAX_PORTS:]
+        opened = [int(address.rpartition("/")[2]) for address in self._host.own.announced]
+        ports = tuple(dict.fromkeys((*listening, *mapped, *opened)))[-MAX_PORTS:]
         self._num_asking += 1
         try:
             return await _ask_over(stream, Request(ports))
@@ -91,12 +91,12 @@ class Dialback:
     async def observed_by(
         self, peer: bytes, timeout: float = ANSWER_TIMEOUT, port: int | None = None
     ) -> AsyncIterator[Witness]:
-        """As whom the peer sees our listening port; the connection that it sees stays for as long as the block runs.
+        """Yield the peer's view of our listening port; the connection that it sees stays while the block runs.
 
-        ``port``: another one of this machine's, over IPv4, which others may share.
+        ``port``: another port of this machine instead, over IPv4, which other sockets may share.
 
-        Waits while others dial us, who must not find the hole that this makes. Raises `PeerUnreachableError` where the
-        connection, or the answer, takes longer than ``timeout`` seconds from then on.
+        Waits while others dial us, since their dials must not find the hole that this makes. Raises
+        `PeerUnreachableError` if the connection, or the answer, then takes longer than ``timeout`` seconds.
         """
         while self._num_asking:
             await self._none_asking.wait()
@@ -111,7 +111,7 @@ class Dialback:
 
     @contextlib.asynccontextmanager
     async def observed_by_any(self, port: int | None = None) -> AsyncIterator[list[Address]]:
-        """The same by one of those whom we have dialled, as a list that is empty where nobody tells."""
+        """Yield the view of one peer that we have dialled, as a list; the list is empty if no peer answers."""
         peers = [peer for peer in self._host.connected if self._host.dialled_target(peer) is not None]
         async with contextlib.AsyncExitStack() as stack:
             seen: list[Address] = []

@@ -1,21 +1,22 @@
-"""A consolidated checkpoint: a whole model in one file, as no node of a run in stages has it, in a folder of its own.
+"""A consolidated checkpoint: the whole model of a run, all stages in one file, in a folder of its own.
 
     checkpoint.safetensors   each parameter by its name, of all stages together: "slow/NAME", "momentum/NAME", and with
                              the inner optimizer's state "mean/NAME", "square/NAME"; fp32
     checkpoint.index         the hashes of its blocks, signed (`farandole.protocol.blocks`): its SHA-256 is the
                              checkpoint's id, by which the manifest of a run that starts from it names it
     manifest                 of the run that it comes from; of an imported model, of the run that starts from it
-    epochs.json              of a run that counts epochs of its data: how far these were (`EpochsConfig`)
+    epochs.json              of a run that counts epochs of its data: their progress (`EpochsConfig`)
 
-As in Universal Checkpointing (arXiv 2406.18820), nothing in it depends on how many nodes or stages have made it. What
-belongs to one replica alone is left out: what its codec fed back, and its inner steps since the last outer step.
+As in Universal Checkpointing (arXiv 2406.18820), nothing in it depends on the number of nodes or stages that made
+it. State of a single replica is left out: its codec's memory, its drift correction, and its inner steps since the last
+outer step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -29,7 +30,7 @@ from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
 from farandole.protocol.safetensors import Shape
 from farandole.protocol.shapes import shapes_of
-from farandole.protocol.vectors import max_whole_bytes
+from farandole.protocol.vectors import OPTIMIZER_VECTORS, max_whole_bytes
 from farandole.training.blocks import content_of
 
 from .tensors import ConsolidatedError, Floats, new_folder, write_file, write_tensors
@@ -40,32 +41,32 @@ INDEX_NAME: Final = "checkpoint.index"
 MANIFEST_NAME: Final = "manifest"
 EPOCHS_NAME: Final = "epochs.json"
 
-# The run of a model that comes from none: it was imported.
+# The run id of a model that comes from no run, because it was imported.
 NO_RUN: Final = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCounters:
-    """How far the weights are."""
+    """The training progress of the weights: how many rounds, steps and tokens they have had."""
 
     round: int
     inner_steps: int
-    """Of one replica: where the learning rate's schedule goes on."""
+    """The inner steps of one replica: where the learning rate's schedule goes on."""
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Consolidated:
-    """A folder whose manifest and index are good; its tensors are looked at by `verify`."""
+    """A folder whose manifest and index are valid; `verify` checks its tensors."""
 
     path: Path
     manifest: Manifest
     signed: SignedManifest
     id: bytes
-    """32 bytes: SHA-256 of the index."""
+    """The SHA-256 of the index, 32 bytes."""
     index: Index
     epochs: EpochsConfig | None = None
-    """How far its run was in the data, if that counts epochs."""
+    """The progress of the run in its data, if it counts epochs."""
 
     @property
     def checkpoint(self) -> Path:
@@ -74,13 +75,24 @@ class Consolidated:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of the model's parameters, by their names."""
+        """Return the shapes of the model's parameters by name."""
         return shapes_of(self.manifest.model)
 
 
-def tensor_shapes(vectors: Sequence[str], parameters: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Of a file with these vectors, which lie one behind the other."""
-    return {f"{vector}/{name}": shape for vector in vectors for name, shape in parameters.items()}
+def tensor_shapes(
+    vectors: Sequence[str], parameters: Mapping[str, Shape], present: Collection[str] | None = None
+) -> dict[str, Shape]:
+    """Return the tensor shapes of a file with these vectors, which lie one after the other.
+
+    An inner optimizer may keep a vector for some parameters only: ``present`` has the names of the tensors that are
+    there; None: each vector has all parameters.
+    """
+    return {
+        f"{vector}/{name}": shape
+        for vector in vectors
+        for name, shape in parameters.items()
+        if present is None or vector not in OPTIMIZER_VECTORS or f"{vector}/{name}" in present
+    }
 
 
 def read_folder(path: Path) -> Consolidated:
@@ -101,7 +113,7 @@ def _read_epochs(path: Path) -> EpochsConfig | None:
 
 
 def _decode_index(raw: bytes, manifest: Manifest, signed: SignedManifest, max_size: int) -> tuple[bytes, Index]:
-    """Of the manifest's run, or what that starts from. Raises `RemoteProtocolError`."""
+    """Decode the index of the manifest's run, or of what that run starts from. Raises `RemoteProtocolError`."""
     start = manifest.start
     try:
         signed_index, index = decode_signed_index(raw, signed.run_id, max_size)
@@ -117,7 +129,7 @@ def _decode_index(raw: bytes, manifest: Manifest, signed: SignedManifest, max_si
 
 
 def max_file_bytes(manifest: Manifest) -> int:
-    """The most that the run's whole model takes as a checkpoint, with the inner optimizer's state."""
+    """Return the most bytes of the run's whole model as a checkpoint, with the inner optimizer's state."""
     return max_whole_bytes(sum(math.prod(shape) for shape in shapes_of(manifest.model).values()))
 
 
@@ -131,19 +143,21 @@ def write_folder(
     tensor_of: Callable[[str], Floats],
     manifest_of: Callable[[bytes], bytes],
     epochs: EpochsConfig | None = None,
+    present: Collection[str] | None = None,
 ) -> bytes:
-    """Write a consolidated checkpoint, all of it or nothing; returns its id.
+    """Write a consolidated checkpoint, all of it or nothing; return its id.
 
-    ``tensor_of`` is asked for "slow/NAME" and so on in the file's order; ``manifest_of`` for the manifest's signed
-    bytes, once the checkpoint's id is known. Raises `ConsolidatedError`.
+    ``present`` as in `tensor_shapes`. ``tensor_of`` is called with "slow/NAME" and so on in the file's order.
+    ``manifest_of`` is called for the manifest's signed bytes, once the checkpoint's id is known. Raises
+    `ConsolidatedError`.
     """
-    shapes = tensor_shapes(vectors, parameters)
+    shapes = tensor_shapes(vectors, parameters, present)
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
     metadata = {"format": FORMAT, "run_id": run_id.hex()}
     metadata |= {name: str(value) for name, value in asdict(counters).items()}
     with new_folder(path, num_bytes) as folder:
         write_tensors(folder / CHECKPOINT_NAME, metadata, shapes, tensor_of)
-        content = content_of(folder / CHECKPOINT_NAME)  # what is on the disk
+        content = content_of(folder / CHECKPOINT_NAME)  # the file's content on the disk
         index = Index(
             run_id=run_id,
             author=public_bytes(key),
@@ -163,7 +177,7 @@ def write_folder(
 
 
 def layout_hash(parameters: Mapping[str, Shape]) -> bytes:
-    """32 bytes; models whose parameters differ in a name, a shape or their order have others."""
+    """Return a 32-byte hash of the parameters' names, shapes and order."""
     lines = [f"{name} {'x'.join(map(str, shape))}" for name, shape in parameters.items()]
     return hashlib.sha256("\n".join([FORMAT, *lines]).encode()).digest()
 

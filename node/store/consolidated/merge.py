@@ -1,12 +1,12 @@
 """Stages' checkpoints as one model: the mean of several replicas of each stage, parameter by parameter.
 
 The mean of all replicas is where NoLoCo's random pairs contract to, and late in a run it is better than any of them:
-what their last inner steps have wandered apart is noise that averages out. Of eight with losses of 2.183 to 2.187, the
-mean of two had 2.1815, of four 2.1802, of all 2.1803 (41 k parameters, 600 inner steps); by perplexity it is 2 % in
-BENCHMARKS.md. Early in a run, when they differ by how far they are, the best may be as good as the mean.
+the drift of their last inner steps is noise that averages out. Of eight with losses of 2.183 to 2.187, the mean of two
+had 2.1815, of four 2.1802, of all 2.1803 (41 k parameters, 600 inner steps); in BENCHMARKS.md the gain is 2 % of
+perplexity. Early in a run, when replicas differ in progress, the best may be as good as the mean.
 
-The outer step is linear, and what pulls two partners together cancels in their mean, so the mean of the momenta is the
-very momentum of the mean weights: a run that starts from both goes on as the mean replica would.
+The outer step is linear, and the term that pulls two partners together cancels in their mean. So the mean of the
+momenta is exactly the momentum of the mean weights: a run that starts from both goes on as the mean replica would.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ def consolidate(
     vectors: Sequence[str],
     epochs: EpochsConfig | None = None,
 ) -> bytes:
-    """Write the folder ``to`` from checkpoints of a run, ``stages[s]`` of so many replicas of stage s; returns its id.
+    """Write the folder ``to`` from checkpoints of a run and return its id; ``stages[s]`` are replicas of stage s.
 
-    ``epochs``: how far the run is in its data, if it counts epochs. Raises `ConsolidatedError`.
+    ``epochs``: the run's progress in its data, if it counts epochs. Raises `ConsolidatedError`.
     """
     manifest, signed = decode_manifest(raw_manifest)
     model = manifest.model
     shapes = shapes_of(model)
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(open_tensors(path)) for path in paths] for paths in stages]
+        present: set[str] = set()
         for stage, replicas in enumerate(files):
             of_stage = {name: shape for name, shape in shapes.items() if stage_of(model, name) == stage}
+            present.update(replicas[0].shapes)
             for file in replicas:
-                _check(file, signed.run_id, tensor_shapes(vectors, of_stage))
+                _check(file, signed.run_id, vectors, tensor_shapes(vectors, of_stage, present))
 
         def mean(tensor_name: str) -> Floats:
-            """One tensor, "slow/NAME" say, over the replicas of its stage."""
+            """Return the mean of one tensor, such as "slow/NAME", over the replicas of its stage."""
             stage = stage_of(model, tensor_name.partition("/")[2])
             first, *others = (file.read(tensor_name) for file in files[stage])
             if not others:
@@ -64,16 +66,18 @@ def consolidate(
 
         every_file = [file for replicas in files for file in replicas]
         rounds, steps, tokens = ([_counter(file, name) for file in every_file] for name in ("round", "steps", "tokens"))
-        # Of the mean replica: means, but for the round, which is the newest.
+        # These describe the mean replica: they are means, except the round, which is the newest.
         counters = WeightCounters(max(rounds), round(sum(steps) / len(steps)), round(sum(tokens) / len(tokens)))
         return write_folder(
-            to, key, signed.run_id, shapes, vectors, counters, mean, lambda checkpoint_id: raw_manifest, epochs
+            to, key, signed.run_id, shapes, vectors, counters, mean, lambda checkpoint_id: raw_manifest, epochs, present
         )
 
 
-def _check(file: TensorFile, run_id: bytes, expected: Mapping[str, Shape]) -> None:
+def _check(file: TensorFile, run_id: bytes, vectors: Sequence[str], expected: Mapping[str, Shape]) -> None:
     if file.metadata.get("run_id") != run_id.hex():
         raise ConsolidatedError(f"{file.path} is a checkpoint of another run")
+    if missing := set(vectors) - {name.partition("/")[0] for name in file.shapes}:
+        raise ConsolidatedError(f"{file.path} has no {', '.join(sorted(missing))}")
     for name, shape in expected.items():
         if name not in file.shapes:
             raise ConsolidatedError(f"{file.path} has no {name}")

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: its hashes, the names and shapes of its tensors, each of its values."""
+"""Verifies that a checkpoint is whole: its hashes, the names and shapes of its tensors, each of its values."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .tensors import ConsolidatedError, open_tensors
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found good."""
+    """The properties that were verified."""
 
     path: str
     num_tensors: int
     size: int
-    """Bytes."""
+    """The size in bytes."""
     vectors: tuple[str, ...]
     round: int | None
     inner_steps: int | None
     tokens: int | None
     id: str
-    """In hexadecimal; empty for a file alone, which proves nothing."""
+    """The id in hexadecimal; empty for a file alone, which proves nothing."""
 
 
 def verify(path: Path) -> Verified:
-    """Look at all of a consolidated checkpoint, or of a file of tensors; `ConsolidatedError` says what is wrong."""
+    """Verify all of a consolidated checkpoint, or of a file of tensors; `ConsolidatedError` says what is wrong."""
     if not path.is_dir():
         vectors, num_tensors = _verify_file(path, None)
         return Verified(str(path), num_tensors, path.stat().st_size, vectors, None, None, None, "")
@@ -54,7 +54,7 @@ def verify(path: Path) -> Verified:
 
 
 def verify_hashes(folder: Consolidated) -> None:
-    """Whether the file is the one that the index says. Raises `ConsolidatedError`."""
+    """Check that the file has the hashes of the index. Raises `ConsolidatedError`."""
     try:
         content = content_of(folder.checkpoint)
     except OSError as error:
@@ -68,7 +68,7 @@ def verify_hashes(folder: Consolidated) -> None:
 
 
 def _verify_file(path: Path, parameters: Mapping[str, Shape] | None) -> tuple[tuple[str, ...], int]:
-    """The vectors in a file of tensors, and how many these are; ``parameters``: None to take the file's own word."""
+    """Return the vectors in a file of tensors and their number; ``parameters``: None to trust the file's own names."""
     with open_tensors(path) as file:
         found = {name.partition("/")[0] for name in file.shapes}
         vectors = tuple(vector for vector in known_vectors() if vector in found)
@@ -77,7 +77,7 @@ def _verify_file(path: Path, parameters: Mapping[str, Shape] | None) -> tuple[tu
         if parameters is None:
             of_slow = (name for name in file.shapes if name.startswith(f"{SLOW}/"))
             parameters = {name.partition("/")[2]: file.shapes[name] for name in of_slow}
-        if file.shapes != tensor_shapes(vectors, parameters):
+        if file.shapes != tensor_shapes(vectors, parameters, file.shapes):
             raise ConsolidatedError(f"{path}: the tensors' names or shapes are not the model's")
         for name in file.shapes:
             tensor = file.read(name)

@@ -1,4 +1,4 @@
-"""The log file, and a disk that does not take it."""
+"""The log file, also on a disk that refuses writes."""
 
 from __future__ import annotations
 
@@ -15,35 +15,13 @@ from farandole.node.base.logs import (
     MAX_ALIKE_PER_MINUTE,
     MAX_KINDS,
     Throttle,
-    is_for_machines,
     logging_to_file,
 )
-from farandole.node.base.settings import LogFormat, NodeSettings
+from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import show_all_characters
 from farandole.node.ui.console import Console
 
 FULL_DISK = Path("/dev/full")
-
-
-@pytest.mark.parametrize(
-    ("log_format", "at_terminal", "elsewhere", "in_file"),
-    [("auto", False, True, True), ("human", False, False, False), ("json", True, True, True)],
-)
-def test_lines_are_for_people_or_for_machines(
-    log_format: LogFormat, at_terminal: bool, elsewhere: bool, in_file: bool
-) -> None:
-    main, terminal = os.openpty()
-    with open(main, "rb"), open(terminal, "w", encoding="utf-8") as shown, io.StringIO() as piped:
-        found = [is_for_machines(log_format, where) for where in (shown, piped, None)]
-    assert found == [at_terminal, elsewhere, in_file]
-
-
-def test_systemds_journal_is_read_by_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (tmp_path / "journal").open("w", encoding="utf-8") as journal, io.StringIO() as other:
-        told = os.fstat(journal.fileno())
-        monkeypatch.setenv("JOURNAL_STREAM", f"{told.st_dev}:{told.st_ino}")
-        assert not is_for_machines("auto", journal)
-        assert is_for_machines("auto", other)
 
 
 def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +33,28 @@ def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: py
 
 
 def test_lines_go_to_the_file(tmp_path: Path) -> None:
-    settings = NodeSettings(home=tmp_path, log_format="human")
+    settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
         logging.getLogger("farandole.test").info("a line")
     assert "INFO farandole.test: a line" in settings.log.read_text()
+
+
+def test_text_of_a_peer_neither_begins_a_line_nor_controls_a_terminal(tmp_path: Path) -> None:
+    settings = NodeSettings(home=tmp_path)
+    with logging_to_file(settings):
+        logging.getLogger("farandole.test").info("it says: %s", "Zoë\n2026-01-01 INFO farandole: left\x1b[2J\u202e")
+    (line,) = settings.log.read_text().splitlines()
+    assert line.endswith(r"it says: Zoë\n2026-01-01 INFO farandole: left\x1b[2J\u202e")
+
+
+def test_a_traceback_stays_readable(tmp_path: Path) -> None:
+    settings = NodeSettings(home=tmp_path)
+    with logging_to_file(settings):
+        try:
+            raise ValueError("a defect")
+        except ValueError:
+            logging.getLogger("farandole.test").exception("ended")
+    assert settings.log.read_text().splitlines()[-1] == "ValueError: a defect"
 
 
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="needs /dev/full")

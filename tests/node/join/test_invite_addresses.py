@@ -1,10 +1,10 @@
-"""Which addresses go into an invite."""
+"""The addresses that an invite contains."""
 
 from __future__ import annotations
 
 import msgspec
 
-from farandole.node.join.invite_addresses import choose_bootstrap_addresses
+from farandole.node.join.invite_addresses import choose_bootstrap_addresses, warnings_about
 from farandole.node.status.status import MemberStatus
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import MAX_ADDRESSES, Invite, decode_invite, encode_invite
@@ -52,7 +52,7 @@ def test_a_home_names_its_relayed_address_and_members_that_are_public() -> None:
 
 
 def test_the_first_of_a_run_names_what_its_router_says() -> None:
-    """Nobody is there yet to try it."""
+    """No other member is there yet to try the address."""
     own, outer = (f"/ip4/{ip}/tcp/4001/p2p/{ALICE}" for ip in ("192.168.1.5", "8.8.4.4"))
     alone = msgspec.structs.replace(
         STATUS, members=STATUS.members[:1], mapped_addresses=[outer], reachability="unknown"
@@ -78,3 +78,14 @@ def test_what_a_member_says_cannot_spoil_an_invite() -> None:
     nonsense = ["", "no address", "/" + "x" * 300, "/ip4/8.8.8.1/tcp/1 /p2p/", "/ip4/8.8.8.1\n/tcp/1", "/ümlaut"]
     members = [member(i, text) for i, text in enumerate(nonsense, 1)]
     assert chosen(["/ip4/8.8.8.8/tcp/4001"], *members)[0] == "/ip4/8.8.8.8/tcp/4001"
+
+
+def test_an_invite_that_works_nowhere_else_is_warned_about_with_what_to_do() -> None:
+    private, loopback = "/ip4/192.168.1.5/tcp/4001", "/ip4/127.0.0.1/tcp/1"
+    (warning,) = warnings_about([f"{private}/p2p/{ALICE}", f"{loopback}/p2p/{ALICE}"])
+    assert "(192.168.1.5, 127.0.0.1)" in warning
+    assert "--announce /ip4/PUBLIC-IP/tcp/PORT" in warning
+    assert "farandole relay" in warning
+    for far in ("/ip4/8.8.8.8/tcp/4001", "/dns/node.example.org/tcp/4001", THROUGH_RELAY):
+        assert warnings_about([f"{private}/p2p/{ALICE}", f"{far}/p2p/{ALICE}"]) == []
+    assert warnings_about([])

@@ -1,4 +1,4 @@
-"""The weights that a run starts from, where this node's disk has lost or refuses them."""
+"""The weights that a run starts from, if this node's disk has lost or refuses them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import trio.testing
 
+from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import start as starting
 from farandole.node.join.downloads import Downloads
 from farandole.node.join.start import Start
 from farandole.node.status.journal import Journal
+from farandole.node.status.status import NO_START
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated, read_folder
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.resume import resumed_manifest
@@ -45,7 +47,7 @@ def journal() -> Journal:
 
 
 def start_at(home: Path, model: Consolidated, journal: Journal, *, is_named: bool) -> Start:
-    """A life of a node that was given the folder, or that has to fetch it from Bob."""
+    """Return the start of a node that was given the folder, or that has to fetch it from Bob."""
     manifest = resumed_manifest(model, {"name": "more"}, Path(), 0)
     assert manifest.start is not None
     settings = NodeSettings(home=home, start=model.path if is_named else None)
@@ -69,6 +71,22 @@ async def test_what_was_kept_and_is_damaged_is_taken_anew_from_the_folder_that_w
         (tmp_path / "start" / INDEX_NAME).write_bytes(b"half of")
     assert "cannot be used" in journal.warnings[-1]
     assert model.checkpoint.exists()
+
+
+async def test_where_no_member_has_it_the_status_says_so_in_the_words_that_its_first_line_knows(
+    tmp_path: Path,
+    model: Consolidated,
+    journal: Journal,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async def ask_for_index(*args: object) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        raise PeerUnreachableError("it has no such checkpoint")
+
+    monkeypatch.setattr(starting, "ask_for_index", ask_for_index)
+    assert not await start_at(tmp_path, model, journal, is_named=False).obtain(0)
+    assert (journal.state.phase, journal.state.phase_detail) == ("fetching weights", NO_START)
 
 
 async def test_a_disk_that_takes_nothing_costs_an_attempt_and_not_the_node(

@@ -1,10 +1,9 @@
-"""Multicast DNS: what an answer may lead to, and two machines on one cable, without any internet, that train."""
+"""Multicast DNS: effects of an answer, and two machines on one cable that train without any internet."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -73,7 +72,7 @@ async def test_a_flood_of_answers_is_dropped() -> None:
 
 @pytest.fixture
 def laptops() -> Iterator[tuple[Namespace, Namespace]]:
-    """Two machines on one cable: no router, no way to anywhere else."""
+    """Create two machines on one cable, with no router and no other route."""
     with contextlib.ExitStack() as stack:
         try:
             leash = stack.enter_context(open_leash())
@@ -96,7 +95,6 @@ async def joined_at(place: Namespace, home: Path, *arguments: str) -> AsyncItera
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={"FARANDOLE_LOG_FORMAT": "human", **os.environ},
     )
     try:
         yield Daemon(process, home)
@@ -113,7 +111,7 @@ async def test_two_laptops_without_internet_find_each_other_and_train(
     text = write_text(tmp_path)
     signed = write_run(tmp_path, small_manifest(inner={"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}))
     manifest = tmp_path / "run.manifest"
-    # Its only address leads nowhere here.
+    # Its only address cannot be reached from here.
     invite = encode_invite(Invite(signed.run_id, (f"/ip4/8.8.8.8/tcp/4001/p2p/{peer_id_of(ALICE)}",)))
     data = ("--data", str(text))
     async with (

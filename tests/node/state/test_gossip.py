@@ -1,4 +1,4 @@
-"""Gossip services among themselves, over a network in memory, in virtual time."""
+"""Gossip services with each other, over a network in memory, in virtual time."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from farandole.node.state.gossip import GossipService, dialable_addresses
 from farandole.node.state.store import StoreError, open_store
 from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.antientropy import SyncHello, encode_frame
+from farandole.protocol.clock_votes import ClockSkew
 from farandole.protocol.entries import Beat, Delta, Kind, Member, Progress
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes
@@ -28,9 +29,11 @@ from farandole.protocol.writer import Mark, Writer
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice
 
+HOUR = 3_600.0
+
 
 class MemoryStream:
-    """One end of a pair of `trio.testing.memory_stream_pair`, with the other's name."""
+    """One end of a pair of `trio.testing.memory_stream_pair`, with the other end's name."""
 
     is_bulk = False
     handshake_hash = bytes(32)
@@ -50,7 +53,7 @@ class MemoryStream:
 
 
 class Wires:
-    """All nodes' hosts and messengers in one process; `cut` nodes hear nothing."""
+    """Hosts and messengers of all nodes in one process; `cut` nodes receive nothing."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.nursery = nursery
@@ -59,7 +62,7 @@ class Wires:
 
 
 class MemoryHost:
-    """What a gossip service uses of a host and of a messenger."""
+    """The parts of a host and of a messenger that a gossip service uses."""
 
     def __init__(self, wires: Wires, author: bytes) -> None:
         self._wires = wires
@@ -68,6 +71,7 @@ class MemoryHost:
         self.receivers: dict[str, Callable[[bytes, bytes], None]] = {}
         self.on_failed: Callable[[bytes, str], None] | None = None
         self.addresses: dict[bytes, list[str]] = {}
+        self.networks: dict[bytes, str] = {}
         self.faults: list[bytes] = []
         self.shut_out_peers: list[bytes] = []
         self.num_opened = 0
@@ -78,7 +82,7 @@ class MemoryHost:
         self.handlers[protocol] = handler
 
     def network_of(self, peer: bytes) -> str:
-        return ""
+        return self.networks.get(peer, "")
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
         self.shut_out_peers.append(peer)
@@ -159,7 +163,7 @@ class MemoryStore:
 
 
 class GossipNode:
-    """A service with all that it stands on."""
+    """A service with everything that it needs."""
 
     def __init__(self, wires: Wires, number: int, store: MemoryStore | None = None) -> None:
         self.author = public_bytes(key_of(number))
@@ -178,7 +182,7 @@ class GossipNode:
         )
 
     async def live(self, bootstrap: Sequence[GossipNode] = ()) -> None:
-        """Join, announce and beat, as a daemon does."""
+        """Join, announce and send heartbeats, as a daemon does."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.service.run)
             self.host.connected = frozenset(node.author for node in bootstrap)
@@ -189,7 +193,7 @@ class GossipNode:
                 await trio.sleep(2.0)
 
     def sees(self) -> set[bytes]:
-        """Live members, itself included."""
+        """Return the live members, itself included."""
         members = self.state.members()
         return {peer for peer in self.service.liveness.live(trio.current_time()) if peer in members} | {self.author}
 
@@ -371,18 +375,84 @@ async def test_sessions_that_peers_begin_are_bounded(mock_clock: trio.testing.Mo
         assert num_served < 10
 
 
-async def test_a_wrong_clock_is_noticed(mock_clock: trio.testing.MockClock) -> None:
+def clock_ahead_by(seconds: float) -> Callable[[], float]:
+    return lambda: NOW + trio.current_time() + seconds
+
+
+async def skew_of_newcomer(
+    mock_clock: trio.testing.MockClock, clocks: Sequence[float], networks: Sequence[str]
+) -> ClockSkew | None:
+    """Return what a newcomer with a right clock finds out about it.
+
+    ``clocks`` and ``networks``: seconds by which each member's clock is ahead of the time, and where the member is.
+    """
     async with wired(mock_clock) as wires:
-        nodes = [GossipNode(wires, number) for number in range(1, 5)]
-        late = GossipNode(wires, 5)
-        late.service._unix = lambda: NOW + trio.current_time() - 3_600.0
+        members = [GossipNode(wires, number) for number in range(1, len(clocks) + 1)]
+        newcomer = GossipNode(wires, 9)
+        for member, ahead, network in zip(members, clocks, networks, strict=True):
+            member.service._unix = clock_ahead_by(ahead)
+            newcomer.host.networks[member.author] = network
+            await wires.nursery.start(member.service.run)
+        wires.nursery.start_soon(newcomer.live, members)
+        await trio.sleep(120.0)
+        return newcomer.service.clock_skew
+
+
+HOMES = ("10.0.0.0/24", "10.0.0.0/24", "5.1.1.0/24", "5.1.2.0/24")
+"""Two members in this local network, and two on the internet: four votes."""
+
+
+async def test_a_wrong_clock_is_noticed_when_members_agree(mock_clock: trio.testing.MockClock) -> None:
+    skew = await skew_of_newcomer(mock_clock, [HOUR, HOUR, HOUR, HOUR], HOMES)
+    assert skew is not None
+    assert (skew.is_agreed, skew.is_harmful, skew.num_members) == (True, True, 4)
+    assert skew.seconds == pytest.approx(-HOUR, abs=2.0)
+
+
+async def test_a_member_that_lies_about_the_time_convinces_no_node(mock_clock: trio.testing.MockClock) -> None:
+    assert await skew_of_newcomer(mock_clock, [0.0, HOUR, 0.0, 0.0], HOMES) is None
+    assert await skew_of_newcomer(mock_clock, [0.0, HOUR], HOMES[:2]) is None, "another member confirms the clock"
+    alone = await skew_of_newcomer(mock_clock, [HOUR], HOMES[:1])
+    assert alone is not None
+    assert not alone.is_agreed, "one of two clocks is wrong, and the node does not say which"
+
+
+@pytest.mark.parametrize("network", ["5.1.1.0/24", ""], ids=["one public network", "relayed"])
+async def test_a_liar_with_many_keys_has_one_vote(mock_clock: trio.testing.MockClock, network: str) -> None:
+    skew = await skew_of_newcomer(mock_clock, [HOUR] * 6, [network] * 6)
+    assert skew is not None
+    assert (skew.is_agreed, skew.num_members) == (False, 1)
+    assert await skew_of_newcomer(mock_clock, [0.0, *[HOUR] * 6], ["5.1.2.0/24", *[network] * 6]) is None
+
+
+async def test_a_stranger_that_calls_has_no_vote(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        node, stranger = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
+        await wires.nursery.start(node.service.run)
+        node.host.connected = frozenset({stranger.author})
+        stream = await stranger.open_stream(node.author, SYNC_PROTOCOL)
+        await stream.send_all(encode_frame(SyncHello(1, RUN_ID, int(NOW + HOUR), node.state.root)))
+        assert await stream.receive_some(1) != b"", "it is served"
+        await trio.sleep(60.0)
+        assert node.service.clock_skew is None
+
+
+async def test_a_clock_that_is_set_right_is_fine_at_once(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        nodes, late = [GossipNode(wires, number) for number in range(1, 5)], GossipNode(wires, 5)
+        late.service._unix = clock_ahead_by(-HOUR)
         for node in nodes:
-            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
-        await trio.sleep(5.0)
+            await wires.nursery.start(node.service.run)
+            late.host.networks[node.author] = "10.0.0.0/24"
         wires.nursery.start_soon(late.live, nodes)
-        await trio.sleep(10.0)
-        assert late.service.clock_skew == pytest.approx(3_600.0, abs=2.0)
-        assert abs(nodes[0].service.clock_skew) < 2.0
+        await trio.sleep(30.0)
+        skew = late.service.clock_skew
+        assert skew is not None
+        assert skew.is_agreed
+        late.service._unix = clock_ahead_by(0.0)
+        assert late.service.clock_skew is None
+        await trio.sleep(60.0)
+        assert late.service.clock_skew is None
 
 
 async def test_it_works_with_the_real_store(tmp_path: Path) -> None:

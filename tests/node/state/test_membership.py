@@ -1,4 +1,4 @@
-"""What a node tells of itself can always be told, whatever its training or a peer made of its numbers."""
+"""A node can always publish its own entries, whatever its training or a peer did to its numbers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trio.testing import MockClock
 from farandole.node.state.announcer import ADDRESSES_INTERVAL, MEMBER_INTERVAL, PROGRESS_INTERVAL, Announcer
 from farandole.node.state.membership import Membership
 from farandole.node.status.journal import Journal
+from farandole.protocol.clock_votes import ClockSkew
 from farandole.protocol.entries import RULES, Beat, CheckpointNotice, Kind, Member, Payload, StageLease, Suspects
 from farandole.protocol.liveness import Liveness
 from farandole.protocol.stage_choice import Provider
@@ -27,11 +28,16 @@ def make_membership(journal: Journal, gossip: Any, state: Any = None, host: Any 
 
 
 class Gossip:
-    """Keeps what is published."""
+    """Records published entries."""
 
     def __init__(self) -> None:
         self.liveness = Liveness()
         self.published: list[tuple[Kind, Payload]] = []
+        self.clock_skew: ClockSkew | None = None
+        self.has_forked = False
+
+    async def changed(self) -> None:
+        await trio.sleep_forever()
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
         self.published.append((kind, payload))
@@ -58,8 +64,8 @@ async def test_a_replica_that_diverges_does_not_stop_its_nodes_heart(loss: float
     ("beats", "round_index"),
     [
         ([], 0),
-        ([Beat(0, 0, None, 0)], 0),  # a run that begins
-        ([Beat(900, 30, None, 0), Beat(0, 0, None, 0), Beat(0, 0, None, 0)], 30),  # newcomers are no median
+        ([Beat(0, 0, None, 0)], 0),  # the beginning of a run
+        ([Beat(900, 30, None, 0), Beat(0, 0, None, 0), Beat(0, 0, None, 0)], 30),  # the median is without newcomers
         ([Beat(0, 30, None, 0), Beat(0, 0, None, 0)], 30),  # a member that has just come back
         ([Beat(50, 0, None, 0), Beat(0, 0, None, 0)], 0),
     ],
@@ -103,7 +109,7 @@ ME, ANN, BOB, CYD, EVE = (bytes([number]) * 32 for number in range(1, 6))
 
 
 class Told:
-    """A run state of entries that were never signed."""
+    """A run state with entries that were never signed."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[bytes, type[Payload], int], Payload] = {}
@@ -261,7 +267,7 @@ async def test_who_is_paused_holds_no_round_back_but_a_run_of_paused_nodes_is_wh
     node.hear_beat(CYD, paused, Beat(100, 4, None, 0))
     assert node.membership.current_round() == 30
     node.hear_beat(ANN, paused, Beat(900, 30, None, 0))
-    node.hear_beat(EVE, Member(), Beat(0, 0, None, 0))  # who has trained nothing knows nothing
+    node.hear_beat(EVE, Member(), Beat(0, 0, None, 0))  # a member that has not trained does not count
     assert node.membership.current_round() == 4
 
 
@@ -352,3 +358,35 @@ async def test_only_suspicions_of_partners_that_are_believed_count() -> None:
     node.state.tell(BOB, Suspects((BOB[:8],)))
     node.membership.partners.note(BOB)
     assert not node.membership.is_suspected(BOB), "its own list does not count"
+
+
+async def test_a_clock_that_members_agree_on_is_reported_once(autojump_clock: MockClock) -> None:
+    node = Staged()
+    node.host.protect = lambda is_needed: None
+    node.gossip.clock_skew = ClockSkew(-3_660.0, 3, is_agreed=True)
+    with trio.move_on_after(10.0):
+        await node.membership.run()
+    assert node.journal.state.clock == node.gossip.clock_skew
+    assert list(node.journal.warnings) == [
+        "this machine's clock is 61 min behind, as the clocks of 3 members show: "
+        "set it, for example with `timedatectl set-ntp true`"
+    ]
+    node.gossip.clock_skew = None
+    with trio.move_on_after(3.0):
+        await node.membership.run()
+    assert node.journal.state.clock is None
+
+
+async def test_a_liar_about_the_time_is_ignored_while_a_member_is_live(autojump_clock: MockClock) -> None:
+    node = Staged()
+    node.host.protect = lambda is_needed: None
+    node.gossip.clock_skew = ClockSkew(3_660.0, 1, is_agreed=False)
+    node.hear(ANN, 0)
+    with trio.move_on_after(1.5):
+        await node.membership.run()
+    assert node.journal.state.clock is None
+    assert not node.journal.warnings
+    with trio.move_on_after(120.0):  # ANN falls silent
+        await node.membership.run()
+    assert node.journal.state.clock == node.gossip.clock_skew
+    assert [text for text in node.journal.warnings if "one of the clocks is wrong" in text]

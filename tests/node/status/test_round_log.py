@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ NAME = peer_id_of(BOB)
 
 
 def played(journal: Journal, num_rounds: int) -> None:
-    """Rounds with Bob; every third alone, and every fourth measured on held-out text."""
+    """Play rounds with Bob; every third is alone, and every fourth is measured on held-out text."""
     for number in range(num_rounds):
         if number % 3 == 2:
             journal.record_exchange(number, None, "alone: nobody is there")
@@ -36,7 +37,7 @@ def played(journal: Journal, num_rounds: int) -> None:
 
 
 def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = NodeSettings(home=tmp_path, log_format="human")
+    settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
         console = Console(as_json=False)
         played(Journal(say=console.say, tell_round=console.tell_round, clock=lambda: 1_000.0), 3)
@@ -49,7 +50,7 @@ def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys:
     ]
     first, second, third = read_rounds(settings.rounds)
     assert first == RoundRecord(1_000.0, 0, 5, 640, 2.5, 4.0, None, "committed", NAME, 4_000_000, 8, 0.5, "bulk", 0)
-    assert (second.validation, third.validation) == (3.5, None)  # told once
+    assert (second.validation, third.validation) == (3.5, None)  # reported once
     assert third.verdict == "alone: nobody is there"
     assert "inner_steps" not in settings.log.read_text()
 
@@ -129,3 +130,34 @@ def test_the_command_prints_rounds_without_a_node(
     table = run()[1]
     assert "alone: nobody is there" in table
     assert len([line for line in table.splitlines() if " 640 " in line]) == 20
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (200, {"at", "round", "loss", "held out", "tokens", "seconds", "outer step with"}),
+        (80, {"at", "round", "loss", "held out", "tokens", "seconds", "outer step with"}),
+        (60, {"at", "round", "loss", "outer step with"}),
+        (45, {"round", "loss", "outer step with"}),
+    ],
+)
+def test_the_table_fits_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, columns: set[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    why = "alone: the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
+    with logging_to_file(NodeSettings(home=tmp_path)):
+        console = Console(as_json=True)
+        journal = Journal(say=console.say, tell_round=console.tell_round)
+        played(journal, 5)
+        journal.record_exchange(5, None, why)
+        journal.finish_round(Contributed(5, 8, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["run", "metrics", "--home", str(tmp_path)])
+    header, *rows, _ = capsys.readouterr().out.splitlines()
+    assert set(re.split(r" {2,}", header.strip())) == columns
+    assert len(rows) == 6
+    assert all(len(line) <= width for line in (header, *rows))
+    assert f"{NAME[-8:]}, 4.00 MB, 0.5 s" in rows[0]
+    assert why in rows[5] if width == 200 else rows[5].rstrip().endswith("…")

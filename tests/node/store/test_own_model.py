@@ -1,4 +1,4 @@
-"""A model of one's own among real nodes, and in run files: examples/own_model, as its README says."""
+"""A user's own model in real nodes and in run files: examples/own_model, as its README says."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BUILD, WHOLE = "own_model.convolutional:build", "own_model.convolutional:build_w
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For this process, and for those that it starts."""
+    """Make the example importable in this process, and in processes that it starts."""
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")]))
 
 
 def manifest_file(tmp_path: Path, num_stages: int) -> tuple[Path, bytes]:
-    """Made by the command, from the example's run file with shorter rounds."""
+    """Create a manifest by the command, from the example's run file with shorter rounds."""
     text = (EXAMPLE / "run.toml").read_text().replace("num_stages = 1", f"num_stages = {num_stages}")
     text = text.replace("round_seconds = 10", "round_seconds = 1").replace(
         "[inner]", '[data]\nsource = "text"\n[inner]'
@@ -53,7 +53,7 @@ def manifest_file(tmp_path: Path, num_stages: int) -> tuple[Path, bytes]:
 
 
 async def until_learnt(node: Daemon) -> None:
-    """Its loss is lower by a nat than at first, which takes a busy machine more rounds."""
+    """Wait until the node's loss is lower by a nat than at first; a busy machine needs more rounds."""
     seen: list[float] = []
     with trio.fail_after(PATIENCE):
         while len(seen) < 3 or seen[-1] > seen[0] - 1:
@@ -133,8 +133,8 @@ def test_the_example_says_what_it_makes() -> None:
     ("model", "message"),
     [
         ("os:system", "--allow-model os:system"),
-        ({"own": "os.system"}, "matching regex"),
-        ({"own": BUILD + "\n"}, "matching regex"),
+        ({"own": "os.system"}, r"expected a function's name in quotes, package\.module:function"),
+        ({"own": BUILD + "\n"}, r"expected a function's name in quotes, package\.module:function"),
         ({"own": BUILD, "width": 64}, "model.width: what own_model.convolutional:build returns decides on it"),
         ({"own": BUILD, "config": {"width": [[1]]}}, "config"),
         ({"own": BUILD, "config": {"width": "64"}}, "model.own: the model's own code failed: TypeError"),

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from farandole.node.store.run_file import MAX_RUN_FILE_BYTES, load_run_file, manifest_of
+from farandole.node.base.config.toml_file import MAX_FILE_BYTES
+from farandole.node.store.run_file import load_run_file, manifest_of
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import InnerConfig, ModelConfig
 
@@ -43,13 +49,13 @@ def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("name = ", "is not TOML"),
-        ("name = 'a'", "model is missing: name a preset"),
+        ("name = 'a'", "model is missing: expected a preset"),
         ("name = 'a'\nmodel = '7B'", "no preset is called '7B'; there are tiny"),
         ("name = 'a'\nmodel = 'tiny'\ncolour = 1", "colour"),
         ("name = 'a'\nmodel = 'tiny'\n[outer]\ngamma = 1.9", r"outer\.gamma is 1\.9"),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\nbatch_size = '16'", r"inner\.batch_size"),
         ("name = 'a'\nmodel = 3", r"model"),
-        ("#" * MAX_RUN_FILE_BYTES + "#", "no run file"),
+        ("#" * MAX_FILE_BYTES + "#", "no run file"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -62,3 +68,140 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="cannot read"):
         load_run_file(tmp_path / "run.toml", now=0)
+
+
+FAULTY = """\
+# a run
+name = "my run!"
+modle = "tiny"
+
+[outer]
+gama = 0.7
+codec = "int3"
+
+[screening]
+kind = "gaurd"
+
+[inner]
+batch_size = "16"
+beta1 = 1.5
+warmup_steps = 5
+
+[rounds]
+inner_steps = 0
+round_seconds = 0
+
+[dta]
+source = "text"
+
+[start]
+id = "x"
+"""
+
+
+def faults(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ManifestError) as caught:
+        load_run_file(path, now=0)
+    return [line.removeprefix(f"{path}:") for line in str(caught.value).splitlines()]
+
+
+def test_all_faults_are_named_at_once_with_their_lines_and_what_would_be_right(tmp_path: Path) -> None:
+    assert faults(tmp_path, FAULTY) == [
+        '2: name: expected a text in quotes, 1 to 64 letters, digits, spaces and . : + - _, got "my run!"',
+        "3: modle is no setting; did you mean model?",
+        "6: outer.gama is no setting; did you mean gamma?",
+        '7: outer.codec: expected one of fp32, bf16, fp16, int8, int4, topk, got "int3"; did you mean int8?',
+        '10: screening.kind: expected one of similarity, guard, got "gaurd"; did you mean guard?',
+        '13: inner.batch_size: expected a whole number, 1 to 65536, got "16"',
+        "14: inner.beta1: expected a finite number, at least 0 and less than 1, got 1.5",
+        "18: rounds.inner_steps and rounds.round_seconds are both 0: a round would never end",
+        "21: dta is no section; did you mean data?",
+        "24: start.run_id is missing: expected 64 hexadecimal digits, small letters, in quotes",
+        '25: start.id: expected 64 hexadecimal digits, small letters, in quotes, got "x"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            "model = 'tinny'\n[outer]\nkind = 'nolco'\n[screening]\nradius = 3.0",
+            [
+                "2: model: no preset is called 'tinny'; there are tiny, 0.5M, ",
+                "4: outer.kind: expected one of noloco, diloco",
+                "5: screening.kind is missing: expected one of similarity, guard",
+            ],
+        ),
+        # Settings next to a preset that there is not, and a tokenizer's file that there is not.
+        (
+            "[model]\npreset = '3N'\nwidht = 2\n[tokenizer]\nfile = 'no.json'",
+            ["3: model: no preset", "4: model.widht is no setting; did you mean width?", "6: tokenizer.file: cannot"],
+        ),
+        ("[model]\nprest = 'tiny'", ["3: model.prest is no setting; did you mean preset?"]),
+        ("model = 3", ["2: model: expected a preset (tiny, 0.5M"]),
+        ("model = 'tiny'\nadmission = [\n  'x',\n  3,\n]", ["5: admission[1]: expected a text in quotes"]),
+        ("model = 'tiny'\nadmission = 'opne'", ["3: admission: expected one of open, invited or a list in brackets"]),
+        ("model = 'tiny'\nouter = 'noloco'", ["3: outer: expected a section, got"]),
+        # Two relations of settings that are valid in themselves; alpha, which is wrong, would decide on the second.
+        (
+            "model = {preset = 'tiny', num_stages = 9}\n[outer]\ngamma = 1.9\n[inner]\nlearning_rate = inf",
+            ["2: model.num_stages is 9", "4: outer.gamma is 1.9", "6: inner.learning_rate is inf"],
+        ),
+        ("model = 'tiny'\n[outer]\ngamma = 1.9\nalpha = 'x'", ["5: outer.alpha: expected a finite number"]),
+    ],
+)
+def test_a_fault_stands_at_its_line_and_has_no_consequences(tmp_path: Path, text: str, lines: list[str]) -> None:
+    found = faults(tmp_path, f"name = 'a'\n{text}\n")
+    assert len(found) == len(lines)
+    assert [line for line, begin in zip(found, lines, strict=True) if not line.startswith(begin)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("name = 'a'\nmodel = 3M\n", "2: this is not TOML, column 10: Expected newline"),
+        ("name = my run\n", "1: this is not TOML, column 8: Invalid value (a text needs quotes"),
+        ("name = 'a'\n[outer]\nname = 1\nname = 2\n", "4: this is not TOML"),
+        ("name = 'a'\n\nmodel = [1,\n", "3: this is not TOML"),
+    ],
+)
+def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path, text: str, line: str) -> None:
+    (found,) = faults(tmp_path, text)
+    assert found.startswith(line)
+    assert f"the line is: {text.splitlines()[int(line[0]) - 1]}" in found
+
+
+def test_a_character_that_is_not_utf8_has_a_line(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"name = 'a'\nmodel = '\xff'\n")
+    with pytest.raises(ManifestError, match=r"run\.toml:2: this is not TOML: a character is not UTF-8"):
+        load_run_file(tmp_path / "run.toml", now=0)
+
+
+GOOD = tomllib.loads(EXAMPLE.read_text()) | {"model": {"preset": "tiny"}, "screening": {"kind": "guard", "radius": 2.0}}
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_any_other_value_is_valid_or_a_fault_that_names_it(data: st.DataObject) -> None:
+    section, value = data.draw(st.sampled_from(sorted(GOOD))), data.draw(VALUES)
+    settings: dict[str, Any] = {**GOOD, section: value}
+    if isinstance(GOOD[section], dict) and data.draw(st.booleans()):
+        settings[section] = {**GOOD[section], data.draw(st.sampled_from([*sorted(GOOD[section]), "new"])): value}
+    found = section
+    try:
+        manifest_of(settings, Path("no such folder"), 0)
+    except ManifestError as error:
+        found = str(error)
+    assert section in found
+
+
+def test_a_good_file_makes_the_manifest_of_its_settings() -> None:
+    """The bytes of the manifest decide on the run id."""
+    expected = manifest_of(tomllib.loads(EXAMPLE.read_text()), EXAMPLE.parent, 0)
+    assert msgspec.msgpack.encode(load_run_file(EXAMPLE, now=0)) == msgspec.msgpack.encode(expected)

@@ -1,4 +1,4 @@
-"""The trainer in this process, with a device's copies that are late: what a GPU does with its streams."""
+"""The trainer in this process, with a device whose copies are late, as with a GPU's streams."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size":
 
 
 class LateCopier(DeviceCopier):
-    """Copies when it is waited for, and no sooner than ``may_copy`` says."""
+    """Copies when it is waited for, and not before ``may_copy`` is set."""
 
     depth = 2
     is_aside = True
@@ -74,7 +74,7 @@ class LateCopier(DeviceCopier):
         return wait
 
     def keep(self, source: Tensor, host: Tensor) -> Wait:
-        return self.send(source.clone(), host)  # what is queued after it may change the source
+        return self.send(source.clone(), host)  # operations queued later may change the source
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def trainer_of(
 
 
 def reports_of(mesh: socket.socket) -> Iterator[Report]:
-    """What the trainer has said so far, and what it says then."""
+    """Yield the trainer's reports, earlier ones and new ones."""
     mesh.settimeout(PATIENCE)
     with mesh.makefile("rb") as stream:
         while True:
@@ -102,7 +102,7 @@ def reports_of(mesh: socket.socket) -> Iterator[Report]:
 
 
 def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be copied before the next round's first inner step is taken; what is sent is from before it."""
+    """No copy is possible before the next round's first inner step; the sent contribution is from before that step."""
     may_copy, step = threading.Event(), Learner.inner_step
 
     def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
@@ -140,7 +140,7 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
 
 
 def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the beginning of one to that of the next, however fast the machine is."""
+    """The pace is the time from the start of one step to the start of the next, however fast the machine is."""
     pace, begun, learn = 0.05, list[float](), Learner.learn
 
     def noted(learner: Learner) -> Tensor:
@@ -157,10 +157,26 @@ def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypa
     assert all(at - started_at >= number * pace for number, at in enumerate(begun))
 
 
+def test_a_pause_that_the_end_of_a_round_cuts_short_counts_only_as_long_as_it_lasted(prepare: Prepare) -> None:
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer, _ = trainer_of(trainers, msgspec.structs.replace(prepare, step_seconds=3_600.0))
+        for index in range(2):
+            mesh.sendall(encode(FinishRound(index)))
+            trainer.handle(Train(index, 4))
+            trainer.handle(TakeOuterStep(index))
+        reports = reports_of(mesh)
+        rounds = [next(report for report in reports if isinstance(report, Contributed)) for _ in range(2)]
+    assert [report.inner_steps_this_round for report in rounds] == [1, 1]
+    for report in rounds:
+        assert 0.0 < report.busy_seconds <= report.seconds
+        assert 0.0 < report.utilisation <= 1.0
+
+
 def test_inner_steps_go_on_while_a_checkpoint_is_written(
     prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It can be written only when two more inner steps are taken; what is in it is from before them."""
+    """The checkpoint can be written only after two more inner steps; its content is from before them."""
     may_copy, step = threading.Event(), Learner.inner_step
     priorities: list[int] = []
 
@@ -230,11 +246,11 @@ def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the
 class RememberingConfig(
     ScreeningConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="remembering"
 ):
-    """Of a rule that knows whom it has met."""
+    """Settings of a rule that remembers the peers that it has met."""
 
 
 class Remembering(ScreeningRule):
-    """Refuses who has been met twice."""
+    """Refuses peers that it has met twice."""
 
     def __init__(self, settings: ScreeningConfig) -> None: ...
 
@@ -263,7 +279,7 @@ def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
     bob = b"b" * 32
 
     def meet(round_index: int) -> str:
-        """The verdict on Bob, who sends what this node sends, in the life of one trainer."""
+        """Return the verdict on Bob, who sends this node's own contribution, by a new trainer."""
         mesh, trainers = socket.socketpair()
         with mesh, trainers:
             trainer, learner = trainer_of(trainers, prepare, manifest)

@@ -1,4 +1,4 @@
-"""Rounds that a trainer records are replayed to the bit, and what was done otherwise comes out otherwise."""
+"""Rounds recorded by a trainer are replayed to the bit, and rounds done otherwise give other results."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from farandole.protocol.manifest import Manifest
 from farandole.protocol.trainer_messages import (
     KEPT_STARTS,
     LENGTH,
+    Contributed,
     Ping,
     Pong,
     Prepare,
@@ -69,14 +70,14 @@ class Trainer:
             yield decode_report(stream.read(length))
 
     def round(self, index: int) -> Recorded:
-        """Inner steps, and the outer step alone."""
+        """Take a round's inner steps, and its outer step alone."""
         self.process.handle(Train(index, STEPS))
         recorded = next(report for report in self.reports if isinstance(report, Recorded))
         self.process.handle(TakeOuterStep(index))
         return recorded
 
     def replay(self, recorded: Recorded, author: bytes, **changes: object) -> Replayed:
-        """What comes of a round here."""
+        """Return the result of replaying a round here."""
         names = set(Replay.__struct_fields__) & set(Recorded.__struct_fields__)
         command = Replay(path=recorded.start.path, author=author, **{name: getattr(recorded, name) for name in names})
         self.process.handle(msgspec.structs.replace(command, **changes))
@@ -88,7 +89,7 @@ MakeTrainer = Callable[..., Trainer]
 
 @pytest.fixture
 def make_trainer(tmp_path: Path, texts: Path) -> Iterator[MakeTrainer]:
-    """Makes trainers of authors, each with a folder of its own, and the same text."""
+    """Return a function that makes authors' trainers, each with its own folder, and the same text."""
     with contextlib.ExitStack() as held:
 
         def make(author: bytes = b"a" * 32, manifest: Manifest = MANIFEST) -> Trainer:
@@ -115,7 +116,7 @@ def is_equal(replayed: Replayed, recorded: Recorded) -> bool:
     [
         {"kind": "noloco"},
         {"kind": "noloco", "codec": "int8"},
-        {"kind": "noloco", "codec": "int4", "error_feedback": True},
+        {"kind": "noloco", "codec": "int4", "drift": 0.1},
         {"kind": "noloco", "fragments": 2},
     ],
 )
@@ -130,6 +131,16 @@ def test_every_round_is_replayed_to_the_bit(make_trainer: MakeTrainer, outer: di
     before = auditor.learner.fast_weights()
     auditor.replay(rounds[-1], author.author)
     assert torch.equal(auditor.learner.fast_weights(), before), "an auditor's own replica stays as it is"
+
+
+def test_the_share_of_inner_steps_counts_a_replay_before_the_first_round(make_trainer: MakeTrainer) -> None:
+    author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
+    recorded = author.round(0)
+    for _ in range(3):
+        auditor.replay(recorded, author.author)
+    auditor.process.handle(Train(0, STEPS))
+    contributed = next(report for report in auditor.reports if isinstance(report, Contributed))
+    assert 0.0 < contributed.utilisation <= 1.0
 
 
 @pytest.mark.soak
@@ -147,7 +158,7 @@ def test_ten_thousand_audits_accuse_no_honest_member(make_trainer: MakeTrainer) 
 
 def test_a_round_after_a_newcomers_ramp_is_replayed(make_trainer: MakeTrainer) -> None:
     author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
-    author.learner.steps = author.learner.begun_at = 100  # weights without AdamW's means came from a peer
+    author.learner.steps = author.learner.begun_at = 100  # the weights came from a peer, without AdamW's means
     for recorded in (author.round(0), author.round(1)):
         assert recorded.begun_at == 100
         assert is_equal(auditor.replay(recorded, author.author), recorded)
@@ -201,7 +212,7 @@ def test_a_flipped_bit_is_found_in_a_replay_of_ones_own(
     calls = itertools.count()
 
     def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
-        if next(calls) == STEPS + 1:  # the last bit of one gradient, once
+        if next(calls) == STEPS + 1:  # one bit of one gradient, once
             learner.gradient.view(torch.int32)[7] ^= 1 << 20
         step(learner, num_tokens, divisor)
 

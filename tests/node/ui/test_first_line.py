@@ -1,9 +1,10 @@
-"""What the first line says of real nodes: well, alone, paused, without a bootstrap peer, refused, its trainer dead."""
+"""The first line for real nodes: well, alone, paused, without a bootstrap peer, refused, or with a dead trainer."""
 
 from __future__ import annotations
 
 import os
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from farandole.node.store.folder import index_of, saved_round
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, Headline, headline
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest
+from farandole.testnet.wrong_clock import NoFaketimeError, environment, set_clock
 
 from ..daemons import Daemon, joined
 from ..small_runs import small_manifest, write_run, write_text
@@ -30,7 +32,7 @@ def run(tmp_path: Path) -> SignedManifest:
 
 
 async def first_line(daemon: Daemon) -> Headline:
-    """As `farandole status` prints it."""
+    """Return the line that `farandole status` prints first."""
     status = await daemon.status()
     return headline(status, status.at)
 
@@ -86,13 +88,45 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
 async def test_a_node_without_a_bootstrap_peer_says_so(tmp_path: Path, run: SignedManifest) -> None:
     nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
     async with joined(tmp_path / "bob", nobody, "--no-mdns") as bob:
-        await bob.says("none answered")
+        await bob.says("no address of the invite answers: 1 address of 1 peer tried once")
         status = await bob.status()
         soon, later = headline(status, status.started_at + 1), headline(status, status.started_at + USUAL_SECONDS)
         assert soon.level == "busy"
         assert later.level == "trouble"
-        assert later.text.startswith("not in the run yet, for 1 min 00 s: 1 known peer dialled")
+        assert later.text.startswith("not in the run yet, for 30 s: no address of the invite answers: 1 address")
         assert "`farandole doctor INVITE` finds out why" in later.remedy
+        told = await bob.says("warning: not in the run yet", "no address of the invite answers: 1 address of 1 peer")
+        assert told.endswith(later.remedy)
+        assert "ask any member for a new invite" in told
+
+
+async def test_a_node_and_its_only_partner_say_that_their_clocks_differ(
+    tmp_path: Path, run: SignedManifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        wrong = environment(tmp_path / "bob")
+    except NoFaketimeError as error:
+        pytest.skip(str(error))
+    set_clock(tmp_path / "bob", -3_660.0)
+    data = ("--data", str(tmp_path / "text.txt"))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("listening on")
+        invite = alice.invite(run.run_id)
+        async with AsyncExitStack() as stack:
+            with monkeypatch.context() as patch:
+                for name, value in wrong.items():
+                    patch.setenv(name, value)
+                bob = await stack.enter_async_context(joined(tmp_path / "bob", invite, *data))
+            line = await bob.says("this machine's clock is 61 min behind compared with the one member")
+            assert "timedatectl set-ntp true" in line
+            found = await first_line(bob)
+            assert (found.level, found.text.partition(" compared")[0]) == (
+                "trouble",
+                "this machine's clock is 61 min behind",
+            )
+            await alice.says("this machine's clock is 61 min ahead compared with the one member")
+            set_clock(tmp_path / "bob", 0.0)
+            await bob.until(lambda status: status.clock is None)
 
 
 async def test_a_node_whose_partner_keeps_refusing_says_so_and_so_does_the_partner(
@@ -107,14 +141,14 @@ async def test_a_node_whose_partner_keeps_refusing_says_so_and_so_does_the_partn
             assert await bob.end(signal.SIGTERM) == Exit.OK
         assert await alice.end(signal.SIGTERM) == Exit.OK
     turn_around(tmp_path / "bob" / "checkpoints")
-    async with joined(tmp_path / "alice", *data) as alice:  # both anew, so that neither is far behind
+    async with joined(tmp_path / "alice", *data) as alice:  # both start again, so that neither is far behind
         await alice.says("listening on")
         async with joined(tmp_path / "bob", *data, "--bootstrap", alice.addresses[0]) as bob:
             await bob.says("resumed at round")
             for daemon in (alice, bob):
                 found = await first_line(daemon)
                 for _ in range(4 * FAILURES_IN_A_ROW):
-                    if "in a row: " in found.text:  # every one of the last was a refusal, none came too late
+                    if "in a row: " in found.text:  # all of the last ones were refusals, none came too late
                         break
                     await daemon.says("alone: the exchange failed")
                     found = await first_line(daemon)
@@ -124,12 +158,12 @@ async def test_a_node_whose_partner_keeps_refusing_says_so_and_so_does_the_partn
 
 
 def turn_around(checkpoints: Path) -> None:
-    """What a bad disk, or a bad GPU, makes of weights: here, their contrary."""
+    """Corrupt weights as a bad disk or GPU would: here, negate them."""
     newest = max(checkpoints.glob("*.safetensors"), key=lambda path: saved_round(path) or 0)
     with safe_open(newest, framework="numpy") as file:
         metadata = file.metadata()
     tensors = {
-        name: tensor if name.startswith("square/") else -tensor  # a square that is negative would not be loaded
+        name: tensor if name.startswith("square/") else -tensor  # a negative square would not be loaded
         for name, tensor in load_file(newest).items()
     }
     index_of(newest).unlink(missing_ok=True)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.node.status.status import REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
+from farandole.node.status.status import NO_START, REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, headline
+from farandole.protocol.clock_votes import ClockSkew
+from farandole.protocol.state import MAX_AHEAD
 
 from ..statuses import BOB, NOW, STATUS
 
@@ -42,11 +44,26 @@ def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
             "not in the run yet, for 3 min 05 s: dialling 1 peer (12D3)",
             "farandole doctor",
         ),
+        (
+            changed(phase="fetching weights", phase_detail=NO_START, phase_since=NOW - USUAL_SECONDS),
+            "in the run, not training yet: no node that is there has the weights",
+            "farandole join MANIFEST --start FOLDER",
+        ),
         (alone_in_the_run(), "training alone: there is no other live member", "farandole run invite"),
         (
             changed(isolation="dialled all known peers 3 times, no member answered; next in 20 s"),
             "cut off from all other members: dialled all known peers 3 times",
             "farandole doctor",
+        ),
+        (
+            changed(clock=ClockSkew(-3_660.0, 3, is_agreed=True), isolation="no member answered"),
+            "this machine's clock is 61 min behind, as the clocks of 3 members show",
+            "set it, for example with `timedatectl set-ntp true`",
+        ),
+        (
+            changed(clock=ClockSkew(3_660.0, 1, is_agreed=False), isolation="no member answered"),
+            "this machine's clock is 61 min ahead compared with the one member that it reached: one of the clocks is",
+            "check the time on both",
         ),
         (
             changed(recent_exchanges=exchanges(*["failed: the partner aborted: refused: the norm is off"] * 4)),
@@ -90,6 +107,10 @@ def test_what_is_wrong_is_told_with_what_to_do(status: NodeStatus, text: str, re
     assert remedy in found.remedy
 
 
+def test_a_clock_that_is_off_by_less_than_entries_tolerate_is_not_the_first_line() -> None:
+    assert headline(changed(clock=ClockSkew(MAX_AHEAD - 1, 3, is_agreed=True)), NOW).level == "well"
+
+
 def test_failures_that_are_few_or_over_are_nobodys_business() -> None:
     reason = "failed: the partner died"
     for verdicts in ([reason] * (FAILURES_IN_A_ROW - 1), [*[reason] * 5, "committed"], ["alone: no peer is free"] * 5):
@@ -103,13 +124,15 @@ def test_rounds_alone_between_failures_do_not_hide_them() -> None:
 
 def test_what_takes_its_usual_time_is_no_trouble() -> None:
     young = changed(phase="joining", is_member=False, started_at=NOW - USUAL_SECONDS / 2)
-    fetching = changed(phase="fetching weights", phase_detail="12.0 of 40.0 MB")
+    fetching = changed(phase="fetching weights", phase_detail="12.0 of 40.0 MB", phase_since=NOW - 900)
+    looking = changed(phase="fetching weights", phase_detail=NO_START, phase_since=NOW - USUAL_SECONDS / 2)
     leaving = changed(phase="leaving")
     paused = changed(phase="paused", phase_detail="paused; `farandole resume` goes on")
 
     resumed = changed(phase="preparing", trainer_restarts=2)  # which was long ago
 
-    assert [headline(status, NOW).level for status in (young, fetching, leaving, paused, resumed)] == ["busy"] * 5
+    for status in (young, fetching, looking, leaving, paused, resumed):
+        assert headline(status, NOW).level == "busy"
     assert headline(paused, NOW).text == "not training: paused; `farandole resume` goes on"
     assert headline(fetching, NOW).text == "in the run, not training yet: 12.0 of 40.0 MB"
 
@@ -118,5 +141,6 @@ def test_a_relay_and_a_node_that_has_finished_are_well() -> None:
     relay = changed(phase="relaying", is_member=False)
     finished = changed(phase="finished")
 
+    assert "Training" not in headline(msgspec.structs.replace(relay, isolation="no peer answers"), NOW).remedy
     assert headline(relay, NOW).text == "relaying: 2 peers are connected"
     assert headline(finished, NOW).text == "all rounds are done; here with 2 others for those who still train"

@@ -56,7 +56,6 @@ def test_partners_in_one_state_take_one_step_to_the_bit(settings: OuterConfig) -
 
     for _ in range(3):
         for own in members:
-            rule.begin(own, contributions, [0.25, 0.75])
             rule.step(own, contributions, [0.25, 0.75])
 
     assert torch.equal(members[0].slow, members[1].slow)
@@ -72,9 +71,7 @@ def test_pieces_do_not_show(settings: OuterConfig) -> None:
         OwnVectors(slow.clone(), {name: torch.zeros_like(slow) for name in settings.vectors}) for _ in range(2)
     )
 
-    rule.begin(whole, contributions, [0.5, 0.5])
     rule.step(whole, contributions, [0.5, 0.5])
-    rule.begin(cut, contributions, [0.5, 0.5])
     for piece in (slice(0, 100), slice(100, 733), slice(733, 1_000)):
         rule.step(cut.piece(piece), [flat[piece] for flat in contributions], [0.5, 0.5])
 

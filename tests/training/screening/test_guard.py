@@ -14,8 +14,8 @@ from farandole.training.codec import CODECS
 from farandole.training.screening.guard import (
     COMPARED,
     LEAST_LAG,
+    MAX_APART,
     MAX_OUTLIERS,
-    MAX_REFUSALS,
     MIN_CHANGES,
     MIN_KNOWN,
     MIN_LAGS,
@@ -62,6 +62,7 @@ class Node:
         began: float | None = None,
         is_suspected: bool = False,
         as_sent: float | None = None,
+        alignment: float = -0.2,
     ) -> Verdict:
         self.rule.begin()
         for piece in (slice(0, 300), slice(300, 1_000)):
@@ -75,6 +76,7 @@ class Node:
             self.everybody,
             fragment,
             lambda: movement,
+            lambda: alignment,
             loss,
             lambda: began,
             lambda: as_sent,
@@ -128,7 +130,7 @@ def test_a_node_that_has_not_moved_yet_refuses_nobody_averages_nothing_and_learn
     node = Node()
     for _ in range(MIN_KNOWN + 1):
         assert clip(node.meets(away(1.5), movement=0.0)) == 0.0
-    assert not node.everybody["refused"]
+    assert not node.of_peer["refused"]
     assert not node.of_peer["accepted"]
     assert clip(node.meets(away(1.9))) == 1.0
     assert clip(node.meets(away(4.0))) == pytest.approx(0.5, rel=1e-3)
@@ -322,9 +324,9 @@ def test_a_minority_of_liars_does_not_widen_it() -> None:
         assert counts(node.meets(away(1.0), loss=sloping(2.0, lag), chance=0.0)) == (lag < 0.3)
 
 
-@pytest.mark.parametrize(("tokens", "lag"), [((100, 100), 0.5), ((100, 80), 0.8), ((100, 50), 1.25), ((100, 0), 2.0)])
+@pytest.mark.parametrize(("tokens", "lag"), [((100, 100), 0.5), ((100, 80), 1.0), ((100, 50), 1.75), ((100, 0), 3.0)])
 def test_a_partner_may_lack_what_this_node_has_gained_in_the_round(tokens: tuple[int, int], lag: float) -> None:
-    """Half of it, as their rounds may cross, and one and a half of what it says that it has not learned from."""
+    """Half of it, as their rounds may cross, and two and a half times what it says that it has not learned from."""
     gain, noise = 0.5, 2.0 * LEAST_LAG
     for slope, is_taken in ((lag * gain, True), (lag * gain + 2 * noise, False)):
         node = known()
@@ -383,20 +385,61 @@ def test_honest_pairs_are_never_clipped_whatever_the_codec(make_replica: MakeRep
         bob.apply(of_alice, met[1], own_first=False)
 
 
-def test_two_that_have_drifted_apart_come_together_again_step_by_step() -> None:
-    node = known()
+def met_apart(node: Node, of_partner: float, *, distance: float = 5.0) -> Verdict:
+    """What a node finds whose loss is 2.0, if the mean with a partner is worse than both."""
+    return node.meets(away(distance), loss={0.0: 2.0, 0.5: 2.5, 1.0: of_partner}.get, chance=0.0)
 
-    def meets() -> Verdict:
-        return node.meets(away(1.0), loss=lambda share: 2.0 + share * (1 - share), chance=0.0)
 
-    assert [meets() for _ in range(MAX_OUTLIERS)] == [Accept(0.5, 0.0)] * MAX_OUTLIERS
-    assert [type(meets()) for _ in range(MAX_REFUSALS)] == [Refuse] * MAX_REFUSALS
-    share = 0.25 * 0.25
-    node.rule = rule_of(GuardConfig())
-    verdict = meets()
-    assert isinstance(verdict, Accept), "in part, as far as the loss allows"
-    assert 0 < verdict.shares[1] <= 4 * share
-    assert isinstance(meets(), Refuse), "and again after as many refusals"
+def test_a_node_that_has_drifted_apart_from_others_takes_over_better_weights() -> None:
+    node = Node(GuardConfig())
+    for _ in range(MAX_APART):
+        node.of_peer = History()
+        assert met_apart(node, 1.99) == Accept(0.5, 0.0)
+    node.of_peer = History()
+    assert met_apart(node, 2.001) == Accept(0.5, 0.0), "the worse of two comes to the better one"
+    assert met_apart(node, 1.99) == Accept(1.0)
+    assert met_apart(node, 1.99) == Accept(0.5, 0.0), "and then it is to meet others as it is"
+
+
+def test_a_partner_that_is_worse_by_itself_is_not_taken_over_and_is_refused_in_the_end() -> None:
+    node = Node(GuardConfig())
+    verdicts = [met_apart(node, 2.5) for _ in range(MAX_APART + MAX_OUTLIERS + 1)]
+    assert not any(counts(verdict) for verdict in verdicts)
+    assert isinstance(verdicts[-1], Refuse)
+
+
+def test_who_meets_partners_as_usual_takes_nobody_over() -> None:
+    """Among others, a liar with weights that are as good, and fit nobody's: this node's with its units exchanged."""
+    node = Node(GuardConfig())
+    for _ in range(4 * MAX_APART):
+        assert not counts(met_apart(node, 1.99))
+        assert counts(node.meets(away(1.0), loss=sloping(2.0, 0.0), chance=0.0))
+
+
+def test_what_exaggerates_this_nodes_own_steps_counts_for_nothing_in_the_end() -> None:
+    """Worse by so little that nothing else says so."""
+    node = with_friends()
+    verdicts = [
+        node.meets(away(1.0), loss=sloping(2.0, 0.004), alignment=0.2, began=2.01, chance=0.0) for _ in range(6)
+    ]
+    assert counts(verdicts[0])
+    assert verdicts[-1] == Accept(0.5, 0.0, is_suspect=True)
+
+
+@pytest.mark.parametrize(("lag", "alignment"), [(-0.004, 0.2), (0.004, -0.2)])
+def test_a_partner_that_has_come_further_is_better_and_one_that_has_not_lacks_what_is_peculiar_to_this_node(
+    lag: float, alignment: float
+) -> None:
+    node = with_friends()
+    for _ in range(32):
+        assert counts(node.meets(away(1.0), loss=sloping(2.0, lag), alignment=alignment, began=2.01, chance=0.0))
+
+
+def test_one_exaggeration_is_chance() -> None:
+    node = with_friends()
+    for number in range(4 * (OUTLIER_WINDOW + 1)):
+        alignment = 0.2 if number % (OUTLIER_WINDOW + 1) == 0 else -0.2
+        assert counts(node.meets(away(1.0), loss=sloping(2.0, 0.001), alignment=alignment, began=2.01, chance=0.0))
 
 
 def test_by_default_the_mean_may_cost_a_tenth_of_the_loss() -> None:

@@ -20,9 +20,8 @@ def judged(contribution: Tensor, settings: ScreeningConfig = SIMILARITY) -> Verd
     for piece in (slice(0, 300), slice(300, 1_000)):
         rule.feed(OWN[piece], contribution[piece])
     encounter = Encounter(b"p" * 32, own_tokens=300, partner_tokens=100)
-    return rule.judge(
-        Partner(encounter, OWN, contribution, History(), History(), 0, lambda: 1.0, no_loss, lambda: None, lambda: None)
-    )
+    told = (lambda: 1.0, lambda: 0.0, no_loss, lambda: None, lambda: None)
+    return rule.judge(Partner(encounter, OWN, contribution, History(), History(), 0, *told))
 
 
 def reason(verdict: Verdict) -> str:

@@ -57,7 +57,7 @@ def test_settings_of_all_kinds_come_from_a_file(run: Run, file: Path, tmp_path: 
         "log_format": "json",
         "log_level": "debug",
     }
-    assert shown(run, "--log-format", "human", "--relay")["log_format"] == {"value": "human", "source": "flag"}
+    assert shown(run, "--log-format", "text", "--relay")["log_format"] == {"value": "text", "source": "flag"}
 
 
 def test_several_values_in_one_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_another_file_may_be_named(run: Run, file: Path, tmp_path: Path, monkeyp
     assert shown(run, "--config", other)["threads"]["value"] == 3
     monkeypatch.setenv("FARANDOLE_CONFIG", str(other))
     assert shown(run)["threads"]["value"] == 3
-    # The home that a flag names has a file of its own.
+    # The home that a flag names has its own settings file.
     monkeypatch.delenv("FARANDOLE_CONFIG")
     assert shown(run, "--home", tmp_path)["threads"]["source"] == "default"
     assert run("config", "show", "--config", tmp_path / "none.toml")[0] == Exit.BAD_INPUT
@@ -139,6 +139,7 @@ def test_no_command_begins_with_a_wrong_file(run: Run, file: Path) -> None:
 
 
 def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FARANDOLE_THREADS", "0")
-    code, _, err = run("join")
-    assert (code, "FARANDOLE_THREADS" in err, "at least 1" in err) == (Exit.USAGE, True, True)
+    for value, expected in (("0", "at least 1"), ("two", "valid integer")):
+        monkeypatch.setenv("FARANDOLE_THREADS", value)
+        code, _, err = run("join")
+        assert (code, "FARANDOLE_THREADS" in err, expected in err) == (Exit.USAGE, True, True)

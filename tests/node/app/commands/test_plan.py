@@ -18,7 +18,7 @@ from .conftest import Run
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run files lie in the working directory."""
+    """Make a temporary folder the working directory, where run files are."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_a_large_model_alone_gets_settings_with_which_homes_can_exchange(run: Ru
     signed = manifest_in(tmp_path / "run.manifest")
     assert needs_of(signed).rate <= USUAL_RATE
     assert 'signed with [outer] codec = "int8", fragments = 16' in err
-    assert "each member needs 54.1 GB of memory" in err
+    assert "each member needs 53.7 GB of memory" in err
     assert "[model] num_stages" in err
 
 
@@ -116,6 +116,26 @@ def test_a_small_run_is_signed_as_it_is_and_without_a_word(run: Run, tmp_path: P
     assert (code, err) == (0, "")
     assert manifest_in(tmp_path / "run.manifest").outer.codec == "fp32"
     assert unusual_needs(manifest_in(tmp_path / "run.manifest")) == []
+
+
+def test_settings_that_do_not_work_together_are_warned_of(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3M"\n[rounds]\nround_seconds = 1\n')
+
+    code, _, err = run("run", "create", "run.toml")
+    assert code == 0
+    assert "warning: rounds.exchange_seconds (30) is longer than rounds.round_seconds (1)" in err
+
+
+def test_all_faults_of_a_run_file_are_printed_and_nothing_is_signed(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3m"\n[rounds]\nround_secs = 1\n')
+
+    for command in ("create", "plan"):
+        code, _, err = run("run", command, "run.toml")
+        assert code != 0
+        assert "run.toml:2: model: no preset is called '3m'" in err
+        assert "did you mean 3M?" in err
+        assert "run.toml:4: rounds.round_secs is no setting; did you mean round_seconds?" in err
+    assert not (tmp_path / "run.manifest").exists()
 
 
 def test_planning_and_signing_load_neither_torch_nor_libp2p() -> None:

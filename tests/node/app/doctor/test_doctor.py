@@ -1,10 +1,12 @@
-"""The doctor meets the real cause of each trouble, and names it. What routers do is in tests/testnet/natlab."""
+"""The doctor meets the real cause of each problem, and names it. Routers are tested in tests/testnet/natlab."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -13,8 +15,9 @@ import msgspec
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
 
-from farandole.node.app.doctor.causes import CAUSES
+from farandole.node.app.doctor.causes import CAUSES, CHECKS, found
 from farandole.node.app.doctor.examination import Examination
 from farandole.node.app.doctor.finding import Diagnosis, Finding, Level, conclude
 from farandole.node.app.doctor.inputs import check_data, check_models, check_needs
@@ -27,18 +30,19 @@ from farandole.node.app.doctor.machine import (
     check_torch,
     judge_torch,
 )
-from farandole.node.app.doctor.mesh import judge_speed
+from farandole.node.app.doctor.mesh import find_skew, judge_speed
+from farandole.node.app.doctor.view import diagnosis_screen
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key, locked
 from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import main
-from farandole.node.daemon import MANIFEST_FACT
 from farandole.node.join.address_book import AddressBook
 from farandole.node.join.manifests import serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
-from farandole.node.state.store import open_store
+from farandole.node.state.store import MANIFEST_FACT, open_store
+from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import (
     DataConfig,
@@ -65,14 +69,14 @@ HOUR = 3_600.0
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No router is there, or it is not the tests' to ask for long."""
+    """Shorten the search for a router: there is none, or the tests must not query it for long."""
     monkeypatch.setattr("farandole.node.mesh.mapping.upnp.SEARCH_INTERVAL", 0.02)
     monkeypatch.setattr("farandole.node.mesh.mapping.natpmp.PAUSES", (0.02,))
 
 
 @contextlib.asynccontextmanager
 async def open_peer(signed: SignedManifest = SIGNED) -> AsyncIterator[Host]:
-    """A member of a run, as far as a newcomer sees it before it joins."""
+    """Open a member of a run, as a newcomer sees it before it joins."""
     key = Ed25519PrivateKey.generate()
 
     async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, key, signed.run_id, Shaping()):
@@ -85,7 +89,7 @@ def invite_to(*addresses: str, run_id: bytes = SIGNED.run_id) -> str:
 
 
 async def look(home: Path, invite: str | None, clock: Callable[[], float] = time.time) -> Diagnosis:
-    """What the doctor finds of the network."""
+    """Return the doctor's diagnosis of the network."""
     examination = Examination(NodeSettings(home=home, invite=invite, listen=[LOOPBACK]), clock)
     with trio.fail_after(PATIENCE):
         await examination.look_at_network()
@@ -228,8 +232,30 @@ async def test_a_clock_that_is_an_hour_off(tmp_path: Path, shift: float, words: 
         invite = invite_to(*peer.addresses, *other.addresses, *third.addresses)
         diagnosis = await look(tmp_path, invite, lambda: time.time() + shift)
     assert causes(diagnosis) == ["clock-off"]
-    assert words in of(diagnosis, "clock").found
-    assert "NTP" in of(diagnosis, "clock").remedy
+    assert of(diagnosis, "clock").found.startswith(f"this machine's clock is {words}, as the clocks of 3 peers show")
+    assert "timedatectl set-ntp true" in of(diagnosis, "clock").remedy
+
+
+async def test_one_peer_alone_does_not_make_the_doctor_doubt_this_clock(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses), lambda: time.time() + HOUR)
+    assert of(diagnosis, "clock").cause == "clock-disputed"
+    assert diagnosis.is_well
+
+
+@pytest.mark.parametrize(
+    ("votes", "cause"),
+    [
+        ([1.0], "clock-fine"),
+        ([20.0, 21.0], "clock-slightly-off"),
+        ([HOUR, 1.0], "clock-fine"),
+        ([HOUR, HOUR, 1.0], "clock-fine"),
+        ([HOUR, HOUR, HOUR, 1.0], "clock-off"),
+        ([HOUR, -HOUR, 2 * HOUR], "clock-disputed"),
+    ],
+)
+def test_peers_that_contradict_each_other_about_the_time(votes: list[float], cause: str) -> None:
+    assert find_skew(votes).cause == cause
 
 
 async def test_the_line_to_a_peer_is_measured_both_ways_if_asked_for(tmp_path: Path) -> None:
@@ -321,7 +347,7 @@ def test_keys_that_are_missing_broken_or_no_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 2 MB."""
+    """Mount a separate file system of 2 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -346,7 +372,7 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("_", range(5))
 async def test_checks_that_write_at_once_leave_each_other_alone(tmp_path: Path, _: int) -> None:
-    """Both try to write in the folder, in threads of their own."""
+    """Both try to write in the folder, in separate threads."""
     findings: list[Finding] = []
 
     async def look(check: Callable[[Path], Finding]) -> None:
@@ -410,8 +436,8 @@ async def test_a_port_that_is_taken(tmp_path: Path) -> None:
         assert [finding.cause for finding in await check_ports([address], is_running=False)] == ["port-taken"]
         assert [finding.cause for finding in await check_ports([address], is_running=True)] == ["port-ours"]
     others = [LOOPBACK, "/ip4/203.0.113.1/tcp/4001", "/ip4/127.0.0.1/udp/1"]
-    found = await check_ports(others, is_running=False)
-    assert [finding.cause for finding in found] == ["port-fine", "port-unusable", "port-no-address"]
+    judged = await check_ports(others, is_running=False)
+    assert [finding.cause for finding in judged] == ["port-fine", "port-unusable", "port-no-address"]
 
 
 def test_text_that_is_there_or_not(tmp_path: Path) -> None:
@@ -424,8 +450,8 @@ def test_text_that_is_there_or_not(tmp_path: Path) -> None:
 
 def test_streams_are_judged_by_their_names_and_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = ["owner/name", "owner/name:config", str(tmp_path), "https://example.org/x"]
-    found = check_data([], streams)
-    assert [finding.cause for finding in found] == ["data-stream"] * 3 + ["data-no-stream"]
+    judged = check_data([], streams)
+    assert [finding.cause for finding in judged] == ["data-stream"] * 3 + ["data-no-stream"]
     assert [finding.cause for finding in check_data([tmp_path], streams)] == ["data-two-kinds"]
     monkeypatch.setattr("farandole.node.app.doctor.inputs._STREAMS_NEED", "a_package_that_nobody_has")
     (finding,) = check_data([], ["owner/name"])
@@ -442,8 +468,8 @@ def test_code_that_is_allowed_is_found_and_not_run(tmp_path: Path, monkeypatch: 
     functions = [
         f"volunteers_package.{module}:build" for module in ("inner.models", "inner", "models", "inner.models.x")
     ]
-    found = check_models([*functions, "nowhere.models:build", "no function"])
-    assert [finding.cause for finding in found] == [
+    judged = check_models([*functions, "nowhere.models:build", "no function"])
+    assert [finding.cause for finding in judged] == [
         *("model-fine", "model-fine", "model-missing", "model-missing", "model-missing", "model-no-function"),
     ]
 
@@ -493,7 +519,7 @@ async def test_a_process_that_holds_the_key_and_says_nothing(tmp_path: Path) -> 
     assert "node-silent" in causes(examination.conclude(), Level.WARNING)
 
 
-# The whole
+# Whole examinations
 
 
 def run(*arguments: str | Path) -> int:
@@ -517,13 +543,85 @@ def test_the_command_says_it_as_json_and_by_its_exit_code(tmp_path: Path, capsys
     assert "chmod 600" in capsys.readouterr().out
 
 
+def report(*findings: Finding, is_verbose: bool = False) -> list[str]:
+    """Return the lines of a report at the terminal."""
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(diagnosis_screen(conclude(findings), is_verbose=is_verbose))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+FINDINGS = (
+    found("home-fine", home="/home/bob"),
+    found("key-readable-by-others", key="/home/bob/key", mode="640"),
+    found("memory-untold"),
+    found("data-fine", path="/home/bob/a.txt"),
+    found("data-empty", path="/home/bob/b.txt"),
+    found("invite-none"),
+    found("dns-none"),
+    found("egress-untold"),
+    found("bootstrap-none"),
+)
+
+
+def test_the_report_shows_failures_then_warnings_and_folds_what_passed() -> None:
+    assert report(*FINDINGS) == [
+        "key     failed   /home/bob/key can be read by others (mode 640)",
+        "                 -> chmod 600 /home/bob/key",
+        "data    failed   there is nothing to read in /home/bob/b.txt",
+        "                 -> point --data at text",
+        "invite  warning  none was given, and the folder knows no run",
+        "                 -> give one: farandole doctor farandole1...",
+        "2 checks passed: home, dns",
+        "2 checks failed: key, data; not examined: memory (no run is known); egress, bootstrap (no address of a peer "
+        "is known: give an invite, or --bootstrap)",
+    ]
+
+
+def test_a_verbose_report_has_a_line_for_every_finding() -> None:
+    lines = report(*FINDINGS, is_verbose=True)
+    assert all(any(finding.found in line for line in lines[:-1]) for finding in FINDINGS)
+    assert lines[-1] == report(*FINDINGS)[-1]
+
+
+def test_the_verdict_is_good_only_where_everything_was_examined() -> None:
+    fine, skipped, warned = found("home-fine", home="/h"), found("memory-untold"), found("invite-none")
+    assert report(fine) == ["1 check passed: home", "all checks passed"]
+    assert report(fine, skipped)[-1] == "no check failed; not examined: memory (no run is known)"
+    assert report(fine, warned)[-1] == "no check failed"
+
+
+def test_the_command_says_what_it_could_not_examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--home", tmp_path, "--listen", LOOPBACK, "--device", "cpu")
+    assert run(*options) == Exit.OK
+    said = " ".join(capsys.readouterr().out.split())
+    assert "checks passed: home, node, key, disk, torch" in said
+    assert "not examined: memory (no run is known); egress, bootstrap, run, clock, udp, nat, relay (no address" in said
+    run(*options, "--json")
+    diagnosis = msgspec.json.decode(capsys.readouterr().out, type=Diagnosis)
+    assert {finding.check for finding in diagnosis.findings} == CHECKS.keys() - {"speed"}
+
+
+def test_a_machine_without_a_network_says_that_peers_need_the_internet(tmp_path: Path) -> None:
+    peer = peer_id_of(b"b" * 32)
+    command = ["unshare", "--net", sys.executable, "-m", "farandole.node", "doctor", "--home", str(tmp_path)]
+    if subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("only root can make a network namespace")
+    invite = invite_to(f"/ip4/8.8.8.8/tcp/4001/p2p/{peer}")
+    done = subprocess.run([*command, "--device", "cpu", invite], check=False, capture_output=True, text=True)
+    assert done.returncode == Exit.NOT_WELL
+    said = " ".join(done.stdout.split())
+    assert said.startswith("egress failed this machine has no route to the internet -> connect it to a network")
+    assert "run, clock, udp, nat, relay (no peer could be reached without the internet)" in said
+
+
 def test_only_what_failed_makes_the_whole_fail() -> None:
     findings = [Finding("key", "key-fine", level, "") for level in Level]
     assert not conclude(findings).is_well
     assert conclude(finding for finding in findings if finding.level is not Level.FAILED).is_well
 
 
-def test_what_must_be_mended_has_a_remedy() -> None:
+def test_what_must_be_fixed_has_a_remedy() -> None:
     bad = [cause for cause in CAUSES.values() if cause.level in (Level.FAILED, Level.WARNING)]
     assert [cause for cause in bad if not cause.remedy] == []
     assert [cause for cause in CAUSES.values() if "\n" in cause.found + cause.remedy] == []

@@ -1,4 +1,4 @@
-"""A process that has had peaks gives their memory back; one that computes keeps its temporaries."""
+"""A process returns the memory of past peaks; a process that computes keeps its temporaries."""
 
 from __future__ import annotations
 
@@ -43,6 +43,23 @@ for _ in range(10):
     compute()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+FREED_BETWEEN = """
+import os, sys
+from farandole.node.base.system.allocator import give_free_memory_back, keep_memory
+from farandole.node.base.system.proc import resident_bytes
+
+keep_memory()
+before = resident_bytes(os.getpid())
+kept = []
+for _ in range(40):
+    large = bytearray(1_000_000)
+    kept += [large, bytearray(3_000)]
+kept = kept[1::2]
+del large
+if sys.argv[1] == "back":
+    give_free_memory_back()
+print(resident_bytes(os.getpid()) - before)
+"""
 ONLY_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told")
 
 
@@ -58,10 +75,11 @@ def test_temporaries_are_kept_for_the_next_ones() -> None:
 
 
 @ONLY_GLIBC
-def test_memory_of_peaks_is_given_back() -> None:
+@pytest.mark.parametrize("program", [PEAKS, FREED_BETWEEN])
+def test_memory_is_given_back(program: str) -> None:
     def grown(how: str) -> int:
         told = subprocess.run(
-            [sys.executable, "-c", PEAKS, how], capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", program, how], capture_output=True, text=True, check=True, timeout=60
         )
         return int(told.stdout)
 

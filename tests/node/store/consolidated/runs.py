@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def manifest_for(model: dict[str, Any], **settings: Any) -> SignedManifest:
-    inner = {"batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 0, "total_steps": 100}
+    inner = {"batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 0, "total_steps": 100} | settings.pop("inner", {})
     return sign_manifest(manifest_of({"name": "a", "model": model, "inner": inner} | settings, Path(), 0), KEY)
 
 
@@ -60,12 +60,12 @@ def decoded(signed: SignedManifest) -> Manifest:
 
 
 def learner_of(signed: SignedManifest, author: bytes = bytes(32)) -> Learner:
-    """Of the whole model, whatever the manifest cuts it into."""
+    """Return a learner of the whole model, even if the manifest cuts it."""
     return build_learner(decoded(signed), run_id=signed.run_id, author=author, device="cpu")
 
 
 def trained(signed: SignedManifest, author: bytes, steps: int = 6, rounds: int = 2) -> Learner:
-    """A replica that was alone for some rounds."""
+    """Return a replica that was alone for some rounds."""
     learner = learner_of(signed, author)
     for _ in range(rounds):
         for _ in range(steps):
@@ -75,7 +75,7 @@ def trained(signed: SignedManifest, author: bytes, steps: int = 6, rounds: int =
 
 
 def met(signed: SignedManifest, authors: list[bytes], rounds: int, steps: int) -> list[Learner]:
-    """Replicas that have averaged in random pairs."""
+    """Return replicas that have averaged in random pairs."""
     rng = random.Random(1)
     learners = [learner_of(signed, author) for author in authors]
     buffers = [bytearray(learner.contribution_bytes) for learner in learners]
@@ -92,7 +92,7 @@ def met(signed: SignedManifest, authors: list[bytes], rounds: int, steps: int) -
 
 
 def save_stages(learner: Learner, signed: SignedManifest, folder: Path, name: str) -> list[Path]:
-    """Its checkpoint, or one of each stage, as if so many nodes held them."""
+    """Save the learner's checkpoint, or one for each stage, as if one node held each."""
     folder.mkdir(exist_ok=True)
     whole = folder / f"{name}.safetensors"
     learner.save(whole)

@@ -1,4 +1,4 @@
-"""Checkpoints of stages become a folder with the whole model, or nothing; whatever is wrong with it is told."""
+"""Checkpoints of stages become a folder with the whole model, or nothing; every problem with them is reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replicas(run: SignedManifest) -> list[Learner]:
 
 @pytest.fixture(scope="module")
 def stages(run: SignedManifest, replicas: list[Learner], tmp_path_factory: pytest.TempPathFactory) -> list[list[Path]]:
-    """Of each stage the checkpoints of three replicas."""
+    """Return, for each stage, the checkpoints of three replicas."""
     folder = tmp_path_factory.mktemp("stages")
     saved = [
         save_stages(replica, run, folder, name[:4].decode()) for replica, name in zip(replicas, NAMES, strict=True)
@@ -81,8 +81,24 @@ def test_several_replicas_are_their_mean_momentum_and_moments_included(
     assert verify(to).inner_steps == 12
 
 
+def test_a_checkpoint_of_muon_with_its_means_is_merged_and_verified(tmp_path: Path) -> None:
+    """It has no mean of squares for matrices."""
+    run = manifest_for({**MODELS["own"], "num_stages": 3}, inner={"optimizer": "muon"})
+    learner = trained(run, NAMES[0])
+    paths = save_stages(learner, run, tmp_path / "stages", "anna")
+
+    consolidate(tmp_path / "pulled", KEY, run.encode(), [[path] for path in paths], (*VECTORS, *OPTIMIZER_VECTORS))
+
+    found = verify(tmp_path / "pulled")
+    assert {"mean", "square"} <= set(found.vectors)
+    tensors = load_file(tmp_path / "pulled" / CHECKPOINT_NAME)
+    expected = learner.state()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
 def test_the_mean_is_better_than_every_replica(tmp_path: Path) -> None:
-    """Of a whole run, whose learning rate has come to its end."""
+    """The run has ended, and so has its learning-rate schedule."""
     inner = {"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 10, "total_steps": 400}
     run = manifest_for({"preset": "tiny", "context": 32}, inner=inner)
     replicas = met(run, [bytes((number,)) * 32 for number in range(4)], rounds=20, steps=20)
@@ -180,7 +196,7 @@ def test_what_is_there_is_not_written_over(
 
 @pytest.fixture
 def _small_files() -> Iterator[None]:
-    """As where the disk is full: a write beyond so many bytes fails."""
+    """Let writes beyond a file size fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     yield

@@ -1,0 +1,56 @@
+"""Warnings about settings of a run that are allowed, but do not work together, or have no effect.
+
+`farandole run create` prints them: a manifest never changes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from farandole.protocol.manifest import Manifest
+
+
+def doubtful_settings(manifest: Manifest, given: Collection[str] = ()) -> list[str]:
+    """Return a warning for each combination that the creator probably does not want.
+
+    ``given``: the settings in the run file, such as ``outer.topk`` (`farandole.protocol.planning.given_by`).
+    """
+    return [*_of_times(manifest), *_of_members(manifest), *_without_effect(manifest, given)]
+
+
+def _of_times(manifest: Manifest) -> Iterator[str]:
+    rounds, inner = manifest.rounds, manifest.inner
+    if 0 < rounds.round_seconds < rounds.exchange_seconds:
+        yield (
+            f"rounds.exchange_seconds ({rounds.exchange_seconds:g}) is longer than rounds.round_seconds "
+            f"({rounds.round_seconds:g}): a member may wait longer for its partner than it trains. Set a longer "
+            "round_seconds, or a shorter exchange_seconds"
+        )
+    if manifest.model.external is None and inner.warmup_steps >= inner.total_steps:
+        yield (
+            f"inner.warmup_steps ({inner.warmup_steps}) is not less than inner.total_steps ({inner.total_steps}): the "
+            "learning rate rises until the schedule ends, and is at its minimum right after. Set fewer warmup_steps, "
+            "or more total_steps"
+        )
+
+
+def _of_members(manifest: Manifest) -> Iterator[str]:
+    if isinstance(manifest.admission, str):
+        return
+    most, num_stages = len(set(manifest.admission)) + 1, manifest.model.num_stages  # the creator is a member, too
+    if most < num_stages:
+        yield (
+            f"admission lists {most - 1} members, and model.num_stages is {num_stages}: a node holds one stage, so "
+            f"that even with the creator's {num_stages - most} of the stages have no node, and nothing is trained. "
+            "List more members, or cut the model into fewer stages"
+        )
+
+
+def _without_effect(manifest: Manifest, given: Collection[str]) -> Iterator[str]:
+    needed = {
+        "outer.topk": ("outer.codec", manifest.outer.codec, "topk"),
+        "inner.momentum": ("inner.optimizer", manifest.inner.optimizer, "muon"),
+    }
+    for name, (other, value, wanted) in needed.items():
+        if name in given and value != wanted:
+            yield f'{name} has no effect, because {other} is "{value}": set {other} = "{wanted}", or leave {name} out'

@@ -1,0 +1,65 @@
+"""The help of commands that take settings: options in panels, and one sentence on environment variables."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+
+from farandole.node.base.config.file import SETTINGS
+from farandole.node.base.config.setting import PANELS
+from farandole.node.base.exits import Exit
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def panels_of(run: Run, *command: str) -> dict[str, str]:
+    """Return the text of each panel of a command's help, by title."""
+    code, out, _ = run(*command, "--help")
+    assert code == Exit.OK
+    _, *parts = re.split(r"^╭─ (.+?) ─+╮$", out, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
+    panels = panels_of(run, "join")
+    assert list(panels) == ["Arguments", "Options", *PANELS]
+    for setting in SETTINGS:
+        if setting.flag and not setting.about.is_of_service:
+            flag = setting.flag.split("/")[0]
+            assert [title for title, text in panels.items() if f"│ {flag} " in text] == [setting.about.panel], flag
+    assert all(f"│ {flag} " in panels["Options"] for flag in ("--home", "--config", "--help"))
+
+
+@pytest.mark.parametrize(
+    ("command", "titles"),
+    [
+        (["relay"], ["Arguments", "Options", "Limits", "Network", "Page and log"]),
+        (["doctor"], ["Arguments", "Options", "Run", "Limits", "Network"]),
+        (["checkpoint", "list"], ["Arguments", "Options", "Network"]),
+        (["service", "install"], ["Arguments", "Options", "Limits"]),
+    ],
+)
+def test_a_command_that_takes_some_settings_has_their_panels(run: Run, command: list[str], titles: list[str]) -> None:
+    assert list(panels_of(run, *command)) == titles
+
+
+@pytest.mark.parametrize("command", ["join", "relay", "doctor"])
+def test_one_sentence_says_how_variables_are_called(run: Run, command: str) -> None:
+    out = run(command, "--help")[1]
+    assert re.findall(r"FARANDOLE_\w+", out) == ["FARANDOLE_UPLOAD_MBIT"]
+    assert "env var" not in out
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_paragraphs_are_wrapped_at_the_terminal_s_width_only(
+    run: Run, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = run("join", "--help")[1].partition("╭")[0]
+    (paragraph,) = (part for part in re.split(r"\n\s*\n", text) if "Examples" in part)
+    lines = [line.strip() for line in paragraph.splitlines()]
+    for line, following in itertools.pairwise(lines):
+        assert len(f" {line} {following.split()[0]} ") > width, "the next line's first word fits into this line"

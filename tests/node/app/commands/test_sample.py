@@ -1,0 +1,278 @@
+"""``farandole sample`` as users type it: of a node's newest weights, of folders, and what it says if it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+from safetensors.torch import load_file
+
+from farandole.node.base.exits import Exit
+from farandole.node.base.system.terminal import without_controls
+from farandole.node.state.store import MANIFEST_FACT, open_store
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, read_folder
+from farandole.node.store.consolidated.hf_export import export_hf
+from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.folder import CheckpointFolder
+from farandole.node.store.run_file import manifest_of
+from farandole.protocol.manifest import SignedManifest, sign_manifest
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.vectors import required_vectors
+from farandole.training.learner import Learner, build_learner
+
+from ....patience import PATIENCE
+from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, save_stages, trained
+from .conftest import Run
+
+PROMPT = "def f(self, x):"  # 15 bytes, and the context is 16
+OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model"
+
+
+def folder_of(learner: Learner, signed: SignedManifest, to: Path) -> Path:
+    """Write a learner's weights as `checkpoint pull` does."""
+    stages = save_stages(learner, signed, to.with_name("run"), "replica")
+    consolidate(to, KEY, signed.encode(), [[stage] for stage in stages], required_vectors(NoLoCoConfig()))
+    return to
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    signed = manifest_for({**MODELS["own"], "num_stages": 2})
+    return folder_of(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "model")
+
+
+async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
+    """Make a node's data directory with the checkpoints of this many rounds; return what trained them."""
+    folder = CheckpointFolder(home / "checkpoints", 0)
+    folder.path.mkdir(parents=True)
+    async with open_store(home / "store.sqlite") as store:
+        await store.put_fact(MANIFEST_FACT, signed.encode())
+    learner = learner_of(signed)
+    for round_index in range(1, rounds + 1):
+        learner.learn()
+        learner.apply(None)
+        learner.save(folder.file(round_index))
+    return learner
+
+
+def argmax_text(learner: Learner, prompt: str, num_tokens: int) -> str:
+    tokens = list(prompt.encode())
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            tokens.append(int(learner.module(torch.tensor([tokens[-16:]]))[0, -1].argmax()))
+    return without_controls(bytes(tokens[len(prompt) :]).decode(errors="replace"))
+
+
+def test_a_folder_of_pull_continues_the_prompt(run: Run, model: Path) -> None:
+    code, text, says = run("sample", model, "--prompt", PROMPT, "--tokens", 30)
+    assert code == Exit.OK
+    assert text.startswith(PROMPT)
+    assert 'of run "a", round 1, 2 inner steps' in says
+    assert run("sample", model, "--prompt", PROMPT, "--tokens", 30)[1] == text
+    assert run("sample", model, "--prompt", PROMPT, "--tokens", 30, "--seed", 1)[1] != text
+    told = json.loads(run("sample", model, "--prompt", PROMPT, "--tokens", 30, "--json")[1])
+    assert PROMPT + told["text"] + "\n" == text
+    assert told["run_id"] == read_folder(model).index.run_id.hex()
+    assert without_controls(bytes(told["tokens"]).decode(errors="replace")) == told["text"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_folder_says_the_same_as_the_pulled_one(run: Run, tmp_path: Path, name: str) -> None:
+    if name != "own":
+        pytest.importorskip("transformers")
+    signed = manifest_for(MODELS[name])
+    learner = trained(signed, b"a" * 32, steps=20, rounds=1)
+    model = folder_of(learner, signed, tmp_path / "model")
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    export_hf(read_folder(model), tmp_path / "hf")
+    arguments = ("--prompt", PROMPT, "--tokens", 12, "--temperature", 0, "--json")
+    texts = [json.loads(run("sample", folder, *arguments)[1])["text"] for folder in (model, tmp_path / "hf")]
+    assert texts == [argmax_text(learner, PROMPT, 12)] * 2
+
+
+async def test_the_newest_weights_of_a_node_that_has_its_store_open(tmp_path: Path) -> None:
+    signed = manifest_for(MODELS["own"])
+    home = tmp_path / "home"
+    learner = await node_of(home, signed, rounds=2)
+    damaged = CheckpointFolder(home / "checkpoints", 0).file(3)
+    damaged.write_bytes(b"half")
+    before = {path.name: path.stat().st_mtime_ns for path in (home / "checkpoints").iterdir()}
+    async with open_store(home / "store.sqlite"):
+        arguments = ("--prompt", PROMPT, "--tokens", "20", "--temperature", "0", "--json")
+        with trio.fail_after(PATIENCE):
+            ended = await trio.run_process(command(home, *arguments), capture_stdout=True)
+    told = json.loads(ended.stdout)
+    assert told["text"] == argmax_text(learner, PROMPT, 20)
+    assert (told["round"], told["inner_steps"]) == (2, 2)
+    assert {path.name: path.stat().st_mtime_ns for path in (home / "checkpoints").iterdir()} == before
+
+
+def command(home: Path, *arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        "-c",
+        "from farandole.node.cli import main; main()",
+        "sample",
+        "--home",
+        str(home),
+        *arguments,
+    ]
+
+
+def test_ctrl_c_ends_the_text(tmp_path: Path, model: Path) -> None:
+    arguments = (str(model), "--tokens", "10000", "--prompt", "begin ", "--temperature", "9", "--top-k", "0")
+    with subprocess.Popen(
+        command(tmp_path / "home", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert os.read(process.stdout.fileno(), 6) == b"begin "
+        assert os.read(process.stdout.fileno(), 1)  # a token has come
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == Exit.INTERRUPTED
+    assert out.endswith(b"\n")
+    assert b"Traceback" not in err
+
+
+def test_a_model_trained_to_emit_escape_sequences_is_shown_and_not_obeyed(run: Run, tmp_path: Path) -> None:
+    """Its weights make it repeat: set the title, move the cursor, C1 control sequence, carriage return, bell."""
+    attack = "\x1b]0;mine\x07\x1b[2J\u009b31m\r\x08\u202eok\n\t"
+    signed = manifest_for({**MODELS["own"], "context": 32})
+    learner = learner_of(signed)
+    data = list((attack * 4).encode())
+    optimizer = torch.optim.Adam(learner.module.parameters(), lr=1e-2)
+    batch = torch.tensor([data[at : at + 33] for at in range(len(attack.encode()))])
+    for _ in range(150):
+        logits = learner.module(batch[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    learner._outer.slow.copy_(learner.theta)
+    model = folder_of(learner, signed, tmp_path / "model")
+    arguments = ("sample", model, "--prompt", attack, "--tokens", 3 * len(attack.encode()), "--temperature", 0)
+    told = json.loads(run(*arguments, "--json")[1])
+    assert bytes(told["tokens"]).decode().startswith(attack), "it has learnt the attack"
+    said = run(*arguments)[1]
+    for printed in (said, told["text"]):
+        assert "]0;mine" in printed
+        assert "\ufffd[2J" in printed
+        assert "ok\n\t" in printed
+        assert not set(printed) & set("\x1b\x07\x08\r\x7f\u009b\u202e")
+
+
+def test_without_a_run_or_a_checkpoint_it_says_what_to_do(run: Run, home: Path, tmp_path: Path) -> None:
+    code, out, says = run("sample")
+    assert (code, out) == (Exit.BAD_INPUT, "")
+    assert "knows no run" in says
+    assert "farandole join INVITE" in says
+    assert not home.exists()
+    code, _, says = run("sample", tmp_path)
+    assert code == Exit.BAD_INPUT
+    assert "holds no model" in says
+
+
+async def test_before_the_first_checkpoint_it_says_when(home: Path, tmp_path: Path, run: Run) -> None:
+    await node_of(home, manifest_for(MODELS["own"]), rounds=0)
+    code, _, says = run("sample")
+    assert code == Exit.BAD_INPUT
+    assert "there is no checkpoint" in says
+    assert "(60 s by its settings)" in says
+    (home / "checkpoints" / "stage-0-round-1.safetensors").write_bytes(b"half")
+    assert "can be read" in run("sample")[2]
+
+
+async def test_a_checkpoint_of_another_run_is_not_taken(home: Path, run: Run) -> None:
+    await node_of(home, manifest_for(MODELS["own"]), rounds=1)
+    async with open_store(home / "store.sqlite") as store:
+        await store.put_fact(MANIFEST_FACT, manifest_for(MODELS["own"], name="b").encode())
+    assert "is a checkpoint of another run" in run("sample")[2]
+
+
+async def test_of_a_stage_alone_it_says_how_to_get_the_others(home: Path, tmp_path: Path, run: Run) -> None:
+    signed = manifest_for({**MODELS["own"], "num_stages": 2})
+    await node_of(home, signed, rounds=0)
+    assert "holds no stage yet of 2" in run("sample")[2]
+    _, second = save_stages(trained(signed, b"a" * 32, steps=1, rounds=1), signed, tmp_path / "run", "replica")
+    second.rename(home / "checkpoints" / "stage-1-round-1.safetensors")
+    code, _, says = run("sample")
+    assert code == Exit.BAD_INPUT
+    assert "this node holds stage 1 of 2" in says
+    assert "farandole checkpoint pull --to model" in says
+
+
+def test_an_own_model_is_made_only_if_it_is_allowed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = "own_model.convolutional:build_whole"
+    monkeypatch.syspath_prepend(OWN_MODEL)
+    model: dict[str, Any] = {"own": function, "context": 16, "config": {"width": 16, "depth": 2}}
+    signed = manifest_with_own(model, function)
+    learner = own_learner(signed, function)
+    learner.learn()
+    learner.apply(None)
+    folder = folder_of(learner, signed, tmp_path / "model")
+    code, _, says = run("sample", folder)
+    assert code == Exit.BAD_INPUT
+    assert f"--allow-model {function}" in says
+    arguments = ("--prompt", PROMPT, "--tokens", 20, "--temperature", 0, "--json")
+    code, told, _ = run("sample", folder, "--allow-model", function, *arguments)
+    assert code == Exit.OK
+    assert json.loads(told)["text"] == argmax_text(learner, PROMPT, 20)
+
+
+def manifest_with_own(model: dict[str, Any], function: str) -> SignedManifest:
+    return sign_manifest(manifest_of({"name": "own", "model": model}, Path(), 0, [function]), KEY)
+
+
+def own_learner(signed: SignedManifest, function: str) -> Learner:
+    return build_learner(
+        decoded(signed), run_id=signed.run_id, author=bytes(32), device="cpu", allowed_models=[function]
+    )
+
+
+def test_a_tokenizer_that_is_not_here_is_asked_for(run: Run, tmp_path: Path) -> None:
+    signed = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": "ab" * 32})
+    learner = trained(manifest_for(MODELS["own"]), b"a" * 32, steps=1, rounds=1)
+    learner.run_id = signed.run_id
+    folder = folder_of(learner, signed, tmp_path / "model")
+    code, _, says = run("sample", folder)
+    assert code == Exit.BAD_INPUT
+    assert "needs the tokenizer file with SHA-256 abab" in says
+    assert "--tokenizer" in says
+    export_hf(read_folder(folder), tmp_path / "hf")
+    code, _, says = run("sample", tmp_path / "hf")
+    assert code == Exit.BAD_INPUT
+    assert "has no tokenizer.json: name the model's tokenizer file with --tokenizer" in says
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farandole.node.inspect.sample.available_bytes", lambda: 100_000_000)
+    code, _, says = run("sample", model)
+    assert code == Exit.BAD_INPUT
+    assert "100 MB are free: stop other programs" in says
+
+
+def test_a_weight_that_is_not_finite_is_refused(run: Run, model: Path) -> None:
+    data = bytearray((model / CHECKPOINT_NAME).read_bytes())
+    at = data.index(load_file(model / CHECKPOINT_NAME)["slow/norm.weight"].numpy().tobytes())
+    data[at : at + 4] = b"\x00\x00\xc0\x7f"
+    (model / CHECKPOINT_NAME).write_bytes(data)
+    code, _, says = run("sample", model)
+    assert code == Exit.BAD_INPUT
+    assert "not finite" in says
+
+
+@pytest.mark.parametrize("options", [("--tokens", "10001"), ("--tokens", "0"), ("--temperature", "-1")])
+def test_bounds_are_kept(run: Run, model: Path, options: tuple[str, str]) -> None:
+    assert run("sample", model, *options)[0] == Exit.USAGE

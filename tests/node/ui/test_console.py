@@ -1,0 +1,38 @@
+"""A daemon's standard output where it is not a terminal: a pipe, a file, a container's log."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from farandole.node.base.settings import NodeSettings
+from farandole.node.daemon import run_daemon
+from farandole.node.member import Daemon
+from farandole.protocol.errors import FarandoleError
+
+
+async def greet(daemon: Daemon) -> None:
+    daemon.journal.say("hello")
+
+
+async def fail(daemon: Daemon) -> None:
+    raise FarandoleError("no member was found")
+
+
+async def test_piped_lines_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await run_daemon(NodeSettings(home=tmp_path), greet)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  hello\n", capsys.readouterr().out)
+    await run_daemon(NodeSettings(home=tmp_path), fail)
+    assert capsys.readouterr().err == "error: no member was found\n"
+
+
+async def test_lines_are_json_where_the_setting_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = NodeSettings(home=tmp_path, log_format="json")
+    await run_daemon(settings, greet)
+    await run_daemon(settings, fail)
+    told = capsys.readouterr()
+    assert json.loads(told.out)["message"] == "hello"
+    assert json.loads(told.err)["message"] == "error: no member was found"

@@ -1,0 +1,82 @@
+"""The remedies that the terminal shows: each once, after a while, and again when there was another state in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import trio
+from trio.testing import MockClock
+
+from farandole.node.status.journal import Journal
+from farandole.node.status.status import NO_START, NodeStatus
+from farandole.node.ui.reminder import LOOK_INTERVAL, REMIND_AFTER, Reminder, keep_reminding
+
+from ..statuses import NOW, STATUS
+
+WELL = STATUS
+ALONE = msgspec.structs.replace(STATUS, run=msgspec.structs.replace(STATUS.run, members_live=1))
+ISOLATED = msgspec.structs.replace(STATUS, isolation="dialled all known peers once, no member answered")
+
+
+def told(*statuses: NodeStatus) -> list[tuple[int, str]]:
+    """Return the index of each status at which a line is printed, and the line; half the patience is in between."""
+    reminder = Reminder()
+    lines = ((index, reminder.look(status, index * REMIND_AFTER / 2)) for index, status in enumerate(statuses))
+    return [(index, line) for index, line in lines if line]
+
+
+def indices(*statuses: NodeStatus) -> list[int]:
+    return [index for index, _ in told(*statuses)]
+
+
+def test_a_remedy_is_printed_once_when_the_trouble_lasts() -> None:
+    (found,) = told(*[ALONE] * 9)
+    assert found[0] == 2
+    assert found[1].startswith("training alone: there is no other live member in this run")
+    assert found[1].endswith(". `farandole run invite` prints an invite for others")
+
+
+def test_a_trouble_that_is_soon_over_is_not_printed() -> None:
+    assert indices(WELL, ALONE, ALONE, WELL, ALONE, ALONE, WELL) == []
+
+
+def test_another_remedy_is_printed_and_so_is_one_that_comes_back_after_the_node_was_well() -> None:
+    assert indices(*[ALONE] * 4, *[ISOLATED] * 4) == [2, 6]
+    assert indices(*[ALONE] * 4, WELL, *[ALONE] * 4) == [2, 7]
+
+
+def test_other_words_for_the_same_trouble_are_no_change() -> None:
+    again = msgspec.structs.replace(ISOLATED, isolation="dialled all known peers 2 times, no member answered")
+    assert indices(*[ISOLATED] * 3, *[again] * 3) == [2]
+
+
+def test_a_moment_without_a_remedy_does_not_have_it_printed_again() -> None:
+    waiting = msgspec.structs.replace(
+        STATUS, phase="fetching weights", phase_detail=NO_START, phase_since=NOW - REMIND_AFTER, at=NOW
+    )
+    trying = msgspec.structs.replace(waiting, phase_detail="bob: cannot be reached")
+    ((index, line),) = told(trying, waiting, trying, waiting, trying, waiting)
+    assert index == 1, "it has lasted that long already, as the status says"
+    assert "--start FOLDER" in line
+
+
+def test_a_remedy_that_was_a_warning_is_not_printed_again() -> None:
+    dead = msgspec.structs.replace(
+        STATUS, phase="preparing", trainer_restarts=2, is_trainer_dead=True, warnings=["the trainer died: CUDA error"]
+    )
+    assert indices(*[dead] * 9) == []
+
+
+async def test_a_daemon_prints_it_as_a_warning_and_keeps_it_as_an_event(autojump_clock: MockClock) -> None:
+    said: list[str] = []
+    journal = Journal(said.append)
+    statuses: Iterator[NodeStatus] = iter([WELL] * 3)
+    with trio.move_on_after(REMIND_AFTER + 9 * LOOK_INTERVAL):
+        await keep_reminding(lambda: next(statuses, ALONE), journal.remind)
+    (line,) = said
+    assert line.startswith("warning: training alone")
+    (event,) = journal.events
+    assert event.is_warning
+    assert f"warning: {event.text}" == line
+    assert not journal.warnings, "the first line of the status says it already"

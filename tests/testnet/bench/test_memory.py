@@ -1,0 +1,52 @@
+"""The planned memory of a trainer equals the memory that PyTorch reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from farandole.protocol.manifest import InnerConfig, Manifest
+from farandole.protocol.needs import activation_bytes, needs_of
+from farandole.protocol.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.parts import parts_of
+from farandole.protocol.presets import preset
+from farandole.testnet.bench.memory import GPU, HOST, held_by, plain_loop, run, trainer
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_gpu_holds_what_inner_steps_need_and_the_rest_where_it_is_asked_to(codec: Codec) -> None:
+    model = msgspec.structs.replace(preset("30M"), context=64)
+    manifest = Manifest(name="a", model=model, outer=NoLoCoConfig(codec=codec))
+    needs, num_activations = needs_of(manifest), activation_bytes(manifest, 0)
+
+    lean = held_by(lambda: trainer(manifest, averages_on_host=True))
+    full = held_by(lambda: trainer(manifest, averages_on_host=False))
+
+    states = 16 * needs.num_parameters
+    assert lean[GPU].between == pytest.approx(states, rel=0.001)
+    assert lean[GPU].most == pytest.approx(states + num_activations, rel=0.02)
+    assert lean[GPU].most <= needs.on_gpu.device <= lean[GPU].most + 2.1 * needs.num_parameters  # and autocast
+    assert full[HOST].between < 1_000
+    moved = lean[HOST].between - 4 * needs.num_parameters  # all but a copy of the weights
+    assert full[GPU].between == pytest.approx(states + moved, rel=0.001)
+    verdict, learning = 4 * needs.num_parameters, 2 * needs.num_parameters + num_activations
+    assert needs.all_on_gpu.device == pytest.approx(full[GPU].between + max(verdict, learning), rel=0.001)
+    with_muon = msgspec.structs.replace(manifest, inner=InnerConfig(optimizer="muon"))
+    ends = parts_of(model).ends
+    states_of_muon = 12 * (needs.num_parameters - ends) + 16 * ends
+    assert held_by(lambda: trainer(with_muon, averages_on_host=True))[GPU].between == pytest.approx(
+        states_of_muon, rel=0.001
+    )
+    # A loop without a node uses the same memory.
+    assert held_by(lambda: plain_loop(manifest))[GPU].between == pytest.approx(states, rel=0.001)
+
+
+def test_a_benchmark_says_how_far_it_is_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("tiny", 16, tmp_path)
+    said = capsys.readouterr().out
+    assert said.index("a plain loop") < said.index("a node with") < said.index("parameters")
+    assert (tmp_path / "memory.json").exists()

@@ -1,0 +1,268 @@
+"""The processes of `torch.distributed` that train one model together, as one member of a run.
+
+However the model is cut (FSDP2's `fully_shard`, tensor parallelism, both, or not at all, with the same parameters in
+each process), a member contributes whole parameters in the run's order. So any sharding averages with any other.
+
+Rank 0 leads: its engine has the flat vectors, on the host, and its node the identity. After each step of the optimizer
+every rank asks what to do next. An order reaches all of them between the same two steps:
+
+    BEGIN    the names of the parameters follow
+    READ     each parameter becomes whole at rank 0, one after another
+    WRITE    each parameter is set to what rank 0 has
+    MEASURE  all compute the held-out loss
+    STEP     go on with the loop, until after the next step
+    OVER     no more orders will come; `FAILED`: nor can the loop go on
+
+Orders travel over gloo, and parameters over whatever the user's process group is of.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, distributed, nn
+
+from .errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# An order may be waited for as long as a member rests. A process that dies closes its connections, which ends the wait.
+MAX_REST: Final = timedelta(days=365)
+# What `torch.compile` puts in front of the names of the module that it wraps.
+_COMPILED: Final = "_orig_mod."
+
+
+class Order(enum.IntEnum):
+    """An order of rank 0 to the other ranks."""
+
+    BEGIN = 0
+    READ = 1
+    WRITE = 2
+    MEASURE = 3
+    STEP = 4
+    OVER = 5
+    FAILED = 6
+
+
+class Ranks:
+    """The group of all ranks, created by `open_ranks`. Without a group this process is the only rank."""
+
+    def __init__(self, group: Any = None) -> None:
+        """Create the ranks. ``group``: a gloo process group for orders; not every torch build has a type for it."""
+        self._group = group
+
+    @property
+    def are_many(self) -> bool:
+        """Return whether there are other ranks."""
+        return self._group is not None
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this is rank 0."""
+        return self._group is None or distributed.get_rank() == 0
+
+    def tell(self, order: Order, round_index: int = 0, tokens: int = 0) -> None:
+        """Send an order to the other ranks, as rank 0. Raises `RuntimeError` if one of them is gone."""
+        if self._group is not None:
+            distributed.broadcast(torch.tensor([order, round_index, tokens]), 0, group=self._group)
+
+    def hear(self) -> tuple[Order, int, int]:
+        """Wait for the next order and return (order, round, tokens). Raises `RuntimeError` if rank 0 is gone."""
+        told = torch.empty(3, dtype=torch.int64)
+        distributed.broadcast(told, 0, group=self._group)
+        order, round_index, tokens = told.tolist()
+        return Order(order), round_index, tokens
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Send the names of the parameters that `Order.READ` and `Order.WRITE` refer to."""
+        if self._group is not None:
+            encoded = torch.frombuffer(bytearray("\n".join(names).encode()), dtype=torch.uint8)
+            self.tell(Order.BEGIN, len(encoded))
+            distributed.broadcast(encoded, 0, group=self._group)
+
+    def hear_names(self, size: int) -> list[str]:
+        """Receive the names that `begin` sent, ``size`` bytes encoded."""
+        encoded = torch.empty(size, dtype=torch.uint8)
+        distributed.broadcast(encoded, 0, group=self._group)
+        return encoded.numpy().tobytes().decode().split("\n")
+
+    def replace(self, parameter: nn.Parameter, values: Tensor | None) -> None:
+        """Set a parameter, in place, to what rank 0 gives; the others give None."""
+        if (cut := _cut_of(parameter)) is None and not self.are_many:
+            assert values is not None
+            parameter.copy_(values)
+            return
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if values is not None:
+            whole.copy_(values)
+        if self.are_many:
+            distributed.broadcast(whole, 0)
+        parameter.copy_(whole if cut is None else _cut_like(cut, whole))
+
+
+ALONE: Final = Ranks()
+"""One process."""
+
+
+def open_ranks() -> Ranks:
+    """Return the ranks of `torch.distributed`, or `ALONE`; every rank must call it."""
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return ALONE
+    if distributed.get_rank() == 0 and restarts_meet_the_dead(os.environ):
+        warnings.warn(
+            "torchrun will start the ranks again when one is lost, and they will look for each other where the lost "
+            "ones were: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun",
+            stacklevel=3,
+        )
+    return Ranks(distributed.new_group(backend="gloo", timeout=MAX_REST))
+
+
+def restarts_meet_the_dead(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun may restart ranks that then read the addresses of their predecessors.
+
+    torchrun keeps one store for all starts, without a prefix for each (torch 2.13, `rendezvous._create_c10d_store`).
+    The new ranks connect to ports without a listener ("Gloo connectFullMesh failed"), or wait for ever.
+    """
+    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shares_store and int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def reshard(module: nn.Module) -> None:
+    """Reshard the parameters that FSDP2 keeps whole after a forward pass without a backward pass.
+
+    Until then the module has the whole parameters, and the next forward pass uses them even if the shards were changed.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        from torch.distributed.fsdp import FSDPModule  # it takes a while
+
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def parameters_of(module: nn.Module, *, with_frozen: bool = False) -> dict[str, nn.Parameter]:
+    """The parameters that members share, by name: shared ones once, frozen ones if asked for, none without elements.
+
+    A module that `torch.compile` has wrapped has the names of the one inside.
+    """
+    reshard(module)
+    found = {name.replace(_COMPILED, ""): parameter for name, parameter in module.named_parameters()}
+    return {
+        name: parameter
+        for name, parameter in found.items()
+        if parameter.numel() and (with_frozen or parameter.requires_grad)
+    }
+
+
+def whole_of(parameter: nn.Parameter) -> Tensor:
+    """A parameter with the parts that other ranks have; every rank asks for it at the same time."""
+    cut = _cut_of(parameter)
+    return parameter if cut is None else cut.full_tensor()
+
+
+def _cut_of(parameter: Tensor) -> DTensor | None:
+    """The parameter, if ranks have parts of it."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    from torch.distributed.tensor import DTensor  # it takes a while
+
+    return parameter if isinstance(parameter, DTensor) else None
+
+
+def _cut_like(cut: DTensor, whole: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that every rank has whole."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = cut.device_mesh
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, cut.placements)
+
+
+class Follower:
+    """Any rank except rank 0. It executes orders between two steps."""
+
+    def __init__(self, ranks: Ranks, module: nn.Module, evaluate: Callable[[], float] | None) -> None:
+        self.round = 0
+        self.tokens = 0
+        self.is_over = False
+        self._ranks = ranks
+        self._module = module
+        self._evaluate = evaluate
+        self._parameters: list[nn.Parameter] = []
+
+    def begin(self) -> None:
+        """Obey until rank 0 lets the loop begin."""
+        self.step_taken()
+
+    def step_taken(self) -> None:
+        """Obey until the next step may be taken. Raises `TrainingError` if rank 0 has failed."""
+        self._obey(Order.STEP)
+
+    def end(self) -> None:
+        """Obey until rank 0 has ended."""
+        self._obey(Order.OVER)
+
+    def abandon(self) -> None:
+        """The loop has failed in this rank: the others find out when this process ends."""
+
+    def report(self, loss: float) -> None:
+        """Rank 0's losses are reported."""
+
+    def _obey(self, until: Order) -> None:
+        while not self.is_over:
+            order, round_index, tokens = self._ranks.hear()
+            match order:
+                case Order.BEGIN:
+                    self._take_names(self._ranks.hear_names(round_index))
+                case Order.READ:
+                    self._read()
+                case Order.WRITE:
+                    self._write()
+                case Order.MEASURE:
+                    self._measure()
+                case Order.STEP:
+                    self.round, self.tokens = round_index, tokens
+                case Order.OVER:
+                    self.is_over = True
+                case Order.FAILED:
+                    self.is_over = True
+                    raise TrainingError("rank 0 has failed, and says why")
+            if order is until:
+                return
+
+    def _take_names(self, names: Iterable[str]) -> None:
+        found = parameters_of(self._module, with_frozen=True)
+        if missing := [name for name in names if name not in found]:
+            raise TrainingError(f"the model of this rank lacks {missing[0]}, which that of rank 0 has")
+        self._parameters = [found[name] for name in names]
+
+    def _measure(self) -> None:
+        if self._evaluate is None:
+            raise TrainingError("evaluate= is to be given to every rank, or to none")
+        self._evaluate()
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        synchronize(self._parameters)
+        for parameter in self._parameters:
+            whole_of(parameter)
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        synchronize(self._parameters)
+        for parameter in self._parameters:
+            self._ranks.replace(parameter, None)
+        reshard(self._module)
+
+
+def synchronize(parameters: Iterable[nn.Parameter]) -> None:
+    """Wait for what is queued on their GPUs."""
+    for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
+        torch.cuda.synchronize(device)
