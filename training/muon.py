@@ -5,7 +5,8 @@ with products of matrices alone. The rate is scaled as in "Muon is Scalable for 
 2.2), so that a step is as large as AdamW's, and one learning rate serves both.
 
 The operations and their order are the same as in `torch.optim.Muon` (``adjust_lr_fn="match_rms_adamw"``), which is the
-oracle of the tests, bit for bit.
+oracle of the tests, bit for bit. Only the dtype differs on a CPU: few CPUs have bf16 units, and without them bf16
+products take 10 to 27 times as long as fp32's.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def muon_(
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """Return the nearest semi-orthogonal matrix to (r, c), roughly, (r, c) bf16.
+    """Return the nearest semi-orthogonal matrix to (r, c), roughly, (r, c); bf16, or fp32 on a CPU.
 
     Large singular values become 0.7 to 1.2; very small ones stay smaller.
     """
     is_tall = matrix.size(0) > matrix.size(1)
-    x = matrix.bfloat16()
+    x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16, copy=True)
     x = x.T if is_tall else x
     x.div_(x.norm().clamp(min=_EPSILON))
     for _ in range(_ITERATIONS):
