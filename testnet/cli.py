@@ -187,7 +187,7 @@ def compare(
     steps: Annotated[int, typer.Option(min=1, help="Inner steps of each replica.")] = 2_000,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
     interval: Annotated[int, typer.Option(min=1, help="Inner steps a round.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Folder for compare.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for compare.json; what is in it is not repeated.")] = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(metavar="WORDS", help="Method with this name, or all methods whose names contain it; repeatable."),

@@ -13,11 +13,12 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.protocol.presets import num_parameters, preset
 from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.data import Sampler, Text
+from farandole.training.durable import replacing
 from farandole.training.errors import DataError
 from farandole.training.sources import Reader, stdlib_sources
 from farandole.training.token_cache import Found
@@ -46,8 +48,23 @@ HELD_OUT_SHARE = 0.1
 VALIDATION_BATCHES = 8
 # Rates are chosen with a seed that no figure is from.
 TUNING_SEED = 1_000
+# Settings that results have in common, so that one file may have them all.
+_SAME_SETTINGS = ("nodes", "steps", "interval", "parameters", "kinds", "torch")
 # Of Student's t with 1, 2, ... degrees of freedom: 95 % lie within plus and minus this.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+class Play(NamedTuple):
+    """One training of the comparison."""
+
+    method: str
+    seed: int
+    rate: float
+    """Factor of the learning rate."""
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.method}, seed {self.seed}, rate x {self.rate:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +139,33 @@ def run_compare(comparison: Comparison, out: Path | None = None, section: Sectio
     """Train with every method and seed, each in a process of its own, with progress and a table on the terminal.
 
     With the defaults a method takes some ten minutes per seed and core. ``out`` is a JSON file, updated after each
-    result; at the end the ``section`` is written. Raises `DataError` if the standard library has fewer packages than
-    there are nodes, or as `choose_methods` does; `ManifestError` for an unknown preset; `SectionError`.
+    result; the results that it already has are not repeated. At the end the ``section`` is written. Raises `DataError`
+    if the standard library has fewer packages than there are nodes, if ``out`` is of another comparison, or as
+    `choose_methods` does; `ManifestError` for an unknown preset; `SectionError`.
     """
     if section is not None:
         section.check()
     chosen = choose_methods(comparison.words, comparison.interval)
     texts = texts_by_kind(comparison.nodes)
     console = Console()
-    measured = {**setting(), **comparison.setting}
-    results: list[Result] = []
+    measured = {**setting(), **comparison.setting, "kinds": [*texts]}
+    results = _earlier_results(out, measured) if out is not None else {}
 
-    def keep(name: object, result: Result) -> None:
-        results.append(result)
+    def keep(key: Play, result: Result) -> None:
+        results[key] = result
         if out is not None:
-            document = {"settings": {**measured, "kinds": [*texts]}, "results": [asdict(each) for each in results]}
+            document = {"settings": measured, "results": [asdict(each) for each in results.values()]}
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(document, indent=2) + "\n")
+            with replacing(out) as file:
+                file.write((json.dumps(document, indent=2) + "\n").encode())
 
     def play(plays: Iterable[tuple[Method, int]]) -> list[Result]:
-        named = [(f"{each.name}, seed {seed}", partial(measure, comparison, each, texts, seed)) for each, seed in plays]
-        outcomes = play_all(lambda text: console.print(text, highlight=False, markup=False), named, keep)
-        return [result for group in outcomes.values() for result in group]
+        asked = {
+            Play(each.name, seed, each.rate): partial(measure, comparison, each, texts, seed) for each, seed in plays
+        }
+        missing = [(key, measuring) for key, measuring in asked.items() if key not in results]
+        play_all(lambda text: console.print(text, highlight=False, markup=False), missing, keep)
+        return [results[key] for key in asked]
 
     if len(comparison.rates) > 1:
         tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
@@ -154,6 +176,21 @@ def run_compare(comparison: Comparison, out: Path | None = None, section: Sectio
     if section is not None:
         section.write(compose(measured, grid.markdown()))
     return final
+
+
+def _earlier_results(path: Path, measured: Mapping[str, object]) -> dict[Play, Result]:
+    """Return the results in the file of a comparison that was interrupted or had fewer methods, seeds or rates."""
+    try:
+        document = json.loads(path.read_bytes())
+        differing = [name for name in _SAME_SETTINGS if document["settings"][name] != measured[name]]
+        results = [Result(**fields) for fields in document["results"]]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no file of a comparison: remove it, or name another folder with --out") from error
+    if differing:
+        raise DataError(f"{path} is of a comparison with other {differing[0]}: name another folder with --out")
+    return {Play(result.method, result.seed, result.rate): result for result in results}
 
 
 def best_of(tried: Sequence[Method], results: Sequence[Result]) -> list[Method]:

@@ -41,6 +41,36 @@ def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pyt
     assert "nodes 2, steps 2, seeds 1, interval 1" in figures.read_text().replace("\n", " ")
 
 
+def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "compare.json"
+    run_compare(Comparison(nodes=2, steps=1, seeds=1, words=["DiLoCo, heavy", "nobody"]), out)
+    document = json.loads(out.read_text())
+    document["results"][0]["loss"] = 0.5
+    out.write_text(json.dumps(document))
+    name = document["results"][0]["method"]
+    capsys.readouterr()
+
+    results = run_compare(Comparison(nodes=2, steps=1, seeds=2, words=[name]), out)
+
+    assert [result.loss == 0.5 for result in results] == [True, False]
+    assert "1 of 1 plays" in capsys.readouterr().out
+    assert len(json.loads(out.read_text())["results"]) == 3, "other methods' results stay"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [("{}", "no file of a comparison"), (None, "other steps: name another folder with --out")]
+)
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, content: str | None, says: str) -> None:
+    out = tmp_path / "compare.json"
+    if content is None:
+        run_compare(Comparison(nodes=2, steps=1, seeds=1, words=["nobody"]), out)
+        content = out.read_text()
+    out.write_text(content)
+    with pytest.raises(DataError, match=says):
+        run_compare(Comparison(nodes=2, steps=2, seeds=1, words=["nobody"]), out)
+    assert out.read_text() == content
+
+
 def test_a_document_without_the_section_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(SectionError, match="cannot read"):
         run_compare(Comparison(), section=Section(tmp_path / "FIGURES.md", "compare"))
