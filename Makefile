@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-hostile bench-nat bench-dashboard wheel clean
+.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-hostile bench-nat bench-dashboard wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,10 @@ reference: $(STAMP) ## Write docs/reference.md, docs/errors.md and the figures o
 	$(BIN)/farandole reference > docs/reference.md
 	$(BIN)/farandole reference --errors > docs/errors.md
 	$(BIN)/farandole testnet traffic --write docs/faq.md
+
+docs: $(STAMP) ## Build the documents as a site in out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "out/site/index.html"
 
 bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on the same tokens, three seeds; and the others
 	$(BIN)/farandole testnet compare --out out/bench --write BENCHMARKS.md
