@@ -29,15 +29,16 @@ from typing import Annotated
 
 import msgspec
 
-from .entries import ID_BYTES, MAX_DELTA_BYTES, MAX_SLOTS, MAX_TICK, Delta, Key, Kind, Proof, Signed, deltas_of, packed
+from .entries import ID_BYTES, MAX_DELTA_BYTES, MAX_SLOTS, MAX_TICK, Delta, Key, Kind, Proof, Signed
 from .errors import LocalProtocolError, RemoteProtocolError
 from .framing import FrameParser
 from .framing import frame as in_frame
+from .packing import deltas_of, packed
 from .state import DIGEST_BYTES, NUM_BUCKETS, AuthorRefs, RunState
 from .wire import MessageDecoder, encode
 
 VERSION = 1
-PROTOCOL = "/farandole/state/1"
+PROTOCOL = "/farandole/state/2"
 MAX_FRAME_BYTES = MAX_DELTA_BYTES + 16
 MAX_SENT_BYTES = 2 * 1024 * 1024
 """Most bytes that one side sends in a session. Both sides' are 4 MB, two seconds of a 16 Mbit/s line, so no session

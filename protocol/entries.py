@@ -3,15 +3,20 @@
 `RULES` holds the kinds of entry with their slots, quanta, lifetimes and sizes. An entry is sent as `Signed`; its body
 is parsed once and kept as it was received, never encoded again. Whether an item is *valid* depends only on the item and
 on the run, so every node decides the same, whatever else it knows: `Checker` decides it.
+
+Releases must decide the same too, or a newer node would blame an older one for what that one passes on. So a later
+release changes entries in two ways only. It appends fields to a payload: older nodes skip them, and an appended field
+that no schema fits counts as missing (`Rule.checked`). And it takes a kind from `LATER_KINDS`, whose limits are fixed
+now: older nodes keep and pass on such entries unread. The signed bytes travel whole, so nothing is lost on the way.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 import msgspec
 
@@ -48,7 +53,7 @@ _Text = r"\A[\x20-\x7e]*\Z"  # no control characters: terminals show it
 
 
 class Kind(enum.IntEnum):
-    """The kinds of entry; the numbers are on the wire."""
+    """The kinds of entry; the numbers are on the wire. A new one takes its number from `LATER_KINDS`."""
 
     MEMBER = 1
     BEAT = 2
@@ -64,8 +69,8 @@ class Kind(enum.IntEnum):
     ACCUSATION = 17
 
 
-class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content of an entry; one type for each kind."""
+class Payload(msgspec.Struct, frozen=True, array_like=True):
+    """The content of an entry; one type for each kind. A later release may append fields, which have defaults."""
 
 
 class Member(Payload, frozen=True):
@@ -92,6 +97,8 @@ class Member(Payload, frozen=True):
     is_paused: bool = False
     """Whether the author has no trainer for now: no node averages with it, or sends it microbatches. Older entries end
     before this field."""
+    version: Annotated[str, msgspec.Meta(max_length=32, pattern=r"\A[0-9A-Za-z.+!-]*\Z")] = ""
+    """The author's release of farandole, as it says; empty: an older entry. It is only shown."""
 
 
 class Beat(Payload, frozen=True):
@@ -116,7 +123,9 @@ class Progress(Payload, frozen=True):
 
 
 class LeasedSlices(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Consecutive slices of the data; the author has trained on the first ``done`` of them."""
+    """Consecutive slices of the data; the author has trained on the first ``done`` of them. It has no later fields:
+    what a release adds is appended to `Lease`.
+    """
 
     first: Small
     count: Small
@@ -236,29 +245,42 @@ class Rule:
     """Most bytes of the payload."""
     is_metered: bool
     """Whether a token bucket bounds how often it is written, as its lifetime is too long for its ticks to do so."""
+    checked: int
+    """Fields of the payload that every release checks, with the same bounds. A fault in a later one makes no entry
+    invalid: nodes that do not know the field pass it on, and are not to blame."""
 
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 
 RULES: dict[Kind, Rule] = {
     # BEAT's quantum is one second, so nodes of small runs can beat every two seconds and miss a dead node within ten.
-    Kind.MEMBER: Rule(Member, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
-    Kind.BEAT: Rule(Beat, slots=1, quantum=1, ttl=2 * _MINUTE, max_bytes=64, is_metered=False),
-    Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, is_metered=True),
-    Kind.LEASE: Rule(Lease, slots=8, quantum=2, ttl=_HOUR, max_bytes=256, is_metered=False),
-    Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True),
-    Kind.SUSPECTS: Rule(Suspects, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
-    Kind.NOTICE: Rule(Notice, slots=4, quantum=10, ttl=7 * _DAY, max_bytes=512, is_metered=True),
+    Kind.MEMBER: Rule(Member, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=9),
+    Kind.BEAT: Rule(Beat, slots=1, quantum=1, ttl=2 * _MINUTE, max_bytes=64, is_metered=False, checked=5),
+    Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, is_metered=True, checked=5),
+    Kind.LEASE: Rule(Lease, slots=8, quantum=2, ttl=_HOUR, max_bytes=256, is_metered=False, checked=4),
+    Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True, checked=6),
+    Kind.SUSPECTS: Rule(Suspects, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=1),
+    Kind.NOTICE: Rule(Notice, slots=4, quantum=10, ttl=7 * _DAY, max_bytes=512, is_metered=True, checked=2),
     # Renewed during a move; after a node that dies during one, the lease soon expires and blocks no other node.
-    Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False),
+    Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False, checked=3),
     # Both are renewed daily while their authors are online.
-    Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True),
-    Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True),
+    Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True, checked=1),
+    Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True, checked=1),
     # The last four rounds, which is how long an author keeps their starts.
-    Kind.COMMITMENT: Rule(Commitment, slots=4, quantum=1, ttl=_HOUR, max_bytes=MAX_COMMITMENT_BYTES, is_metered=False),
-    Kind.ACCUSATION: Rule(Accusation, slots=4, quantum=60, ttl=_DAY, max_bytes=448, is_metered=True),
+    Kind.COMMITMENT: Rule(
+        Commitment, slots=4, quantum=1, ttl=_HOUR, max_bytes=MAX_COMMITMENT_BYTES, is_metered=False, checked=12
+    ),
+    Kind.ACCUSATION: Rule(Accusation, slots=4, quantum=60, ttl=_DAY, max_bytes=448, is_metered=True, checked=3),
 }
-MAX_SLOTS = sum(rule.slots for rule in RULES.values())
+_SHORT_LATER = Rule(Payload, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0)
+_LONG_LATER = Rule(Payload, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True, checked=0)
+LATER_KINDS: Final[dict[int, Rule]] = dict.fromkeys(range(18, 26), _SHORT_LATER) | dict.fromkeys((26, 27), _LONG_LATER)
+"""Kinds for later releases. A kind that takes a number here keeps its limits, `checked` included, so releases agree on
+which of its entries are valid, and for how long. Each reader of such a kind checks its author's rights itself. They
+hold at most 8 kB an author."""
+ALL_RULES: Final[dict[int, Rule]] = {**LATER_KINDS, **RULES}
+"""The limits of each kind, known or of a later release. There are no others."""
+MAX_SLOTS = sum(rule.slots for rule in ALL_RULES.values())
 PROOF_TTL = 30 * _DAY
 """A proof outlives every entry (21 days at most)."""
 
@@ -291,11 +313,13 @@ class Entry(msgspec.Struct, frozen=True, eq=False):
     """A parsed entry. Its signature is checked separately: `Checker.is_genuine`."""
 
     author: bytes
-    kind: Kind
+    kind: int
+    """A `Kind`, or one of `LATER_KINDS` that this release does not know."""
     index: int
     tick: int
     id: bytes
     payload: Any
+    """The kind's payload; None if this release does not know the kind, or cannot read what a later one may."""
     signed: Signed
     slot: int
     """Kind and index as one number."""
@@ -306,9 +330,9 @@ class Entry(msgspec.Struct, frozen=True, eq=False):
     is_metered: bool
 
 
-def make_entry(kind: Kind, index: int, tick: int, payload: Payload, signed: Signed) -> Entry:
+def make_entry(kind: int, index: int, tick: int, payload: Payload | None, signed: Signed) -> Entry:
     """Return an entry with the values that follow from its kind."""
-    rule = RULES[kind]
+    rule = ALL_RULES[kind]
     written_at = tick * rule.quantum
     return Entry(
         signed.author,
@@ -325,14 +349,23 @@ def make_entry(kind: Kind, index: int, tick: int, payload: Payload, signed: Sign
     )
 
 
-def slot_of(kind: Kind, index: int) -> int:
+def name_of(kind: int) -> str:
+    """Return a kind's name, for errors."""
+    return kind.name if isinstance(kind, Kind) else f"kind {kind}"
+
+
+def slot_of(kind: int, index: int) -> int:
     """Return kind and index as one number."""
     return kind << 8 | index
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decode_body = msgspec.msgpack.Decoder(Body).decode
-_payload_decoders = {kind: msgspec.msgpack.Decoder(rule.payload).decode for kind, rule in RULES.items()}
+_decode_fields = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_payload_decoders: dict[int, Callable[[msgspec.Raw], Payload]] = {
+    kind: msgspec.msgpack.Decoder(rule.payload).decode for kind, rule in RULES.items()
+}
+_DECODING_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def entry_id(author: bytes, body: bytes) -> bytes:
@@ -340,7 +373,23 @@ def entry_id(author: bytes, body: bytes) -> bytes:
     return hashlib.sha256(author + body).digest()[:ID_BYTES]
 
 
-def encode_body(kind: Kind, index: int, tick: int, payload: Payload) -> bytes:
+def _read_payload(kind: int, data: msgspec.Raw, rule: Rule) -> Payload | None:
+    """Decode a payload; None if its kind is unknown here. Fields that a later release appended are skipped.
+
+    Raises one of `_DECODING_ERRORS` if a field that every release checks is wrong.
+    """
+    decode = _payload_decoders.get(kind)
+    if decode is None:
+        return None
+    try:
+        return decode(data)
+    except _DECODING_ERRORS:
+        if rule.checked == len(rule.payload.__struct_fields__):
+            raise
+    return decode(msgspec.Raw(_encoder.encode(_decode_fields(data)[: rule.checked]))) if rule.checked else None
+
+
+def encode_body(kind: int, index: int, tick: int, payload: Payload) -> bytes:
     """Encode the bytes that an author signs."""
     return _encoder.encode(Body(kind, index, tick, msgspec.Raw(_encoder.encode(payload))))
 
@@ -376,17 +425,19 @@ class Checker:
             _refuse("a field's length")
         try:
             body = _decode_body(raw)
-            kind = Kind(body.kind)
-            rule = RULES[kind]
+            kind: int = Kind(body.kind) if body.kind in RULES else body.kind
+            rule = ALL_RULES.get(kind)
+            if rule is None:
+                _refuse(f"kind {kind}")
             if body.index >= rule.slots:
-                _refuse(f"{kind.name} has {rule.slots} slots, not {body.index + 1}")
+                _refuse(f"{name_of(kind)} has {rule.slots} slots, not {body.index + 1}")
             if memoryview(body.data).nbytes > rule.max_bytes:
-                _refuse(f"a payload of {memoryview(body.data).nbytes} bytes; {kind.name} has {rule.max_bytes}")
-            payload = _payload_decoders[kind](body.data)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                _refuse(f"a payload of {memoryview(body.data).nbytes} bytes; {name_of(kind)} has {rule.max_bytes}")
+            payload = _read_payload(kind, body.data, rule)
+        except _DECODING_ERRORS as error:
             _refuse(str(error), error)
         if kind in (Kind.NOTICE, Kind.REVOCATION) and author != self.creator:
-            _refuse(f"a {kind.name} that is not the creator's")
+            _refuse(f"a {name_of(kind)} that is not the creator's")
         return make_entry(kind, body.index, body.tick, payload, signed)
 
     def is_genuine(self, entry: Entry) -> bool:
@@ -428,7 +479,6 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
-_DELTA_OVERHEAD = 16
 
 
 def decode_delta(raw: bytes) -> Delta:
@@ -437,39 +487,5 @@ def decode_delta(raw: bytes) -> Delta:
         raise RemoteProtocolError(f"a delta of {len(raw)} bytes")
     try:
         return _decode_delta(raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except _DECODING_ERRORS as error:
         raise RemoteProtocolError(f"not a delta: {error}") from error
-
-
-def _wire_bytes(item: Signed | Proof) -> int:
-    """Return an upper bound of an item's encoded size: an entry's three lengths and its array take at most 8 bytes."""
-    if isinstance(item, Proof):
-        return _wire_bytes(item.a) + _wire_bytes(item.b) + 1
-    return len(item.body) + PUBLIC_KEY_BYTES + SIGNATURE_BYTES + 8
-
-
-_Item = TypeVar("_Item")
-
-
-def packed(items: Iterable[_Item], cost_of: Callable[[_Item], int], max_bytes: int) -> Iterator[tuple[_Item, ...]]:
-    """Yield the items in their order, in groups that cost at most ``max_bytes`` each (or have a single item)."""
-    pack: list[_Item] = []
-    size = 0
-    for item in items:
-        cost = cost_of(item)
-        if pack and size + cost > max_bytes:
-            yield tuple(pack)
-            pack, size = [], 0
-        pack.append(item)
-        size += cost
-    if pack:
-        yield tuple(pack)
-
-
-def deltas_of(entries: Iterable[Signed], proofs: Iterable[Proof] = (), max_bytes: int = MAX_DELTA_BYTES) -> list[Delta]:
-    """Pack entries and proofs into as few deltas as possible, each of at most ``max_bytes``; proofs come first."""
-    items: list[Signed | Proof] = [*proofs, *entries]
-    return [
-        Delta(tuple(i for i in pack if isinstance(i, Signed)), tuple(i for i in pack if isinstance(i, Proof)))
-        for pack in packed(items, _wire_bytes, max_bytes - _DELTA_OVERHEAD)
-    ]

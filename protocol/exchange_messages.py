@@ -1,4 +1,8 @@
-"""Messages of an exchange (`farandole.protocol.exchange`): MessagePack, in the messages of its pipe."""
+"""Messages of an exchange (`farandole.protocol.exchange`): MessagePack, in the messages of its pipe.
+
+They have no fields but these, since both partners must mean the same by a commit: any change of them needs another
+protocol id.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The messages by which two nodes become partners: seven small MessagePack arrays with a tag."""
+"""The messages by which two nodes become partners: seven small MessagePack arrays with a tag.
+
+A later release may append fields that older nodes can do without: these skip them. Any other change, such as a new
+message, needs another protocol id.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ Session = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SES
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1.5 * 86_400)]
 
 
-class Propose(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+class Propose(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Ask a peer to be the partner at the end of this round."""
 
     session: Session
@@ -28,7 +32,7 @@ class Propose(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Until the sender's inner steps end: 0 once they have, None while it cannot tell."""
 
 
-class Agree(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+class Agree(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Accept a proposal: both are partners now."""
 
     session: Session
@@ -36,7 +40,7 @@ class Agree(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """As in `Propose`, but until the sender's inner steps would have ended without this agreement."""
 
 
-class Decline(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+class Decline(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Decline a proposal for this round."""
 
     session: Session
@@ -45,26 +49,26 @@ class Decline(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     fragment is ready."""
 
 
-class Busy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+class Busy(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Decline for now: the peer asks another, or this node again later."""
 
     session: Session
     retry_after: _Seconds
 
 
-class Withdraw(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The proposal or the agreement no longer holds. Never answered."""
 
     session: Session
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """The sender's contribution is ready to be exchanged."""
 
     session: Session
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Both are ready, and the sender, which proposed, opens the stream of the exchange."""
 
     session: Session

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .entries import MAX_BODY_BYTES, Delta, Proof, Signed, deltas_of
+from .entries import MAX_BODY_BYTES, Delta, Proof, Signed
 from .errors import RemoteProtocolError
+from .packing import deltas_of
 from .wire import MessageDecoder, encode
 
-PROTOCOL = "/farandole/push/1"
+PROTOCOL = "/farandole/push/2"
 TICK_SECONDS = 0.5
 NUM_CHOSEN = 2
 MAX_CHOOSERS = 8

@@ -43,11 +43,11 @@ DIGEST_BYTES = 16
 MAX_AHEAD = 60.0
 """Seconds: an entry further in the future is deferred (not stored, offered again by a later sync), not invalid."""
 METERED_BURST = 64
-"""Long-lived entries of one author at once: more than it has slots for (54)."""
+"""Long-lived entries of one author at once: more than it has slots for (30 of 54)."""
 METERED_RATE = 1.0
-"""Long-lived entries per second and author; an honest author rewrites each of 54 slots once a minute at most."""
+"""Long-lived entries per second and author; an honest author rewrites each of 30 slots once a minute at most."""
 SHORT_LIVED_BURST = 64
-"""The other entries of one author at once: more than it has slots for (47). Their ticks alone would let an author write
+"""The other entries of one author at once: more than it has slots for (24). Their ticks alone would let an author write
 14,400 leases of the last hour in one go."""
 SHORT_LIVED_RATE = 4.0
 """Other entries per second and author; an honest author writes a heartbeat a second at most, and little else."""
@@ -442,8 +442,8 @@ class RunState:
         return list(self._authors)
 
     def entries(self, kind: Kind) -> Iterator[Entry]:
-        """Yield all entries of a kind."""
-        return (entry for entry in self if entry.kind is kind)
+        """Yield all entries of a kind that this node can read."""
+        return (entry for entry in self if entry.kind is kind and entry.payload is not None)
 
     def entries_of(self, author: bytes) -> list[Entry]:
         """Return all entries of an author; none if it has forked."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from .entries import (
+    ALL_RULES,
     DOMAIN,
     MAX_TICK,
     RULES,
@@ -167,7 +168,7 @@ class Writer:
         """Note an entry of this author from a past life, received from others: no later entry may have its tick."""
         if entry.author != self.author:
             return
-        ends_at = entry.written_at + RULES[entry.kind].quantum
+        ends_at = entry.written_at + ALL_RULES[entry.kind].quantum
         before = sum(span.first < ends_at for span in self._spans)
         if not before:
             self._spans.insert(0, _Span(entry.written_at, entry.written_at, entry.written_at - 1, is_marked=False))

@@ -68,8 +68,12 @@ _Why = Literal["", "seat", "run", "admission"]
 _Proof = Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
 
 
-class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The message of the dialling side, as `encode_introduction` writes it."""
+class Introduction(msgspec.Struct, frozen=True, array_like=True):
+    """The message of the dialling side, as `encode_introduction` writes it.
+
+    Fields that a later release appends to it, or to the answer, are skipped: any two releases can say why one does not
+    admit the other. Only the signed admission and pass admit anyone, and these have no later fields.
+    """
 
     run_id: Annotated[bytes, msgspec.Meta(min_length=RUN_ID_BYTES, max_length=RUN_ID_BYTES)]
     admission: _Proof
@@ -78,13 +82,14 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """A visitor's pass, encoded. Other introductions end before this field."""
 
 
-class IntroductionAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class IntroductionAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer to an introduction."""
 
     refusal: Annotated[str, msgspec.Meta(max_length=MAX_REFUSAL_CHARS)]
     """For people; empty if the peer is admitted."""
-    why: _Why
-    """What the refusal is about: the seat, and another one of the invitation may be free; the run id; the admission."""
+    why: Annotated[str, msgspec.Meta(max_length=16)]
+    """What the refusal is about (`_Why`): the seat, and another one of the invitation may be free; the run id; the
+    admission. A later release may name something else."""
     admission: _Proof
     """The answering side's; empty if it refuses, or needs none."""
 

@@ -21,8 +21,9 @@ from farandole.node.store.serve import BlockService
 from farandole.node.store.sketches import SketchService
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, deltas_of
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.packing import deltas_of
 from farandole.protocol.push import MAX_BATCH_BYTES, MAX_PUSH_BYTES, PROTOCOL, Batch
 from farandole.protocol.wire import encode
 from farandole.training.blocks import content_of

@@ -34,7 +34,6 @@ from farandole.protocol.entries import (
     StageLease,
     Suspects,
     decode_delta,
-    deltas_of,
     encode_body,
     fit_member,
     payload_size,
@@ -42,13 +41,14 @@ from farandole.protocol.entries import (
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import SMALL_ORDER_KEYS
 from farandole.protocol.invitations import MAX_ADMISSION_BYTES
+from farandole.protocol.packing import deltas_of
 
 from .authors import CREATOR, NOW, RUN_ID, author_of, beat, flipped, member, notice, sign_body, signed, tick_at
 
 CHECKER = Checker(RUN_ID, CREATOR)
 BIG = 2**56
 LARGEST: dict[Kind, Payload] = {
-    Kind.MEMBER: fit_member(Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG, True)),
+    Kind.MEMBER: fit_member(Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG, True, True, "1" * 32)),
     Kind.BEAT: Beat(BIG, 2**31 - 1, 2**31 - 1, BIG, bytes(8)),
     Kind.PROGRESS: Progress(BIG, 2**31 - 1, BIG, BIG, BIG),
     Kind.LEASE: Lease(2**31 - 1, b"c" * 8, (LeasedSlices(2**31 - 1, 2**31 - 1, 2**31 - 1),) * 2, b"d" * 192),
@@ -78,10 +78,14 @@ def test_the_largest_payload_of_each_kind_fits_and_comes_back(kind: Kind) -> Non
 
 @pytest.mark.parametrize(
     ("num_missing", "member"),
-    [(1, Member(3, "cpu", incarnation=7, is_bound=True)), (2, Member(3, "cpu", incarnation=7))],
+    [
+        (1, Member(3, "cpu", incarnation=7, is_bound=True, is_paused=True)),
+        (2, Member(3, "cpu", incarnation=7, is_bound=True)),
+        (3, Member(3, "cpu", incarnation=7)),
+    ],
 )
 def test_an_older_member_entry_that_ends_before_the_last_fields_is_read(num_missing: int, member: Member) -> None:
-    newest = Member(3, "cpu", incarnation=7, is_bound=True, is_paused=True)
+    newest = Member(3, "cpu", incarnation=7, is_bound=True, is_paused=True, version="1.0")
     older = msgspec.msgpack.encode(msgspec.to_builtins(newest)[:-num_missing])
     item = sign_body(1, msgspec.msgpack.encode([Kind.MEMBER, 0, tick_at(Kind.MEMBER), msgspec.Raw(older)]))
     assert CHECKER.check(item).payload == member

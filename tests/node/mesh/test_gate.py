@@ -14,10 +14,18 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import NotAdmittedError, PeerUnreachableError
-from farandole.node.mesh.gate import PUBLIC_PROTOCOLS
+from farandole.node.base.streams import receive_frame
+from farandole.node.mesh.gate import (
+    ADMISSION_PROTOCOL,
+    MAX_INTRODUCTION_BYTES,
+    PUBLIC_PROTOCOLS,
+    decode_introduction_answer,
+)
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import IDENTIFY_PROTOCOL
 from farandole.node.mesh.libp2p_stream import Stream
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.invitations import InviteSecret, Roster, invite_members, sign_pass
 from farandole.protocol.relay import HOP_PROTOCOL
@@ -306,3 +314,24 @@ async def test_a_visitor_goes_with_its_member(run: Run) -> None:
         with pytest.raises(PeerUnreachableError):
             await visitor.open_stream(member.author, ECHO)
         nursery.cancel_scope.cancel()
+
+
+async def test_what_a_later_release_appends_admits_nobody_and_keeps_nobody_out(run: Run) -> None:
+    """The attack: a stranger adds fields to an introduction, or a member's answer names a reason that is not known."""
+    async with member_and_visitor(run) as (member, visitor, served):
+        await visitor.connect(member.author)
+        secret = run.invite()
+        proof = encode(secret.admit(RUN_ID, visitor.author, secret.invitation.first_seat))
+        for admission, is_admitted in ((b"", False), (proof, True)):
+            with trio.fail_after(PATIENCE):
+                stream = await visitor.open_stream(member.author, ADMISSION_PROTOCOL)
+                later = encode([RUN_ID, admission, b"", "later", {"is_admitted": True}])
+                await stream.send_all(frame(later, MAX_INTRODUCTION_BYTES))
+                raw = await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES))
+            assert bool(decode_introduction_answer(raw).refusal) is not is_admitted
+            assert member.gate.admits(visitor.author, ECHO) is is_admitted
+        assert not served
+    answer = decode_introduction_answer(encode(["too old", "release", b"", 5]))
+    assert (answer.refusal, answer.why) == ("too old", "release")
+    with pytest.raises(RemoteProtocolError):
+        decode_introduction_answer(encode(["too old", "release", b"a" * 1_000]))

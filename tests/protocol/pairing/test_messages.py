@@ -77,3 +77,14 @@ def test_rubbish_raises_remote_protocol_errors_alone(rubbish: bytes | tuple[Mess
     node = started()
     with contextlib.suppress(RemoteProtocolError):
         node.handle(MessageReceived(BOB, rubbish), 1.0)
+
+
+@given(MESSAGES, st.lists(st.one_of(st.none(), st.integers(-1, 5), st.binary(max_size=4)), min_size=1, max_size=4))
+def test_what_a_later_release_appends_is_skipped_within_the_same_bound(message: Message, more: list[object]) -> None:
+    fields = msgspec.msgpack.decode(encode_message(message))
+    later = msgspec.msgpack.encode([*fields, *more])
+    assert decode_message(later) == message
+    with pytest.raises(RemoteProtocolError, match="at most"):
+        decode_message(msgspec.msgpack.encode([*fields, *more, bytes(MAX_MESSAGE_BYTES)]))
+    with pytest.raises(RemoteProtocolError):
+        decode_message(msgspec.msgpack.encode([8, *fields[1:]]))

@@ -1,0 +1,94 @@
+"""Makes a process a stand-in for the next release: its entries have one more field, and a kind of their own.
+
+Its source is this one's with `EDITS`. Run by Python if PYTHONPATH has this folder; a test sets ``NEXT_RELEASE``. With
+``NEXT_RELEASE=exchange`` its exchanges speak another protocol, too.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+VERSION = "9.8.7"
+ENTRIES = "farandole.protocol.entries"
+# Module -> pieces of its source, each unique there, and what the next release has in their place.
+EDITS = {
+    ENTRIES: {
+        "    ACCUSATION = 17\n": "    ACCUSATION = 17\n    PLAN = 18\n",
+        "\n\nclass Beat(Payload": '    mood: Annotated[str, msgspec.Meta(max_length=8)] = ""\n\n\nclass Beat(Payload',
+        "\n\n@dataclass(frozen=True, slots=True)\nclass Rule:": (
+            "\n\nclass Plan(Payload, frozen=True):\n    words: Annotated[str, msgspec.Meta(max_length=64)]\n"
+            "\n\n@dataclass(frozen=True, slots=True)\nclass Rule:"
+        ),
+        "    Kind.ACCUSATION: Rule(": (
+            "    Kind.PLAN: Rule(\n"
+            "        Plan, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0\n    ),\n"
+            "    Kind.ACCUSATION: Rule("
+        ),
+    },
+    "farandole.node.base.release": {'version("farandole")': repr(VERSION)},
+    "farandole.node.state.announcer": {
+        "import CheckpointNotice,": "import Plan, CheckpointNotice,",
+        "is_bound=self._is_bound,": "is_bound=self._is_bound, mood='fine',",
+        "publish(Kind.BEAT, 0, beat_of(self._journal.state))": (
+            "publish(Kind.BEAT, 0, beat_of(self._journal.state))\n"
+            "        await self._gossip.publish(Kind.PLAN, 0, Plan('on'))"
+        ),
+    },
+}
+_ALSO = {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}}
+
+
+def edited(name: str, edits: dict[str, str]) -> str:
+    """Return the source of a module with its edits."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, name
+    assert isinstance(spec.loader, importlib.abc.InspectLoader), name
+    source = spec.loader.get_source(name)
+    assert source is not None, name
+    for piece, replacement in edits.items():
+        assert source.count(piece) == 1, f"{name} has {piece!r} {source.count(piece)} times"
+        source = source.replace(piece, replacement)
+    return source
+
+
+def entries_of_next_release() -> ModuleType:
+    """Return the next release's module of entries, beside this release's."""
+    module = ModuleType(f"{ENTRIES}_of_next_release")
+    module.__package__ = ENTRIES.rpartition(".")[0]
+    sys.modules[module.__name__] = module  # which msgspec looks up
+    exec(edited(ENTRIES, EDITS[ENTRIES]), module.__dict__)
+    return module
+
+
+class _Upgrade(importlib.abc.MetaPathFinder):
+    """Finds the edited modules."""
+
+    def __init__(self, edits: dict[str, dict[str, str]]) -> None:
+        self._edits = dict(edits)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        edits = self._edits.pop(fullname, None)
+        if edits is None:
+            return None
+        source = edited(fullname, edits)  # found by the other finders, as it is no longer in the table
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None, "the module is there"
+        assert spec.loader is not None, "it is a file"
+
+        def execute(module: ModuleType) -> None:
+            exec(compile(source, spec.origin or fullname, "exec"), module.__dict__)
+
+        spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+if _wanted := os.environ.get("NEXT_RELEASE", ""):
+    sys.meta_path.insert(0, _Upgrade({**EDITS, **(_ALSO if _wanted == "exchange" else {})}))
