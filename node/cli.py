@@ -59,9 +59,9 @@ app.command("reference", hidden=True)(print_reference)
 
 def _print_version(is_asked_for: bool) -> None:
     if is_asked_for:
-        from importlib.metadata import version
+        from .base.release import VERSION
 
-        typer.echo(version("farandole"))
+        typer.echo(VERSION)
         raise typer.Exit
 
 

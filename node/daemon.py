@@ -312,6 +312,7 @@ async def be_node(daemon: Daemon) -> None:
                     audits=member.audits,
                     notices=member.notices,
                     nodes_of_stages=member.membership.nodes_of_stages,
+                    apart=member.membership.apart,
                 )
                 await member.take_part(target)
 

@@ -18,12 +18,14 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol import trainer_messages as messages
+from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.believing import Partners
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.entries import CheckpointNotice, Kind, Progress
 from farandole.protocol.invitations import Roster
 from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
 from farandole.protocol.pairing import Pairing
+from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.records import run_key, shard_key
 from farandole.protocol.state import RunState
 from farandole.protocol.supervisor import Supervisor
@@ -33,8 +35,10 @@ from farandole.protocol.writer import Writer
 from .base.bandwidth import Shaping
 from .base.errors import JoinError
 from .base.nurseries import open_service_nursery
+from .base.release import VERSION
+from .base.release_words import release_words
 from .base.settings import NodeSettings
-from .bulk.exchange_service import ExchangeService
+from .bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from .bulk.negotiation import open_bulk
 from .bulk.transport import Channels
 from .join.address_book import AddressBook
@@ -47,11 +51,11 @@ from .loop.audit_service import AuditKeeper
 from .loop.lease_service import LeaseKeeper
 from .loop.notices import NoticeBoard
 from .loop.pause.pause import Rest
-from .loop.stages.links import Links
+from .loop.stages.links import ACTIVATIONS_PROTOCOL, Links
 from .loop.stages.pipeline import PipelineService
 from .loop.stages.stage_service import StageKeeper, wait_quiet
 from .loop.traffic.traffic_service import TrafficKeeper
-from .loop.training import Surroundings, Training
+from .loop.training import PAIRING_PROTOCOL, Surroundings, Training
 from .mesh.host import Host
 from .mesh.reach.connectivity import Connectivity
 from .state.announcer import Announcer
@@ -60,6 +64,7 @@ from .state.credentials import Credentials
 from .state.gossip import GossipService
 from .state.membership import Membership
 from .state.messenger import Messenger
+from .state.release_watch import ReleaseWatch
 from .state.store import Store, StoreError
 from .status.journal import Journal
 from .store.disk_space import Room, save_seconds
@@ -245,6 +250,7 @@ class RunMember:
     leases: LeaseKeeper | None
     audits: AuditKeeper | None
     notices: NoticeBoard
+    releases: ReleaseWatch
     credentials: Credentials | None
     """None where the run is open to all."""
 
@@ -262,11 +268,14 @@ class RunMember:
             if preparation.start is not None:
                 await preparation.start.open()
                 nursery.start_soon(preparation.start.run)
+            nursery.start_soon(self.releases.run)
             await preparation.restore_counters(self.gossip.state.payload(host.author, Progress))
             journal.announce("joining", "syncing the run state", "three members' run state")
             # A node that brought the manifest may begin the run; one that got it from a member may not.
             if not await sync_state(self.gossip, journal, JOIN_TIMEOUT, may_begin=target.manifest is not None):
                 refusal = f" They do not admit this node: {host.gate.refusal}." if host.gate.refusal else ""
+                if conflict := self.releases.look():
+                    refusal += f" {'. Remedy: '.join(release_words(conflict, VERSION))}."
                 raise JoinError(
                     f"step 3, the run state: members were found, but none gave its run state within {JOIN_TIMEOUT:g} "
                     f"s.{refusal} Try again later, or with a newer invite."
@@ -469,6 +478,9 @@ def make_member(
         num_stages=num_stages,
         first_step=0 if manifest.start is None else manifest.start.inner_steps,
     )
+    needed = [SYNC_PROTOCOL, PUSH_PROTOCOL, PAIRING_PROTOCOL, EXCHANGE_PROTOCOL]
+    releases = ReleaseWatch(host, journal, [*needed, ACTIVATIONS_PROTOCOL] if num_stages > 1 else needed)
+    membership.apart = lambda: releases.apart
     state.places.protect(membership.partners.__contains__)
     files = WeightFiles(settings, manifest)
     conditions = Conditions(host, run_id, shaping, channels, Room(settings.home, files.disk))
@@ -548,5 +560,6 @@ def make_member(
         leases,
         audits,
         notices,
+        releases,
         credentials,
     )

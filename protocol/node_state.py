@@ -15,6 +15,7 @@ import msgspec
 from .clock_votes import ClockSkew
 from .entries import PARTNER_BYTES, Beat, Progress
 from .identity import public_key_of
+from .releases import ReleaseConflict
 
 # A heartbeat holds a loss in millionths of a nat.
 LOSS_SCALE: Final = 1e6
@@ -90,6 +91,8 @@ class NodeState(TrainingState, frozen=True, kw_only=True):
     knows of no member."""
     clock: ClockSkew | None = None
     """The difference of this node's clock to those of the members that it has reached; None if there is none."""
+    release_conflict: ReleaseConflict | None = None
+    """Connected peers that run a release that this node cannot average with; None if there are none."""
     round_since: float = 0.0
     """When the round began."""
     stage: int = 0

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.relay import parse_circuit
+from farandole.protocol.releases import Software
 
 from ..base.bandwidth import Shaping
 from ..base.errors import ListenError, PeerUnreachableError, StrangerError
@@ -120,6 +121,19 @@ class Host:
         """Serve a protocol, as `ProtocolHandlers.serve` does."""
         self.handlers.set(protocol, handler)
 
+    @property
+    def protocols(self) -> list[str]:
+        """The protocols that this node serves."""
+        return self.handlers.protocols
+
+    def software_of(self, peer: bytes) -> Software | None:
+        """Return what a connected peer runs, as it says; None if it has not said."""
+        return self._identify.software.get(peer)
+
+    async def identify(self, peer: bytes) -> None:
+        """Ask a connected peer again what it runs. Raises nothing."""
+        await self._identify.ask(peer)
+
     async def open_stream(
         self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT, *, may_dial: bool = True
     ) -> Stream:
@@ -199,6 +213,8 @@ class Host:
                 if is_connected:
                     self._dht.note_connection()
                     nursery.start_soon(self._identify.ask, peer)
+                else:
+                    self._identify.software.pop(peer, None)
 
     # Providers
 

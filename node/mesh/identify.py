@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -11,8 +10,10 @@ from libp2p.identity.identify.pb.identify_pb2 import Identify
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_bytes
+from farandole.protocol.releases import Software, software_of
 
 from ..base.errors import PeerUnreachableError
+from ..base.release import VERSION
 from .addresses import multiaddr_of
 from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
 from .libp2p_stream import Stream
@@ -26,7 +27,7 @@ IDENTIFY_PROTOCOL: Final = "/ipfs/id/1.0.0"
 PUSH_PROTOCOL: Final = "/ipfs/id/push/1.0.0"
 PING_PROTOCOL: Final = "/ipfs/ping/1.0.0"
 PROTOCOL_VERSION: Final = "farandole/1.0.0"
-AGENT_VERSION: Final = f"farandole/{importlib.metadata.version('farandole')}"
+AGENT_VERSION: Final = f"farandole/{VERSION}"
 # As many bytes of identify as go-libp2p takes; of ping 4,096 on one stream.
 MAX_IDENTIFY_BYTES: Final = 8 * 1024
 MAX_PING_BYTES: Final = 128 * 1024
@@ -37,16 +38,18 @@ PING_PAUSE: Final = 60.0
 
 
 class IdentifyService:
-    """Reports who this node is, asks peers where they can be dialled, and answers pings."""
+    """Reports who this node is, asks peers what they run and where they can be dialled, and answers pings."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self.software: dict[bytes, Software] = {}
+        """What each connected peer runs, as it has said."""
         host.handlers.set(IDENTIFY_PROTOCOL, self._serve, MAX_IDENTIFY_BYTES)
         host.handlers.set(PUSH_PROTOCOL, self._take, MAX_IDENTIFY_BYTES)
         host.handlers.set(PING_PROTOCOL, _answer_pings, MAX_PING_BYTES)
 
     async def ask(self, peer: bytes) -> None:
-        """Ask a connected peer where it can be dialled, and remember the answer. Raises nothing."""
+        """Ask a connected peer what it runs and where it can be dialled, and remember that. Raises nothing."""
         try:
             with trio.fail_after(IDENTIFY_TIMEOUT):
                 stream = await self._host.open_stream(peer, IDENTIFY_PROTOCOL, IDENTIFY_TIMEOUT, may_dial=False)
@@ -74,6 +77,8 @@ class IdentifyService:
                 message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
         finally:
             await stream.aclose()
+        if self._host.is_connected(stream.peer):
+            self.software[stream.peer] = software_of(message.agent_version, message.protocols)
         self._host.add_hearsay(stream.peer, multiaddr_texts(message.listen_addrs))
 
 

@@ -11,6 +11,7 @@ from farandole.protocol.entries import CheckpointNotice, Kind, Member, fit_membe
 from farandole.protocol.node_state import MAX_SMALL, beat_of, progress_of, speed_of
 from farandole.protocol.suspicion import OwnSuspects
 
+from ..base.release import VERSION
 from ..mesh.addresses import rank
 from ..mesh.host import Host
 from ..status.journal import Journal
@@ -84,6 +85,7 @@ class Announcer:
             incarnation=self._incarnation,
             is_bound=self._is_bound,
             is_paused=self.is_paused(),
+            version=VERSION,
         )
         return fit_member(member)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import trio
 
@@ -77,6 +77,8 @@ class Membership:
         self._paused: frozenset[bytes] = frozenset()  # of the others
         self._told: tuple[frozenset[bytes], Nodes] | None = None
         self._waiting = trio.lowlevel.ParkingLot()  # for a change
+        self.apart: Callable[[], Collection[bytes]] = frozenset
+        """Returns the peers whose release this node cannot average with."""
         self._clock_warnings: set[tuple[bool, bool]] = set()  # one of each kind, as a clock may drift around a limit
 
     @property
@@ -91,8 +93,11 @@ class Membership:
 
     @property
     def live(self) -> frozenset[bytes]:
-        """Return the live members of this node's stage that train and that it has reached, itself excluded."""
-        return (self._others[self.stage] - self._paused) & self._reached
+        """Return the live members of this node's stage that train and that it has reached, itself excluded.
+
+        Without those whose release it cannot average with.
+        """
+        return ((self._others[self.stage] - self._paused) & self._reached).difference(self.apart())
 
     @property
     def reached(self) -> frozenset[bytes]:
@@ -313,7 +318,8 @@ class Membership:
         for peer in now - before:
             self._journal.say(f"{short_name(peer)} is here ({len(now) + 1} live)")
         for peer in before - now:
-            self._journal.say(f"{short_name(peer)} is gone ({len(now) + 1} live)")
+            why = "is here, but runs a release that does not fit" if peer in self.apart() else "is gone"
+            self._journal.say(f"{short_name(peer)} {why} ({len(now) + 1} live)")
 
     def _check_standing(self) -> None:
         """Raise or warn if this node would be kept out of the run without noticing."""

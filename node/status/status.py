@@ -64,6 +64,10 @@ class MemberStatus(msgspec.Struct, frozen=True):
     """Peer id of the member with which it averaged in its last round; empty: with none, or not known."""
     is_heard: bool = False
     """It sends heartbeats, but this node has not reached it (yet), so it does not count as live."""
+    version: str = ""
+    """Release of farandole, as it says; empty: not known."""
+    is_apart: bool = False
+    """It is connected, but runs a release that this node cannot average with."""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -112,6 +116,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Live members of each stage, this node included."""
     members_heard: int = 0
     """Members whose heartbeats arrive, but that this node has not reached."""
+    versions: dict[str, int] = {}
+    """Release of farandole -> live members that say they run it, this node included; an empty release is not known."""
 
 
 class PipelineStatus(msgspec.Struct, frozen=True):

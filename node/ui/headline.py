@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from ..base.clock_words import clock_words
 from ..base.figures import count, duration, loss
+from ..base.release_words import release_words
 from ..status.status import NO_START, REFUSED_HERE, REFUSED_THERE, NodeStatus
 
 Level = Literal["well", "busy", "trouble"]
@@ -58,7 +59,7 @@ class Headline:
 
 def headline(status: NodeStatus, now: float) -> Headline:
     """Return the first line of a status; ``now`` is Unix time."""
-    rules = (_at_rest, _trainer_died, _wrong_clock, _outside, _isolated, _failing, _preparing, _alone, _well)
+    rules = (_at_rest, _trainer_died, _wrong_clock, _split, _outside, _isolated, _failing, _preparing, _alone, _well)
     return next(found for rule in rules if (found := rule(status, now)) is not None)
 
 
@@ -136,6 +137,14 @@ def _preparing(status: NodeStatus, now: float) -> Headline | None:
         return Headline("busy", waiting)
     remedy = "start a node on a machine that has them: `farandole join MANIFEST --start FOLDER`; the others fetch them"
     return Headline("trouble", waiting, remedy, since)
+
+
+def _split(status: NodeStatus, now: float) -> Headline | None:
+    if not status.release_conflict or status.run.members_live > 1 or status.phase in ("finished", "relaying"):
+        return None
+    text, remedy = release_words(status.release_conflict, status.version)
+    part = "training alone" if status.is_member else "not in the run yet"
+    return Headline("trouble", f"{part}: {text}", remedy)
 
 
 def _alone(status: NodeStatus, now: float) -> Headline | None:

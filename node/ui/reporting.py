@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import msgspec
 import trio
@@ -18,6 +18,7 @@ from farandole.protocol.state import RunState
 
 from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
+from ..base.release import VERSION
 from ..loop.audit_service import AuditKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard
@@ -32,9 +33,10 @@ from .chronicle import Connections
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
+# A member says its release itself: liars may say many.
+MAX_VERSIONS = 8
 # A look at a thousand members takes 10 ms, so above this number the result is reused for this many seconds.
 MANY_MEMBERS, MEMBERS_AGE = 64, 5.0
-_VERSION = version("farandole")
 
 
 @dataclass
@@ -55,6 +57,8 @@ class Reporter:
     audits: AuditKeeper | None = None
     notices: NoticeBoard | None = None
     nodes_of_stages: Callable[[], Sequence[frozenset[bytes]]] = tuple
+    apart: Callable[[], Collection[bytes]] = frozenset
+    """Returns the peers whose release this node cannot average with."""
     traffic: TrafficKeeper | None = None
     _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
     """Time by trio's clock, the members, and their summary at that time."""
@@ -69,7 +73,7 @@ class Reporter:
             shown = sorted(members, key=lambda member: not (member.is_self or member.is_connected))[:max_members]
         return NodeStatus(
             **msgspec.structs.asdict(journal.state),
-            version=_VERSION,
+            version=VERSION,
             pid=os.getpid(),
             started_at=self.started_at,
             at=journal.clock(),
@@ -170,6 +174,7 @@ class Reporter:
         heard = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
         live = liveness.present(now)
         connected = self.host.connected
+        apart = self.apart()
         partners = {author[:PARTNER_BYTES]: author for author in state.authors}
         members = []
         for author in state.authors:
@@ -198,6 +203,8 @@ class Reporter:
                 last_seen_seconds=liveness.seconds_since(author, now),
                 is_paused=member.is_paused,
                 last_partner=peer_id_of(partner) if partner else "",
+                version=VERSION if author == self.host.author else member.version,
+                is_apart=author in apart,
             )
             members.append(_as_of_now(shown, self.journal.state) if shown.is_self else shown)
         members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
@@ -221,6 +228,7 @@ class Reporter:
             loss_max=max(losses, default=None),
             state_root=self.state.root.hex() if self.state is not None else "",
             providers=[len(nodes) for nodes in self.nodes_of_stages()],
+            versions=dict(Counter(member.version for member in live).most_common(MAX_VERSIONS)),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from ..base.figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
+from ..base.release_words import release_words, releases
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus
 
 # Share of an epoch from which on doubted slices are shown: there are always some of members that have just come.
@@ -61,6 +62,7 @@ def status_rows(status: NodeStatus, now: float) -> list[Row]:
         _last_exchange(status, now),
         _audits(status),
         _run(status),
+        _releases(status),
         _links(status),
         _reached(status),
         _traffic(status),
@@ -185,6 +187,19 @@ def _run(status: NodeStatus) -> Row:
     return Row("the run", f"{company}; {tokens} tokens at {speed}/s; {losses}", brief=brief)
 
 
+def _releases(status: NodeStatus) -> Row | None:
+    """Return the row about releases other than this node's."""
+    if status.release_conflict:
+        words = ": ".join(release_words(status.release_conflict, status.version))
+        return Row("releases", words, "trouble", words)
+    others = {name: number for name, number in status.run.versions.items() if name != status.version}
+    if not others:
+        return None
+    number = sum(others.values())
+    members = "1 member runs" if number == 1 else f"{number} members run"
+    return Row("releases", f"{members} {releases([*others], status.version)}; this node {status.version}")
+
+
 def _links(status: NodeStatus) -> Row:
     kinds = Counter(member.path or "unknown" for member in status.members if member.is_connected)
     detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
@@ -236,6 +251,8 @@ def member_state(member: MemberStatus) -> tuple[str, Emphasis]:
     """Return a member's state in words, with its emphasis."""
     if member.has_left:
         return "left", "faint"
-    if member.is_live:
+    if member.is_live and not member.is_apart:
         return ("paused", "warning") if member.is_paused else ("live", "good")
+    if member.is_apart:
+        return "other release", "trouble"
     return ("heard of", "faint") if member.is_heard else ("gone", "trouble")

@@ -52,8 +52,10 @@ def members_table(members: list[MemberStatus], providers: Sequence[int] = ()) ->
     """Make the table of `farandole peers`: a line for each member, and one with several stages' ``providers``."""
     has_stages = len(providers) > 1
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    texts, numbers = ("peer", "state", "link", "device"), ("round", "steps", "tokens", "tokens/s", "loss")
-    for column in ("peer", "state", *(["stage"] if has_stages else []), *numbers, "link", "seen", "device"):
+    has_versions = len({member.version for member in members}) > 1
+    texts, numbers = ("peer", "state", "link", "version", "device"), ("round", "steps", "tokens", "tokens/s", "loss")
+    first, last = ["peer", "state", *(["stage"] if has_stages else [])], ["link", "seen"]
+    for column in (*first, *numbers, *last, *(["version"] if has_versions else []), "device"):
         table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
     for member in members:
         state, emphasis = member_state(member)
@@ -68,6 +70,7 @@ def members_table(members: list[MemberStatus], providers: Sequence[int] = ()) ->
             loss(member.loss),
             "this node" if member.is_self else member.path if member.is_connected else "-",
             "-" if member.last_seen_seconds is None else duration(member.last_seen_seconds),
+            *((member.version or "-",) if has_versions else ()),
             Text(member.device),
         )
     if has_stages:

@@ -1,7 +1,7 @@
 """Makes a process a stand-in for the next release: its entries have one more field, and a kind of their own.
 
 Its source is this one's with `EDITS`. Run by Python if PYTHONPATH has this folder; a test sets ``NEXT_RELEASE``. With
-``NEXT_RELEASE=exchange`` its exchanges speak another protocol, too.
+``NEXT_RELEASE=exchange`` its exchanges speak another protocol, too, and with ``state`` its run state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ EDITS = {
         ),
     },
 }
-_ALSO = {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}}
+_ALSO = {
+    "entries": {},
+    "exchange": {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}},
+    "state": {
+        "farandole.protocol.antientropy": {"/farandole/state/2": "/farandole/state/3"},
+        "farandole.protocol.push": {"/farandole/push/2": "/farandole/push/3"},
+    },
+}
 
 
 def edited(name: str, edits: dict[str, str]) -> str:
@@ -91,4 +98,4 @@ class _Upgrade(importlib.abc.MetaPathFinder):
 
 
 if _wanted := os.environ.get("NEXT_RELEASE", ""):
-    sys.meta_path.insert(0, _Upgrade({**EDITS, **(_ALSO if _wanted == "exchange" else {})}))
+    sys.meta_path.insert(0, _Upgrade({**EDITS, **_ALSO[_wanted]}))

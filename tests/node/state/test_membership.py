@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from farandole.node.base.release import VERSION
 from farandole.node.state.announcer import ADDRESSES_INTERVAL, MEMBER_INTERVAL, PROGRESS_INTERVAL, Announcer
 from farandole.node.state.membership import Membership
 from farandole.node.status.journal import Journal
@@ -182,13 +183,13 @@ async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all(nursery: 
     assert peers == [{ANN}, {BOB}]
     assert nodes[-1] == (frozenset((ANN,)), frozenset((BOB, ME)), frozenset())
     assert [len(nodes) for nodes in node.membership.nodes_of_stages()] == [1, 2, 0]
-    assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1)
+    assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1, version=VERSION)
 
 
 async def test_who_is_bound_to_its_stage_says_so() -> None:
     node = Staged(is_bound=True)
     await node.membership.hold(2)
-    assert node.gossip.published[-1][1] == Member(stage=2, incarnation=1, is_bound=True)
+    assert node.gossip.published[-1][1] == Member(stage=2, incarnation=1, is_bound=True, version=VERSION)
 
 
 async def test_the_round_is_that_of_all_stages() -> None:

@@ -6,6 +6,7 @@ import pytest
 from farandole.node.status.status import NO_START, REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, headline
 from farandole.protocol.clock_votes import ClockSkew
+from farandole.protocol.releases import ReleaseConflict
 from farandole.protocol.state import MAX_AHEAD
 
 from ..statuses import BOB, NOW, STATUS
@@ -81,6 +82,24 @@ def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
             "move away the folder",
         ),
         (
+            changed(
+                run=msgspec.structs.replace(STATUS.run, members_live=1),
+                release_conflict=ReleaseConflict(newer=("9.8", "9.8")),
+            ),
+            "training alone: 2 connected peers run farandole 9.8; this node runs 0.1.0, and the two cannot average",
+            "upgrade this node (docs/volunteer.md#upgrade)",
+        ),
+        (
+            changed(
+                phase="joining",
+                is_member=False,
+                run=msgspec.structs.replace(STATUS.run, members_live=0),
+                release_conflict=ReleaseConflict(older=("0.0.1", "")),
+            ),
+            "not in the run yet: 2 connected peers run farandole 0.0.1 and a farandole that does not say its release",
+            "ask their owners to upgrade",
+        ),
+        (
             changed(recent_exchanges=exchanges("committed", *["failed: the contributions took too long"] * 5)),
             "no exchange succeeds, the last 5 in a row failed: the contributions took too long",
             "doctor --bandwidth",
@@ -144,3 +163,7 @@ def test_a_relay_and_a_node_that_has_finished_are_well() -> None:
     assert "Training" not in headline(msgspec.structs.replace(relay, isolation="no peer answers"), NOW).remedy
     assert headline(relay, NOW).text == "relaying: 2 peers are connected"
     assert headline(finished, NOW).text == "all rounds are done; here with 2 others for those who still train"
+
+
+def test_a_peer_of_another_release_is_no_trouble_while_others_train_with_this_node() -> None:
+    assert headline(changed(release_conflict=ReleaseConflict(older=("0.0.1",))), NOW).level == "well"

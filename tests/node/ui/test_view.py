@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from farandole.node.base import figures
 from farandole.node.status.status import NodeStatus, PipelineStatus, TrafficStatus
 from farandole.node.ui.view import members_table, status_screen
+from farandole.protocol.releases import ReleaseConflict
 
 from ..statuses import BOB, NOW, STATUS
 
@@ -167,3 +168,18 @@ def test_a_sparkline_has_at_most_its_width() -> None:
     assert figures.sparkline([1.0], 10) == "▁"
     assert figures.sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
     assert len(figures.sparkline([float(i) for i in range(256)], 40)) == 40
+
+
+def test_releases_that_differ_are_named_and_equal_ones_take_no_place() -> None:
+    assert "releases" not in shown(status_screen(STATUS, NOW))
+    assert "version" not in shown(members_table(STATUS.members))
+    versions = {STATUS.version: 1, "0.0.9": 2}
+    differing = msgspec.structs.replace(STATUS, run=msgspec.structs.replace(STATUS.run, versions=versions))
+    assert "2 members run farandole 0.0.9; this node 0.1.0" in line(differing, "releases")
+    apart = msgspec.structs.replace(STATUS.members[1], version="9.8", is_apart=True, is_live=False)
+    table = shown(members_table([STATUS.members[0], apart]))
+    assert "other release" in table
+    assert "gone" not in table
+    assert "9.8" in table
+    conflict = msgspec.structs.replace(STATUS, release_conflict=ReleaseConflict(newer=("9.8",)))
+    assert "1 connected peer runs farandole 9.8" in line(conflict, "releases")

@@ -1,0 +1,101 @@
+"""A peer whose release does not fit is named once, with the remedy, at both ends; a liar gains no more than that."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from farandole.node.base.release import VERSION
+from farandole.node.state.release_watch import FIRST_ASK_PAUSE, MAX_ASK_PAUSE, ReleaseWatch
+from farandole.node.status.journal import Journal
+from farandole.protocol.releases import Software
+
+NEEDED = ("/farandole/push/2", "/farandole/exchange/5")
+ALICE, BOB = b"a" * 32, b"b" * 32
+
+
+class Host:
+    """The connected peers, and what they run."""
+
+    def __init__(self) -> None:
+        self.software: dict[bytes, Software] = {}
+        self.connected: frozenset[bytes] = frozenset()
+        self.protocols = list(NEEDED)
+        self.asked: list[float] = []
+
+    def says(self, peer: bytes, version: str, *protocols: str) -> None:
+        self.connected |= {peer}
+        self.software[peer] = Software(version, frozenset(protocols))
+
+    def software_of(self, peer: bytes) -> Software | None:
+        return self.software.get(peer)
+
+    async def identify(self, peer: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self.asked.append(trio.current_time())
+
+
+def watched() -> tuple[Host, Journal, ReleaseWatch, list[str]]:
+    host, said = Host(), list[str]()
+    journal = Journal(say=said.append)
+    return host, journal, ReleaseWatch(host, journal, NEEDED), said
+
+
+@pytest.mark.parametrize(
+    ("exchange", "remedy"), [(6, "upgrade this node (docs/volunteer.md#upgrade)"), (4, "ask their owners to upgrade")]
+)
+def test_a_release_that_does_not_fit_is_named_once_with_the_remedy(exchange: int, remedy: str) -> None:
+    host, journal, watch, _ = watched()
+    for peer in (ALICE, BOB):
+        host.says(peer, "0.0.7", NEEDED[0], f"/farandole/exchange/{exchange}")
+    for _ in range(3):
+        watch.look()
+    (warning,) = journal.warnings
+    assert warning.startswith(f"2 connected peers run farandole 0.0.7; this node runs {VERSION}")
+    assert remedy in warning
+    assert watch.apart.keys() == {ALICE, BOB}
+    host.connected = frozenset()
+    assert not watch.look()
+    assert journal.state.release_conflict is None
+    assert not watch.apart
+
+
+def test_builds_of_one_release_that_do_not_fit_are_told_apart() -> None:
+    host, journal, watch, _ = watched()
+    host.says(BOB, VERSION, "/farandole/push/1")
+    watch.look()
+    assert journal.warnings[0].startswith(f"1 connected peer runs another farandole {VERSION}; this node runs")
+
+
+def test_liars_about_their_release_cause_two_lines_however_many_they_are() -> None:
+    """The attack: keys without end, each with another version, in order to fill this node's log and screen."""
+    host, journal, watch, said = watched()
+    for number in range(500):
+        exchange = f"/farandole/exchange/{number % 2 * 9}"
+        host.says(number.to_bytes(32, "big"), f"9.{number}", NEEDED[0], exchange)
+        watch.look()
+    assert len(journal.warnings) == 2
+    assert max(map(len, said)) < 400
+    fitting = Software("1", frozenset(NEEDED))
+    host.software[BOB] = fitting
+    host.connected |= {BOB}
+    watch.look()
+    assert BOB not in watch.apart  # no peer speaks for another one
+
+
+async def test_a_peer_that_is_starting_is_asked_again_and_then_more_rarely(autojump_clock: MockClock) -> None:
+    host, journal, watch, _ = watched()
+    host.says(BOB, "0.0.7")
+    with trio.move_on_after(3_600):
+        await watch.run()
+    gaps = [later - earlier for earlier, later in zip(host.asked, host.asked[1:], strict=False)]
+    assert host.asked[0] >= FIRST_ASK_PAUSE
+    assert gaps == sorted(gaps)
+    assert 3_600 / MAX_ASK_PAUSE < len(host.asked) < 30
+    host.says(BOB, "0.0.7", *NEEDED)
+    host.asked.clear()
+    with trio.move_on_after(3_600):
+        await watch.run()
+    assert not host.asked
+    assert not journal.warnings
