@@ -278,7 +278,7 @@ LATER_KINDS: Final[dict[int, Rule]] = dict.fromkeys(range(18, 26), _SHORT_LATER)
 """Kinds for later releases. A kind that takes a number here keeps its limits, `checked` included, so releases agree on
 which of its entries are valid, and for how long. Each reader of such a kind checks its author's rights itself. They
 hold at most 8 kB an author."""
-ALL_RULES: Final[dict[int, Rule]] = {**LATER_KINDS, **RULES}
+ALL_RULES: Final[dict[int, Rule]] = {**LATER_KINDS, **{int(kind): rule for kind, rule in RULES.items()}}
 """The limits of each kind, known or of a later release. There are no others."""
 MAX_SLOTS = sum(rule.slots for rule in ALL_RULES.values())
 PROOF_TTL = 30 * _DAY

@@ -422,6 +422,10 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
         return msgspec.msgpack.encode(self)
 
 
+class _LaterSigned(SignedManifest, frozen=True, forbid_unknown_fields=False):
+    """A signed manifest, to which a later release may have appended fields."""
+
+
 def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManifest:
     """Sign a manifest. The result is final, and determines the run id."""
     body = msgspec.msgpack.encode(manifest)
@@ -437,7 +441,7 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
     if len(raw) > 2 * MAX_MANIFEST_BYTES:
         raise ManifestError(f"a manifest has at most {2 * MAX_MANIFEST_BYTES} bytes, this has {len(raw)}")
     try:
-        signed = msgspec.msgpack.decode(raw, type=SignedManifest)
+        signed = SignedManifest(*msgspec.structs.astuple(msgspec.msgpack.decode(raw, type=_LaterSigned)))
         if run_id is not None and signed.run_id != run_id:
             raise ManifestError(f"this manifest is of run {signed.run_id.hex()[:16]}, not of {run_id.hex()[:16]}")
         if not is_signed_by(signed.creator, signed.signature, _DOMAIN, signed.body):
@@ -445,11 +449,12 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"not a manifest: {error}") from error
     try:
+        msgspec.msgpack.decode(raw, type=SignedManifest)
         return decode_body(signed.body), signed
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnknownManifestError(
             f"run {signed.run_id.hex()[:16]} has settings that this version of farandole does not know ({error}): "
-            "bring farandole up to date here"
+            "upgrade this node (docs/volunteer.md#upgrade)"
         ) from error
 
 

@@ -5,6 +5,9 @@ in the middle leaves all of it or nothing. Data that are read back are trusted n
 merged again entry by entry. A damaged database is put aside and created again, since peers have all of its content. The
 mark cannot be recovered, and it must be stored even on a full disk: it is a file of its own, a few bytes that are
 overwritten in place and synced (see `farandole.protocol.writer`).
+
+A store keeps its layout's number. Tables that a later release adds are no other layout: older ones leave them alone. A
+layout that this release cannot use, the mark's included, has a higher number, and is refused untouched.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from ..base.system.files import open_binary, write_at
 
 logger = logging.getLogger(__name__)
 
+LAYOUT = 1
+"""The layout's number, SQLite's ``user_version``. Stores of the first releases have 0, and this layout."""
 MAX_FACT_BYTES = 1024 * 1024
 MANIFEST_FACT = "manifest"
 """The signed manifest of the run that a node was in last."""
@@ -56,6 +61,23 @@ def _span(line: bytes) -> tuple[int, int]:
 
 class StoreError(FarandoleError):
     """The disk did not take it (full, broken, read-only); nothing was changed, and a later try may succeed."""
+
+
+class NewerStoreError(StoreError):
+    """A later release of farandole wrote the store in a layout that this one does not know."""
+
+    def __init__(self, path: Path, layout: int) -> None:
+        super().__init__(
+            f"{path} was written by a newer farandole (layout {layout}; this one knows {LAYOUT}): upgrade this node "
+            "(docs/volunteer.md#upgrade); the file is left as it is"
+        )
+
+
+def _check_layout(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise `NewerStoreError` if this release cannot use the store."""
+    layout: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if layout > LAYOUT:
+        raise NewerStoreError(path, layout)
 
 
 class Store:
@@ -166,11 +188,13 @@ def _connect(path: Path) -> sqlite3.Connection:
     # One thread at a time uses it, never two (`Store._in_thread`); which one varies.
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=5.0)
     try:
+        _check_layout(connection, path)  # before anything is written
         connection.execute("PRAGMA journal_mode=WAL")
         # A power cut may lose the last seconds, which peers still have, but not damage the file (sqlite.org/wal.html).
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA fullfsync=ON")  # has an effect only on macOS: see `sync_file`
         connection.executescript(_SCHEMA)
+        connection.execute(f"PRAGMA user_version={LAYOUT}")
         if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("quick_check found damage")
     except BaseException:  # for any exception: no other code has the connection yet
@@ -195,7 +219,7 @@ def _connect_or_begin_anew(path: Path) -> sqlite3.Connection:
 
 @asynccontextmanager
 async def open_store(path: Path) -> AsyncIterator[Store]:
-    """Open the store in this file, created if needed; `StoreError` if it cannot be opened."""
+    """Open the store in this file, created if needed; `StoreError` if it cannot be opened, or is newer."""
     connection = await trio.to_thread.run_sync(_connect_or_begin_anew, path)
     try:
         yield Store(connection, path.with_name(path.name + ".mark"))
@@ -213,6 +237,7 @@ def read_fact(path: Path, name: str) -> bytes | None:
         return None
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as store:
+            _check_layout(store, path)
             row = store.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
     except sqlite3.Error as error:
         raise StoreError(f"cannot read {path}: {error}") from error

@@ -11,7 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.errors import ManifestError, UnknownManifestError
+from farandole.protocol.identity import sign
 from farandole.protocol.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -180,3 +181,17 @@ def test_the_limit_of_gamma() -> None:
     assert gamma_limit(0.0, "nesterov") == 2.0
     assert gamma_limit(1e-6, "nesterov") == pytest.approx(2.0, abs=1e-3)
     assert gamma_limit(0.5, "nesterov") == pytest.approx(1.3028, abs=1e-4)
+
+
+def test_a_manifest_of_a_later_release_is_refused_with_the_remedy_once_its_signature_is_checked() -> None:
+    signed = sign_manifest(manifest(), CREATOR)
+    later = msgspec.msgpack.encode([*msgspec.structs.astuple(signed), "later"])
+    with pytest.raises(UnknownManifestError, match=r"upgrade this node \(docs/volunteer.md#upgrade\)"):
+        decode_manifest(later, signed.run_id)
+    forged = msgspec.msgpack.encode([signed.body, signed.creator, bytes(64), "later"])
+    with pytest.raises(ManifestError, match="signature") as caught:
+        decode_manifest(forged)
+    assert not isinstance(caught.value, UnknownManifestError)
+    body = msgspec.msgpack.encode({**msgspec.to_builtins(manifest()), "colour": "red"})
+    with pytest.raises(UnknownManifestError, match="upgrade this node"):
+        decode_manifest(SignedManifest(body, signed.creator, sign(CREATOR, b"farandole/manifest/1", body)).encode())

@@ -142,7 +142,7 @@ async def test_a_node_that_is_too_old_for_the_run_is_told_so(journal: Journal) -
         async with open_public() as newcomer, open_host(Ed25519PrivateKey.generate(), LOOPBACK) as member:
             serve_manifest(member, newer.run_id, newer.encode())
             await newcomer.connect(member.author, member.addresses)
-            with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*up to date"):
+            with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*upgrade this node"):
                 await obtain_manifest(newcomer, Target(newer.run_id, None, DEAD), journal)
 
 

@@ -1,0 +1,88 @@
+"""Stores of other releases: older ones open with all that they hold, newer ones are refused untouched."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import trio
+
+from farandole.node.base.exits import Exit
+from farandole.node.state.gossip import GossipService
+from farandole.node.state.store import LAYOUT, MANIFEST_FACT, NewerStoreError, open_store, read_fact
+from farandole.protocol.entries import Kind, Notice
+from farandole.protocol.manifest import decode_manifest
+from farandole.protocol.state import RunState
+from farandole.protocol.writer import Writer
+
+from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of
+from .stores.make import OWN, PAYLOADS
+from .test_gossip import MemoryHost, Wires
+
+STORES = Path(__file__).parent / "stores"
+
+
+def set_layout(path: Path, number: int) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version={number}")
+
+
+@pytest.mark.parametrize("name", ["0.1.0.sqlite"])
+async def test_an_older_releases_store_opens_with_all_that_it_holds(
+    name: str, tmp_path: Path, nursery: trio.Nursery
+) -> None:
+    path = tmp_path / name
+    for suffix in ("", ".mark"):
+        shutil.copy(STORES / f"{name}{suffix}", f"{path}{suffix}")
+    for _ in range(2):  # and again, once this release has written to it
+        state = RunState(RUN_ID, CREATOR)
+        async with open_store(path) as store:
+            host = MemoryHost(Wires(nursery), author_of(OWN))
+            writer = Writer(key_of(OWN), RUN_ID)
+            gossip = GossipService(state, writer, host, host, store, random.Random(0), unix=lambda: NOW)
+            await gossip._load()
+            for author in (OWN, 2):
+                for kind, payload in PAYLOADS.items():
+                    assert state.payload(author_of(author), type(payload)) == (None if kind is Kind.BEAT else payload)
+            assert state.payload(CREATOR, Notice) == Notice("say", "hello")
+            assert await store.load_mark() == ((int(NOW), int(NOW)),)
+            assert await store.get_fact("tokens") == b"640"
+            assert [peer for peer, _, _ in await store.load_peers()] == [author_of(2)]
+            raw = await store.get_fact(MANIFEST_FACT)
+            assert raw is not None
+            assert decode_manifest(raw)[0].name == "small"
+            assert {peer for peer, row in state.take_dirty().items() if row is None} == set()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (LAYOUT,)
+
+
+async def test_a_newer_releases_store_is_refused_untouched_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    async with open_store(path) as store:
+        await store.put_fact("tokens", b"640")
+    set_layout(path, LAYOUT + 1)
+    before = path.read_bytes()
+    with pytest.raises(NewerStoreError, match=r"newer farandole .* upgrade this node \(docs/volunteer.md#upgrade\)"):
+        async with open_store(path):
+            pass
+    with pytest.raises(NewerStoreError, match="upgrade this node"):
+        read_fact(path, "tokens")
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob("*.damaged"))
+
+
+async def test_a_node_with_a_newer_releases_store_ends_with_the_remedy(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "store.sqlite"):
+        pass
+    set_layout(tmp_path / "store.sqlite", LAYOUT + 1)
+    command = [sys.executable, "-m", "farandole.node", "join", "--home", str(tmp_path)]
+    done = await trio.run_process(command, check=False, capture_stdout=True, stderr=subprocess.STDOUT)
+    assert done.returncode == Exit.CANNOT_JOIN
+    assert b"upgrade this node" in done.stdout
+    assert b"Traceback" not in done.stdout
