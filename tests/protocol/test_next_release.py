@@ -91,7 +91,8 @@ def entry(signed: Signed) -> Entry:
 @pytest.mark.parametrize("kind", Kind)
 def test_an_appended_field_hides_none_of_the_known_ones(kind: Kind) -> None:
     fields = known_fields(kind)
-    for junk in (["j"], [None, -1], [{"a": []}]):
+    more: list[list[Any]] = [["j"], [None, -1], [{"a": []}]]
+    for junk in more:
         later = raw(author_for(kind), kind, 0, [*fields, *junk])
         assert entry(later).payload == entry(raw(author_for(kind), kind, 0, fields)).payload
         assert entry(later).signed is later
