@@ -207,25 +207,21 @@ def _num_inner(manifest: Manifest) -> int:
 
 def _num_outer(outer: OuterConfig) -> int:
     """Number of flat vectors that outer steps need."""
-    return _NUM_OUTER + len(outer.vectors) + _has_memory(outer) + _corrects_drift(outer)
+    num_vectors = len(outer.vectors) + len(outer.own_vectors)
+    return _NUM_OUTER + num_vectors + outer.remembers_sent + _corrects_drift(outer)
 
 
 def _num_exchanged(outer: OuterConfig, num_parameters: int) -> int:
     """Numbers of a fragment: before, as sent if the codec changes it, as received, and the codec's memory."""
-    num_vectors = 2 + (outer.codec != "fp32") + _has_memory(outer)
+    num_vectors = 2 + (outer.codec != "fp32") + outer.remembers_sent
     return num_vectors * -(-num_parameters // outer.fragments)
 
 
 def _num_saved(outer: OuterConfig) -> int:
     """Number of vectors in a checkpoint."""
-    num_own = len(required_vectors(outer)) + len(OPTIMIZER_VECTORS)
-    return num_own + (outer.fragments > 1) + _has_memory(outer) + _corrects_drift(outer)
+    num_vectors = len(required_vectors(outer)) + len(outer.own_vectors) + len(OPTIMIZER_VECTORS)
+    return num_vectors + (outer.fragments > 1) + outer.remembers_sent + _corrects_drift(outer)
 
 
 def _corrects_drift(outer: OuterConfig) -> bool:
     return outer.drift > 0.0
-
-
-def _has_memory(outer: OuterConfig) -> bool:
-    """Return whether the node remembers what the codec leaves out."""
-    return outer.codec == "topk"

@@ -40,6 +40,17 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Names of the vectors that the rule keeps next to the slow weights: one fp32 number for each parameter, zero at
     first. They are part of every checkpoint, and a newcomer downloads them. A name that ends in ``square`` promises
     that no number is negative."""
+    own_vectors: ClassVar[tuple[str, ...]] = ()
+    """Names of further vectors of that kind, which no other replica needs: a newcomer begins with zeros."""
+    sends_far_from_slow: ClassVar[bool] = False
+    """What the codec ``topk`` sends: the elements that are furthest from the sender's slow weights, and receivers take
+    their own slow weights for the rest. If false: those that moved furthest since they were last sent, which the codec
+    remembers, and receivers take what they have sent themselves."""
+
+    @property
+    def remembers_sent(self) -> bool:
+        """Whether the codec keeps a vector of what it has sent."""
+        return self.codec == "topk" and not self.sends_far_from_slow
 
     @property
     def momentum_gain(self) -> float:

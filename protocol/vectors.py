@@ -32,14 +32,16 @@ _NUM_OPTIONAL: Final = 5
 
 
 def required_vectors(outer: OuterConfig) -> tuple[str, ...]:
-    """Return the vectors that a newcomer to a run downloads: the slow weights, and the outer rule's state."""
+    """Return the vectors that a newcomer to a run downloads: the slow weights, and the outer rule's shared state."""
     return (SLOW, *outer.vectors)
 
 
 def known_vectors() -> tuple[str, ...]:
     """Return every vector that a checkpoint of any run may have, in the order of checkpoints."""
-    of_rules = (vector for rule in typing.get_args(OuterRules) for vector in rule.vectors)
-    return tuple(dict.fromkeys((SLOW, *of_rules, *OPTIMIZER_VECTORS, FAST, SENT, DRIFT, *DROPPED)))
+    rules = typing.get_args(OuterRules)
+    shared = (vector for rule in rules for vector in rule.vectors)
+    own = (vector for rule in rules for vector in rule.own_vectors)
+    return tuple(dict.fromkeys((SLOW, *shared, *OPTIMIZER_VECTORS, FAST, *own, SENT, DRIFT, *DROPPED)))
 
 
 def is_required(outer: OuterConfig, tensor: str) -> bool:
@@ -59,7 +61,8 @@ def required_bytes(outer: OuterConfig, num_parameters: int) -> int:
 
 def max_checkpoint_bytes(outer: OuterConfig, num_parameters: int) -> int:
     """Return the most bytes that an honest checkpoint of a model of this size takes."""
-    return num_parameters * (len(required_vectors(outer)) + _NUM_OPTIONAL) * FP32_BYTES + MAX_HEADER_BYTES
+    num_vectors = len(required_vectors(outer)) + len(outer.own_vectors) + _NUM_OPTIONAL
+    return num_parameters * num_vectors * FP32_BYTES + MAX_HEADER_BYTES
 
 
 def max_whole_bytes(num_parameters: int) -> int:

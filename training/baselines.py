@@ -192,7 +192,7 @@ class Ensemble:
         form, (made, encoded) = self._outer[row].contributor.form, self._sent[sender]
         if row == sender or not isinstance(form, TopK):
             return made.sent
-        values = self._sent[row][0].sent.clone()  # elements that topk leaves out keep the receiver's values
+        values = self._sent[row][0].filling.clone()
         form.decode(bytes_to_read(np.frombuffer(encoded, dtype=np.uint8)), values)
         return values
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 from torch import Tensor
@@ -18,8 +18,7 @@ from farandole.protocol.vectors import SENT
 
 from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
 from .copying import Copier, Wait
-from .outer.rule import OuterRule
-from .topk import TopK
+from .outer.rule import OuterRule, OwnVectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +30,34 @@ class Contribution:
     theta: Tensor
     """The fast weights as they were (n,)."""
     sent: Tensor
-    """The contribution as the partner decodes it (n,); what topk left out, as it is."""
+    """The contribution as the partner decodes it (n,); `filling` where topk left something out."""
+    filling: Tensor
+    """What a receiver takes for the elements that a partner's topk left out (n,)."""
     memory: Tensor | None
     """What topk has sent last of every element once a partner has used this contribution (n,)."""
 
 
 class Contributor:
-    """Makes contributions of the fast and slow weights, (n,) fp32 each, as they are then.
+    """Makes contributions of a replica's own weights and vectors, (n,) fp32 each, as they are then.
 
     Each is good until the next one is made: the memory for it is kept, as getting it from the system every time takes
     longer than filling it.
     """
 
-    def __init__(self, outer: OuterConfig, rule: OuterRule, fast: Tensor, slow: Tensor, copier: Copier) -> None:
-        self._fast, self._slow = fast, slow
+    def __init__(self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier) -> None:
+        self._own = own
         self._copier = copier
         self.form = form_of(outer.codec, outer.topk)
         self._rule = rule
-        largest = -(-len(fast) // outer.fragments)
+        largest = -(-len(own.fast) // outer.fragments)
         self.largest_bytes = self.form.size(largest)
         """Of the largest fragment's contribution."""
-        self._frozen = fast.new_empty(largest)
+        self._frozen = own.fast.new_empty(largest)
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
-        self._sent = self._frozen if is_exact else fast.new_empty(largest)
-        self._last = rule.contribution(fast, slow).clone() if isinstance(self.form, TopK) else None
-        self._next_memory = None if self._last is None else fast.new_empty(largest)
+        self._sent = self._frozen if is_exact else own.fast.new_empty(largest)
+        self._fills_with_slow = outer.codec == "topk" and outer.sends_far_from_slow
+        self._last = rule.contribution(own).clone() if outer.remembers_sent else None
+        self._next_memory = None if self._last is None else own.fast.new_empty(largest)
 
     def freeze(self, part: slice) -> Contribution:
         """A contribution of one fragment of the weights, as they are now, to be encoded.
@@ -65,10 +67,10 @@ class Contributor:
         num_elements = part.stop - part.start
         frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
         if self._copier.is_aside:
-            frozen.copy_(self._fast[part])
+            frozen.copy_(self._own.fast[part])
         self._copier.fork()
         memory = None if self._next_memory is None else self._next_memory[:num_elements]
-        return Contribution(part, frozen, sent, memory)
+        return Contribution(part, frozen, sent, self._own.slow[part] if self._fills_with_slow else sent, memory)
 
     def encode(self, frozen: Contribution, out: Buffer, progress: Callable[[int], None]) -> bytes:
         """Encode what `freeze` gave into ``out``; returns the BLAKE3 of that.
@@ -102,15 +104,19 @@ class Contributor:
         """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode, remember."""
         frozen, sent = self._frozen[piece], self._sent[piece]
         if not self._copier.is_aside:  # now that it is in the processor's cache
-            frozen.copy_(self._fast[place])
+            frozen.copy_(self._own.fast[place])
         if self._sent is self._frozen:
             self.form.encode(sent, encoded)
             return
-        sent.copy_(self._rule.contribution(frozen, self._slow[place]))
+        own = self._own.piece(place)
+        sent.copy_(self._rule.contribution(replace(own, fast=frozen)))
         if self._last is not None and self._next_memory is not None:
             self.form.encode(sent, encoded, self._last[place])
             self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))
             self.form.decode(encoded, sent)
+        elif self._fills_with_slow:
+            self.form.encode(sent, encoded, own.slow)
+            self.form.decode(encoded, sent.copy_(own.slow))
         else:
             self.form.encode(sent, encoded)
             self.form.decode(encoded, sent)
@@ -127,7 +133,7 @@ class Contributor:
         zeros, it would send the largest weights instead.
         """
         if self._last is not None and (forgets or not bool(self._last.any())):
-            self._last.copy_(self._rule.contribution(self._slow, self._slow))
+            self._last.copy_(self._rule.contribution(replace(self._own, fast=self._own.slow)))
 
     def saved(self) -> dict[str, Tensor]:
         """Return the contributor's vectors for a checkpoint: flat vectors (n,), by name."""

@@ -12,25 +12,19 @@ since the mean is a pair's and not all replicas'. It needs no traffic: the partn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from torch import Tensor
 
-from .outer.rule import weighted_mean
+from .outer.rule import Meeting
 
 # Share of the correction that stays after an exchange.
 _KEPT: Final = 0.98
 
 
-def correct_(
-    drift: Tensor, own: Tensor, contributions: Sequence[Tensor], weights: Sequence[float], scale: float
-) -> None:
-    """Update a piece of the correction (n,) by an exchange: the formula above, with ``scale`` = d / sum of rates.
-
-    ``contributions``, (n,) each, include ``own``; ``weights`` are their shares.
-    """
-    drift.mul_(_KEPT).add_(weighted_mean(contributions, weights).sub_(own), alpha=scale)
+def correct_(drift: Tensor, meeting: Meeting, scale: float) -> None:
+    """Update a piece of the correction (n,) by an exchange: the formula above, with ``scale`` = d / sum of rates."""
+    drift.mul_(_KEPT).add_(meeting.mean().sub_(meeting.own), alpha=scale)
 
 
 class RateSums:

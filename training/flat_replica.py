@@ -185,7 +185,7 @@ class FlatReplica(Engine):
         except CodecError as error:
             self._forget_round_end()
             raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
-        self._partner.expect(frozen.sent)
+        self._partner.expect(frozen)
         return digest
 
     def pin(self, memory: Buffer) -> None:

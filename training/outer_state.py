@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -20,7 +21,7 @@ from .codec import slices
 from .contribution import Contribution, Contributor
 from .copying import Copier
 from .drift import correct_
-from .outer.rule import OwnVectors, rule_of
+from .outer.rule import Meeting, OwnVectors, rule_of
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
@@ -37,13 +38,14 @@ class OuterState:
     def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier) -> None:
         self.settings = settings
         self.slow = fast.clone()
-        self.vectors = {name: fast.new_zeros(len(fast)) for name in settings.vectors}
+        self.vectors = {name: fast.new_zeros(len(fast)) for name in (*settings.vectors, *settings.own_vectors)}
         self.drift = fast.new_zeros(len(fast)) if settings.drift else None
         """The drift correction, (n,) fp32 (`farandole.training.drift`)."""
         self._fast = fast
         self._rule = rule_of(settings)
-        self.contributor = Contributor(settings, self._rule, fast, self.slow, copier)
-        """Makes the contributions, of both weights as they are then."""
+        self._own = OwnVectors(fast, self.slow, self.vectors)
+        self.contributor = Contributor(settings, self._rule, self._own, copier)
+        """Makes the contributions, of the weights and vectors as they are then."""
 
     def step(
         self,
@@ -66,22 +68,23 @@ class OuterState:
         value). With equal shares, what one partner gains the other one loses, so the sum of a pair is conserved; the
         partners' means differ by the difference of their codec errors.
         """
-        whole = OwnVectors(self.slow, self.vectors).piece(made.part)
+        whole = replace(self._own.piece(made.part), fast=made.theta)
         fast = self._fast[made.part]
         if is_alone := not contributions:
-            contributions, weights = [self._undistorted(made, whole.slow)], [1.0]
+            contributions, weights = [self._undistorted(made, whole)], [1.0]
+            own_place = 0
+        else:
+            own_place = next(place for place, each in enumerate(contributions) if each is made.sent)
         keeps_own_exact = self.settings.is_lossy and self._rule.keeps_own_exact and not is_alone
         for piece in slices(len(fast)):
             own = whole.piece(piece)
+            pieces = [contribution[piece] for contribution in contributions]
             if keeps_own_exact:
-                pieces = self._around_own(made, piece, own.slow, contributions)
-            else:
-                pieces = [contribution[piece] for contribution in contributions]
+                pieces = self._around_own(own, pieces, own_place)
+            meeting = Meeting(pieces, weights, own_place, is_late)
             if self.drift is not None and rates > 0.0 and not is_alone:
-                exact = self._rule.contribution(made.theta[piece], own.slow)
-                drift = self.drift[made.part][piece]
-                correct_(drift, exact, pieces, weights, self.settings.drift / rates)
-            self._rule.step(own, pieces, weights)
+                correct_(self.drift[made.part][piece], meeting, self.settings.drift / rates)
+            self._rule.step(own, meeting)
             if is_late:
                 fast[piece] += own.slow - made.theta[piece]
             else:
@@ -89,14 +92,12 @@ class OuterState:
         if not is_alone:
             self.contributor.passed_on(made)
 
-    def _around_own(
-        self, made: Contribution, piece: slice, slow: Tensor, contributions: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return a piece of ``contributions``, relative to the exact one of this replica; see `step`."""
-        sent, exact = made.sent[piece], self._rule.contribution(made.theta[piece], slow)
+    def _around_own(self, own: OwnVectors, contributions: Sequence[Tensor], own_place: int) -> list[Tensor]:
+        """Return ``contributions``, (n,) each, relative to the exact one of this replica; see `step`."""
+        sent, exact = contributions[own_place], self._rule.contribution(own)
         return [
-            exact if contribution is made.sent else exact + (contribution[piece] - sent)
-            for contribution in contributions
+            exact if place == own_place else exact + (contribution - sent)
+            for place, contribution in enumerate(contributions)
         ]
 
     def limit_momentum(self, part: slice, movement: float) -> bool:
@@ -130,9 +131,9 @@ class OuterState:
 
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
-        slow, square = self.slow[made.part], 0.0
-        for piece in slices(len(slow)):
-            moved = made.sent[piece] - self._rule.contribution(slow[piece], slow[piece])
+        square = 0.0
+        for piece in slices(len(made.sent)):
+            moved = self._moved(made, piece)
             square += float(moved @ moved)
         return math.sqrt(square)
 
@@ -141,9 +142,9 @@ class OuterState:
 
         0 if either is nothing.
         """
-        slow, product, moved_square, square = self.slow[made.part], 0.0, 0.0, 0.0
-        for piece in slices(len(slow)):
-            moved = made.sent[piece] - self._rule.contribution(slow[piece], slow[piece])
+        product, moved_square, square = 0.0, 0.0, 0.0
+        for piece in slices(len(made.sent)):
+            moved = self._moved(made, piece)
             difference = contribution[piece] - made.sent[piece]
             product += float(moved @ difference)
             moved_square += float(moved @ moved)
@@ -151,22 +152,32 @@ class OuterState:
         length = math.sqrt(moved_square * square)
         return product / length if length > 0.0 else 0.0
 
+    def _moved(self, made: Contribution, piece: slice) -> Tensor:
+        """A piece of the difference (n,) between what was sent and what would be sent at the slow weights.
+
+        The rule's vectors count as zeros, their first values: what one of them carries over is sent, too.
+        """
+        slow = self.slow[made.part][piece]
+        zeros = slow.new_zeros(1).expand(len(slow))
+        return made.sent[piece] - self._rule.contribution(OwnVectors(slow, slow, dict.fromkeys(self.vectors, zeros)))
+
     def distorts(self, made: Contribution) -> bool:
         """Return whether a partner decodes fast weights with the codec's errors."""
         return self._rule.sends_fast_weights and made.sent.data_ptr() != made.theta.data_ptr()
 
-    def _undistorted(self, made: Contribution, slow: Tensor) -> Tensor:
+    def _undistorted(self, made: Contribution, own: OwnVectors) -> Tensor:
         """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
         if self._rule.sends_fast_weights:
             return made.theta
-        for piece in slices(len(slow)):
-            made.sent[piece] = self._rule.contribution(made.theta[piece], slow[piece])
+        for piece in slices(len(made.sent)):
+            made.sent[piece] = self._rule.contribution(own.piece(piece))
         return made.sent
 
     def saved(self) -> dict[str, Tensor]:
         """Return this replica's own vectors for a checkpoint, which no other replica needs: (n,), by name."""
-        return self.contributor.saved() | ({} if self.drift is None else {DRIFT: self.drift})
+        own = {name: self.vectors[name] for name in self.settings.own_vectors}
+        return own | self.contributor.saved() | ({} if self.drift is None else {DRIFT: self.drift})
 
     def state(self) -> dict[str, Tensor]:
         """Return the vectors that every checkpoint of the run has: flat vectors (n,), by name."""
-        return {SLOW: self.slow, **self.vectors}
+        return {SLOW: self.slow, **{name: self.vectors[name] for name in self.settings.vectors}}

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
+from .contribution import Contribution
 from .copying import Copier
 from .errors import CodecError, DataError
 from .screening.history import Histories
@@ -55,6 +56,7 @@ class PartnerContribution:
         self._copier = copier
         self._rule = rule
         self._own: Tensor | None = None
+        self._filling: Tensor | None = None
         self._num_evaluated: int | None = None
         self._begin()
 
@@ -76,9 +78,9 @@ class PartnerContribution:
                 self._num_evaluated = int(min(EVALUATION_SECONDS / seconds, EVALUATION_BATCHES))
         return self._num_evaluated
 
-    def expect(self, own: Tensor | None) -> None:
-        """Expect a partner's contribution for ``own`` (n,), as it was sent; None: expect no contribution."""
-        self._own = own
+    def expect(self, own: Contribution | None) -> None:
+        """Expect a partner's contribution for ``own``, once it is encoded; None: expect no contribution."""
+        self._own, self._filling = (None, None) if own is None else (own.sent, own.filling)
         self._begin()
 
     def _begin(self) -> None:
@@ -104,18 +106,21 @@ class PartnerContribution:
                 if where.stop > available or self._problem is not None:
                     return
                 if part.start >= self._num_taken:
-                    self._decode(self._own[part], self._memory[part], bytes_to_read(source[where]))
+                    self._decode(part, bytes_to_read(source[where]))
                     self._num_taken = part.stop
 
-    def _decode(self, own: Tensor, values: Tensor, data: Tensor) -> None:
+    def _decode(self, part: slice, data: Tensor) -> None:
+        assert self._own is not None
+        assert self._filling is not None
+        values = self._memory[part]
         if isinstance(self._form, TopK):
-            values.copy_(own)
+            values.copy_(self._filling[part])
         try:
             self._form.decode(self._copier.fetch(data), values)
         except CodecError as error:
             self._problem = error
             return
-        self._rule.feed(own, values)
+        self._rule.feed(self._own[part], values)
 
     def judge(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
         """Decode the rest and judge the whole contribution. A refusal is remembered at once."""

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from farandole.protocol.outer_rules import Codec, DiLoCoConfig, Momentum, NoLoCo
 from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.data import Sampler, Text
 from farandole.training.learner import Learner
-from farandole.training.outer.rule import OwnVectors, rule_of
+from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 from farandole.training.screening.rule import Encounter
 
 from .conftest import RUN_ID, MakeReplica
@@ -76,10 +78,10 @@ def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(
     diloco = train(Method("DiLoCo", "all", 3, outer), model, PLAIN, samplers, 3, seed=1)
     start = Ensemble(model, PLAIN, 1, seed=1).phi
 
-    expected = OwnVectors(start, {"momentum": torch.zeros_like(start)})
+    expected = OwnVectors(start.clone(), start, {"momentum": torch.zeros_like(start)})
     rule = rule_of(outer)
-    contributions = [rule.contribution(theta[None], start) for theta in apart.theta]
-    rule.step(expected, contributions, [0.25] * 4)
+    contributions = [rule.contribution(replace(expected, fast=theta[None])) for theta in apart.theta]
+    rule.step(expected, Meeting(contributions, [0.25] * 4))
 
     assert diloco.spread() < 1e-7
     torch.testing.assert_close(diloco.theta[:1], expected.slow, rtol=1e-5, atol=1e-6)

@@ -21,7 +21,7 @@ from farandole.training.errors import DivergedError, ScreeningError
 from farandole.training.inner import learning_rate
 from farandole.training.learner import Learner, build_learner
 from farandole.training.model import build_model, language_loss
-from farandole.training.outer.rule import rule_of
+from farandole.training.outer.rule import OwnVectors, rule_of
 from farandole.training.outer_state import MAX_DRIFT, MAX_MOMENTUM
 from farandole.training.screening.rule import Encounter, Refuse
 
@@ -105,11 +105,11 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentu
     def as_sent(node: Learner) -> Tensor:
         theta, phi = node.fast_weights(), node.slow_weights()
         buffer = bytearray(node.contribution_bytes)
-        codec.encode(name, rule_of(outer).contribution(theta, phi), buffer)
+        codec.encode(name, rule_of(outer).contribution(OwnVectors(theta, phi, {})), buffer)
         return codec.decode(name, buffer, len(theta)).double()
 
     def exact(node: Learner) -> Tensor:
-        return rule_of(outer).contribution(node.fast_weights(), node.slow_weights()).double()
+        return rule_of(outer).contribution(OwnVectors(node.fast_weights(), node.slow_weights(), {})).double()
 
     difference = as_sent(alice) - as_sent(bob)
     means = {alice: exact(alice) - 0.25 * difference, bob: exact(bob) + 0.75 * difference}

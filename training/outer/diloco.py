@@ -12,13 +12,11 @@ their slow weights drift apart, since nothing here pulls them together; `noloco`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from farandole.protocol.outer_rules import DiLoCoConfig
 
-from .rule import OuterRule, OwnVectors, weighted_mean
+from .rule import Meeting, OuterRule, OwnVectors
 
 
 class DiLoCo(OuterRule):
@@ -29,14 +27,14 @@ class DiLoCo(OuterRule):
     def __init__(self, settings: DiLoCoConfig) -> None:
         self._settings = settings
 
-    def contribution(self, fast: Tensor, slow: Tensor) -> Tensor:
+    def contribution(self, own: OwnVectors) -> Tensor:
         """The outer gradient, theta - phi."""
-        return fast - slow
+        return own.fast - own.slow
 
-    def step(self, own: OwnVectors, contributions: Sequence[Tensor], weights: Sequence[float]) -> None:
+    def step(self, own: OwnVectors, meeting: Meeting) -> None:
         """The formulas above."""
         momentum = own.vectors["momentum"]
-        progress = self._settings.learning_rate * weighted_mean(contributions, weights)
+        progress = self._settings.learning_rate * meeting.mean()
         momentum.mul_(self._settings.alpha).add_(progress)
         if self._settings.momentum == "heavy_ball":
             own.slow.add_(momentum)

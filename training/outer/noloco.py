@@ -22,13 +22,11 @@ weights is exact for the step. The two forms agree to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from farandole.protocol.outer_rules import NoLoCoConfig
 
-from .rule import OuterRule, OwnVectors, weighted_mean
+from .rule import Meeting, OuterRule, OwnVectors
 
 
 class NoLoCo(OuterRule):
@@ -38,20 +36,20 @@ class NoLoCo(OuterRule):
         self._settings = settings
         self.sends_fast_weights = settings.gamma == settings.beta
 
-    def contribution(self, fast: Tensor, slow: Tensor) -> Tensor:
-        """W = theta + (gamma / beta - 1) phi; with gamma = beta it is ``fast`` itself."""
+    def contribution(self, own: OwnVectors) -> Tensor:
+        """W = theta + (gamma / beta - 1) phi; with gamma = beta it is theta itself."""
         if self.sends_fast_weights:
-            return fast
-        return fast + (self._settings.gamma / self._settings.beta - 1.0) * slow
+            return own.fast
+        return own.fast + (self._settings.gamma / self._settings.beta - 1.0) * own.slow
 
-    def step(self, own: OwnVectors, contributions: Sequence[Tensor], weights: Sequence[float]) -> None:
+    def step(self, own: OwnVectors, meeting: Meeting) -> None:
         """Both formulas above.
 
         phi's own terms are gathered, so that with alpha = 0, beta = gamma = 1 the new phi is the mean to the last bit.
         """
         alpha, beta, gamma = self._settings.alpha, self._settings.beta, self._settings.gamma
         phi, momentum = own.slow, own.vectors["momentum"]
-        mean = weighted_mean(contributions, weights)
+        mean = meeting.mean()
         carried, pull = alpha * momentum, beta * mean
         new_momentum = (pull - gamma * phi).add_(carried)
         if self._settings.momentum == "heavy_ball":

@@ -22,18 +22,49 @@ from farandole.protocol.outer_rules import OuterConfig
 
 @dataclass(frozen=True, slots=True)
 class OwnVectors:
-    """A replica's slow weights and its rule's vectors over some range of the parameters, (n,) fp32 each.
+    """A replica's own weights and its rule's vectors over some range of the parameters, (n,) fp32 each.
 
-    They are views: a rule writes into them.
+    A rule's step writes into the slow weights and the vectors, which are views.
     """
 
+    fast: Tensor
+    """The fast weights as they are contributed; a rule only reads them."""
     slow: Tensor
     vectors: Mapping[str, Tensor]
-    """By the names in the settings' ``vectors``."""
+    """By the names in the settings' ``vectors`` and ``own_vectors``."""
 
     def piece(self, piece: slice) -> OwnVectors:
         """A part of the range."""
-        return OwnVectors(self.slow[piece], {name: flat[piece] for name, flat in self.vectors.items()})
+        vectors = {name: flat[piece] for name, flat in self.vectors.items()}
+        return OwnVectors(self.fast[piece], self.slow[piece], vectors)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the members of a group contributed to one outer step, in the same order at all of them."""
+
+    contributions: Sequence[Tensor]
+    """Of all members, including this replica, (n,) each.
+
+    With the rule's ``keeps_own_exact`` this replica's own has no codec error, and the others' differ from it as what
+    was sent differs; otherwise all are as their receivers decode them. A replica that is alone has its own
+    contribution, undistorted.
+    """
+    weights: Sequence[float]
+    """The members' shares, which sum to 1."""
+    own_place: int = 0
+    """The place of this replica's own contribution."""
+    is_late: bool = False
+    """Whether this replica has taken inner steps since its contribution."""
+
+    @property
+    def own(self) -> Tensor:
+        """This replica's own contribution."""
+        return self.contributions[self.own_place]
+
+    def mean(self) -> Tensor:
+        """The mean of the contributions, which has the same bits at all members if the contributions have."""
+        return weighted_mean(self.contributions, self.weights)
 
 
 class OuterRule(abc.ABC):
@@ -48,19 +79,12 @@ class OuterRule(abc.ABC):
     """
 
     @abc.abstractmethod
-    def contribution(self, fast: Tensor, slow: Tensor) -> Tensor:
-        """Return what a replica sends, (n,), given its fast and slow weights (n,): a new tensor, or ``fast`` itself."""
+    def contribution(self, own: OwnVectors) -> Tensor:
+        """Return what a replica sends, (n,): a new tensor, or ``own.fast`` itself."""
 
     @abc.abstractmethod
-    def step(self, own: OwnVectors, contributions: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Move ``own`` by one outer step.
-
-        ``contributions``, (n,) each, come from all members of the group, including this replica; all members get them
-        in the same order. ``weights`` are the members' shares, and sum to 1. With ``keeps_own_exact`` this replica's
-        own contribution has no codec error, and the others' differ from it as what was sent differs; otherwise all
-        are as their receivers decode them. A replica that is alone has its own contribution, undistorted, with the
-        weight 1.
-        """
+    def step(self, own: OwnVectors, meeting: Meeting) -> None:
+        """Move ``own.slow`` and ``own.vectors`` by one outer step."""
 
 
 def weighted_mean(contributions: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

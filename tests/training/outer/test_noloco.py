@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farandole.protocol.outer_rules import Momentum, NoLoCoConfig
-from farandole.training.outer.rule import OwnVectors, rule_of, weighted_mean
+from farandole.training.outer.rule import Meeting, OwnVectors, rule_of, weighted_mean
 from farandole.training.screening.rule import MIN_SHARE, share_by_tokens
 
 MOMENTA: list[Momentum] = ["heavy_ball", "nesterov"]
@@ -26,7 +26,7 @@ def vectors(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def contribution(theta: Tensor, phi: Tensor, outer: NoLoCoConfig) -> Tensor:
-    return rule_of(outer).contribution(theta, phi)
+    return rule_of(outer).contribution(OwnVectors(theta, phi, {}))
 
 
 def shares_of(first_tokens: int, second_tokens: int) -> tuple[float, float]:
@@ -37,8 +37,8 @@ def shares_of(first_tokens: int, second_tokens: int) -> tuple[float, float]:
 def outer_step(
     phi: Tensor, m: Tensor, contributions: Sequence[Tensor], weights: Sequence[float], outer: NoLoCoConfig
 ) -> tuple[Tensor, Tensor]:
-    own = OwnVectors(phi.clone(), {"momentum": m.clone()})
-    rule_of(outer).step(own, contributions, weights)
+    own = OwnVectors(phi, phi.clone(), {"momentum": m.clone()})
+    rule_of(outer).step(own, Meeting(contributions, weights))
     return own.slow, own.vectors["momentum"]
 
 

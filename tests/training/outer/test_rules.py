@@ -11,10 +11,10 @@ from torch import Tensor
 from farandole.protocol.outer_rules import OuterConfig, OuterRules
 from farandole.protocol.vectors import required_vectors
 from farandole.training.learner import Learner
-from farandole.training.outer.rule import OwnVectors, rule_of
+from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica
+from ..conftest import ALICE, BOB, MakeReplica, copy_without
 
 RULES: list[OuterConfig] = [rule() for rule in typing.get_args(OuterRules)]
 every_rule = pytest.mark.parametrize("settings", RULES, ids=lambda settings: settings.kind)
@@ -43,39 +43,50 @@ def meet(alice: Learner, bob: Learner, fragment: int = 0) -> None:
     bob.apply(of_alice, Encounter(ALICE, 100, 300), own_first=False)
 
 
+def all_vectors(settings: OuterConfig) -> tuple[str, ...]:
+    """The slow weights, and what the rule keeps."""
+    return (*required_vectors(settings), *settings.own_vectors)
+
+
 def copies(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: flat.clone() for name, flat in vectors.items()}
+
+
+def at_first(settings: OuterConfig, fast: Tensor, slow: Tensor) -> OwnVectors:
+    """A replica with a state of its own, that its rule has not moved yet."""
+    return OwnVectors(
+        fast, slow.clone(), {name: torch.zeros_like(slow) for name in (*settings.vectors, *settings.own_vectors)}
+    )
 
 
 @every_rule
 def test_partners_in_one_state_take_one_step_to_the_bit(settings: OuterConfig) -> None:
     rule = rule_of(settings)
-    slow, fast, other = torch.randn(3, 1_000, generator=torch.Generator().manual_seed(0))
-    contributions = [rule.contribution(theta, slow).clone() for theta in (fast, other)]
-    members = [OwnVectors(slow.clone(), {name: torch.zeros_like(slow) for name in settings.vectors}) for _ in range(2)]
+    slow, *fast = torch.randn(3, 1_000, generator=torch.Generator().manual_seed(0))
+    members = [at_first(settings, theta, slow) for theta in fast]
+    contributions = [rule.contribution(own).clone() for own in members]
 
     for _ in range(3):
-        for own in members:
-            rule.step(own, contributions, [0.25, 0.75])
+        for place, own in enumerate(members):
+            rule.step(own, Meeting(contributions, [0.25, 0.75], place))
 
     assert torch.equal(members[0].slow, members[1].slow)
     assert not torch.equal(members[0].slow, slow)
-    assert all(torch.equal(flat, members[1].vectors[name]) for name, flat in members[0].vectors.items())
+    assert all(torch.equal(members[0].vectors[name], members[1].vectors[name]) for name in settings.vectors)
 
 
 @every_rule
 def test_pieces_do_not_show(settings: OuterConfig) -> None:
     rule = rule_of(settings)
     slow, *contributions = torch.randn(3, 1_000, generator=torch.Generator().manual_seed(1))
-    whole, cut = (
-        OwnVectors(slow.clone(), {name: torch.zeros_like(slow) for name in settings.vectors}) for _ in range(2)
-    )
+    whole, cut = (at_first(settings, contributions[0], slow) for _ in range(2))
 
-    rule.step(whole, contributions, [0.5, 0.5])
+    rule.step(whole, Meeting(contributions, [0.5, 0.5]))
     for piece in (slice(0, 100), slice(100, 733), slice(733, 1_000)):
-        rule.step(cut.piece(piece), [flat[piece] for flat in contributions], [0.5, 0.5])
+        rule.step(cut.piece(piece), Meeting([flat[piece] for flat in contributions], [0.5, 0.5]))
 
     assert torch.equal(whole.slow, cut.slow)
+    assert all(torch.equal(flat, cut.vectors[name]) for name, flat in whole.vectors.items())
 
 
 @every_rule
@@ -84,7 +95,7 @@ def test_its_state_is_in_checkpoints_and_newcomers_get_it(
 ) -> None:
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
     meet(alice, bob)
-    assert all(bool(alice.vectors()[name].any()) for name in required_vectors(settings))
+    assert all(bool(alice.vectors()[name].any()) for name in all_vectors(settings))
 
     alice.save(tmp_path / "checkpoint")
     again = make_replica(ALICE, rule=settings)
@@ -93,8 +104,25 @@ def test_its_state_is_in_checkpoints_and_newcomers_get_it(
     for node in (alice, again):
         node.learn()
         node.apply(None)
-    assert again.vectors().keys() == alice.vectors().keys() >= set(required_vectors(settings))
+    assert again.vectors().keys() == alice.vectors().keys() >= set(all_vectors(settings))
     assert all(torch.equal(flat, again.vectors()[name]) for name, flat in alice.vectors().items())
+
+
+@every_rule
+def test_a_newcomer_begins_without_the_vectors_that_only_their_owner_needs(
+    make_replica: MakeReplica, settings: OuterConfig, tmp_path: Path
+) -> None:
+    alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
+    meet(alice, bob)
+    alice.save(tmp_path / "whole")
+    path = tmp_path / "whole"
+    for name in settings.own_vectors:
+        path = copy_without(path, name, tmp_path / f"without {name}")
+
+    bob.load(path)
+
+    assert all(torch.equal(alice.vectors()[name], bob.vectors()[name]) for name in required_vectors(settings))
+    assert not any(bool(bob.vectors()[name].any()) for name in settings.own_vectors)
 
 
 @every_rule
@@ -120,6 +148,6 @@ def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeRepl
     meet(alice, bob, fragment=1)
 
     part = alice.layout.fragment(1, 3)
-    for name in required_vectors(settings):
+    for name in all_vectors(settings):
         moved = (alice.vectors()[name] != before[name]).nonzero().flatten()
         assert part.start <= int(moved.min()) <= int(moved.max()) < part.stop
