@@ -130,7 +130,72 @@ class DiLoCoConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only
         ]
 
 
-OuterRules = NoLoCoConfig | DiLoCoConfig
+class PlainConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="plain"):
+    """The mean of the fast weights, with no state besides the slow weights."""
+
+
+class GASLoCConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="gasloc"):
+    """GASLoC's step (arXiv 2606.11081): gossip, with momentum on the weights after the local update."""
+
+    learning_rate: _Positive = 0.7
+    """Share of a round's progress that counts: the local update is y = phi + learning_rate (theta - phi)."""
+    pull: _Positive = 1.0
+    """Strength of the gossip: the way from a replica's y to the mean. 1: the mean itself."""
+    gamma: _UnitInterval = 0.5
+    """Share of the last movement of y that is added again."""
+
+    vectors = ("momentum",)
+
+    @property
+    def momentum_gain(self) -> float:
+        """See `OuterConfig.momentum_gain`. ``pull`` acts on the distance between replicas, about a movement."""
+        return (self.gamma * self.learning_rate + self.pull) / (1.0 - self.gamma)
+
+    @property
+    def problems(self) -> list[str]:
+        """Problems of every rule, and a pull at which pairs are unstable: without progress, this is heavy ball."""
+        return super().problems + _pull_problems("pull", self.pull, "gamma", self.gamma)
+
+
+class SparseLoCoConfig(
+    OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="sparseloco"
+):
+    """SparseLoCo's step (arXiv 2508.15706): few elements of the outer gradient, and memory of the rest."""
+
+    codec: Codec = "topk"
+    topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 8
+    """Of each 256 elements, how many are sent. 8 are 3 %, the paper sends 1 to 3 %."""
+    learning_rate: Annotated[float, msgspec.Meta(gt=0, lt=2)] = 1.0
+    beta: _UnitInterval = 0.95
+    """Share of what was not sent that a round keeps."""
+
+    own_vectors = ("residual",)
+    sends_far_from_slow = True
+
+
+class CO2Config(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="co2"):
+    """CO2's step (arXiv 2401.16265): momentum, with a penalty on what arrives late."""
+
+    learning_rate: _Positive = 0.7
+    alpha: _UnitInterval = 0.5
+    """Share of the momentum that an outer step keeps."""
+    gap_penalty: Annotated[float, msgspec.Meta(ge=1, le=100)] = 2.0
+    """The movement of a late outer step is divided by this before it enters the momentum. 1: no penalty."""
+
+    vectors = ("momentum",)
+
+    @property
+    def momentum_gain(self) -> float:
+        """See `OuterConfig.momentum_gain`. The distance to the mean has the distance between replicas in it."""
+        return 2.0 / (1.0 - self.alpha)
+
+    @property
+    def problems(self) -> list[str]:
+        """Problems of every rule, and a learning rate at which pairs are unstable: without progress, it is a pull."""
+        return super().problems + _pull_problems("learning_rate", self.learning_rate, "alpha", self.alpha)
+
+
+OuterRules = NoLoCoConfig | DiLoCoConfig | PlainConfig | GASLoCConfig | SparseLoCoConfig | CO2Config
 """The rules that a manifest may name, by ``kind``."""
 
 # Older manifests name no kind, because there was no choice of rules, and say whether codec errors are fed back, which
@@ -146,6 +211,17 @@ def with_kind(section: object) -> object:
     settings: dict[Any, Any] = {"kind": DEFAULT_KIND, **section}
     settings.pop(_DROPPED, None)
     return settings
+
+
+def _pull_problems(name: str, pull: float, momentum_name: str, alpha: float) -> list[str]:
+    """Return the problem of a strength at which heavy ball pulls the replicas of pairs apart, if it is one."""
+    limit = gamma_limit(alpha)
+    if 0.0 < pull < limit:
+        return []
+    return [
+        f"outer.{name} is {pull:g}, but with {momentum_name} = {alpha:g} pairs are stable only for 0 < {name} < "
+        f"2 (1 - {momentum_name}^2) = {limit:.4g}: beyond, the replicas drift apart"
+    ]
 
 
 _LIMITS: dict[Momentum, str] = {"heavy_ball": "2 (1 - alpha^2)", "nesterov": "its limit"}

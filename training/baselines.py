@@ -22,7 +22,16 @@ from torch import Tensor
 
 from farandole.protocol.codec_sizes import encoded_bytes
 from farandole.protocol.manifest import InnerConfig, InnerName, ModelConfig
-from farandole.protocol.outer_rules import Codec, DiLoCoConfig, NoLoCoConfig, OuterConfig
+from farandole.protocol.outer_rules import (
+    CO2Config,
+    Codec,
+    DiLoCoConfig,
+    GASLoCConfig,
+    NoLoCoConfig,
+    OuterConfig,
+    PlainConfig,
+    SparseLoCoConfig,
+)
 from farandole.protocol.safetensors import FP32_BYTES
 
 from .batches import draw
@@ -122,6 +131,13 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method(
             "NoLoCo, Muon, Nesterov, int8, four times as often, drift 0.1", "pairs", quarter, often, optimizer="muon"
         ),
+        Method("plain mean, fp32", "pairs", interval, PlainConfig()),
+        Method("plain mean of all, fp32", "all", interval, PlainConfig()),
+        Method("GASLoC, fp32", "pairs", interval, GASLoCConfig()),
+        Method("SparseLoCo, 8 of 256", "all", interval, SparseLoCoConfig()),
+        Method("SparseLoCo, pairs, 8 of 256", "pairs", interval, SparseLoCoConfig()),
+        Method("CO2, fp32, a round late", "pairs", interval, CO2Config(), interval),
+        Method("CO2, no penalty, fp32, a round late", "pairs", interval, CO2Config(gap_penalty=1.0), interval),
         Method("nobody averages", "none"),
     )
 

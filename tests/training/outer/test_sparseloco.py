@@ -1,0 +1,106 @@
+"""SparseLoCo, with its codec: the rule alone does not choose what is sent."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farandole.protocol.outer_rules import SparseLoCoConfig
+from farandole.training.contribution import Contribution
+from farandole.training.copying import Copier
+from farandole.training.outer_state import OuterState
+
+BLOCKS, BLOCK = 2, 256
+SETTINGS = SparseLoCoConfig(topk=8, learning_rate=0.9, beta=0.8)
+
+
+class Replica:
+    """An outer state with its fast weights (n,)."""
+
+    def __init__(self, start: Tensor) -> None:
+        self.fast = start.clone()
+        self.state = OuterState(SETTINGS, self.fast, Copier())
+
+    def contribute(self, progress: Tensor) -> tuple[Contribution, Tensor]:
+        self.fast += progress
+        made = self.state.contributor.freeze(slice(0, len(self.fast)))
+        encoded = bytearray(self.state.contributor.form.size(len(self.fast)))
+        self.state.contributor.encode(made, encoded, lambda ready: None)
+        return made, torch.frombuffer(encoded, dtype=torch.uint8)
+
+    def step(self, made: Contribution, others: Sequence[Tensor]) -> None:
+        contributions = [made.sent]
+        for encoded in others:
+            contributions.append(made.filling.clone())
+            self.state.contributor.form.decode(encoded, contributions[-1])
+        self.state.step(made, contributions, [1 / len(contributions)] * len(contributions), is_late=False)
+
+
+def largest(block: list[float], k: int) -> list[int]:
+    return sorted(range(len(block)), key=lambda place: -abs(block[place]))[:k]
+
+
+def sent_of(unsent: Tensor, phi: Tensor, k: int) -> Tensor:
+    """Q(Top-k(e)): the quantizer sees the weights that e leads to, 127 levels for the largest one sent of a block."""
+    sent = torch.zeros_like(unsent)
+    for start in range(0, len(unsent), BLOCK):
+        places = [start + place for place in largest(unsent[start : start + BLOCK].tolist(), k)]
+        scale = float((phi + unsent)[places].abs().max()) / 127
+        sent[places] = ((phi + unsent)[places] / scale).round() * scale - phi[places]
+    return sent
+
+
+def test_with_shared_slow_weights_it_is_the_papers_algorithm() -> None:
+    """Four replicas that all meet: the formulas with error feedback, by each replica's own memory."""
+    generator = torch.Generator().manual_seed(0)
+    phi = torch.randn(BLOCKS * BLOCK, generator=generator)
+    replicas = [Replica(phi) for _ in range(4)]
+    unsent = torch.zeros(4, len(phi), dtype=torch.float64)
+    phi = phi.double()
+
+    for _ in range(6):
+        progress = 0.1 * torch.randn(4, len(phi), generator=generator)
+        unsent = 0.8 * unsent + progress.double()
+        sent = torch.stack([sent_of(each, phi, 8) for each in unsent])
+        unsent -= sent
+        phi = phi + 0.9 * sent.mean(0)
+
+        made = [replica.contribute(each) for replica, each in zip(replicas, progress, strict=True)]
+        for replica, (own, _) in zip(replicas, made, strict=True):
+            replica.step(own, [encoded for each, encoded in made if each is not own])
+
+        for replica, each in zip(replicas, unsent, strict=True):
+            torch.testing.assert_close(replica.state.slow.double(), phi, rtol=0, atol=1e-5)
+            torch.testing.assert_close(replica.state.vectors["residual"].double(), each, rtol=0, atol=1e-5)
+            assert torch.equal(replica.fast, replica.state.slow)
+
+
+def test_pairs_pull_their_slow_weights_together_where_they_send() -> None:
+    generator = torch.Generator().manual_seed(1)
+    replicas = [Replica(start) for start in torch.randn(8, BLOCK, generator=generator)]
+
+    def spread() -> float:
+        return float(torch.stack([replica.state.slow for replica in replicas]).std(0).mean())
+
+    before = spread()
+    for _ in range(300):
+        order = torch.randperm(8, generator=generator).tolist()
+        for first, second in zip(order[::2], order[1::2], strict=True):
+            pair = [replicas[first], replicas[second]]
+            made = [each.contribute(0.01 * torch.randn(BLOCK, generator=generator)) for each in pair]
+            pair[0].step(made[0][0], [made[1][1]])
+            pair[1].step(made[1][0], [made[0][1]])
+
+    assert spread() < 0.2 * before  # differences alone would leave all of it
+
+
+def test_a_replica_that_is_alone_keeps_nothing_back() -> None:
+    replica = Replica(torch.randn(BLOCK, generator=torch.Generator().manual_seed(2)))
+    start = replica.state.slow.clone()
+    progress = torch.full((BLOCK,), 0.1)
+    made, _ = replica.contribute(progress)
+
+    replica.state.step(made, (), (), is_late=False)
+
+    torch.testing.assert_close(replica.state.slow, start + 0.9 * progress)
+    assert not bool(replica.state.vectors["residual"].any())

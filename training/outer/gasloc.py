@@ -1,0 +1,53 @@
+"""GASLoC's outer step (arXiv 2606.11081): gossip, with momentum on the weights after the local update.
+
+A replica has slow weights phi and fast weights theta. Its local update gives y, and it moves by the gossip and by the
+last movement of its own y:
+
+    y_t     = phi_t + learning_rate (theta_t - phi_t)
+    phi_t+1 = y_t - pull (y_t - mean_j(y_j)) + gamma (y_t - y_t-1)
+
+Source: the paper's update as a catalogue of optimizers gives it (github.com/junaidaliop/zij, canon/math/gasloc.md); the
+paper itself was not at hand, so no equation is cited. The catalogue writes the gossip as alpha Lambda y with the
+Laplacian Lambda of the weighted graph of exchanges. For a group with equal weights that is a multiple of
+y_t - mean_j(y_j), which ``pull`` scales here: 1 takes the mean. The defaults are this project's.
+
+Instead of y_t-1 a replica keeps m_t = phi_t - y_t-1, the ``momentum``, since then y_t - y_t-1 = (y_t - phi_t) + m_t.
+It is zero at first, as if the initial weights had been the y before. The difference from NoLoCo: the momentum has no
+mean of the partners' progress in it, only the replica's own progress and the pulls that it felt.
+
+Without progress y_t is phi_t, and this is gossip with heavy ball, as in NoLoCo: pairs are stable for
+0 < pull < 2 (1 - gamma^2).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from farandole.protocol.outer_rules import GASLoCConfig
+
+from .rule import Meeting, OuterRule, OwnVectors
+
+
+class GASLoC(OuterRule):
+    """GASLoC with its momentum (the accelerated form), or without it where gamma is 0."""
+
+    def __init__(self, settings: GASLoCConfig) -> None:
+        self._settings = settings
+        self.sends_fast_weights = settings.learning_rate == 1.0
+
+    def contribution(self, own: OwnVectors) -> Tensor:
+        """The weights y after the local update; with a learning rate of 1 theta itself."""
+        if self.sends_fast_weights:
+            return own.fast
+        rate = self._settings.learning_rate
+        return ((1.0 - rate) * own.slow).add_(rate * own.fast)
+
+    def step(self, own: OwnVectors, meeting: Meeting) -> None:
+        """The formulas above."""
+        pull, momentum, updated = self._settings.pull, own.vectors["momentum"], meeting.own
+        carried = (updated - own.slow).add_(momentum).mul_(self._settings.gamma)
+        own.slow.copy_(((1.0 - pull) * updated).add_(pull * meeting.mean()).add_(carried))
+        momentum.copy_(own.slow - updated)
+
+
+RULE = GASLoC
