@@ -31,6 +31,7 @@ from .app.commands.runs import run_app
 from .app.commands.sample import sample
 from .app.commands.service import service_app
 from .app.commands.status import dashboard, peers, status
+from .app.commands.uninstall import uninstall
 from .base.exits import Exit
 from .base.system.terminal import show_all_characters
 
@@ -52,23 +53,26 @@ app.add_typer(config_app, name="config")
 app.add_typer(service_app, name="service")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
-for command in (join, relay, status, dashboard, peers, sample, doctor, pause, resume, leave):
+for command in (join, relay, status, dashboard, peers, sample, doctor, pause, resume, leave, uninstall):
     app.command()(command)
 app.command("reference", hidden=True)(print_reference)
 
 
 def _print_version(is_asked_for: bool) -> None:
     if is_asked_for:
-        from .base.release import VERSION
+        from .base.project import about_this_program
 
-        typer.echo(VERSION)
+        typer.echo(about_this_program())
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version, and where the project lives."
+        ),
     ] = False,
 ) -> None:
     """Train one model together with others, peer to peer: no coordinator, no account."""
@@ -77,7 +81,8 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code (`Exit`).
 
-    Errors that farandole raises on purpose become one line and an exit code; others are defects, and stay as they are.
+    Errors that farandole raises on purpose become one line and an exit code; others are defects, and stay as they are,
+    with a note of where to report them.
     """
     show_all_characters()
     try:
@@ -87,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(exit_code_of(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(Exit.INTERRUPTED)
+    except Exception as error:
+        from .base.project import addresses, where_to_report
+
+        error.add_note(where_to_report(addresses()))
+        raise
     sys.exit(Exit.OK)
 
 

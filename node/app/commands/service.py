@@ -64,13 +64,13 @@ def install_service(
 
     make_home(home)
     if path.exists():
-        _run(manager.stop(name), must_succeed=False)
+        run_commands(manager.stop(name), must_succeed=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(manager.text(service), encoding="utf-8")
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror}") from error
-    _run([*manager.reload(), *manager.start(name)])
+    run_commands([*manager.reload(), *manager.start(name)])
     typer.echo(f"{path} is written, and the node started; farandole service logs shows what it says")
     if hint := manager.hint(getpass.getuser()):
         typer.echo(hint)
@@ -86,9 +86,9 @@ def uninstall_service(name: Name = "farandole") -> None:
     path = manager.path(name)
     if not path.exists():
         raise ServiceError(f"there is no service {name}: {path} is not there")
-    _run(manager.stop(name), must_succeed=False)
+    run_commands(manager.stop(name), must_succeed=False)
     path.unlink()
-    _run(manager.reload())
+    run_commands(manager.reload())
     typer.echo(f"{path} is removed")
 
 
@@ -135,7 +135,8 @@ def _sources(sources: Sequence[str] | None, as_relay: bool) -> list[str]:
     return [invite or str(Path(str(manifest)).absolute()) for invite, manifest in checked]
 
 
-def _run(commands: Sequence[Command], *, must_succeed: bool = True) -> None:
+def run_commands(commands: Sequence[Command], *, must_succeed: bool = True) -> None:
+    """Run a service manager's commands. Raises `ServiceError` if one cannot run, or fails and ``must_succeed``."""
     for command in commands:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)

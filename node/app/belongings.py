@@ -1,0 +1,110 @@
+"""The files that nodes leave on a machine, by name. Whatever else lies in a node's folder is someone else's.
+
+The names are patterns, and not the whole folder, since a user may point ``--home`` at a folder with other files, or put
+files of their own into a node's. A link is never followed, and never counts as made by a node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..base.system.unix_socket import socket_path
+
+# What -> patterns below a node's folder. The lock is the last: it is held during the removal.
+PATTERNS: Final[dict[str, Sequence[str]]] = {
+    "checkpoints": (
+        *("checkpoints/stage-*", "checkpoints/.stage-*", "checkpoints/copy-*", "checkpoints/replays"),
+        *("checkpoints/shared", "fetched*.safetensors*", "start/*.safetensors*", "start/checkpoint.index"),
+        *("start/manifest", "start/epochs.json"),
+    ),
+    "tokenised text (cache)": ("tokens/*.tokens", "tokens/.*.tokens.*.tmp"),
+    "logs": ("log", "log.*", "rounds.jsonl", "rounds.jsonl.*", "service.log", "output"),
+    "run state": ("store.sqlite", "store.sqlite-*", "store.sqlite.*", "dashboard.json", "clock", "started-by-loop"),
+    "sockets": ("control.sock", "control.path", "trainer.sock", "trainer.path"),
+    "settings": ("config.toml",),
+    "identity": ("key", "key.*.new"),
+    "lock": ("lock",),
+}
+IDENTITY: Final = ("identity", "settings")
+"""What ``--keep-identity`` keeps: with both, a later installation is the same member with the same limits."""
+_FOLDERS: Final = ("checkpoints", "tokens", "start")
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """The files of one node's folder."""
+
+    home: Path
+    files: dict[str, list[Path]]
+    """What (a key of `PATTERNS`) -> files and folders that a node made; without what it does not have."""
+    others: list[Path]
+    """Files that no node made; they stay."""
+
+    def num_bytes(self, what: str) -> int:
+        """Return the size of one kind of file in bytes; files that vanish count 0."""
+        return sum(map(_num_bytes, self.files.get(what, ())))
+
+    def remove(self, kinds: Sequence[str]) -> None:
+        """Remove these kinds of files, and folders that are empty then. Raises `OSError` on failure."""
+        for what in kinds:
+            for path in self.files.get(what, ()):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        for folder in (*(self.home / name for name in _FOLDERS), self.home):
+            with contextlib.suppress(OSError):  # not there, or not empty: then what is in it is not a node's
+                folder.rmdir()
+
+
+def homes_in(home: Path) -> list[Path]:
+    """Return the node's folders at ``home``: those that a loop of one's own has made in it (``runs/``), and itself.
+
+    A folder without a node's store or key is none, whatever its name.
+    """
+    inner = sorted((home / "runs").iterdir()) if (home / "runs").is_dir() else []
+    return [each for each in (*inner, home) if not each.is_symlink() and _is_nodes(each)]
+
+
+def belongings_of(home: Path) -> Belongings:
+    """List the files of one node's folder."""
+    files = {what: sorted(_found(home, patterns)) for what, patterns in PATTERNS.items()}
+    files["sockets"] += [path for path in _far_sockets(home) if path.exists()]
+    made = {path for paths in files.values() for path in paths}
+    others = [
+        path
+        for folder in (home, *(home / name for name in _FOLDERS))
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if path not in made and path.name not in (*_FOLDERS, "runs")
+    ]
+    return Belongings(home, {what: paths for what, paths in files.items() if paths}, others)
+
+
+def _is_nodes(home: Path) -> bool:
+    return any((home / name).is_file() for name in ("store.sqlite", "key"))
+
+
+def _found(home: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    for pattern in patterns:
+        if not (home / pattern).parent.is_symlink():
+            yield from (path for path in home.glob(pattern) if not path.is_symlink())
+
+
+def _far_sockets(home: Path) -> list[Path]:
+    """Return the sockets that are elsewhere because this folder's path is too long for one."""
+    paths = (socket_path(home / name) for name in ("control.sock", "trainer.sock"))
+    return [path for path in paths if path.parent != home.absolute()]
+
+
+def _num_bytes(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            return sum(each.lstat().st_size for each in path.rglob("*") if not each.is_dir())
+        return path.lstat().st_size
+    return 0

@@ -1,0 +1,163 @@
+"""`farandole uninstall`: it removes what a node made, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from farandole.node.app.commands.uninstall import INSTALL_MARK
+from farandole.node.base.exits import Exit
+from farandole.node.base.identity import locked
+
+Run = Callable[..., tuple[int, str, str]]
+MADE = (
+    *("store.sqlite", "store.sqlite-wal", "store.sqlite.mark", "log", "log.1", "rounds.jsonl"),
+    *("checkpoints/stage-0-round-3.safetensors", "checkpoints/copy-0-ab.blocks.index", "tokens/ab.tokens"),
+)
+FOREIGN = ("thesis.txt", "checkpoints/mine.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the user's services, on a machine without a service manager."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path / "config" / "systemd" / "user"
+
+
+@pytest.fixture
+def used(run: Run, home: Path) -> Path:
+    """Return a node's folder with one file of each kind."""
+    assert run("id")[0] == Exit.OK
+    for name in MADE:
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_bytes(bytes(100_000))
+    (home / "config.toml").touch()
+    return home
+
+
+def files(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+
+
+def test_it_lists_what_is_there_and_removes_all_of_it(run: Run, used: Path) -> None:
+    code, out, _ = run("uninstall", "--yes")
+    assert code == Exit.OK
+    for what in ("checkpoints", "tokenised text (cache)", "logs", "run state", "settings", "identity"):
+        assert what in out
+    assert "0.3 MB" in out  # the three files of the log
+    assert not used.exists()
+    assert "nothing" not in out
+    assert "pip uninstall farandole" in out
+
+
+def test_files_of_others_stay_and_are_named(run: Run, used: Path, tmp_path: Path) -> None:
+    for name in FOREIGN:
+        (used / name).write_text("mine")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "ab.tokens").write_text("mine")
+    (used / "log.2").symlink_to(elsewhere / "ab.tokens")
+    code, out, _ = run("uninstall", "--yes")
+    assert code == Exit.OK
+    assert files(used) == {*FOREIGN, "log.2"}
+    assert (elsewhere / "ab.tokens").exists()
+    for name in FOREIGN:
+        assert str(used / name) in out
+
+
+def test_a_linked_folder_is_not_followed(run: Run, used: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (used / "tokens").rename(elsewhere)
+    (used / "tokens").symlink_to(elsewhere)
+    assert run("uninstall", "--yes")[0] == Exit.OK
+    assert files(elsewhere) == {"ab.tokens"}
+
+
+def test_a_folder_that_is_no_node_s_is_left_alone(run: Run, home: Path) -> None:
+    home.mkdir()
+    (home / "log").write_text("of another program")
+    code, out, _ = run("uninstall", "--yes")
+    assert code == Exit.OK
+    assert "has no node's data" in out
+    assert files(home) == {"log"}
+
+
+def test_the_identity_can_stay(run: Run, used: Path) -> None:
+    before = run("id")[1]
+    assert run("uninstall", "--yes", "--keep-identity")[0] == Exit.OK
+    assert files(used) == {"key", "config.toml"}
+    assert run("id")[1] == before
+
+
+@pytest.mark.parametrize("answer", ["n\n", ""])
+def test_without_a_yes_nothing_is_removed(run: Run, used: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+    before = files(used)
+    assert run("uninstall")[0] == Exit.INTERRUPTED
+    assert files(used) - {"lock"} == before - {"lock"}
+
+
+def test_it_refuses_while_a_node_runs(run: Run, used: Path) -> None:
+    before = files(used)
+    with locked(used / "lock"):
+        code, _, err = run("uninstall", "--yes")
+    assert code == Exit.HOME_IN_USE
+    assert "farandole leave" in err
+    assert before <= files(used)
+
+
+def test_the_folders_of_own_loops_are_removed_too(run: Run, used: Path) -> None:
+    inner = used / "runs" / "2f777047d3e4bba1"
+    assert run("id", "--home", inner)[0] == Exit.OK
+    assert run("uninstall", "--yes")[0] == Exit.OK
+    assert not used.exists()
+
+
+def test_only_the_services_of_this_folder_are_removed(run: Run, used: Path, units: Path, tmp_path: Path) -> None:
+    units.mkdir(parents=True)
+    for name, home in (("farandole", used), ("other", tmp_path / "second")):
+        text = run("service", "install", "--home", home, "--print")[1]
+        (units / f"{name}.service").write_text(text)
+    (units / "foreign.service").write_text(f"[Service]\nExecStart=/bin/true\nWorkingDirectory={used}\n")
+    # Without systemd there is nothing to stop, and the files are no reason to go on.
+    code, _, err = run("uninstall", "--yes")
+    assert code == Exit.BAD_INPUT
+    assert "systemctl" in err
+    (tmp_path / "systemctl").write_text("#!/bin/sh\n")
+    (tmp_path / "systemctl").chmod(0o755)
+    assert run("uninstall", "--yes")[0] == Exit.OK
+    assert {path.name for path in units.iterdir()} == {"other.service", "foreign.service"}
+    assert not used.exists()
+
+
+def test_it_says_how_to_remove_the_program(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for receipt, command in (
+        ("uv-receipt.toml", "uv tool uninstall farandole"),
+        ("pipx_metadata.json", "pipx uninstall farandole"),
+        (INSTALL_MARK, f"rm -r {tmp_path / INSTALL_MARK}"),
+    ):
+        prefix = tmp_path / receipt
+        prefix.mkdir()
+        (prefix / receipt).touch()
+        monkeypatch.setattr(sys, "prefix", str(prefix))
+        assert command in run("uninstall", "--yes")[1]
+
+
+@pytest.mark.soak
+def test_nothing_of_a_real_node_is_foreign(tmp_path: Path) -> None:
+    """The patterns know every file that a testnet's nodes have made."""
+    from farandole.node.app.belongings import belongings_of
+
+    command = [sys.executable, "-m", "farandole.node", "testnet", "run", "demo", "--nodes", "2", "--rounds", "2"]
+    subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, check=False, timeout=240)
+    homes = [path.parent for path in tmp_path.rglob("store.sqlite")]
+    assert homes
+    for home in homes:
+        assert belongings_of(home).others == []
