@@ -6,6 +6,7 @@
 # On a GPU: docker build --build-arg TORCH=cuda, and docker run --gpus all.
 # For the same image again: docker build --build-arg BASE=python:3.11-slim@sha256:... (the digest that `docker pull` prints;
 # none is written here, since one that is not updated keeps the faults of that day's Debian).
+# A relay and two nodes on one machine: compose.yaml.
 # --stop-timeout, since leaving in good order takes longer than the 10 s that Docker waits of its own accord.
 ARG BASE=python:3.11-slim
 

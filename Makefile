@@ -1,13 +1,17 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both set up .venv first; nothing is installed outside it but
-# nftables, miniupnpd and faketime, for the tests, by root on Debian (.ci/packages).
+# nftables, miniupnpd and faketime, for the tests, by root on Debian (.ci/packages). `make install` is for volunteers:
+# it needs neither .venv nor a compiler.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
+# Where `make install` puts the program, and a link to it.
+PREFIX ?= $(HOME)/.local/share/farandole
+BIN_DIR ?= $(HOME)/.local/bin
 
-.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-hostile bench-nat bench-dashboard wheel clean
+.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-hostile bench-nat bench-dashboard wheel install release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +66,21 @@ lock: $(STAMP) ## Write requirements.lock and requirements-cuda.lock from constr
 release-check: $(STAMP) ## What a release needs besides `make test`: no known vulnerability in what is locked
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
 	$(BIN)/pip-audit --disable-pip --require-hashes --requirement requirements.lock --requirement requirements-cuda.lock
+
+install: ## Install the program for a volunteer, without the developers' tools (TORCH=cpu or pypi; PREFIX, BIN_DIR)
+	@rm -rf build  # what setuptools left there would be installed too
+	PYTHON=$(PYTHON) .ci/install-runtime $(PREFIX) .
+	@mkdir -p $(BIN_DIR)
+	@if [ -e $(BIN_DIR)/farandole ] && [ ! -L $(BIN_DIR)/farandole ]; then echo "$(BIN_DIR)/farandole is another program: run $(PREFIX)/bin/farandole"; \
+	  else ln -sfn $(PREFIX)/bin/farandole $(BIN_DIR)/farandole; echo "farandole is in $(BIN_DIR); farandole doctor checks this machine"; fi
+
+wheel: ## Build the wheel into dist/, and check it in a new environment without a C compiler
+	rm -rf build dist/farandole-*.whl
+	$(PYTHON) -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+	PYTHON=$(PYTHON) .ci/check-wheel dist/farandole-*.whl
+
+release: wheel ## Build and check the wheel, print its hash and what else a release needs
+	@.ci/release-notes dist/farandole-*.whl
 
 reference: $(STAMP) ## Write docs/reference.md, docs/errors.md and the figures of docs/faq.md from the code
 	$(BIN)/farandole reference > docs/reference.md

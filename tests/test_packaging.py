@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parent.parent
 # Benchmarks and attack tools are not part of what a volunteer installs.
@@ -137,6 +138,52 @@ def test_the_locks_hold_what_was_tested_with_hashes() -> None:
     for lock in LOCKS:
         packages = re.split(r"\n(?=\S)", (ROOT / lock).read_text().strip())
         assert [text for text in packages if not re.search(r"--hash=sha256:[0-9a-f]{64}", text)] == []
+
+
+def test_the_runtime_lock_has_what_a_node_needs_and_no_tool_of_developers() -> None:
+    """torch comes separately, from the index with the wanted build; fastecdsa has no wheel, and is never imported."""
+    locked = pins("requirements-runtime.lock")
+    tested = pins("constraints.txt")
+    assert {name: version for name, version in locked.items() if tested.get(name, version) != version} == {}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[^a-z0-9-]", name.lower())[0] for name in project["dependencies"]}
+    assert needed - set(locked) == {"torch"}
+    assert set(locked) & {"pytest", "mypy", "ruff", "transformers", "triton", "pyarrow"} == set()
+    text = (ROOT / "requirements-runtime.lock").read_text()
+    assert re.search(r"^fastecdsa==\S+ ; sys_platform == 'never'", text, re.MULTILINE)
+
+
+def test_a_node_never_imports_what_has_no_wheel() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['fastecdsa'] = None\n"  # its import raises
+        "import farandole.node.daemon, farandole.node.relay_node, farandole.testnet.cli\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_citation_and_changelog_name_this_release() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert (citation["title"], citation["version"]) == (project["name"], project["version"])
+    assert citation["license"] == project["license"]
+    assert citation["repository-code"] == project["urls"]["Source"]
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased" or headings[0] == project["version"]
+    assert project["version"] in headings
+
+
+def test_the_composed_network_is_of_this_image() -> None:
+    """A relay, and two nodes that keep their data, each announcing nothing that only the host knows."""
+    composed = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    services = composed["services"]
+    assert set(services) == {"first", "second", "relay"}
+    for name, service in services.items():
+        assert service["build"] == "."
+        assert service["volumes"][0] == f"{name}:/data"
+        assert service["stop_grace_period"] == "60s"
+    assert set(composed["volumes"]) == {*services, "shared"}
 
 
 def test_the_image_takes_no_package_from_two_indexes() -> None:

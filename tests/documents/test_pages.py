@@ -60,8 +60,8 @@ $ python make_data.py
 ```
 """
 soak = pytest.mark.soak
-# Pages whose commands test_long runs, and generated ones, whose commands test_names checks.
-ELSEWHERE = {"BENCHMARKS.md", "docs/reference.md", "docs/errors.md"}
+# Pages whose commands test_long runs, generated ones, and one that installs: test_names checks their commands.
+ELSEWHERE = {"BENCHMARKS.md", "docs/reference.md", "docs/errors.md", "docs/install.md"}
 AS_THEY_ARE = (
     "README.md",
     "docs/researcher.md",

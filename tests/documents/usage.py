@@ -34,6 +34,7 @@ PROGRAMS = {
     "mypy": None,
     "nvidia-smi": "needs a GPU",
     "pip": "needs the network",
+    "pipx": "needs the network",
     "pre-commit": "needs the network",
     "pytest": None,
     "python": None,
@@ -46,6 +47,7 @@ PROGRAMS = {
     "loginctl": "changes the system",
     "journalctl": "needs systemd",
     "timedatectl": "changes the system",
+    "uv": "needs the network",
     "make": "sets up an environment; what its targets run is tested by itself",
     "torchrun": "starts two processes with torch, as tests/node/test_own_loop.py does",
 }
