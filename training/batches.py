@@ -12,13 +12,14 @@ import numpy.typing as npt
 from .errors import DataError
 from .permutation import keyed_digest
 from .slices import SliceQueue
+from .spliced import Array, Spliced
 
 _NO_EPOCHS: Final = (
     "this run counts epochs of the data (data.epochs), and a stream has none: what is in it is not known beforehand. "
     "Save the data set and name its folder with --data, or join a run without epochs"
 )
 
-Tokens = npt.NDArray[np.integer]
+Tokens = Array | Spliced
 Batch = npt.NDArray[np.int64]
 
 

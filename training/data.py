@@ -1,12 +1,12 @@
 """Text to batches. The position in the data is one or two numbers, so there is no state to save or resume.
 
 Documents (`farandole.training.sources`) are tokenised once into one array, with a separator after each. A volunteer's
-text is kept in a file that is mapped into memory (`farandole.training.token_cache`). The hash of a document's
-text decides whether it is held out, so all nodes that have a document hold it out or train on it, whatever its name
-is. Batch number ``step`` of an
-author consists of windows at places drawn from a generator keyed with (run id, author, step): it is the same on every
-machine and in any order, and independent of other authors' batches. The numbers come from Philox's raw output
-(Random123, SC'11), which numpy never changes, and not from numpy's distributions, which it may change.
+text is kept in a file that is mapped into memory (`farandole.training.token_cache`); files of ready tokens are mapped
+where they are (`farandole.training.token_files`). The hash of a document's text decides whether it is held out, so all
+nodes that have a document hold it out or train on it, whatever its name is. Batch number ``step`` of an author consists
+of windows at places drawn from a generator keyed with (run id, author, step): it is the same on every machine and in
+any order, and independent of other authors' batches. The numbers come from Philox's raw output (Random123, SC'11),
+which numpy never changes, and not from numpy's distributions, which it may change.
 
 Where the run counts *epochs*, its nodes divide the text among themselves instead. It is cut into consecutive windows,
 and each epoch has its own order of them (`farandole.training.permutation`), the same for all nodes. A *slice* is a
@@ -20,7 +20,7 @@ import copy
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,16 +33,17 @@ from .batches import Batch, Batches, Tokens, cut_out, is_held_out
 from .errors import DataError
 from .permutation import permute
 from .slices import SliceQueue
-from .sources import Document, Progress, Reader, no_progress, sources_of, stdlib_sources
-from .token_cache import Found, Sink, cache_name, keep_within, open_cache, write_cache
+from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
+from .spliced import joined
+from .token_cache import CORPUS_BYTES, Found, Sink, cache_name, keep_within, open_cache, write_cache
+from .token_files import open_tokens
+from .token_index import INDEX_DTYPE, index_tokens, spliced
 from .tokenizer import Tokenizer, load_tokenizer
 
 # Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
 MAX_TEXT_BYTES: Final = 2 * 1024**3
 # Bytes between two progress reports: one second's work of a fast tokenizer.
 _PROGRESS_BYTES: Final = 1 << 20
-# Bytes of SHA-256: enough against accidental collisions only; a peer that lies about its text could as well not train.
-CORPUS_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Bring:
     """A node's own settings for its data: the locations of its text and tokenizer, and how the text is read."""
 
     paths: tuple[Path, ...] = ()
-    """Files and folders, for runs whose source is ``text``."""
+    """Files and folders of text or tokens, for runs whose source is ``text``."""
     field: str = "text"
     """The field of a record that has its text."""
     streams: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ NOTHING: Final = Bring()
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokenised text (uint8, uint16 or uint32 by the vocabulary), split into training and held-out tokens."""
+    """Tokenised text (uint8, uint16 or uint32), split into training and held-out tokens."""
 
     training: Tokens
     held_out: Tokens
@@ -87,38 +88,84 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
             "this run trains on text that each node brings: name some with --data, or a data set with --stream"
         )
     sources = sources_of(bring.paths)
+    token_files = [source for source in sources if source.kind == "tokens"]
+    if not token_files:
+        return _text_in(sources, config, tokenizer, bring)
+    ready = _ready_tokens(token_files, config, tokenizer, bring)
+    if len(token_files) == len(sources):
+        return ready
+    return _both(_text_in([source for source in sources if source.kind != "tokens"], config, tokenizer, bring), ready)
+
+
+def _text_in(sources: Sequence[TextSource], config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> Text:
     reader = Reader(sources, bring.field)
     if bring.cache is None:
         return text_of(reader, tokenizer, config.held_out)
-    path = bring.cache / cache_name(sources, bring.field, tokenizer.identity, config.held_out)
-    keep_within(path, bring.cache_bytes)
-    if (found := _cached(path)) is not None:
-        return found
-    write_cache(
-        path,
+    return _kept(
+        bring.cache / cache_name(sources, bring.field, tokenizer.identity, config.held_out),
         _dtype_of(tokenizer),
         lambda training, held_out: tokenise(
             reader, tokenizer, config.held_out, training, held_out, lambda: bring.progress(reader.position, reader.size)
         ),
         bring.cache_bytes,
     )
-    text = _cached(path)
-    if text is None:
-        raise DataError(f"what was just written to {path} cannot be read: look after the disk")
-    return text
 
 
-def _cached(path: Path) -> Text | None:
-    opened = open_cache(path)
-    return None if opened is None else Text(*opened)
+def _ready_tokens(sources: Sequence[TextSource], config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> Text:
+    """Return the tokens in files, which are mapped; their index is written to the cache, if there is one."""
+    arrays = [(source.path, open_tokens(source.path)) for source in sources]
+    size, position = sum(source.size for source in sources), 0
+
+    def tell(num_bytes: int) -> None:
+        nonlocal position
+        position += num_bytes
+        bring.progress(min(position, size), size)
+
+    def write(training: Sink, held_out: Sink) -> Found:
+        return index_tokens(arrays, tokenizer, config.held_out, training, held_out, tell)
+
+    if bring.cache is None:
+        index = _in_memory(INDEX_DTYPE, write)
+    else:
+        name = cache_name(sources, "tokens", tokenizer.identity, tokenizer.separator, config.held_out)
+        index = _kept(bring.cache / name, INDEX_DTYPE, write, bring.cache_bytes)
+    assert isinstance(index.training, np.ndarray)
+    assert isinstance(index.held_out, np.ndarray)
+    return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
+
+
+def _both(text: Text, ready: Text) -> Text:
+    """Return text and ready tokens as one, in this order."""
+    corpus = hashlib.sha256(b"farandole/corpus/both/1" + text.found.corpus + ready.found.corpus).digest()
+    found = Found(
+        text.found.num_documents + ready.found.num_documents,
+        max(text.found.largest, ready.found.largest),
+        corpus[:CORPUS_BYTES],
+    )
+    return Text(joined([text.training, ready.training]), joined([text.held_out, ready.held_out]), found)
+
+
+def _kept(path: Path, dtype: np.dtype[np.integer], write: Callable[[Sink, Sink], Found], max_bytes: int | None) -> Text:
+    """Return the content of a cache file, which is written first if it is not there."""
+    keep_within(path, max_bytes)
+    if (opened := open_cache(path)) is None:
+        write_cache(path, dtype, write, max_bytes)
+        if (opened := open_cache(path)) is None:
+            raise DataError(f"what was just written to {path} cannot be read: look after the disk")
+    return Text(*opened)
 
 
 def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
     """Tokenise the first `MAX_TEXT_BYTES` of the documents in memory."""
+    first = _first(documents, MAX_TEXT_BYTES)
+    return _in_memory(_dtype_of(tokenizer), lambda *sinks: tokenise(first, tokenizer, held_out, *sinks))
+
+
+def _in_memory(dtype: np.dtype[np.integer], write: Callable[[Sink, Sink], Found]) -> Text:
     sinks = io.BytesIO(), io.BytesIO()
-    found = tokenise(_first(documents, MAX_TEXT_BYTES), tokenizer, held_out, *sinks)
-    training, holding_out = (np.frombuffer(sink.getbuffer(), _dtype_of(tokenizer)) for sink in sinks)
-    return Text(training, holding_out, found)
+    found = write(*sinks)
+    training, held_out = (np.frombuffer(sink.getbuffer(), dtype) for sink in sinks)
+    return Text(training, held_out, found)
 
 
 def _first(documents: Iterable[Document], num_bytes: int) -> Iterator[Document]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from farandole.protocol.manifest import Manifest
 
-from .batches import Batches, Tokens
+from .batches import Batch, Batches
 from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
 from .engine import Until
@@ -101,20 +101,20 @@ class Learner(Replica):
         self.slices.settle(epoch, index, part, is_kept=True)
         return loss
 
-    def _learn(self, batch: Tokens) -> Tensor:
+    def _learn(self, batch: Batch) -> Tensor:
         self.clear_gradient()
         losses = [self._add_gradient(part, share) for part, share in self._microbatches(batch)]
         self.inner_step(self.sampler.batch_size * self.sampler.context)
         return torch.stack(losses).sum()
 
-    def _add_gradient(self, tokens: Tokens, share: float) -> Tensor:
+    def _add_gradient(self, tokens: Batch, share: float) -> Tensor:
         """Add the gradient of a microbatch with this share of its batch; return its part of the batch's mean loss."""
         with self.device.autocast():
             loss = share * self.loss(self._forward, self._to_device(tokens))
         loss.backward()
         return loss.detach()
 
-    def _microbatches(self, batch: Tokens) -> Iterator[tuple[Tokens, float]]:
+    def _microbatches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
         """Consecutive parts of a batch (B, T + 1), each with its share of the sequences."""
         for first in range(0, len(batch), self.microbatch_size):
             part = batch[first : first + self.microbatch_size]
@@ -134,7 +134,7 @@ class Learner(Replica):
             self.module.train()
         return float(torch.stack(losses).sum()) / num_batches
 
-    def _to_device(self, tokens: Tokens) -> Tensor:
+    def _to_device(self, tokens: Batch) -> Tensor:
         batch = torch.as_tensor(tokens)
         if self.device.torch_device.type == "cuda":
             batch = batch.pin_memory()  # from other memory, the copy might wait for what is queued

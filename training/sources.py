@@ -1,8 +1,9 @@
 """The files and data sets that a volunteer names, in an order that is the same on every machine, and their documents.
 
 What a file is, its name says: ``.jsonl`` and ``.ndjson`` are records, a JSON object a line; ``.parquet`` is a table; a
-folder with ``state.json`` and ``dataset_info.json`` is a data set that Hugging Face ``datasets`` has saved; all else is
-text, or binary and left out. Records and text may be packed by gzip (``.jsonl.gz``); packed otherwise they are refused.
+folder with ``state.json`` and ``dataset_info.json`` is a data set that Hugging Face ``datasets`` has saved; ``.bin``
+has ready tokens (`farandole.training.token_files`), of which a folder's training split is taken; all else is text, or
+binary and left out. Records and text may be packed by gzip (``.jsonl.gz``); packed otherwise they are refused.
 
 A document of text has its file's name, by which documents are ordered. A record has the hash of its text for a name:
 wherever it lies, and in whatever format, it is the same document.
@@ -24,6 +25,8 @@ from .errors import DataError
 from .packed import SUFFIX as PACKED_SUFFIX
 from .packed import opened, require_readable, suffix_of
 from .records import Records, dataset_records, json_records, parquet_records
+from .token_files import SUFFIX as TOKENS_SUFFIX
+from .token_files import is_training_split
 
 # Longer files of text become several documents, so that one big file has held-out parts too.
 DOCUMENT_BYTES: Final = 64 * 1024
@@ -35,8 +38,13 @@ _SKIPPED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "__pycach
 Progress = Callable[[int, int], None]
 """Told how much of what is to be read is read, and how much that is."""
 
-Kind = Literal["text", "jsonl", "parquet", "dataset"]
-_KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+Kind = Literal["text", "jsonl", "parquet", "dataset", "tokens"]
+_KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", TOKENS_SUFFIX: "tokens"}
+# Kinds of files that cannot be read through gzip.
+_NEVER_PACKED: Final = {
+    "parquet": "compressed inside: unpack it (gunzip)",
+    "tokens": "mapped into memory: unpack it (gunzip)",
+}
 # Suffixes of files that must not be skipped silently because they are packed.
 _UNPACKED: Final = frozenset({".txt", ".json", *_KINDS})
 _READERS: Final = {"jsonl": json_records, "parquet": parquet_records, "dataset": dataset_records}
@@ -130,8 +138,9 @@ def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[TextSource]:
                 folders.remove(name)
                 yield dataset
         for name in files:
-            if not name.startswith("."):
-                yield from _file(Path(folder, name), (relative / name).as_posix())
+            path = Path(folder, name)
+            if not name.startswith(".") and (path.suffix.lower() != TOKENS_SUFFIX or is_training_split(path)):
+                yield from _file(path, (relative / name).as_posix())
 
 
 def _file(path: Path, name: str) -> Iterator[TextSource]:
@@ -150,8 +159,8 @@ def _file(path: Path, name: str) -> Iterator[TextSource]:
 def _kind_of(path: Path) -> Kind:
     require_readable(path, _UNPACKED)
     kind = _KINDS.get(suffix_of(path), "text")
-    if kind == "parquet" and path.suffix.lower() == PACKED_SUFFIX:
-        raise DataError(f"{path} is packed, which Parquet is by itself: unpack it (gunzip), or leave it out")
+    if kind in _NEVER_PACKED and path.suffix.lower() == PACKED_SUFFIX:
+        raise DataError(f"{path} is packed, but files of {kind} are {_NEVER_PACKED[kind]}, or leave it out")
     return kind
 
 

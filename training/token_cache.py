@@ -37,6 +37,8 @@ MAX_CACHES: Final = 4
 _MAX_ABOUT_BYTES: Final = 4_096
 _LENGTH_BYTES: Final = 8
 _COPIED_BYTES: Final = 1 << 20
+# Bytes of SHA-256: enough against accidental collisions only; a peer that lies about its text could as well not train.
+CORPUS_BYTES: Final = 8
 
 
 class Sink(Protocol):

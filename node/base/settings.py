@@ -98,7 +98,8 @@ class NodeSettings:
     )
     data: list[Path] = setting(
         [],
-        "File or folder of text, JSON lines, Parquet, or a saved data set, for runs that need text; repeatable.",
+        "File or folder of text, JSON lines, Parquet, ready tokens (.bin), or a saved data set, for runs that need "
+        "text; repeatable.",
         placeholder="PATH",
         example=["texts"],
         panel="Run",

@@ -15,11 +15,11 @@ from typing import Final
 
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.trainer_messages import KEPT_STARTS, Prepare, Recorded, Report, Saved
-from farandole.training.data import CORPUS_BYTES
 from farandole.training.determinism import build, device_class
 from farandole.training.engine import Engine
 from farandole.training.learner import Learner
 from farandole.training.snapshot import Snapshot
+from farandole.training.token_cache import CORPUS_BYTES
 
 from ..base.system.priority import lower_thread_priority
 from ..store.save import NICENESS

@@ -39,6 +39,7 @@ DATA = """
 from pathlib import Path
 
 import msgspec
+import numpy
 import pyarrow
 import pyarrow.parquet
 from datasets import Dataset
@@ -51,6 +52,8 @@ for number, text in enumerate(texts):
 Path("corpus.jsonl").write_bytes(b"\\n".join(msgspec.json.encode({{"content": text, "id": 1}}) for text in texts))
 for name, part in (("a", texts[:30]), ("b", texts[30:])):
     pyarrow.parquet.write_table(pyarrow.table({{"text": part}}), f"{{name}}.parquet")
+header = numpy.array([20240520, 1, 3] + [0] * 253, "<i4").tobytes()
+Path("fineweb_train_000001.bin").write_bytes(header + numpy.array([50256, 464, 2068], "<u2").tobytes())
 Dataset.from_dict({{"text": texts}}).save_to_disk("saved_dataset")
 Tokenizer(models.WordLevel({{"Text": 0}})).save("tokenizer.json")
 ```
