@@ -56,6 +56,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Whether inner steps are compiled; of a model that is not cut."""
     average_on_gpu: bool = False
     """Whether the memory of a CUDA GPU holds what averaging needs as well; of a model that is not cut."""
+    data_weights: list[float] = []
+    """The share of each of ``data``; empty: by the length of its text."""
     data_field: str = "text"
     """The field of a record that has its text."""
     streams: list[str] = []

@@ -31,6 +31,7 @@ from farandole.protocol.manifest import DataConfig, Manifest
 
 from .batches import Batch, Batches, Tokens, cut_out, is_held_out
 from .errors import DataError
+from .mixture import NO_EPOCHS, Mixture
 from .permutation import permute
 from .slices import SliceQueue
 from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
@@ -52,6 +53,8 @@ class Bring:
 
     paths: tuple[Path, ...] = ()
     """Files and folders of text or tokens, for runs whose source is ``text``."""
+    weights: tuple[float, ...] = ()
+    """A share of the sequences for each of ``paths``, positive and finite; empty: by the length of their text."""
     field: str = "text"
     """The field of a record that has its text."""
     streams: tuple[str, ...] = ()
@@ -87,72 +90,95 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
         raise DataError(
             "this run trains on text that each node brings: name some with --data, or a data set with --stream"
         )
-    sources = sources_of(bring.paths)
-    token_files = [source for source in sources if source.kind == "tokens"]
-    if not token_files:
-        return _text_in(sources, config, tokenizer, bring)
-    ready = _ready_tokens(token_files, config, tokenizer, bring)
-    if len(token_files) == len(sources):
-        return ready
-    return _both(_text_in([source for source in sources if source.kind != "tokens"], config, tokenizer, bring), ready)
+    (text,) = _Loader(config, tokenizer, bring).load([sources_of(bring.paths)])
+    return text
 
 
-def _text_in(sources: Sequence[TextSource], config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> Text:
-    reader = Reader(sources, bring.field)
-    if bring.cache is None:
-        return text_of(reader, tokenizer, config.held_out)
-    return _kept(
-        bring.cache / cache_name(sources, bring.field, tokenizer.identity, config.held_out),
-        _dtype_of(tokenizer),
-        lambda training, held_out: tokenise(
-            reader, tokenizer, config.held_out, training, held_out, lambda: bring.progress(reader.position, reader.size)
-        ),
-        bring.cache_bytes,
-    )
+class _Loader:
+    """Reads texts. Each becomes up to two cache files: tokens of its text, and an index of its ready tokens."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> None:
+        self._held_out = config.held_out
+        self._tokenizer = tokenizer
+        self._bring = bring
+        self._in_use: set[Path] = set()
+
+    def load(self, texts: Iterable[Sequence[TextSource]]) -> list[Text]:
+        """Return each text. No text's cache file makes room for another one's."""
+        parts = [
+            [part for is_ready in (False, True) if (part := [s for s in sources if (s.kind == "tokens") is is_ready])]
+            or [[]]
+            for sources in texts
+        ]
+        self._in_use = {path for text in parts for part in text if (path := self._cache_of(part)) is not None}
+        return [_together([self._load(part) for part in text]) for text in parts]
+
+    def _load(self, sources: Sequence[TextSource]) -> Text:
+        return self._ready_tokens(sources) if _is_ready(sources) else self._text(sources)
+
+    def _text(self, sources: Sequence[TextSource]) -> Text:
+        reader, path = Reader(sources, self._bring.field), self._cache_of(sources)
+        if path is None:
+            return text_of(reader, self._tokenizer, self._held_out)
+
+        def tell() -> None:
+            self._bring.progress(reader.position, reader.size)
+
+        def write(training: Sink, held_out: Sink) -> Found:
+            return tokenise(reader, self._tokenizer, self._held_out, training, held_out, tell)
+
+        return self._kept(path, _dtype_of(self._tokenizer), write)
+
+    def _ready_tokens(self, sources: Sequence[TextSource]) -> Text:
+        """Return the tokens in files, which are mapped."""
+        arrays, path = [(source.path, open_tokens(source.path)) for source in sources], self._cache_of(sources)
+        size, position = sum(source.size for source in sources), 0
+
+        def tell(num_bytes: int) -> None:
+            nonlocal position
+            position += num_bytes
+            self._bring.progress(min(position, size), size)
+
+        def write(training: Sink, held_out: Sink) -> Found:
+            return index_tokens(arrays, self._tokenizer, self._held_out, training, held_out, tell)
+
+        index = _in_memory(INDEX_DTYPE, write) if path is None else self._kept(path, INDEX_DTYPE, write)
+        assert isinstance(index.training, np.ndarray)
+        assert isinstance(index.held_out, np.ndarray)
+        return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
+
+    def _cache_of(self, sources: Sequence[TextSource]) -> Path | None:
+        if self._bring.cache is None:
+            return None
+        how = (self._tokenizer.separator, "ready") if _is_ready(sources) else (self._bring.field,)
+        return self._bring.cache / cache_name(sources, *how, self._tokenizer.identity, self._held_out)
+
+    def _kept(self, path: Path, dtype: np.dtype[np.integer], write: Callable[[Sink, Sink], Found]) -> Text:
+        """Return the content of a cache file, which is written first if it is not there."""
+        max_bytes = self._bring.cache_bytes
+        keep_within(path, max_bytes, self._in_use)
+        if (opened := open_cache(path)) is None:
+            write_cache(path, dtype, write, max_bytes, self._in_use)
+            if (opened := open_cache(path)) is None:
+                raise DataError(f"what was just written to {path} cannot be read: look after the disk")
+        return Text(*opened)
 
 
-def _ready_tokens(sources: Sequence[TextSource], config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> Text:
-    """Return the tokens in files, which are mapped; their index is written to the cache, if there is one."""
-    arrays = [(source.path, open_tokens(source.path)) for source in sources]
-    size, position = sum(source.size for source in sources), 0
-
-    def tell(num_bytes: int) -> None:
-        nonlocal position
-        position += num_bytes
-        bring.progress(min(position, size), size)
-
-    def write(training: Sink, held_out: Sink) -> Found:
-        return index_tokens(arrays, tokenizer, config.held_out, training, held_out, tell)
-
-    if bring.cache is None:
-        index = _in_memory(INDEX_DTYPE, write)
-    else:
-        name = cache_name(sources, "tokens", tokenizer.identity, tokenizer.separator, config.held_out)
-        index = _kept(bring.cache / name, INDEX_DTYPE, write, bring.cache_bytes)
-    assert isinstance(index.training, np.ndarray)
-    assert isinstance(index.held_out, np.ndarray)
-    return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
+def _is_ready(sources: Sequence[TextSource]) -> bool:
+    return any(source.kind == "tokens" for source in sources)
 
 
-def _both(text: Text, ready: Text) -> Text:
-    """Return text and ready tokens as one, in this order."""
-    corpus = hashlib.sha256(b"farandole/corpus/both/1" + text.found.corpus + ready.found.corpus).digest()
+def _together(parts: Sequence[Text]) -> Text:
+    """Return text and ready tokens as one, in this order; one of them as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    corpus = hashlib.sha256(b"farandole/corpus/both/1" + b"".join(part.found.corpus for part in parts)).digest()
     found = Found(
-        text.found.num_documents + ready.found.num_documents,
-        max(text.found.largest, ready.found.largest),
+        sum(part.found.num_documents for part in parts),
+        max(part.found.largest for part in parts),
         corpus[:CORPUS_BYTES],
     )
-    return Text(joined([text.training, ready.training]), joined([text.held_out, ready.held_out]), found)
-
-
-def _kept(path: Path, dtype: np.dtype[np.integer], write: Callable[[Sink, Sink], Found], max_bytes: int | None) -> Text:
-    """Return the content of a cache file, which is written first if it is not there."""
-    keep_within(path, max_bytes)
-    if (opened := open_cache(path)) is None:
-        write_cache(path, dtype, write, max_bytes)
-        if (opened := open_cache(path)) is None:
-            raise DataError(f"what was just written to {path} cannot be read: look after the disk")
-    return Text(*opened)
+    return Text(joined([part.training for part in parts]), joined([part.held_out for part in parts]), found)
 
 
 def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
@@ -284,6 +310,8 @@ def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring
     if data.source == "text" and bring.streams:
         if bring.paths:
             raise DataError("--data and --stream are two kinds of text: name one of them")
+        if bring.weights:
+            raise DataError("--data-weight is for --data: streams take turns, each with the same share; leave it out")
         from .streaming import Stream, StreamSampler
 
         return StreamSampler(
@@ -296,13 +324,36 @@ def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring
             vocabulary=model.vocabulary,
             progress=bring.progress,
         )
-    text = load_text(data, loaded, bring)
+    if data.source == "text" and bring.weights:
+        return _mixture(manifest, run_id, author, loaded, bring)
+    return _sampler(load_text(data, loaded, bring), manifest, run_id, author)
+
+
+def _sampler(text: Text, manifest: Manifest, run_id: bytes, author: bytes) -> Sampler:
     return Sampler(
         text,
         run_id=run_id,
         author=author,
-        batch_size=batch_size,
-        context=model.context,
-        vocabulary=model.vocabulary,
+        batch_size=manifest.inner.batch_size,
+        context=manifest.model.context,
+        vocabulary=manifest.model.vocabulary,
         order=manifest.slice_order(run_id),
     )
+
+
+def _mixture(manifest: Manifest, run_id: bytes, author: bytes, tokenizer: Tokenizer, bring: Bring) -> Mixture:
+    if len(bring.weights) != len(bring.paths):
+        raise DataError(
+            f"--data-weight is given {len(bring.weights)} times and --data {len(bring.paths)} times: give one weight "
+            "for each --data, in the same order, or no weight at all"
+        )
+    if manifest.data.epochs:
+        raise DataError(NO_EPOCHS)
+    texts = _Loader(manifest.data, tokenizer, bring).load([sources_of([path]) for path in bring.paths])
+    samplers = []
+    for path, text in zip(bring.paths, texts, strict=True):
+        try:
+            samplers.append(_sampler(text, manifest, run_id, author))
+        except DataError as error:
+            raise DataError(f"--data {path}: {error}") from error
+    return Mixture(samplers, bring.weights, run_id=run_id, author=author)

@@ -18,7 +18,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -32,7 +32,7 @@ from .sources import TextSource
 
 FORMAT: Final = "farandole/tokens/2"
 SUFFIX: Final = ".tokens"
-# Number of files kept, including other texts: some volunteers alternate between two runs.
+# Number of files kept, if fewer are in use: some volunteers alternate between two runs.
 MAX_CACHES: Final = 4
 _MAX_ABOUT_BYTES: Final = 4_096
 _LENGTH_BYTES: Final = 8
@@ -75,11 +75,13 @@ def cache_name(sources: Sequence[TextSource], *settings: object) -> str:
 
 
 class _Allowance:
-    """The allowance of all files in a folder (``max_bytes`` None: unlimited). Older files make room for the newest."""
+    """The allowance of all files in a folder (``max_bytes`` None: unlimited). Files that are not in use make room for
+    the newest, the oldest first.
+    """
 
-    def __init__(self, newest: Path, max_bytes: int | None) -> None:
+    def __init__(self, newest: Path, max_bytes: int | None, in_use: Collection[Path]) -> None:
         others = [path for path in newest.parent.glob(f"*{SUFFIX}") if path != newest]
-        self._newest_first = sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        self._newest_first = _newest_first(path for path in others if path not in in_use)
         self._max_bytes = max_bytes
         self._taken = sum(path.stat().st_size for path in others)
 
@@ -120,17 +122,19 @@ def write_cache(
     dtype: np.dtype[np.integer],
     tokenise: Callable[[Sink, Sink], Found],
     max_bytes: int | None = None,
+    in_use: Collection[Path] = (),
 ) -> None:
     """Have ``tokenise`` write tokens to train on and tokens held out, and keep both at ``path``.
 
-    ``max_bytes``: what the folder may take, with files of other texts, which go where there is no room for all.
+    ``max_bytes``: what the folder may take, with files of other texts, which go where there is no room for all, except
+    files ``in_use``.
     Raises `DataError` if that is too little or the disk will not have them, and what ``tokenise`` raises; then nothing
     is kept.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_remains(path.parent)
-        allowance = _Allowance(path, max_bytes)
+        allowance = _Allowance(path, max_bytes, in_use)
         with replacing(path) as file, tempfile.TemporaryFile(dir=path.parent) as held_out:
             found = tokenise(_BoundedSink(file, allowance, 1), _BoundedSink(held_out, allowance, 2))
             num_training, num_held_out = file.tell() // dtype.itemsize, held_out.tell() // dtype.itemsize
@@ -143,7 +147,7 @@ def write_cache(
             f"the tokenised text cannot be kept in {path.parent}: {error.strerror or error}. It takes about as much "
             "room as the text: free some, or name less text"
         ) from error
-    _remove_oldest(path.parent)
+    _remove_oldest(path.parent, {path, *in_use})
 
 
 def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
@@ -169,10 +173,13 @@ def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
     return tokens[: about.num_training], tokens[about.num_training :], about.found
 
 
-def keep_within(path: Path, max_bytes: int | None) -> None:
-    """Have the folder of a file take no more; files of other texts go. `DataError` if the file alone takes more."""
+def keep_within(path: Path, max_bytes: int | None, in_use: Collection[Path] = ()) -> None:
+    """Have the folder of a file take no more; files of other texts go, except files ``in_use``.
+
+    Raises `DataError` if the file takes more with these.
+    """
     if max_bytes is not None and path.exists():
-        _Allowance(path, max_bytes).take(path.stat().st_size)
+        _Allowance(path, max_bytes, in_use).take(path.stat().st_size)
 
 
 def _remove_remains(folder: Path) -> None:
@@ -181,8 +188,12 @@ def _remove_remains(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove_oldest(folder: Path) -> None:
-    newest_first = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in newest_first[MAX_CACHES:]:
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def _remove_oldest(folder: Path, in_use: Collection[Path]) -> None:
+    others = _newest_first(path for path in folder.glob(f"*{SUFFIX}") if path not in in_use)
+    for path in others[max(0, MAX_CACHES - len(in_use)) :]:
         with contextlib.suppress(OSError):  # another process may have it mapped
             path.unlink()

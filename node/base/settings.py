@@ -5,10 +5,13 @@ Settings that all nodes of a run must agree on are in the manifest (`farandole.p
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
+
+from farandole.protocol.errors import FarandoleError
 
 from .announced import ANNOUNCED_FORM, check_announced
 from .config.setting import setting
@@ -32,6 +35,13 @@ LogFormat = Literal["text", "json"]
 def default_home() -> Path:
     """Return ``$FARANDOLE_HOME``, or ``~/.farandole``."""
     return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".farandole")
+
+
+def check_weights(weights: list[float]) -> list[float]:
+    """Return the weights. Raises `FarandoleError` if one is not finite and positive."""
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise FarandoleError("a weight must be a number above 0")
+    return weights
 
 
 class InHome:
@@ -102,6 +112,17 @@ class NodeSettings:
         "text; repeatable.",
         placeholder="PATH",
         example=["texts"],
+        panel="Run",
+    )
+    data_weight: list[float] = setting(
+        [],
+        "Share of the sequences drawn from each --data, in the same order; repeatable, once for each --data. Weights "
+        "need not sum to 1. Not for runs that count epochs.",
+        placeholder="WEIGHT",
+        form="a list of numbers above 0",
+        read=check_weights,
+        unset="by the length of each text",
+        example=[0.7, 0.3],
         panel="Run",
     )
     tokenizer: Path | None = setting(

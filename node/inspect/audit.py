@@ -108,6 +108,7 @@ class _Audit:
             checkpoints=str(self._folder / "checkpoints"),
             outgoing=0,
             incoming=0,
+            data_weights=settings.data_weight,
             data_field=settings.data_field,
             cache=str(self._folder / "tokens"),
         )

@@ -66,6 +66,7 @@ def _bring_of(prepare: Prepare, channel: TrainerSocket) -> Bring:
 
     return Bring(
         paths=tuple(map(Path, prepare.data)),
+        weights=tuple(prepare.data_weights),
         field=prepare.data_field,
         streams=tuple(prepare.streams),
         tokenizer=Path(prepare.tokenizer) if prepare.tokenizer else None,

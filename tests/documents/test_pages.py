@@ -104,7 +104,7 @@ async def test_the_volunteers_guide_is_played_beside_a_run(tmp_path: Path) -> No
 @pytest.mark.skipif(find_spec("datasets") is None, reason="the extra 'data' is not installed")
 async def test_the_guide_on_data_is_played_with_some(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "your-data.md").read_text()
-    machines = ("second", "third", "fourth", "fifth", "here")
+    machines = ("second", "third", "fourth", "fifth", "sixth", "here")
     async with open_player(tmp_path) as player:
         await player.play("\n".join(DATA.format(name=name) for name in machines) + page)
 
