@@ -37,8 +37,10 @@ when ready (each exchange would then wait for its matching).
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import random
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -148,8 +150,6 @@ class _Round:
     """Peers that were asked once more."""
     declined: set[bytes] = field(default_factory=set)
     """Peers in turn whose proposal this node declined because it has a partner."""
-    tiers: dict[bytes, float] = field(default_factory=dict)
-    """Live peer -> its tier, where it was asked for."""
     num_given_up: int = 0
     """Partners given up for peers that asked a second time."""
 
@@ -363,15 +363,13 @@ class Pairing:
 
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
-        others = sorted(self._peers - not_yet)  # so that one seed chooses the same in every process
-        tiers = [self._tier(peer) for peer in others]
-        best = min(tiers, default=math.inf)
+        best, nearest = self._nearest(not_yet)
         if best > 0 and (again := self._to_ask_again(now)):
             peer = self._rng.choice(sorted(again))
             self._current.matched.discard(peer)
             self._current.asked_again.add(peer)
-        elif others:
-            peer = self._rng.choice([peer for peer, tier in zip(others, tiers, strict=True) if tier == best])
+        elif nearest:
+            peer = self._rng.choice(sorted(nearest))  # so that one seed chooses the same in every process
         else:
             self._seek(now)
             return
@@ -476,7 +474,6 @@ class Pairing:
 
     def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
         self._peers = peers - {self._own}
-        self._current.tiers.clear()
         self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
@@ -603,22 +600,31 @@ class Pairing:
 
     def _tier(self, peer: bytes) -> float:
         """Return a peer's tier: lower tiers are met first, and peers with failed exchanges last."""
-        tiers = self._current.tiers
-        if peer not in tiers:
-            is_put_off = self._backoff.puts_off(peer, self.round)
-            tiers[peer] = math.inf if is_put_off else self._meetings.tier(peer, self.round, len(self._peers))
-        return tiers[peer]
+        if self._backoff.puts_off(peer, self.round):
+            return math.inf
+        return self._meetings.tier(peer, self.round, len(self._peers))
+
+    def _in_turn(self, besides: Set[bytes]) -> Iterator[tuple[float, bytes]]:
+        """Yield (tier, peer) of the live peers ``besides`` some, lowest tier first, without peers that are put off."""
+        for _, peer in self._meetings.by_turn(self._peers):
+            if peer not in besides and (tier := self._tier(peer)) < math.inf:
+                yield tier, peer
+
+    def _nearest(self, besides: Set[bytes]) -> tuple[float, Iterable[bytes]]:
+        """Return the lowest tier of the live peers ``besides`` some, and its peers."""
+        for tier, peers in itertools.groupby(self._in_turn(besides), key=lambda each: each[0]):
+            return tier, [peer for _, peer in peers]
+        return math.inf, self._peers - besides
 
     def _put_off(self, peer: bytes) -> None:
         self._backoff.note_failure(peer, self.round)
-        self._current.tiers.pop(peer, None)
 
     def _may_meet_another(self, peer: bytes, now: float) -> bool:
         """Return whether a peer of a lower tier may still be free in this round."""
         if not (tier := self._tier(peer)):
             return False
         taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
-        return bool(self._to_ask_again(now)) or any(self._tier(other) < tier for other in self._peers - taken)
+        return bool(self._to_ask_again(now)) or next(self._in_turn(taken), (math.inf,))[0] < tier
 
     def _to_ask_again(self, now: float) -> frozenset[bytes]:
         """Return peers in turn that have a partner, and may give it up while there is time for that."""

@@ -20,10 +20,12 @@ meeting. None of this is sent to others, so it cannot be used to slander a peer.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Rounds after the first failure; twice as many after each further one in a row, up to a limit.
@@ -85,18 +87,40 @@ class MeetingLimit:
         self._empty_at: OrderedDict[bytes, float] = OrderedDict()
         self.phase = functools.lru_cache(MAX_PEERS)(self._draw_phase)
         """Share of a peer's period that passes before its first turn: from 0 to 1, the same for both."""
+        self._ordered: frozenset[bytes] | None = None
+        self._order: list[tuple[float, bytes]] = []
+        """When the bucket of each ordered peer is empty, in this order: sorted once and not at each proposal."""
 
     def begin(self, round_: int) -> None:
         """Note that a round begins; the first one counts."""
         if self._first_round is None:
             self._first_round = round_
+            self._ordered = None
+
+    def by_turn(self, peers: frozenset[bytes]) -> Sequence[tuple[float, bytes]]:
+        """Return peers in the order of their turns, after a number by which they are ordered.
+
+        Sorts only for another set of peers than before. The order is valid until the next call of a method.
+        """
+        if self._ordered is not peers:
+            self._ordered = peers
+            self._order = sorted((self._emptied_at(peer, len(peers)), peer) for peer in peers)
+        return self._order
 
     def note_meeting(self, peer: bytes, round_: int, num_peers: int) -> None:
         """Use a peer's turn, where ``num_peers`` could have been met."""
-        self._empty_at[peer] = max(self._emptied_at(peer, num_peers), round_) + num_peers / FAIR_SHARE
+        emptied_at = self._emptied_at(peer, num_peers)
+        self._empty_at[peer] = max(emptied_at, round_) + num_peers / FAIR_SHARE
         self._empty_at.move_to_end(peer)
+        place = bisect.bisect_left(self._order, (emptied_at, peer))
+        if self._order[place : place + 1] == [(emptied_at, peer)]:
+            del self._order[place]
+            bisect.insort(self._order, (self._empty_at[peer], peer))
+        else:  # the order was of other peers
+            self._ordered = None
         while len(self._empty_at) > MAX_PEERS:
             self._empty_at.popitem(last=False)
+            self._ordered = None
 
     def tier(self, peer: bytes, round_: int, num_peers: int) -> int:
         """Return 0 if it is the peer's turn; each further tier reaches twice as far ahead."""

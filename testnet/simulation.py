@@ -21,7 +21,7 @@ import hashlib
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Receive = Callable[[bytes, bytes], None]
 """Called with (sender, payload)."""
@@ -34,13 +34,12 @@ UNIX_EPOCH = 1_750_000_000.0
 """What true clocks show at virtual second 0; any fixed moment would do."""
 
 
-@dataclass(order=True, slots=True)
+@dataclass(slots=True)
 class SimulatedTimer:
-    """A scheduled call; ordered by time, then by the order of scheduling."""
+    """A scheduled call."""
 
     at: float
-    sequence: int
-    call: Callable[[], object] | None = field(compare=False)
+    call: Callable[[], object] | None
 
     def cancel(self) -> None:
         """Cancel the call; has no effect after the call."""
@@ -54,15 +53,15 @@ class Simulation:
         self.seed = seed
         self.now = 0.0
         self.rng = random.Random(seed)
-        self._queue: list[SimulatedTimer] = []
+        self._queue: list[tuple[float, int, SimulatedTimer]] = []  # by time, then by the order of scheduling
         self._sequence = 0
         self._trace = hashlib.sha256()
 
     def call_at(self, at: float, call: Callable[[], object]) -> SimulatedTimer:
         """Call at virtual second ``at``, or at once (after what is due already) if that is past."""
-        timer = SimulatedTimer(max(at, self.now), self._sequence, call)
+        timer = SimulatedTimer(max(at, self.now), call)
         self._sequence += 1
-        heapq.heappush(self._queue, timer)
+        heapq.heappush(self._queue, (timer.at, self._sequence, timer))
         return timer
 
     def call_after(self, delay: float, call: Callable[[], object]) -> SimulatedTimer:
@@ -107,8 +106,8 @@ class Simulation:
 
         Returns whether ``done()`` was reached; without ``done``, False.
         """
-        while self._queue and self._queue[0].at <= end:
-            timer = heapq.heappop(self._queue)
+        while self._queue and self._queue[0][0] <= end:
+            _, _, timer = heapq.heappop(self._queue)
             if timer.call is None:
                 continue
             self.now = timer.at

@@ -163,3 +163,20 @@ def test_two_nodes_alone_meet_in_every_round() -> None:
     for round_ in range(100):
         assert meetings.tier(BOB, round_, 1) == 0
         meetings.note_meeting(BOB, round_, 1)
+
+
+def test_the_order_of_turns_is_that_of_tiers_after_meetings_and_after_other_peers() -> None:
+    rng = random.Random(3)
+    everyone = [bytes([number]) * 32 for number in range(40)]
+    limit = MeetingLimit(ALICE)
+    limit.begin(5)
+    peers = frozenset(everyone[:30])
+    for round_ in range(5, 60):
+        if rng.random() < 0.2:
+            peers = frozenset(rng.sample(everyone, rng.choice((29, 30, 30, 31))))
+        if rng.random() < 0.8:
+            ordered = [peer for _, peer in limit.by_turn(peers)]
+            tiers = [limit.tier(peer, round_, len(peers)) for peer in ordered]
+            assert frozenset(ordered) == peers
+            assert tiers == sorted(tiers)
+        limit.note_meeting(rng.choice(sorted(peers)), round_, len(peers))
