@@ -31,7 +31,7 @@ from .entries import Key
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import Manifest
 from .pipe import BULK_FROM, CHUNK_BYTES, Message, Pipe, TransferReceived
-from .wire import MessageDecoder, encode
+from .wire import PRINTABLE, MessageDecoder, encode
 
 ACTIVATIONS_VERSION = 1
 TICKET_BYTES = 16
@@ -52,7 +52,7 @@ _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Round = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MAX_REASON_CHARS = 128
-_Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[\x20-\x7e]*\Z")]
+_Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=PRINTABLE)]
 """Shown on terminals: no control characters."""
 
 

@@ -23,6 +23,7 @@ import msgspec
 from .errors import RemoteProtocolError
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by
 from .invitations import MAX_ADMISSION_BYTES
+from .wire import PRINTABLE
 
 DOMAIN = b"farandole/entry/1"
 ID_BYTES = 16
@@ -49,7 +50,6 @@ KeyPrefix = Annotated[bytes, msgspec.Meta(max_length=PARTNER_BYTES)]
 """The first bytes of a public key: enough to distinguish a run's members, too few to prove anything."""
 LossMicros = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """A loss in millionths of a nat: whole numbers, so that every node computes the same from it."""
-_Text = r"\A[\x20-\x7e]*\Z"  # no control characters: terminals show it
 
 
 class Kind(enum.IntEnum):
@@ -77,7 +77,7 @@ class Member(Payload, frozen=True):
     """Membership of the run: the author's stage, its hardware, and its addresses."""
 
     stage: Annotated[int, msgspec.Meta(ge=0, le=511)] = 0
-    device: Annotated[str, msgspec.Meta(max_length=48, pattern=_Text)] = ""
+    device: Annotated[str, msgspec.Meta(max_length=48, pattern=PRINTABLE)] = ""
     memory: Count = 0
     """The device's memory in bytes."""
     speed: Count = 0
@@ -167,7 +167,7 @@ class Notice(Payload, frozen=True):
 
     action: Literal["pause", "resume", "stop", "say"]
     """Slot 0: the command that holds from now on. Slot 1: ``say``, only a message."""
-    text: Annotated[str, msgspec.Meta(max_length=256, pattern=_Text)] = ""
+    text: Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)] = ""
 
 
 class StageLease(Payload, frozen=True):
@@ -215,9 +215,9 @@ class Commitment(Payload, frozen=True):
     """BLAKE3 of the contribution: the weights after the last inner step, by the run's rule and codec."""
     corpus: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     """Hash of the author's text."""
-    build: Annotated[str, msgspec.Meta(max_length=48, pattern=_Text)]
+    build: Annotated[str, msgspec.Meta(max_length=48, pattern=PRINTABLE)]
     """Releases of farandole and PyTorch."""
-    device: Annotated[str, msgspec.Meta(max_length=48, pattern=_Text)]
+    device: Annotated[str, msgspec.Meta(max_length=48, pattern=PRINTABLE)]
     """Class of the processor (`farandole.training.determinism.device_class`)."""
 
 

@@ -17,7 +17,7 @@ from .framing import LENGTH_BYTES
 from .outer_rules import Codec
 from .pairing_messages import Session
 from .pipe import HEADER_BYTES, KIND_BYTES, MESSAGE_KIND
-from .wire import MessageDecoder
+from .wire import PRINTABLE, MessageDecoder
 
 EXCHANGE_VERSION = 5
 # An offer has about 160 bytes; an abort's reason at most 256 characters.
@@ -29,7 +29,7 @@ _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CONTRIBUTION_BYTES)]
 MAX_REASON_CHARS: Final = 256
-Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[\x20-\x7e]*\Z")]
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=PRINTABLE)]
 """Shown on terminals: no control characters."""
 
 

@@ -12,6 +12,9 @@ _T = TypeVar("_T")
 # Errors that msgspec raises for bytes that are not a message of the type, or nested without end.
 DECODING_ERRORS: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
+# Pattern of a peer's words: terminals show them, so no control characters.
+PRINTABLE: Final = r"\A[\x20-\x7e]*\Z"
+
 encode: Final = msgspec.msgpack.Encoder().encode
 """Encode a message."""
 

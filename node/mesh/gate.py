@@ -35,7 +35,7 @@ from farandole.protocol.invitations import (
 from farandole.protocol.manifest import RUN_ID_BYTES
 from farandole.protocol.reachability import DIALBACK_PROTOCOL
 from farandole.protocol.relay import HOP_PROTOCOL, STOP_PROTOCOL
-from farandole.protocol.wire import MessageDecoder, encode
+from farandole.protocol.wire import PRINTABLE, MessageDecoder, encode
 
 from ..base.errors import NotAdmittedError, PeerUnreachableError
 from ..base.streams import receive_frame
@@ -85,7 +85,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 class IntroductionAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer to an introduction."""
 
-    refusal: Annotated[str, msgspec.Meta(max_length=MAX_REFUSAL_CHARS)]
+    refusal: Annotated[str, msgspec.Meta(max_length=MAX_REFUSAL_CHARS, pattern=PRINTABLE)]
     """For people; empty if the peer is admitted."""
     why: Annotated[str, msgspec.Meta(max_length=16)]
     """What the refusal is about (`_Why`): the seat, and another one of the invitation may be free; the run id; the

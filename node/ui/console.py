@@ -13,6 +13,7 @@ from typing import TextIO
 import msgspec
 
 from ..base.logs import ROUNDS, JsonFormatter
+from ..base.system.terminal import without_controls
 from ..status.round_log import RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -46,5 +47,6 @@ class Console:
         if logger.isEnabledFor(level):
             logger.handle(record)
         line = text if level == logging.ERROR else f"{time.strftime('%H:%M:%S')}  {text}"
+        line = without_controls(self._formatter.format(record) if self._as_json else line)
         with contextlib.suppress(OSError, ValueError):
-            print(self._formatter.format(record) if self._as_json else line, file=stream, flush=True)
+            print(line, file=stream, flush=True)

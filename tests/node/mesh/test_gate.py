@@ -176,6 +176,21 @@ async def test_nor_where_a_member_speaks_first(kind: str, run: Run) -> None:
         assert served == []
 
 
+@pytest.mark.parametrize("refusal", ["\x1b]0;title\x07", "no\n12:00:00  run verified", "\u202eon"])
+async def test_a_refusal_that_a_terminal_would_obey_is_not_shown(refusal: str, run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _):
+
+        async def refuse(stream: Stream) -> None:
+            await stream.send_all(frame(encode((refusal, "admission", b"")), MAX_INTRODUCTION_BYTES))
+
+        member.set_handler(ADMISSION_PROTOCOL, refuse)
+        visitor.gate.show(RUN_ID, b"", run.invite())
+        with pytest.raises(PeerUnreachableError) as caught:
+            await visitor.open_stream(member.author, ECHO)
+        assert refusal not in str(caught.value)
+        assert not visitor.gate.refusal
+
+
 async def test_a_newcomer_speaks_to_members_whose_invites_have_expired_since(run: Run) -> None:
     async with member_and_visitor(run) as (member, visitor, _):
         expired = run.invite(seconds=-1.0)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from farandole.node.base.settings import NodeSettings
+from farandole.node.base.system.terminal import without_controls
 from farandole.node.daemon import run_daemon
 from farandole.node.member import Daemon
+from farandole.node.ui.console import Console
 from farandole.protocol.errors import FarandoleError
 
 
@@ -36,3 +38,14 @@ async def test_lines_are_json_where_the_setting_says_so(tmp_path: Path, capsys: 
     told = capsys.readouterr()
     assert json.loads(told.out)["message"] == "hello"
     assert json.loads(told.err)["message"] == "error: no member was found"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_a_peer_says_does_not_control_the_terminal(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(as_json)
+    console.say("Zoë says: \x1b[2J\x9b2J\u202e")
+    console.complain("error: \x1b]0;title\x07\x9b2J")
+    told = capsys.readouterr()
+    assert "Zoë says: " in told.out
+    assert told.out == without_controls(told.out)
+    assert told.err == without_controls(told.err)
