@@ -95,6 +95,10 @@ class BulkHost(StreamHost, Protocol):
         """Multiaddrs where this node can be dialled."""
 
     @property
+    def own_ips(self) -> list[str]:
+        """The IP addresses of this machine that this node listens at."""
+
+    @property
     def observed_ips(self) -> list[str]:
         """IP addresses of this node as others see them."""
 
@@ -193,7 +197,7 @@ class BulkService:
 
     def _path(self, peer: bytes) -> list[str]:
         """Return what a channel depends on: the addresses here, and at the other ends of the peer's connections."""
-        own = (*self._host.observed_ips, *interfaces(self._host))
+        own = (*self._host.observed_ips, *announced_ips(self._host))
         return [*sorted(own), "", *sorted(self._host.remote_addresses(peer))]
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
@@ -287,11 +291,11 @@ class BulkService:
         """Make this node's proposal: its addresses and its half of the keys.
 
         The addresses are: the ones that the router forwards; the ones that others have observed for the listener; the
-        IP addresses that others see, and the interfaces', each with the listener's port, since most NATs keep ports if
+        IP addresses that others see or the host announces, each with the listener's port, since most NATs keep ports if
         they can (RFC 4787, 4.2.1).
         """
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
-        ips = dict.fromkeys((*self._host.observed_ips, *interfaces(self._host)))
+        ips = dict.fromkeys((*self._host.observed_ips, *announced_ips(self._host)))
         mapped = [self._host.mapped[port] for port in ports.values() if port in self._host.mapped]
         known = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
         addresses = [address for address in dict.fromkeys((*mapped, *observed, *known)) if address[1] >= MIN_PORT]
@@ -491,8 +495,8 @@ class _Race:
 async def open_bulk(
     host: BulkHost, run_id: bytes, shaping: Shaping | None = None, reach: PeerReach | None = None
 ) -> AsyncIterator[BulkService]:
-    """Open a run's bulk channels for as long as the block runs; listen at the host's addresses, on any ports."""
-    listeners = _open_listeners(interfaces(host))
+    """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports."""
+    listeners = _open_listeners(host.own_ips)  # an address announced by the owner is not this machine's
     service = BulkService(host, run_id, listeners, shaping or Shaping(), reach)
     ports = {listener.getsockname()[1] for listener in listeners.values()}
     host.bulk_ports.update(ports)
@@ -531,7 +535,7 @@ def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.So
     return listeners
 
 
-def interfaces(host: BulkHost) -> list[str]:
+def announced_ips(host: BulkHost) -> list[str]:
     """Return the IP addresses that the host announces, without names and relays."""
     return _direct_ips(host.addresses)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import socket
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -15,14 +17,26 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farandole.node.bulk import negotiation as bulk
-from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS
+from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS, open_bulk
 from farandole.protocol.bulk import Proposal, greeting
 from farandole.protocol.framing import frame
 from farandole.protocol.wire import encode
 
 from ....patience import PATIENCE
-from ...parties import ALICE, BOB
+from ...hosts import host_at_loopback
+from ...parties import ALICE, BOB, RUN_ID
 from .parties import Party, assert_no_channel, meet, move, two_parties
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs 127.0.0.2")
+async def test_announced_addresses_leave_the_listener_where_the_node_listens() -> None:
+    """Binding all interfaces would open a port that the owner has not opened."""
+    announce = ["/ip4/8.8.8.8/tcp/4001", "/ip6/2606:4700::1111/tcp/4001"]
+    async with host_at_loopback(announce=announce) as host, open_bulk(host, RUN_ID):
+        (port,) = host.bulk_ports
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), PATIENCE)
+        socket.create_connection(("127.0.0.1", port), PATIENCE).close()
 
 
 async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) -> None:
