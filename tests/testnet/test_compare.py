@@ -19,6 +19,8 @@ from farandole.testnet.section import Section, SectionError
 from farandole.training.baselines import Method, methods
 from farandole.training.errors import DataError
 
+from ..token_arrays import array_of
+
 
 def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "compare.json"
@@ -125,8 +127,8 @@ def test_kinds_of_text_are_apart_and_the_last_tenth_is_held_out() -> None:
 
     for text in texts.values():
         assert len(text.held_out) == pytest.approx(len(text.training) / 9, rel=0.01)
-        assert text.training.dtype == np.uint8
-    assert len({bytes(text.training[:200]) for text in texts.values()}) == 3
+        assert array_of(text.training).dtype == np.uint8
+    assert len({bytes(array_of(text.training)[:200]) for text in texts.values()}) == 3
 
 
 def test_more_nodes_than_kinds_are_refused() -> None:

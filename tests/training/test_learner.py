@@ -18,6 +18,7 @@ from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
 from farandole.training.replica import Recipe
 
+from ..token_arrays import array_of
 from .conftest import ALICE, RUN_ID
 
 BATCH = 6
@@ -60,7 +61,7 @@ def test_a_batch_that_fits_is_not_touched(model: ModelConfig, text: Text, microb
 
 def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: ModelConfig, text: Text) -> None:
     """One's own module may have dropout, which is off while the loss is measured."""
-    without = learner(model, replace(text, held_out=text.held_out[:1]), 0)
+    without = learner(model, replace(text, held_out=array_of(text.held_out)[:1]), 0)
     for _ in range(2):
         without.learn()
         with pytest.raises(DataError, match="too little text is held out"):

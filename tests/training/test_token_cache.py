@@ -19,6 +19,8 @@ from farandole.training.durable import WholeFile
 from farandole.training.errors import DataError
 from farandole.training.tokenizer import ByteTokenizer
 
+from ..token_arrays import array_of
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -49,8 +51,8 @@ def files(bring: Bring) -> list[Path]:
 
 def same(first: Text, second: Text) -> bool:
     return (
-        np.array_equal(first.training, second.training)
-        and np.array_equal(first.held_out, second.held_out)
+        np.array_equal(array_of(first.training), array_of(second.training))
+        and np.array_equal(array_of(first.held_out), array_of(second.held_out))
         and first.found == second.found
     )
 
