@@ -46,6 +46,9 @@ _AUTOCAST_BYTES: Final = 2
 # Numbers kept per token for the backward pass: by a layer, in widths and in widths of its SwiGLU layer; by both ends,
 # in widths and vocabularies. Counted with PyTorch's hooks in models of 3 to 125 million parameters.
 _LAYER_WIDTHS, _LAYER_HIDDEN, _END_WIDTHS, _END_VOCABULARIES = 12, 4, 3, 2
+MAX_LOGITS: Final = 1 << 26
+"""Logits that a loss computes at a time, 256 MiB in fp32: 512 tokens of a vocabulary of 128 k. Where a microbatch has
+more, the head is computed in chunks, and again in the backward pass (`farandole.training.model.LanguageModel`)."""
 # Checkpoints on the disk: two kept and one being written, two of another's; five more where rounds are audited; and
 # the run state and logs (`farandole.node.store.disk_space`).
 _NUM_OWN, _NUM_LEAST, _NUM_COPIES, _NUM_AUDITED, _OTHER_BYTES = 3, 2, 2, 5, 128_000_000
@@ -177,13 +180,16 @@ def activation_bytes(manifest: Manifest, stage: int) -> int:
     if model.own is not None:
         return 0
     num_layers = len(layers_of(model)[stage])
-    ends = _END_WIDTHS * model.width + _END_VOCABULARIES * model.vocabulary if stage == 0 else 0
-    each = num_layers * (_LAYER_WIDTHS * model.width + _LAYER_HIDDEN * model.hidden) + ends
+    num_tokens = model.context * (1 if model.num_stages == 1 else pipeline.microbatch_size)
+    each = num_tokens * num_layers * (_LAYER_WIDTHS * model.width + _LAYER_HIDDEN * model.hidden)
+    if stage == 0:
+        logits = min(num_tokens * model.vocabulary, MAX_LOGITS)
+        each += num_tokens * _END_WIDTHS * model.width + _END_VOCABULARIES * logits
     if model.num_stages == 1:
-        return FP32_BYTES * model.context * each
-    num_tokens = model.context * pipeline.microbatch_size
-    kept = pipeline.in_flight * model.width + each if pipeline.recompute else pipeline.in_flight * each
-    return FP32_BYTES * num_tokens * kept
+        return FP32_BYTES * each
+    if pipeline.recompute:
+        return FP32_BYTES * (pipeline.in_flight * num_tokens * model.width + each)
+    return FP32_BYTES * pipeline.in_flight * each
 
 
 def _num_without_squares(manifest: Manifest, stage: int, num_parameters: int) -> int:

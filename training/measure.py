@@ -21,7 +21,6 @@ from farandole.protocol.cut import Costs
 from farandole.protocol.manifest import ModelConfig, PipelineConfig
 
 from .device import Device
-from .model import cross_entropy
 from .stages import as_stage, build_module
 
 # The first calls choose kernels and get memory from the system.
@@ -75,7 +74,7 @@ def ends_seconds(module: nn.Module, model: ModelConfig, pipeline: PipelineConfig
     def work() -> None:
         draw()
         with device.autocast():
-            loss = cross_entropy(stage.logits(last), tokens[:, 1:])
+            loss = stage.loss(last, tokens[:, 1:])
         loss.backward()
 
     return _median_seconds(work, device)

@@ -10,14 +10,17 @@ first logits are all near 0: the loss starts near ln V.
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from farandole.protocol.manifest import ModelConfig
+from farandole.protocol.needs import MAX_LOGITS
 
 ROTARY_BASE = 10_000.0  # RoFormer, arXiv 2104.09864, section 3.2.2
 NORM_EPSILON = 1e-6
@@ -97,7 +100,56 @@ class Layer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]  # (B, T, C)
 
 
-class Transformer(nn.Module):
+class LanguageModel(nn.Module, abc.ABC):
+    """A model, or a stage of it, whose first stage has both ends: it embeds the tokens and makes the logits.
+
+    The head must treat each token by itself. Then a loss over many logits is computed in chunks of `MAX_LOGITS`, and
+    the chunks' logits again in the backward pass: a microbatch of 16 x 1,024 tokens with a vocabulary of 128 k would
+    keep 8 GB of logits otherwise. Each chunk's gradient is the plain loss's, and all are added in a fixed order.
+    """
+
+    vocabulary: int
+    """V."""
+
+    @abc.abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(B, T, C) for tokens (B, T)."""
+
+    @abc.abstractmethod
+    def advance(self, x: Tensor) -> Tensor:
+        """(B, T, C) for (B, T, C), through this module's layers."""
+
+    @abc.abstractmethod
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, T, V) for the last layer's (B, T, C)."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, z_loss: float = 0.0) -> Tensor:
+        """Logits (B, T, V) for tokens (B, T), of the whole model; with targets (B, T), their `loss`."""
+        last = self.advance(self.embed(tokens))
+        return self.logits(last) if targets is None else self.loss(last, targets, z_loss)
+
+    def loss(self, x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+        """`cross_entropy` of the last layer's (B, T, C) and targets (B, T)."""
+        if targets.numel() * self.vocabulary <= MAX_LOGITS:
+            return cross_entropy(self.logits(x), targets, z_loss)
+        size = max(1, MAX_LOGITS // self.vocabulary)
+        total = x.new_zeros((), dtype=torch.float32)
+        for x_chunk, targets_chunk in zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True):
+            total = total + checkpoint(
+                self._summed_loss,
+                x_chunk[None],
+                targets_chunk[None],
+                z_loss,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        return total / targets.numel()
+
+    def _summed_loss(self, x: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+        return cross_entropy(self.logits(x), targets, z_loss) * targets.numel()
+
+
+class Transformer(LanguageModel):
     """The whole model, or a stage of it: some of its layers, and in the first stage both ends.
 
     The ends are the embedding, which is the head as well, and the last norm: the stage that embeds the tokens also
@@ -112,6 +164,7 @@ class Transformer(nn.Module):
         super().__init__()
         if has_ends:
             self.embedding = Linear(model.width, model.vocabulary)  # (V, C); it is the head as well
+        self.vocabulary = model.vocabulary
         layers = range(model.num_layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(index): Layer(model) for index in layers})
         if has_ends:
@@ -119,10 +172,6 @@ class Transformer(nn.Module):
         cos, sin = rotary_tables(model.context, model.width // model.num_heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) for tokens (B, T), of the whole model."""
-        return self.logits(self.advance(self.embed(tokens)))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T)."""
@@ -142,7 +191,10 @@ class Transformer(nn.Module):
 
 def language_loss(model: nn.Module, tokens: Tensor, z_loss: float = 0.0) -> Tensor:
     """Mean cross-entropy, in nats a token, of each next token in (B, T + 1); ``z_loss`` as in `cross_entropy`."""
-    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], z_loss)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if isinstance(getattr(model, "_orig_mod", model), LanguageModel):  # as it is, or as torch.compile wraps it
+        return model(inputs, targets, z_loss)  # type: ignore[no-any-return]
+    return cross_entropy(model(inputs), targets, z_loss)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:

@@ -23,6 +23,7 @@ from farandole.protocol.manifest import ModelConfig
 from farandole.protocol.own_model import OwnModel
 
 from .errors import TrainingError
+from .model import cross_entropy
 from .own_function import Maker, load_function
 
 Shapes = dict[str, tuple[int, ...]]
@@ -80,6 +81,10 @@ class OwnStage(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """(B, T, V) for the last layer's (B, T, C)."""
         return cast("Ends", self.ends).logits(x)
+
+    def loss(self, x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+        """`cross_entropy` of the last layer's (B, T, C) and targets (B, T), whole: an own head may mix tokens."""
+        return cross_entropy(self.logits(x), targets, z_loss)
 
 
 def build_own_model(

@@ -27,8 +27,10 @@ class Spliced:
         """Return the number of tokens in all stretches."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getitem__(self, places: Places) -> Places:
+    def __getitem__(self, places: Places | slice) -> Places:
         """Return the tokens, int64, at places of any shape. Raises `IndexError` for a place behind the last token."""
+        if isinstance(places, slice):
+            places = np.arange(*places.indices(len(self)))
         if places.size and not 0 <= places.min() <= places.max() < len(self):
             raise IndexError(f"there are {len(self)} tokens")
         found = np.searchsorted(self._ends, places, side="right")

@@ -47,7 +47,6 @@ from .device import Device, choose_device
 from .engine import Until
 from .errors import ActivationError, CodecError, DataError, NoSliceError, OutlierError, TrainingError
 from .link_statistics import LinkStatistics
-from .model import cross_entropy
 from .parameters import bind_
 from .replica import Recipe, Replica
 from .stages import as_stage, build_stage
@@ -417,7 +416,7 @@ class StageWorker(Replica):
         stage = as_stage(microbatch.version.module)
         with self.device.autocast(), torch.set_grad_enabled(last.requires_grad):
             z_loss = 0.0 if microbatch.number == _HELD_OUT else self._z_loss
-            return cross_entropy(stage.logits(last), microbatch.tokens[:, 1:], z_loss)
+            return stage.loss(last, microbatch.tokens[:, 1:], z_loss)
 
     def _judge_activations(self, sender: bytes, activations: Tensor) -> None:
         if sender:

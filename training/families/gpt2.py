@@ -8,14 +8,17 @@ from torch import Tensor, nn
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from ..model import LanguageModel
+
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-class GPT2Stage(nn.Module):
+class GPT2Stage(LanguageModel):
     """`transformers.GPT2LMHeadModel`, or a stage of it; uninitialised until `initialise_`."""
 
     def __init__(self, config: GPT2Config, layers: range, *, has_ends: bool) -> None:
         super().__init__()
+        self.vocabulary = config.vocab_size
         width, vocabulary = config.n_embd, config.vocab_size
         with torch.device("meta"):
             self.transformer = nn.ModuleDict(
@@ -29,10 +32,6 @@ class GPT2Stage(nn.Module):
                     self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.to_empty(device="cpu")
         self._head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) for tokens (B, T), of the whole model."""
-        return self.logits(self.advance(self.embed(tokens)))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T)."""

@@ -8,14 +8,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from ..model import LanguageModel
+
 NO_DROPOUT = {"attention_dropout": 0.0}
 
 
-class LlamaStage(nn.Module):
+class LlamaStage(LanguageModel):
     """`transformers.LlamaForCausalLM`, or a stage of it; uninitialised until `initialise_`."""
 
     def __init__(self, config: LlamaConfig, layers: range, *, has_ends: bool) -> None:
         super().__init__()
+        self.vocabulary = config.vocab_size
         width, vocabulary = config.hidden_size, config.vocab_size
         with torch.device("meta"):
             self.model = nn.ModuleDict(
@@ -29,10 +32,6 @@ class LlamaStage(nn.Module):
         self.to_empty(device="cpu")
         self._head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         self.rotary = LlamaRotaryEmbedding(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) for tokens (B, T), of the whole model."""
-        return self.logits(self.advance(self.embed(tokens)))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T)."""
