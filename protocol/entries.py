@@ -42,6 +42,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
 """A counter that only grows: steps, tokens, bytes. The sum over all authors stays below 2**63 x 2."""
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 PARTNER_BYTES = 8
+MAX_MEMBER_ADDRESS_CHARS = 192
+"""The longest multiaddr in a member's entry: through a relay, /dns4 and two peer ids, with a name of 60 characters."""
+_Address = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MEMBER_ADDRESS_CHARS, pattern=r"\A/[\x21-\x7e]*\Z")]
 MAX_SUSPECTS = 48
 """The number of 8-byte prefixes that a payload of 512 bytes holds."""
 REVOKED_PER_ENTRY = 14
@@ -83,7 +86,7 @@ class Member(Payload, frozen=True):
     speed: Count = 0
     """Tokens per second, as measured by its author; no node relies on it."""
     addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=192, pattern=r"\A/[\x21-\x7e]*\Z")], ...],
+        tuple[_Address, ...],
         msgspec.Meta(max_length=8),
     ] = ()
     """Multiaddrs, best first; ``/p2p/<author>`` at the end may be left out."""

@@ -18,12 +18,13 @@ from farandole.protocol.errors import FarandoleError
 MAX_ANNOUNCED: Final = 4
 ANNOUNCED_FORM: Final = (
     f"at most {MAX_ANNOUNCED} public addresses, each as /ip4/PUBLIC-IP/tcp/PORT, /ip6/PUBLIC-IP/tcp/PORT or "
-    "/dns/NAME/tcp/PORT, without /p2p"
+    "/dns/NAME/tcp/PORT, without /p2p, and at most 192 characters long"
 )
 _PORTS: Final = range(1, 65_536)
-_MAX_NAME_CHARS: Final = 253  # RFC 1035, section 2.3.4, as text
 _LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _NAME: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+# What resolvers take for an IPv4 address, in any of its notations (WHATWG URL, "ends in a number").
+_NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0[xX][0-9A-Fa-f]*)")
 _ADDRESS: Final = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]{1,5})")
 
 
@@ -40,14 +41,16 @@ def check_announced(addresses: Sequence[str]) -> list[str]:
 
 
 def _is_public(address: str) -> bool:
-    from farandole.protocol.reachability import is_global  # it imports cryptography, which ``--help`` does not need
+    # They import cryptography, which ``--help`` does not need.
+    from farandole.protocol.entries import MAX_MEMBER_ADDRESS_CHARS
+    from farandole.protocol.reachability import is_global
 
     match = _ADDRESS.fullmatch(address)
-    if match is None or int(match[3]) not in _PORTS:
+    if match is None or len(address) > MAX_MEMBER_ADDRESS_CHARS or int(match[3]) not in _PORTS:
         return False
     kind, host = match[1], match[2]
     if kind.startswith("dns"):
-        return len(host) <= _MAX_NAME_CHARS and _NAME.fullmatch(host) is not None
+        return _NAME.fullmatch(host) is not None and _NUMERIC.fullmatch(host) is None
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:

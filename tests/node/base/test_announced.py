@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from farandole.node.base.announced import MAX_ANNOUNCED, AnnouncedError, check_announced
+from farandole.node.base.announced import ANNOUNCED_FORM, MAX_ANNOUNCED, AnnouncedError, check_announced
+from farandole.protocol.entries import MAX_MEMBER_ADDRESS_CHARS, Member
+
+decode_member = msgspec.msgpack.Decoder(Member).decode
 
 
 def test_public_addresses_and_names_are_announced_each_once() -> None:
@@ -30,6 +34,12 @@ def test_public_addresses_and_names_are_announced_each_once() -> None:
         "/dns/-bad/tcp/4001",
         "/dns/a..b/tcp/4001",
         f"/dns/{'a.' * 130}a/tcp/4001",
+        f"/dns/{'a.' * 90}a/tcp/4001",
+        "/dns/8.8.8.8/tcp/4001",
+        "/dns4/192.168.1.10/tcp/4001",
+        "/dns/127.1/tcp/4001",
+        "/dns/2130706433/tcp/4001",
+        "/dns/0x7f000001/tcp/4001",
         "8.8.8.8:4001",
         "",
     ],
@@ -37,6 +47,15 @@ def test_public_addresses_and_names_are_announced_each_once() -> None:
 def test_other_addresses_are_refused_with_the_form_that_they_need(address: str) -> None:
     with pytest.raises(AnnouncedError, match="/ip4/PUBLIC-IP/tcp/PORT"):
         check_announced(["/ip4/8.8.8.8/tcp/4001", address])
+
+
+def test_every_address_that_can_be_announced_fits_into_a_member_entry() -> None:
+    labels = ".".join(["a" * 59] * 3)
+    longest = f"/dns4/{labels[: MAX_MEMBER_ADDRESS_CHARS - len('/dns4//tcp/65535')]}/tcp/65535"
+    assert len(longest) == MAX_MEMBER_ADDRESS_CHARS
+    assert f"at most {MAX_MEMBER_ADDRESS_CHARS} characters" in ANNOUNCED_FORM
+    assert check_announced([longest]) == [longest]
+    assert decode_member(msgspec.msgpack.encode(Member(addresses=(longest,)))).addresses == (longest,)
 
 
 def test_no_more_are_announced_than_an_invite_holds() -> None:
