@@ -46,6 +46,8 @@ BATCH_SIZE = 16
 HELD_OUT_SHARE = 0.1
 # For each kind of text; with 8 kinds these are 32,768 tokens, which measure a loss to about 0.01.
 VALIDATION_BATCHES = 8
+# Points of a loss curve: evaluating them takes a few percent of the time.
+CURVE_POINTS = 20
 # Rates are chosen with a seed that no figure is from.
 TUNING_SEED = 1_000
 # Settings that results have in common, so that one file may have them all.
@@ -82,6 +84,8 @@ class Result:
     spread: float
     """See `Ensemble.spread`."""
     seconds: float
+    curve: tuple[tuple[int, float], ...] = ()
+    """Loss by inner step, on one batch of each kind of held-out text: coarser than ``loss``."""
 
 
 def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
@@ -234,10 +238,17 @@ def measure(comparison: Comparison, method: Method, texts: dict[str, Text], seed
         for name, text in texts.items()
     ]
     started = time.perf_counter()
-    ensemble = train(method, model, inner, samplers, steps, seed)
+    curve: list[tuple[int, float]] = []
+    few = [sampler.held_out_batch(0) for sampler in samplers]
+
+    def watch(step: int, ensemble: Ensemble) -> None:
+        if step * CURVE_POINTS // steps > (step - 1) * CURVE_POINTS // steps:
+            curve.append((step, float(ensemble.losses(few).mean())))
+
+    ensemble = train(method, model, inner, samplers, steps, seed, watch)
     seconds = time.perf_counter() - started
     loss, spread, merged_loss = _evaluate(ensemble, samplers)
-    return Result(method.name, seed, method.rate, loss, merged_loss, spread, seconds)
+    return Result(method.name, seed, method.rate, loss, merged_loss, spread, seconds, tuple(curve))
 
 
 def _evaluate(ensemble: Ensemble, samplers: Sequence[Sampler]) -> tuple[float, float, float]:

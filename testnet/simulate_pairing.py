@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -33,6 +33,7 @@ from farandole.protocol.pairing_backoff import MeetingLimit
 from farandole.protocol.supervisor import Supervisor
 from farandole.protocol.training_loop import LoopConfig, TrainingLoop
 
+from .line_exchanges import Home, LineExchanges
 from .simulation import Network, SimulatedTimer, Simulation
 
 # The outer step, between an exchange's end and the next round.
@@ -70,6 +71,11 @@ class PairingScenario:
     num_capturing: int = 0
     """Number of hostile members, in addition to the others: see `_Coalition`."""
     do_capturing_exchange: bool = False
+    homes: Sequence[Home] = ()
+    """Lines and speeds of the nodes, in turns. They replace ``step_seconds`` and ``transfer_seconds``."""
+    contribution_bytes: float = 0.0
+    latency: tuple[float, float] | None = None
+    """Median in seconds and log-deviation of a message's log-normal latency; None: uniform, as in `Network`."""
 
 
 @dataclass
@@ -84,6 +90,10 @@ class PairingReport:
     mean_wait: float = 0.0
     utilisation: float = 0.0
     """Share of the nodes' time spent in inner steps, over all rounds but each node's last."""
+    inner_steps: int = 0
+    """Inner steps of all nodes together, over the same rounds."""
+    node_seconds: float = 0.0
+    """Time that all nodes together spent in these rounds."""
     coherence: float = 0.0
     """Coherence of the phases at the end: 1 if all nodes start rounds together, about N^-0.5 for independent starts."""
     disagreements: int = 0
@@ -120,6 +130,12 @@ class _World:
         self.simulation = Simulation(seed)
         self.rng = random.Random(f"pairing {seed}")
         self.network = Network(self.simulation, ordered=True)
+        self.exchanges: LineExchanges | None = None
+        if scenario.latency is not None:
+            median, deviation = scenario.latency
+            self.network.draw_latency = partial(self.rng.lognormvariate, math.log(median), deviation)
+        if scenario.homes:
+            self.exchanges = LineExchanges(self.simulation, scenario.contribution_bytes, self.network.draw_latency)
         self.report = PairingReport()
         self.nodes: dict[bytes, _Node] = {}
         self.beliefs: dict[bytes, dict[bytes, bool]] = {}
@@ -153,7 +169,11 @@ class _World:
         fastest, slowest = self.scenario.step_seconds
         share = index / max(total - 1, 1)
         speed = (1 - share) / fastest + share / slowest
-        node = _Node(self, name, 1 / speed)
+        step_seconds = 1 / speed
+        if self.exchanges is not None:
+            home = self.scenario.homes[index % len(self.scenario.homes)]
+            step_seconds, self.exchanges.lines[name] = home.step_seconds, home.line
+        node = _Node(self, name, step_seconds)
         self.nodes[name] = node
         self.network.attach(name, node.receive)
         return node
@@ -184,8 +204,10 @@ class _World:
     def summary(self) -> PairingReport:
         report = self.report
         nodes = list(self.nodes.values())
-        lived = sum(node.trainer.started_at - node.born_at for node in nodes)
-        report.utilisation = sum(node.trainer.inner_seconds_before for node in nodes) / max(lived, 1e-9)
+        report.node_seconds = sum(node.trainer.started_at - node.born_at for node in nodes)
+        report.inner_steps = sum(node.trainer.steps_before for node in nodes)
+        inner_seconds = sum(node.trainer.inner_seconds_before for node in nodes)
+        report.utilisation = inner_seconds / max(report.node_seconds, 1e-9)
         report.longest_wait = max(self.waits, default=0.0)
         report.mean_wait = statistics.fmean(self.waits) if self.waits else 0.0
         report.coherence = self.coherence()
@@ -302,6 +324,8 @@ class _Trainer:
         """Seconds between the starts of the last two rounds."""
         self.inner_seconds = self.inner_seconds_before = 0.0
         """Seconds spent in inner steps: in all, and before the present round."""
+        self.steps = self.steps_before = 0
+        """The inner steps of the same times."""
         self.fragment = 0
         self._simulation = simulation
         self._rounds = rounds
@@ -333,7 +357,7 @@ class _Trainer:
         if self._round >= 0:
             self.period = now - self.started_at
         self._round, self.started_at = round_index, now
-        self.inner_seconds_before = self.inner_seconds
+        self.inner_seconds_before, self.steps_before = self.inner_seconds, self.steps
         if self._rounds.inner_steps:
             self._end_steps_at(now + self._rounds.inner_steps * self._step_seconds)
 
@@ -355,6 +379,7 @@ class _Trainer:
         self._awaits_outcome = True
         seconds = max(ended_at - self.started_at, self._step_seconds)
         steps = max(1, round(seconds / self._step_seconds))
+        self.steps += steps
         self._node.contribute(
             messages.Contributed(self._round, 0, steps, steps, steps, steps, None, seconds, self.fragment, 1.0)
         )
@@ -524,14 +549,20 @@ class _Exchange:
     def receive(self, verb: _Verb) -> None:
         match verb:
             case _Verb.HELLO if not self.start.is_initiator:
-                delay = self.node.world.rng.uniform(*self.node.world.scenario.transfer_seconds)
-                self.node.world.simulation.call_after(delay, self.accept)
+                self.transfer()
             case _Verb.ACCEPTED if self.start.is_initiator:
                 if not self.is_over and self.node.outcomes.decide(self.start.session, committed=True):
                     self.node.say(self.start.peer, _Verb.COMMITTED, self.start.session)
                     self.end(True)
             case _Verb.COMMITTED | _Verb.ABORTED if self.has_accepted:
                 self.end(verb is _Verb.COMMITTED)
+
+    def transfer(self) -> None:
+        world, start = self.node.world, self.start
+        if world.exchanges is not None:
+            world.exchanges.begin(start.session, self.node.name, start.peer, self.accept)
+            return
+        world.simulation.call_after(world.rng.uniform(*world.scenario.transfer_seconds), self.accept)
 
     def accept(self) -> None:
         if not self.is_over and self.node.is_alive:
@@ -560,6 +591,8 @@ class _Exchange:
             return
         self.is_over = True
         del node.exchanges[session]
+        if node.world.exchanges is not None:
+            node.world.exchanges.cancel(session, node.name, self.start.peer)
         if self.start.is_initiator:
             node.outcomes.decide(session, committed=False)  # unless it is decided already
         node.world.beliefs.setdefault(session, {})[node.name] = is_committed

@@ -237,9 +237,12 @@ def train(
     samplers: Sequence[Sampler],
     steps: int,
     seed: int,
-    progress: Callable[[int], None] = lambda step: None,
+    progress: Callable[[int, Ensemble], None] = lambda step, ensemble: None,
 ) -> Ensemble:
-    """Train one replica per sampler (a single replica for ``gradients``) for ``steps`` inner steps each."""
+    """Train one replica per sampler (a single replica for ``gradients``) for ``steps`` inner steps each.
+
+    ``progress`` gets the number of steps and the replicas after each.
+    """
     is_synchronous, late = method.group == "gradients", method.late
     inner = msgspec.structs.replace(inner, optimizer=method.optimizer, learning_rate=method.rate * inner.learning_rate)
     exchange: _Exchange | None = None
@@ -255,7 +258,7 @@ def train(
             exchange = _Exchange(groups, step + late)
             if not late:
                 ensemble.outer_step(groups)
-        progress(step + 1)
+        progress(step + 1, ensemble)
     if exchange is not None and exchange.ends_at >= steps:  # the last one is waited for
         ensemble.outer_step(exchange.groups, is_late=True)
     return ensemble

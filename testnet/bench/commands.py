@@ -22,6 +22,7 @@ BENCHES: Final = {
     "members": ("members", "What hostile members cost a run's loss, attack by attack, in simulation."),
     "honest": ("honest", "How often the guard refuses or clips honest members, in simulation."),
     "greedy": ("greedy", "What share of the rounds members get that propose to everybody all the time, in simulation."),
+    "time": ("walltime", "Seconds a round takes on home lines: pairs, all-reduce and DiLoCo's barrier, in simulation."),
     "memory": ("memory", "What a trainer holds of a GPU's memory and of the host's, beside a plain loop."),
     "sybils": ("sybils", "What invented authors do to the run state of honest members, in simulation."),
     "zoo": ("zoo", "What hostile members cost a run of real daemons, scenario by scenario (20 minutes)."),

@@ -36,6 +36,7 @@ def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pyt
     assert [result.method for result in results] == [method.name for method in methods()]
     assert {result["method"] for result in document["results"]} == {method.name for method in methods()}
     assert all(0 < result["loss"] < 7 for result in document["results"])
+    assert all([step for step, _ in result["curve"]] == [1, 2] for result in document["results"])
     assert document["settings"]["nodes"] == len(document["settings"]["kinds"]) == 2
     assert "DiLoCo" in capsys.readouterr().out
     assert all(f"\n| {method.name} | 1 | " in figures.read_text() for method in methods())

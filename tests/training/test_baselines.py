@@ -129,10 +129,11 @@ def test_a_merge_is_the_mean(model: ModelConfig, samplers: list[Sampler]) -> Non
 
 
 def test_every_method_trains_an_odd_number_too(model: ModelConfig, samplers: list[Sampler]) -> None:
+    seen: list[int] = []
     for method in methods(interval=2):
-        seen: list[int] = []
+        seen.clear()
 
-        ensemble = train(method, model, PLAIN, samplers[:3], 4, 1, seen.append)
+        ensemble = train(method, model, PLAIN, samplers[:3], 4, 1, lambda step, _: seen.append(step))
 
         assert seen == [1, 2, 3, 4]
         assert bool(ensemble.theta.isfinite().all())
