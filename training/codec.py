@@ -41,6 +41,9 @@ from .topk import TopK
 # operation to the next, and the operations' fixed costs do not show. Bounds the temporaries for a model of any size.
 _SLICE = 1 << 19
 
+# A multiple of every codec's block: ranks that share a vector divide it into such blocks.
+BLOCK = 256
+
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 
@@ -188,13 +191,13 @@ def encoded_size(codec: str, num_elements: int) -> int:
     return form_of(codec).size(num_elements)
 
 
-def slices(num_elements: int) -> Iterator[slice]:
-    """Split a vector of ``num_elements`` into the parts that are encoded and decoded at a time.
+def slices(num_elements: int, start: int = 0) -> Iterator[slice]:
+    """Split a vector of ``num_elements`` into the parts that are encoded and decoded at a time, from ``start`` on.
 
     Each part except the last consists of whole blocks, so that its bytes (`bytes_of`) are separate.
     """
-    for start in range(0, num_elements, _SLICE):
-        yield slice(start, min(start + _SLICE, num_elements))
+    for begin in range(start, num_elements, _SLICE):
+        yield slice(begin, min(begin + _SLICE, num_elements))
 
 
 def bytes_of(form: Form, part: slice) -> slice:

@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from blake3 import blake3
 from torch import Tensor
 
 from farandole.protocol.outer_rules import OuterConfig
 from farandole.protocol.vectors import SENT
 
-from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
+from .codec import Buffer, bytes_of, bytes_to_fill, form_of
 from .copying import Copier, Wait
 from .outer.rule import OuterRule, OwnVectors
+from .share import Assembly, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,21 @@ class Contributor:
     longer than filling it.
     """
 
-    def __init__(self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier) -> None:
+    def __init__(self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier, share: Share) -> None:
         self._own = own
         self._copier = copier
+        self._share = share
         self.form = form_of(outer.codec, outer.topk)
         self._rule = rule
         largest = -(-len(own.fast) // outer.fragments)
         self.largest_bytes = self.form.size(largest)
         """Of the largest fragment's contribution."""
-        self._frozen = own.fast.new_empty(largest)
+        self._frozen = share.empty(own.fast, largest)
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
-        self._sent = self._frozen if is_exact else own.fast.new_empty(largest)
+        self._sent = self._frozen if is_exact else share.empty(own.fast, largest)
         self._fills_with_slow = outer.codec == "topk" and outer.sends_far_from_slow
-        self._last = rule.contribution(own).clone() if outer.remembers_sent else None
-        self._next_memory = None if self._last is None else own.fast.new_empty(largest)
+        self._last = share.copy(rule.contribution(own)) if outer.remembers_sent else None
+        self._next_memory = None if self._last is None else share.empty(own.fast, largest)
 
     def freeze(self, part: slice) -> Contribution:
         """A contribution of one fragment of the weights, as they are now, to be encoded.
@@ -78,18 +79,25 @@ class Contributor:
         ``progress`` is called with how many of the first bytes of ``out`` are final, every slice. Raises `CodecError`
         if ``out`` is too small or a weight is not finite.
         """
-        part, num_elements = frozen.part, len(frozen.theta)
-        target, digest = bytes_to_fill(self.form, num_elements, out), blake3()
+        assembly = self._share.assemble(bytes_to_fill(self.form, len(frozen.theta), out), progress)
+        try:
+            self._encode_pieces(frozen, assembly)
+        except BaseException:
+            assembly.fail()
+            raise
+        return assembly.seal()
+
+    def _encode_pieces(self, frozen: Contribution, assembly: Assembly) -> None:
+        part, target = frozen.part, assembly.target
         on_their_way: deque[tuple[Wait, slice]] = deque()
 
         def finish() -> None:
             wait, place = on_their_way.popleft()
             wait()
-            digest.update(target[place].numpy().data)
-            progress(place.stop)
+            assembly.add(place)
 
         with self._copier.aside():
-            for piece in slices(num_elements):
+            for piece in self._share.pieces(part):
                 place = bytes_of(self.form, piece)
                 filled = self._copier.to_fill(target[place])
                 self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
@@ -98,7 +106,6 @@ class Contributor:
                     finish()
             while on_their_way:
                 finish()
-        return digest.digest()
 
     def _encode(self, piece: slice, place: slice, encoded: Tensor) -> None:
         """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode, remember."""
@@ -124,7 +131,9 @@ class Contributor:
     def passed_on(self, contribution: Contribution) -> None:
         """Remember what a contribution left out, after a partner has used it."""
         if self._last is not None and contribution.memory is not None:
-            self._last[contribution.part] = contribution.memory
+            last = self._last[contribution.part]
+            for piece in self._share.pieces(contribution.part):
+                last[piece] = contribution.memory[piece]
 
     def restart(self, *, forgets: bool = False) -> None:
         """Continue from weights that were just loaded; ``forgets``: with nothing remembered of earlier rounds.

@@ -32,6 +32,7 @@ from .errors import DataError, TrainingError
 from .flat_replica import FlatReplica
 from .parameters import Layout
 from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
+from .shared_vectors import RankVectors, share_vectors
 
 # Where a waiting thread cannot be interrupted (Windows), Ctrl-C is handled after at most this time.
 INTERRUPT_SECONDS: Final = 1.0
@@ -172,7 +173,6 @@ class UserParameters:
         devices = {parameter.device for parameter in self._parameters}
         self.device = devices.pop() if len(devices) == 1 and not ranks.are_many else torch.device("cpu")
         """Where the flat vectors lie: at the parameters, or on the host where these are on several devices."""
-        ranks.begin(list(parameters))
         is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         self._dropped = None if is_exact else torch.zeros(layout.num_elements, device=self.device)
 
@@ -204,6 +204,24 @@ class UserParameters:
         synchronize(self._parameters)
 
 
+class SharedParameters:
+    """The parameters of all ranks as one flat vector (n,) fp32, which these share; see `UserParameters`."""
+
+    def __init__(self, shared: RankVectors, ranks: Ranks) -> None:
+        self._parameters = shared.parameters
+        self._ranks = ranks
+
+    def read(self, flat: Tensor) -> None:
+        """Have all ranks copy their parts to ``flat``."""
+        self._ranks.tell(Order.READ)
+        self._parameters.read(flat)
+
+    def write(self, flat: Tensor) -> None:
+        """Have all ranks copy ``flat`` to their parameters."""
+        self._ranks.tell(Order.WRITE)
+        self._parameters.write(flat)
+
+
 class ExternalEngine(FlatReplica):
     """A replica whose inner steps a user's loop takes, in this process, or in several ``ranks`` of which it is rank 0.
 
@@ -230,17 +248,46 @@ class ExternalEngine(FlatReplica):
             raise TrainingError("this run's model is trained by nodes themselves, and not by a loop of one's own")
         parameters = matching_parameters(module, external.parameters)
         layout = Layout(tuple(parameters), tuple(map(tuple, external.parameters.values())), manifest.outer.codec)
-        users = UserParameters(module, parameters, layout, ranks)
+        ranks.begin(list(parameters))
+        shared = share_vectors(ranks, module, parameters, layout, manifest.outer)
         self._ranks = ranks
+        self._shared = shared
         self._turns = turns
         self._evaluate = evaluate
         self._tokens_per_step = tokens_per_step
         self._losses, self._num_losses = 0.0, 0
-        theta = torch.empty(layout.num_elements, device=users.device)
+        users: UserParameters | SharedParameters
+        if shared is None:
+            users = UserParameters(module, parameters, layout, ranks)
+            theta = torch.empty(layout.num_elements, device=users.device)
+        else:
+            users = SharedParameters(shared, ranks)
+            theta = shared.share.empty(torch.empty(0), layout.num_elements)
         users.read(theta)
-        device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
-        super().__init__(theta, layout, manifest.outer, manifest.screening, run_id=run_id, device=device, trained=users)
+        super().__init__(
+            theta,
+            layout,
+            manifest.outer,
+            manifest.screening,
+            run_id=run_id,
+            device=Device(theta.device, None, f"{theta.device.type}, by a loop of its user's"),
+            trained=users,
+            share=None if shared is None else shared.share,
+        )
         self.measures_loss = evaluate is not None
+
+    @property
+    def shares_vectors(self) -> bool:
+        """Return whether each rank works on its own ranges of the vectors; otherwise this process works on all."""
+        return self._shared is not None
+
+    @torch.no_grad()
+    def contribution(self, fragment: int = 0) -> int:
+        """Implement `Engine.contribution`; the other ranks begin to encode theirs."""
+        size = super().contribution(fragment)
+        if self._shared is not None:
+            self._shared.share.begin_encoding(fragment)
+        return size
 
     @property
     def is_idle(self) -> bool:

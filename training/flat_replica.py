@@ -40,9 +40,10 @@ from .engine import Engine, no_progress
 from .errors import CodecError, DivergedError, ScreeningError
 from .outer_state import OuterState
 from .parameters import Layout
-from .partner import Answers, PartnerContribution
+from .partner import Answers, Decoder, PartnerContribution
 from .screening.history import Histories
 from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
+from .share import Share
 from .snapshot import Snapshot, SnapshotMemory
 
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
@@ -82,7 +83,7 @@ class FlatReplica(Engine):
     """An engine over flat vectors, (n,) fp32: ``theta`` are the fast weights, in the order of ``layout``.
 
     The slow weights begin as a copy of theta. All vectors are on theta's device; inner steps are taken on ``device``.
-    ``trained``: the weights that inner steps move; None means theta.
+    ``trained``: the weights that inner steps move; None means theta. ``share``: what this process does of the work.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class FlatReplica(Engine):
         run_id: bytes,
         device: Device,
         trained: TrainedWeights | None = None,
+        share: Share | None = None,
     ) -> None:
+        share = Share() if share is None else share
         self.device = device
         self.round = 0
         self.steps = 0
@@ -109,10 +112,11 @@ class FlatReplica(Engine):
         self._trained = trained
         self._copier = copier_for(theta.device)
         self.encodes_aside = self._copier.is_aside or trained is not None  # inner steps do not change a copy
-        self._outer = OuterState(outer, theta, self._copier)
+        self._outer = OuterState(outer, theta, self._copier, share)
         self.contribution_bytes = self._outer.contributor.largest_bytes
-        received = theta.new_empty(layout.largest_fragment(outer.fragments))
-        self._partner = PartnerContribution(self._outer.contributor.form, received, self._copier, rule_of(screening))
+        received = share.empty(theta, layout.largest_fragment(outer.fragments))
+        decoder = Decoder(self._outer.contributor.form, received, self._copier, share)
+        self._partner = PartnerContribution(decoder, rule_of(screening))
         self._rates = RateSums(outer.fragments)
         self._round_end: _RoundEnd | None = None
         self._snapshots: SnapshotMemory | None = None

@@ -22,6 +22,7 @@ from .contribution import Contribution, Contributor
 from .copying import Copier
 from .drift import correct_
 from .outer.rule import Meeting, OwnVectors, rule_of
+from .share import ALONE, OWN_FIRST, OWN_LAST, Share
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
@@ -32,19 +33,20 @@ MAX_DRIFT: Final = 2.0
 class OuterState:
     """The outer state of the fast weights ``fast`` (n,) fp32, which `step` moves too.
 
-    The slow weights begin as a copy of them.
+    The slow weights begin as a copy of them. ``share``: what this process does of the work on them.
     """
 
-    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier) -> None:
+    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier, share: Share | None = None) -> None:
         self.settings = settings
-        self.slow = fast.clone()
-        self.vectors = {name: fast.new_zeros(len(fast)) for name in (*settings.vectors, *settings.own_vectors)}
-        self.drift = fast.new_zeros(len(fast)) if settings.drift else None
+        self._share = share = Share() if share is None else share
+        self.slow = share.copy(fast)
+        self.vectors = {name: share.zeros(fast) for name in (*settings.vectors, *settings.own_vectors)}
+        self.drift = share.zeros(fast) if settings.drift else None
         """The drift correction, (n,) fp32 (`farandole.training.drift`)."""
         self._fast = fast
         self._rule = rule_of(settings)
         self._own = OwnVectors(fast, self.slow, self.vectors)
-        self.contributor = Contributor(settings, self._rule, self._own, copier)
+        self.contributor = Contributor(settings, self._rule, self._own, copier, share)
         """Makes the contributions, of the weights and vectors as they are then."""
 
     def step(
@@ -70,13 +72,14 @@ class OuterState:
         """
         whole = replace(self._own.piece(made.part), fast=made.theta)
         fast = self._fast[made.part]
-        if is_alone := not contributions:
+        is_alone = not contributions
+        own_place = 0 if is_alone else next(place for place, each in enumerate(contributions) if each is made.sent)
+        order = ALONE if is_alone else OWN_LAST if own_place else OWN_FIRST
+        self._share.begin_step(order, weights, rates, is_late=is_late)
+        if is_alone:
             contributions, weights = [self._undistorted(made, whole)], [1.0]
-            own_place = 0
-        else:
-            own_place = next(place for place, each in enumerate(contributions) if each is made.sent)
         keeps_own_exact = self.settings.is_lossy and self._rule.keeps_own_exact and not is_alone
-        for piece in slices(len(fast)):
+        for piece in self._share.pieces(made.part):
             own = whole.piece(piece)
             pieces = [contribution[piece] for contribution in contributions]
             if keeps_own_exact:
@@ -91,6 +94,7 @@ class OuterState:
                 fast[piece] = own.slow
         if not is_alone:
             self.contributor.passed_on(made)
+        self._share.end_step()
 
     def _around_own(self, own: OwnVectors, contributions: Sequence[Tensor], own_place: int) -> list[Tensor]:
         """Return ``contributions``, (n,) each, relative to the exact one of this replica; see `step`."""
@@ -169,7 +173,7 @@ class OuterState:
         """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
         if self._rule.sends_fast_weights:
             return made.theta
-        for piece in slices(len(made.sent)):
+        for piece in self._share.pieces(made.part):
             made.sent[piece] = self._rule.contribution(own.piece(piece))
         return made.sent
 

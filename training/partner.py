@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
@@ -19,6 +20,7 @@ from .copying import Copier
 from .errors import CodecError, DataError
 from .screening.history import Histories
 from .screening.rule import EVALUATION_BATCHES, EVALUATION_SECONDS, Encounter, Partner, Refuse, ScreeningRule, Verdict
+from .share import Share
 from .topk import TopK
 
 
@@ -43,20 +45,47 @@ class Answers:
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
 
+class Decoder:
+    """Decodes contributions into ``memory`` (n,) fp32; ``share``: what this process does of that."""
+
+    def __init__(self, form: Form, memory: Tensor, copier: Copier, share: Share) -> None:
+        self.form = form
+        self.memory = memory
+        self.copier = copier
+        self.share = share
+
+    def decode(self, own: Contribution, span: slice, encoded: npt.NDArray[np.uint8]) -> CodecError | None:
+        """Decode a span of a partner's contribution for ``own``; returns what is wrong with it.
+
+        ``encoded`` (bytes,) uint8 is the whole contribution, of which this span's bytes have arrived.
+        """
+        problem: CodecError | None = None
+        encoded = self.share.begin_decoding(span, encoded, bytes_of(self.form, span))
+        for piece in self.share.pieces(own.part, span):
+            values = self.memory[piece]
+            if isinstance(self.form, TopK):
+                values.copy_(own.filling[piece])
+            try:
+                self.form.decode(self.copier.fetch(bytes_to_read(encoded[bytes_of(self.form, piece)])), values)
+            except CodecError as error:
+                problem = error
+                break
+        if self.share.end_decoding(has_failed=problem is not None) and problem is None:
+            return CodecError("a value received is not finite, or too large")  # another process has found it
+        return problem
+
+
 class PartnerContribution:
     """The partners' contributions, one per round, each compared with this replica's own.
 
-    They are decoded into ``memory`` (n,). ``histories`` is what ``rule`` remembers.
+    ``histories`` is what ``rule`` remembers.
     """
 
-    def __init__(self, form: Form, memory: Tensor, copier: Copier, rule: ScreeningRule) -> None:
+    def __init__(self, decoder: Decoder, rule: ScreeningRule) -> None:
         self.histories = Histories()
-        self._form = form
-        self._memory = memory
-        self._copier = copier
+        self._decoder = decoder
         self._rule = rule
-        self._own: Tensor | None = None
-        self._filling: Tensor | None = None
+        self._own: Contribution | None = None
         self._num_evaluated: int | None = None
         self._begin()
 
@@ -80,7 +109,7 @@ class PartnerContribution:
 
     def expect(self, own: Contribution | None) -> None:
         """Expect a partner's contribution for ``own``, once it is encoded; None: expect no contribution."""
-        self._own, self._filling = (None, None) if own is None else (own.sent, own.filling)
+        self._own = own
         self._begin()
 
     def _begin(self) -> None:
@@ -100,27 +129,18 @@ class PartnerContribution:
         if address != self._address or available < self._available or self._judged is not None:
             self._begin()
         self._address, self._available = address, available
-        with self._copier.aside():
-            for part in slices(len(self._own)):
-                where = bytes_of(self._form, part)
-                if where.stop > available or self._problem is not None:
+        decoder, own = self._decoder, self._own
+        parts = slices(len(own.sent), self._num_taken)
+        arrived = [part for part in parts if bytes_of(decoder.form, part).stop <= available]
+        with decoder.copier.aside():
+            for span in decoder.share.spans(arrived):
+                if self._problem is not None:
                     return
-                if part.start >= self._num_taken:
-                    self._decode(part, bytes_to_read(source[where]))
-                    self._num_taken = part.stop
-
-    def _decode(self, part: slice, data: Tensor) -> None:
-        assert self._own is not None
-        assert self._filling is not None
-        values = self._memory[part]
-        if isinstance(self._form, TopK):
-            values.copy_(self._filling[part])
-        try:
-            self._form.decode(self._copier.fetch(data), values)
-        except CodecError as error:
-            self._problem = error
-            return
-        self._rule.feed(self._own[part], values)
+                self._num_taken = span.stop
+                self._problem = decoder.decode(own, span, source)
+                if self._problem is None:
+                    for part in slices(span.stop, span.start):
+                        self._rule.feed(own.sent[part], decoder.memory[part])
 
     def judge(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
         """Decode the rest and judge the whole contribution. A refusal is remembered at once."""
@@ -128,14 +148,14 @@ class PartnerContribution:
             return _NO_OWN
         size = np.frombuffer(data, dtype=np.uint8).size
         try:
-            check_length(self._form, len(self._own), size)
+            check_length(self._decoder.form, len(self._own.sent), size)
             self.take_in(data, size)
             if self._problem is not None:
                 raise self._problem
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
-        return self._ask(self._own, encounter, answers)
+        return self._ask(self._own.sent, encounter, answers)
 
     def verdict(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
         """Return the verdict on the contribution that was just judged, without reading it again; otherwise `judge`."""
@@ -144,11 +164,11 @@ class PartnerContribution:
         if self._own is None or self._judged is None or not is_same:
             return self.judge(data, encounter, answers)
         partner, verdict = self._judged
-        return verdict if partner.encounter == encounter else self._ask(self._own, encounter, answers)
+        return verdict if partner.encounter == encounter else self._ask(self._own.sent, encounter, answers)
 
     def _ask(self, own: Tensor, encounter: Encounter, answers: Answers) -> Verdict:
-        self._copier.join()
-        values = self._memory[: len(own)]
+        self._decoder.copier.join()
+        values = self._decoder.memory[: len(own)]
         partner = Partner(
             encounter,
             own,

@@ -3,17 +3,23 @@
 However the model is cut (FSDP2's `fully_shard`, tensor parallelism, both, or not at all, with the same parameters in
 each process), a member contributes whole parameters in the run's order. So any sharding averages with any other.
 
-Rank 0 leads: its engine has the flat vectors, on the host, and its node the identity. After each step of the optimizer
-every rank asks what to do next. An order reaches all of them between the same two steps:
+Rank 0 leads: its engine and its node decide, and the node has the identity. After each step of the optimizer every rank
+asks what to do next. An order reaches all of them between the same two steps:
 
     BEGIN    the names of the parameters follow
-    READ     each parameter becomes whole at rank 0, one after another
-    WRITE    each parameter is set to what rank 0 has
+    SHARE    map the memory for the flat vectors that follows
+    READ     copy the parameters to the flat vectors
+    WRITE    copy the flat vectors to the parameters
+    ENCODE   freeze a contribution of a fragment, and begin to encode one's ranges
+    DECODE   decode one's ranges of a span of the partner's contribution
+    OUTER    take the outer step in one's ranges
     MEASURE  all compute the held-out loss
     STEP     go on with the loop, until after the next step
     OVER     no more orders will come; `FAILED`: nor can the loop go on
 
-Orders travel over gloo, and parameters over whatever the user's process group is of.
+Ranks on one machine share the flat vectors (`farandole.training.shared_vectors`). Elsewhere, and before `SHARE`, rank 0
+has the vectors: at `READ` each parameter becomes whole there, one after another, and at `WRITE` each is set to what
+rank 0 has. Orders travel over gloo, and parameters over whatever the user's process group is of.
 """
 
 from __future__ import annotations
@@ -21,20 +27,20 @@ from __future__ import annotations
 import enum
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
 
-from .errors import TrainingError
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 # An order may be waited for as long as a member rests. A process that dies closes its connections, which ends the wait.
 MAX_REST: Final = timedelta(days=365)
+# Numbers of one order, each exact in fp64.
+MAX_NUMBERS: Final = 6
 # What `torch.compile` puts in front of the names of the module that it wraps.
 _COMPILED: Final = "_orig_mod."
 
@@ -49,6 +55,10 @@ class Order(enum.IntEnum):
     STEP = 4
     OVER = 5
     FAILED = 6
+    SHARE = 7
+    ENCODE = 8
+    DECODE = 9
+    OUTER = 10
 
 
 class Ranks:
@@ -68,34 +78,67 @@ class Ranks:
         """Return whether this is rank 0."""
         return self._group is None or distributed.get_rank() == 0
 
-    def tell(self, order: Order, round_index: int = 0, tokens: int = 0) -> None:
-        """Send an order to the other ranks, as rank 0. Raises `RuntimeError` if one of them is gone."""
-        if self._group is not None:
-            distributed.broadcast(torch.tensor([order, round_index, tokens]), 0, group=self._group)
+    @property
+    def rank(self) -> int:
+        """Return this process's rank."""
+        return 0 if self._group is None else distributed.get_rank()
 
-    def hear(self) -> tuple[Order, int, int]:
-        """Wait for the next order and return (order, round, tokens). Raises `RuntimeError` if rank 0 is gone."""
-        told = torch.empty(3, dtype=torch.int64)
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return 1 if self._group is None else distributed.get_world_size()
+
+    def tell(self, order: Order, *numbers: float) -> None:
+        """Send an order with up to `MAX_NUMBERS` numbers to the other ranks, as rank 0.
+
+        Raises `RuntimeError` if one of them is gone.
+        """
+        if self._group is not None:
+            told = [float(order), *numbers, *[0.0] * (MAX_NUMBERS - len(numbers))]
+            distributed.broadcast(torch.tensor(told, dtype=torch.float64), 0, group=self._group)
+
+    def hear(self) -> tuple[Order, list[float]]:
+        """Wait for the next order and return it with its numbers. Raises `RuntimeError` if rank 0 is gone."""
+        told = torch.empty(1 + MAX_NUMBERS, dtype=torch.float64)
         distributed.broadcast(told, 0, group=self._group)
-        order, round_index, tokens = told.tolist()
-        return Order(order), round_index, tokens
+        order, *numbers = told.tolist()
+        return Order(int(order)), numbers
+
+    def tell_bytes(self, order: Order, data: bytes) -> None:
+        """Send an order with data, as rank 0."""
+        if self._group is not None:
+            self.tell(order, len(data))
+            distributed.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self._group)
+
+    def hear_bytes(self, size: float) -> bytes:
+        """Receive the data of `tell_bytes`; ``size`` is the order's number."""
+        data = torch.empty(int(size), dtype=torch.uint8)
+        distributed.broadcast(data, 0, group=self._group)
+        return data.numpy().tobytes()
 
     def begin(self, names: Sequence[str]) -> None:
         """Send the names of the parameters that `Order.READ` and `Order.WRITE` refer to."""
-        if self._group is not None:
-            encoded = torch.frombuffer(bytearray("\n".join(names).encode()), dtype=torch.uint8)
-            self.tell(Order.BEGIN, len(encoded))
-            distributed.broadcast(encoded, 0, group=self._group)
+        self.tell_bytes(Order.BEGIN, "\n".join(names).encode())
 
-    def hear_names(self, size: int) -> list[str]:
-        """Receive the names that `begin` sent, ``size`` bytes encoded."""
-        encoded = torch.empty(size, dtype=torch.uint8)
-        distributed.broadcast(encoded, 0, group=self._group)
-        return encoded.numpy().tobytes().decode().split("\n")
+    def meet(self, flag: bool = False) -> bool:
+        """Wait for all ranks; return whether any of them gives True. Raises `RuntimeError` if one of them is gone."""
+        if self._group is None:
+            return flag
+        flags = torch.tensor([int(flag)])
+        distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=self._group)
+        return bool(flags.item())
+
+    def gather(self, numbers: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """Return what each rank gives, in the order of the ranks."""
+        if self._group is None:
+            return [list(numbers)]
+        gathered: list[Any] = [None] * self.num_ranks
+        distributed.all_gather_object(gathered, list(numbers), group=self._group)
+        return gathered
 
     def replace(self, parameter: nn.Parameter, values: Tensor | None) -> None:
         """Set a parameter, in place, to what rank 0 gives; the others give None."""
-        if (cut := _cut_of(parameter)) is None and not self.are_many:
+        if (cut := cut_of(parameter)) is None and not self.are_many:
             assert values is not None
             parameter.copy_(values)
             return
@@ -104,7 +147,7 @@ class Ranks:
             whole.copy_(values)
         if self.are_many:
             distributed.broadcast(whole, 0)
-        parameter.copy_(whole if cut is None else _cut_like(cut, whole))
+        parameter.copy_(whole if cut is None else cut_like(cut, whole))
 
 
 ALONE: Final = Ranks()
@@ -163,11 +206,11 @@ def parameters_of(module: nn.Module, *, with_frozen: bool = False) -> dict[str, 
 
 def whole_of(parameter: nn.Parameter) -> Tensor:
     """A parameter with the parts that other ranks have; every rank asks for it at the same time."""
-    cut = _cut_of(parameter)
+    cut = cut_of(parameter)
     return parameter if cut is None else cut.full_tensor()
 
 
-def _cut_of(parameter: Tensor) -> DTensor | None:
+def cut_of(parameter: Tensor) -> DTensor | None:
     """The parameter, if ranks have parts of it."""
     if not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -176,90 +219,13 @@ def _cut_of(parameter: Tensor) -> DTensor | None:
     return parameter if isinstance(parameter, DTensor) else None
 
 
-def _cut_like(cut: DTensor, whole: Tensor) -> Tensor:
+def cut_like(cut: DTensor, whole: Tensor) -> Tensor:
     """Return this rank's part of a tensor that every rank has whole."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = cut.device_mesh
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(mesh, cut.placements)
-
-
-class Follower:
-    """Any rank except rank 0. It executes orders between two steps."""
-
-    def __init__(self, ranks: Ranks, module: nn.Module, evaluate: Callable[[], float] | None) -> None:
-        self.round = 0
-        self.tokens = 0
-        self.is_over = False
-        self._ranks = ranks
-        self._module = module
-        self._evaluate = evaluate
-        self._parameters: list[nn.Parameter] = []
-
-    def begin(self) -> None:
-        """Obey until rank 0 lets the loop begin."""
-        self.step_taken()
-
-    def step_taken(self) -> None:
-        """Obey until the next step may be taken. Raises `TrainingError` if rank 0 has failed."""
-        self._obey(Order.STEP)
-
-    def end(self) -> None:
-        """Obey until rank 0 has ended."""
-        self._obey(Order.OVER)
-
-    def abandon(self) -> None:
-        """The loop has failed in this rank: the others find out when this process ends."""
-
-    def report(self, loss: float) -> None:
-        """Rank 0's losses are reported."""
-
-    def _obey(self, until: Order) -> None:
-        while not self.is_over:
-            order, round_index, tokens = self._ranks.hear()
-            match order:
-                case Order.BEGIN:
-                    self._take_names(self._ranks.hear_names(round_index))
-                case Order.READ:
-                    self._read()
-                case Order.WRITE:
-                    self._write()
-                case Order.MEASURE:
-                    self._measure()
-                case Order.STEP:
-                    self.round, self.tokens = round_index, tokens
-                case Order.OVER:
-                    self.is_over = True
-                case Order.FAILED:
-                    self.is_over = True
-                    raise TrainingError("rank 0 has failed, and says why")
-            if order is until:
-                return
-
-    def _take_names(self, names: Iterable[str]) -> None:
-        found = parameters_of(self._module, with_frozen=True)
-        if missing := [name for name in names if name not in found]:
-            raise TrainingError(f"the model of this rank lacks {missing[0]}, which that of rank 0 has")
-        self._parameters = [found[name] for name in names]
-
-    def _measure(self) -> None:
-        if self._evaluate is None:
-            raise TrainingError("evaluate= is to be given to every rank, or to none")
-        self._evaluate()
-
-    @torch.no_grad()
-    def _read(self) -> None:
-        synchronize(self._parameters)
-        for parameter in self._parameters:
-            whole_of(parameter)
-
-    @torch.no_grad()
-    def _write(self) -> None:
-        synchronize(self._parameters)
-        for parameter in self._parameters:
-            self._ranks.replace(parameter, None)
-        reshard(self._module)
 
 
 def synchronize(parameters: Iterable[nn.Parameter]) -> None:

@@ -15,7 +15,8 @@ from farandole.protocol.errors import ManifestError
 from farandole.protocol.external_model import recipe_hash
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_dict, sign_manifest
 from farandole.protocol.vectors import SLOW
-from farandole.training.ranks import Follower, Order, Ranks, open_ranks, parameters_of, whole_of
+from farandole.training.follower import Follower
+from farandole.training.ranks import Order, Ranks, open_ranks, parameters_of, whole_of
 
 from ..base.identity import load_or_create_key
 from ..base.settings import NodeSettings

@@ -13,7 +13,8 @@ from torch import nn
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.invite import decode_invite, is_invite
 from farandole.protocol.manifest import decode_manifest
-from farandole.training.ranks import Follower, open_ranks
+from farandole.training.follower import Follower
+from farandole.training.ranks import open_ranks
 
 from ..base.control import call
 from ..base.settings import NodeSettings, default_home

@@ -1,4 +1,4 @@
-"""What each rank of `test_ranks` runs: a model that is cut in one way or another, and one round of it.
+"""What each rank of `test_ranks` runs: a model that is cut in one way or another, and some rounds of it.
 
 python ranks_program.py KIND RANK RANKS FILE
 """
@@ -14,16 +14,19 @@ from torch import nn
 from farandole.protocol.external_model import ExternalModel
 from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.training import shared_vectors
 from farandole.training.external import ExternalEngine, Turns
-from farandole.training.ranks import Follower, Order, open_ranks, parameters_of, reshard, whole_of
+from farandole.training.follower import Follower
+from farandole.training.ranks import Order, Ranks, open_ranks, parameters_of, reshard, whole_of
+from farandole.training.screening.rule import Accept
 
 RUN_ID = b"r" * 32
 
 
 def build() -> nn.Module:
-    """A model some of whose rows and columns are no multiples of the number of ranks."""
+    """A model of some blocks, some of whose rows and columns are no multiples of the number of ranks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 14), nn.Tanh(), nn.Linear(14, 5), nn.LayerNorm(5))
+    return nn.Sequential(nn.Linear(37, 70), nn.Tanh(), nn.Linear(70, 11), nn.LayerNorm(11))
 
 
 def cut(module: nn.Module, kind: str, ranks: int) -> None:
@@ -32,7 +35,7 @@ def cut(module: nn.Module, kind: str, ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    if kind == "fsdp":
+    if kind in ("fsdp", "apart"):
         fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
     elif kind == "hsdp":
         fully_shard(module, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards")))
@@ -47,55 +50,95 @@ def cut(module: nn.Module, kind: str, ranks: int) -> None:
 
 
 @torch.no_grad()
-def forward(module: nn.Module) -> torch.Tensor:
+def forward(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What the model makes of some numbers."""
-    made: torch.Tensor = module(torch.linspace(-1, 1, 21).reshape(3, 7))
+    made: torch.Tensor = module(torch.linspace(-1, 1, 111).reshape(3, 37).to(dtype))
     return made
 
 
-def play_round(module: nn.Module, kind: str, num_ranks: int) -> tuple[str, str]:
-    """A round with another member; returns hashes of this one's contribution and of its state afterwards."""
+def part_if(is_apart: bool) -> None:
+    """Have this rank see no shared memory of rank 0's, as on another machine."""
+    if is_apart:
+
+        def see_none(place: str) -> int:
+            raise FileNotFoundError(place)
+
+        shared_vectors._open = see_none
+
+
+def play_rounds(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, *, is_shared: bool) -> str:
+    """Rounds with another member, of which one is late and one refused; returns a hash of all that was sent and is."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(build()).items()}
     model = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel(shapes))
-    manifest = Manifest(name="ranks", model=model, outer=NoLoCoConfig(codec="int8"))
-    if kind != "plain":
-        cut(module, kind, num_ranks)
-        forward(module)  # after it FSDP2 keeps the root's parameters whole
-    ranks = open_ranks()
-    if not ranks.is_leader:
-        Follower(ranks, module, None).end()
-        return "", ""
+    manifest = Manifest(name="ranks", model=model, outer=outer)
     engine = ExternalEngine(module, manifest, Turns(), run_id=RUN_ID, ranks=ranks)
-    sent = bytearray(engine.contribution_bytes)
-    engine.contribute(sent)
+    assert engine.shares_vectors == is_shared
     other = build()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     partner = ExternalEngine(other, manifest, Turns(), run_id=RUN_ID)
-    received = bytearray(partner.contribution_bytes)
-    partner.contribute(received)
-    engine.apply(bytes(received))
-    ranks.tell(Order.OVER)
-    state = b"".join(tensor.numpy().tobytes() for tensor in engine.state().values())
-    return blake3(bytes(sent)).hexdigest(), blake3(state).hexdigest()
+    hashed, final = blake3(), list[int]()
+    for round_index in range(3):
+        fragment = round_index % outer.fragments
+        sent, received = bytearray(engine.contribution_bytes), bytearray(partner.contribution_bytes)
+        size = engine.contribution(fragment)
+        hashed.update(engine.encode(sent, final.append))
+        assert final[-1] == size
+        partner.contribute(received, fragment)
+        if round_index == 1:
+            engine.count_step(1)  # a late outer step keeps the weights' own progress
+        usable = bytes(received[:size])
+        engine.take_in(bytearray(usable), size // 2)
+        if round_index == 2:
+            received[size - 2 :] = b"\xff\xff"  # the last element is another one, or not a number
+        verdict = engine.screen(bytes(received[:size]))
+        engine.apply(bytes(received[:size]) if isinstance(verdict, Accept) else None, own_first=round_index != 1)
+        partner.apply(bytes(sent[:size]), own_first=round_index == 1)
+        judged = str(verdict) if isinstance(verdict, Accept) else "refused"  # the reason is another rank's
+        hashed.update(bytes(sent[:size]) + judged.encode())
+        for tensor in engine.state().values():
+            hashed.update(tensor.numpy().tobytes())
+    return hashed.hexdigest()
+
+
+CASES = (
+    NoLoCoConfig(codec="fp32"),
+    NoLoCoConfig(codec="int8"),
+    NoLoCoConfig(codec="int4", fragments=2, gamma=0.6),
+    NoLoCoConfig(codec="topk", topk=32),
+)
 
 
 def main(kind: str, rank: int, num_ranks: int, file: str) -> None:
-    """Print the hashes, and one of the parameters as this rank has them in the end."""
+    """Print a hash for each case, and one of the parameters as this rank has them in the end."""
     if kind != "plain":
         torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
-    module = build()
-    sent, state = play_round(module, kind, num_ranks)
-    computed, oracle = forward(module), build()
-    reshard(module)
-    with torch.no_grad():
-        wholes = [whole_of(parameter) for parameter in module.parameters()]
-        for parameter, whole in zip(oracle.parameters(), wholes, strict=True):
-            parameter.copy_(whole)
-    torch.testing.assert_close(computed, forward(oracle))
-    parameters = blake3(b"".join(whole.detach().numpy().tobytes() for whole in wholes)).hexdigest()
-    print(sent, state, parameters)
+    part_if(kind == "apart" and rank == 1)
+    hashes = []
+    for dtype in (torch.float32, torch.bfloat16):
+        module = build().to(dtype)
+        if kind != "plain":
+            cut(module, kind, num_ranks)
+            forward(module, dtype)  # after it FSDP2 keeps the root's parameters whole
+        ranks = open_ranks()
+        if ranks.is_leader:
+            is_shared = ranks.are_many and kind != "apart"
+            hashes += [play_rounds(module, outer, ranks, is_shared=is_shared) for outer in CASES]
+            ranks.tell(Order.OVER)
+        else:
+            Follower(ranks, module, None).end()
+        computed, oracle = forward(module, dtype), build().to(dtype)
+        reshard(module)
+        with torch.no_grad():
+            wholes = [whole_of(parameter) for parameter in module.parameters()]
+            for parameter, whole in zip(oracle.parameters(), wholes, strict=True):
+                parameter.copy_(whole)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(computed, forward(oracle, dtype), rtol=tolerance, atol=tolerance)
+        values = b"".join(whole.detach().float().numpy().tobytes() for whole in wholes)
+        hashes.append(blake3(values).hexdigest())
+    print(*hashes)
     if kind != "plain":
         torch.distributed.destroy_process_group()
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from farandole.training.codec import BLOCK
+from farandole.training.errors import TrainingError
 from farandole.training.ranks import restarts_meet_the_dead
+from farandole.training.shared_vectors import own_ranges, pieces_of
 
 from ..patience import PATIENCE
 
@@ -43,17 +46,39 @@ def of_one_process() -> list[str]:
     return printed
 
 
+# "apart": the ranks share no memory, as on two machines.
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [("fsdp", 1), ("fsdp", 2), ("hsdp", 4), ("both", 4), ("replicated", 2)],
+    [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("both", 4), ("replicated", 2), ("apart", 2)],
 )
 def test_however_a_model_is_cut_its_member_sends_and_learns_the_same_bits(
     kind: str, num_ranks: int, tmp_path: Path
 ) -> None:
+    """fp32, int8, fragments of int4, topk; for weights in fp32 and in bf16."""
     [leader, *others] = play(kind, num_ranks, tmp_path)
-    sent, state, parameters = of_one_process()
-    assert leader == [sent, state, parameters]
-    assert [rank[2] for rank in others] == [parameters] * (num_ranks - 1)
+    expected = of_one_process()
+    assert leader == expected
+    num_cases = len(expected) // 2
+    parameters = [expected[num_cases - 1], expected[-1]]
+    assert others == [parameters] * (num_ranks - 1)
+
+
+def test_each_block_of_the_vector_is_one_ranks() -> None:
+    """A block that straddles two ranks is the lower one's; fragments begin in the middle of ranges."""
+    num_elements, part = 5000, slice(1300, 5000)
+    ranges = [[(0, 700), (1400, 1500)], [(700, 1400), (1500, 4000)], [(4000, 5000), (1500, 1600)]]
+    pieces = [pieces_of(own_ranges(ranges, rank, num_elements), part) for rank in range(3)]
+    covered = sorted((piece.start, piece.stop) for each in pieces for piece in each)
+    assert [start for start, _ in covered] == [0, *[stop for _, stop in covered[:-1]]]
+    assert covered[-1][1] == 3700
+    assert all(start % BLOCK == 0 for start, _ in covered)
+    assert pieces[0] == [], "the block of its elements 1400 to 1500 begins with an element of the second rank"
+    assert pieces[2] == [slice(2816, 3700)]
+
+
+def test_a_parameter_that_no_rank_has_whole_is_found() -> None:
+    with pytest.raises(TrainingError, match="lack a part"):
+        own_ranges([[(0, 10)], [(20, 30)]], 0, 30)
 
 
 @pytest.mark.parametrize(
