@@ -43,7 +43,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 PARTNER_BYTES = 8
 MAX_MEMBER_ADDRESS_CHARS = 192
-"""The longest multiaddr in a member's entry: through a relay, /dns4 and two peer ids, with a name of 60 characters."""
+"""The longest multiaddr in a member's entry. A relayed one takes 85 characters besides its relay's host name."""
 _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MEMBER_ADDRESS_CHARS, pattern=r"\A/[\x21-\x7e]*\Z")]
 MAX_SUSPECTS = 48
 """The number of 8-byte prefixes that a payload of 512 bytes holds."""

@@ -323,7 +323,7 @@ def share_vectors(
 
     ``parameters``: those of the layout, in its order; their names were sent by `Ranks.begin`.
     """
-    if not ranks.are_many:
+    if not ranks.are_many or sys.platform == "win32":  # whether a process is there is asked by a signal
         return None
     memory: VectorMemory | None = None
     with contextlib.suppress(OSError, ValueError):
