@@ -54,8 +54,7 @@ class Lines:
     latency: float = 0.05
     """Median in seconds of one message, one way, as in the scenario slow-link."""
     latency_spread: float = 0.5
-    """Log-deviation, an assumption: one message in 1,000 takes 0.23 s or more. NoLoCo (arXiv 2506.10911) assumes
-    log-normal latencies, too."""
+    """Log-deviation, an assumption: one message in 1,000 takes 0.23 s or more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ Seconds = npt.NDArray[np.float64]
 Latencies = Callable[[int], Seconds]
 """Draws the latencies of a number of messages."""
 
-# Pieces into which a contribution is cut on its way through a tree: more gain less than a tenth.
+# Pieces into which a contribution is cut on its way through a tree. Deep trees gain from more: at depth 9, 64 pieces
+# would save about a quarter of the transfer.
 TREE_PIECES: Final = 16
 
 

@@ -113,7 +113,9 @@ def words(timing: Timing, has_losses: bool) -> list[str]:
         "for the slowest node and its line. *A step*: seconds of the run for an inner step of an average node. "
         "*Alone*: rounds without an average.",
         "Not modelled: slow start, loss, other traffic of a home, newcomers' downloads. The gathered group's time is a "
-        "lower bound. Line spreads are assumptions."
+        "lower bound. Line spreads are assumptions. Much of what a barrier costs here is the wait for slow machines, "
+        "not communication: nodes behind it take equal numbers of steps, pairs unequal ones. The tree is a simple one "
+        "(its two directions do not overlap, it begins again when a member leaves), so its figures are an upper bound."
         + (
             " Times to a loss take the curves of `farandole testnet compare` as they are: steps are of an average "
             "node, and pairs whose nodes take unequal steps are assumed to learn as equal ones. An outer step comes as "
