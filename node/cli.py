@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(exit_code_of(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(Exit.INTERRUPTED)
-    except Exception as error:
+    except Exception as error:  # any defect; it stays as it is, with a note
         from .base.project import addresses, where_to_report
 
         error.add_note(where_to_report(addresses()))

@@ -82,7 +82,7 @@ class Contributor:
         assembly = self._share.assemble(bytes_to_fill(self.form, len(frozen.theta), out), progress)
         try:
             self._encode_pieces(frozen, assembly)
-        except BaseException:
+        except BaseException:  # for any exception: another rank may be waiting for these bytes
             assembly.fail()
             raise
         return assembly.seal()

@@ -77,7 +77,7 @@ class VectorMemory:
             elif os.fstat(descriptor).st_size != self.size:
                 raise OSError("the shared memory has another size")
             self._memory = mmap.mmap(descriptor, self.size)
-        except BaseException:
+        except BaseException:  # for any exception: nothing else has the descriptor yet
             os.close(descriptor)
             raise
         self._descriptor: int | None = descriptor
