@@ -33,8 +33,8 @@ from .transfers import Latencies, Line, gathered_seconds, ring_seconds, tree_sec
 
 MBIT: Final = 125_000.0
 # Scale in minutes and shape of the Weibull distribution of sessions in KAD: M. Steiner, T. En-Najjary, E. W. Biersack,
-# "Analyzing Peer Behavior in KAD" (Eurecom RR-07-205, 2007), from the second crawl on. Volunteers of computing projects
-# stay longer.
+# "Analyzing Peer Behavior in KAD" (Eurecom RR-07-205, 2007), as the source of the simulator PeerfactSim quotes them.
+# Volunteers of computing projects may stay longer. Only the mean is used here.
 SESSION_MINUTES: Final = (169.5385, 0.61511)
 # A ring or tree that has started this many times in a round gives the round up; its time still counts.
 MAX_STARTS: Final = 100
