@@ -104,9 +104,9 @@ class Weights:
         journal, membership, stage = self._journal, self._membership, self._membership.stage
         await trio.to_thread.run_sync(self.files.clean, stage)
         own_round, fetched_round = await self.rounds()
-        self._note_verdict(own_round, fetched_round)
+        were_unfit = self._note_verdict(own_round, fetched_round)
         newest = own_round if fetched_round is None else max(fetched_round, own_round or 0)
-        await self._await_contact()
+        await self._await_contact(needs_anyone=were_unfit and newest is None)
         if not self._is_behind(newest):
             return
         journal.announce("fetching weights", "the run is under way: fetching weights from members", "members' weights")
@@ -125,10 +125,15 @@ class Weights:
             )
         journal.warn("members that claim to be far on gave no weights; the others begin, and so does this node")
 
-    async def _await_contact(self) -> None:
-        """Wait for contact with a member that trains, because members that were only heard of are not believed."""
+    async def _await_contact(self, *, needs_anyone: bool) -> None:
+        """Wait for contact with a member that trains, because members that were only heard of are not believed.
+
+        ``needs_anyone``: also wait while no member is live. The run is known to be under way, and a few seconds without
+        heartbeats, such as among liars that pass none on, must not make this node begin from the run's seed.
+        """
+        membership = self._membership
         with trio.move_on_after(CONTACT_TIMEOUT):
-            while self._membership.awaits_contact():
+            while membership.awaits_contact() or (needs_anyone and not membership.everyone):
                 self._journal.enter("fetching weights", "dialling members that train", "a member that answers")
                 await trio.sleep(CONTACT_INTERVAL)
 
@@ -171,15 +176,19 @@ class Weights:
                 return True  # partners have come that are not ahead
         return False
 
-    def _note_verdict(self, own_round: int | None, fetched_round: int | None) -> None:
-        """Doubt what was taken last if it is gone without becoming this node's own: the trainer judged it unfit."""
+    def _note_verdict(self, own_round: int | None, fetched_round: int | None) -> bool:
+        """Doubt what was taken last if it is gone without becoming this node's own: the trainer judged it unfit.
+
+        Returns whether that is so.
+        """
         if self._on_trial is None or fetched_round is not None:
-            return
+            return False
         (index, donors), self._on_trial = self._on_trial, None
         if own_round is not None and own_round >= index.round:
-            return
+            return False
         names = self._doubt(index, donors)
         self._journal.warn(f"the weights of round {index.round} are unfit: {names} is not believed for a while")
+        return True
 
     def _doubt(self, index: Index, donors: Sequence[bytes]) -> str:
         """Take credit for unfit weights from their author, and from repeat donors of unfit copies; return the names.

@@ -21,7 +21,16 @@ from farandole.node.join import bootstrap as joining
 from farandole.node.join import comparing, downloads
 from farandole.node.join.downloads import Downloads
 from farandole.node.join.giving import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyKeeper, Giving
-from farandole.node.join.weights import DISPUTED_AFTER, MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT, Weights
+from farandole.node.join.weights import (
+    CONTACT_INTERVAL,
+    CONTACT_TIMEOUT,
+    DISPUTED_AFTER,
+    MAX_ASKED,
+    SEED_AFTER,
+    WEIGHTS_RETRY,
+    WEIGHTS_TIMEOUT,
+    Weights,
+)
 from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files
 from farandole.node.store.fetch import Fetched, FetchError
@@ -117,6 +126,10 @@ class World:
 
     def current_round(self) -> int:
         return self.round
+
+    @property
+    def everyone(self) -> frozenset[bytes]:
+        return frozenset(self.members)
 
     def networks(self) -> dict[bytes, str]:
         return {}
@@ -568,6 +581,34 @@ async def test_the_author_of_unfit_weights_is_not_believed_and_another_is_asked(
     assert "the weights of round 29 are unfit" in "\n".join(world.said)
     assert not world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
     assert world.is_fetched(BOB, 1, 28)
+
+
+async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_them(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    members = world.members = {ANN: 1, BOB: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 28)}
+    await world.weights.obtain()
+    refuse(world)
+    world.members, world.round = {}, 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.weights.obtain)
+        await trio.sleep(5.0)
+        world.members, world.round = members, 30
+    assert world.is_fetched(BOB, 1, 28)
+
+
+async def test_a_newcomer_whose_members_never_come_back_begins_anew(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members, world.by_peer = {ANN: 1}, {(ANN, 1): (ANN, 29)}
+    await world.weights.obtain()
+    refuse(world)
+    world.members, world.round = {}, 0
+    began_at = trio.current_time()
+    await world.weights.obtain()
+    assert trio.current_time() - began_at <= CONTACT_TIMEOUT + CONTACT_INTERVAL
+    assert not world.settings.fetched(1).exists()
 
 
 async def test_weights_that_were_taken_up_cost_nobody_its_credit(
