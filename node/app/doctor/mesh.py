@@ -94,7 +94,7 @@ def find_skew(votes: Sequence[float]) -> Finding:
     if skew is not None and skew.is_harmful:
         cause = "clock-off" if skew.is_agreed else "clock-disputed"
         return found(cause, how=describe_skew(skew.seconds), num=skew.num_members)
-    ahead = min(votes, key=abs)
+    ahead = min(votes, key=abs) if skew is None else skew.seconds
     return found("clock-fine" if abs(ahead) <= MAX_FINE_OFFSET else "clock-slightly-off", how=describe_skew(ahead))
 
 

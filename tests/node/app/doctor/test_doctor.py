@@ -251,11 +251,16 @@ async def test_one_peer_alone_does_not_make_the_doctor_doubt_this_clock(tmp_path
         ([HOUR, 1.0], "clock-fine"),
         ([HOUR, HOUR, 1.0], "clock-fine"),
         ([HOUR, HOUR, HOUR, 1.0], "clock-off"),
+        ([45.0, 46.0, 47.0, 1.0], "clock-slightly-off"),
         ([HOUR, -HOUR, 2 * HOUR], "clock-disputed"),
     ],
 )
 def test_peers_that_contradict_each_other_about_the_time(votes: list[float], cause: str) -> None:
     assert find_skew(votes).cause == cause
+
+
+def test_the_clock_is_off_by_what_most_peers_say() -> None:
+    assert "46.0 s ahead" in find_skew([46.0, 46.0, 46.0, 1.0]).found
 
 
 async def test_the_line_to_a_peer_is_measured_both_ways_if_asked_for(tmp_path: Path) -> None:
