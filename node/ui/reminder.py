@@ -6,7 +6,7 @@ do. Each remedy is printed once, and again only after another one or after the n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import trio
@@ -26,15 +26,19 @@ class Reminder:
     def __init__(self) -> None:
         self._told = self._seen = ""
         self._seen_at = 0.0
+        self._past: Sequence[str] = ()
+        """Warnings from before the node was last well."""
 
     def look(self, status: NodeStatus, now: float) -> str:
         """Return the line to print, empty if there is none; ``now`` is monotonic."""
         found = headline(status, status.at)
         if found.level == "well":
-            self._told = ""
+            self._told, self._past = "", status.warnings
+        elif found.remedy and any(text.endswith(found.remedy) for text in status.warnings if text not in self._past):
+            self._told = found.remedy  # it was printed when the warning arose
         if found.remedy != self._seen:
             self._seen, self._seen_at = found.remedy, now
-        is_new = found.remedy not in ("", self._told, *status.warnings)  # warnings were printed when they arose
+        is_new = found.remedy not in ("", self._told)
         if not is_new or max(found.lasts, now - self._seen_at) < REMIND_AFTER:
             return ""
         self._told = found.remedy

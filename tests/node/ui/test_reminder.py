@@ -8,9 +8,13 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
+from farandole.node.base.clock_words import clock_words
+from farandole.node.base.release_words import release_words
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START, NodeStatus
 from farandole.node.ui.reminder import LOOK_INTERVAL, REMIND_AFTER, Reminder, keep_reminding
+from farandole.protocol.clock_votes import ClockSkew
+from farandole.protocol.releases import ReleaseConflict
 
 from ..statuses import NOW, STATUS
 
@@ -66,6 +70,23 @@ def test_a_remedy_that_was_a_warning_is_not_printed_again() -> None:
         STATUS, phase="preparing", trainer_restarts=2, is_trainer_dead=True, warnings=["the trainer died: CUDA error"]
     )
     assert indices(*[dead] * 9) == []
+
+
+def test_a_wrong_clock_is_printed_as_a_warning_alone_and_reminded_of_when_it_is_wrong_again() -> None:
+    skew = ClockSkew(-3_660.0, 3, is_agreed=True)
+    wrong = msgspec.structs.replace(STATUS, clock=skew, warnings=[": ".join(clock_words(skew))])
+    later = msgspec.structs.replace(wrong, clock=msgspec.structs.replace(skew, seconds=-3_600.0))
+    set_right = msgspec.structs.replace(wrong, clock=None)
+    assert indices(*[wrong] * 4, *[later] * 4) == []
+    assert indices(*[wrong] * 4, set_right, *[wrong] * 4) == [7]
+
+
+def test_releases_that_cannot_average_are_printed_as_a_warning_alone() -> None:
+    conflict = ReleaseConflict((), ("0.2.0",))
+    split = msgspec.structs.replace(
+        ALONE, release_conflict=conflict, warnings=[": ".join(release_words(conflict, ALONE.version))]
+    )
+    assert indices(*[split] * 9) == []
 
 
 async def test_a_daemon_prints_it_as_a_warning_and_keeps_it_as_an_event(autojump_clock: MockClock) -> None:
