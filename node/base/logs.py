@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Final
 
 import msgspec
@@ -29,6 +30,7 @@ CONSOLE: Final = "farandole.node.ui.console"
 # Of `farandole.node.status.round_log`: two files of some 40,000 rounds each.
 ROUNDS: Final = "farandole.rounds"
 MAX_ROUNDS_BYTES: Final = 16 * 1024 * 1024
+_ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
 class JsonFormatter(logging.Formatter):
@@ -50,19 +52,31 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line an event, and after it the traceback, if any.
+    """One line an event, and after it the traceback, if any, with each line indented.
 
-    Characters that are not printable are escaped: text of a peer must neither begin a line that looks like another
-    event nor reach the terminal that shows the file as a control sequence.
+    Characters that are not printable are escaped: text of a peer, which an exception may quote, must neither begin a
+    line that looks like another event nor reach the terminal that shows the file as a control sequence.
     """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line and the traceback."""
+        record.exc_text = None  # a cache that another handler may have filled with unescaped text
+        return super().format(record)
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the line without the traceback."""
-        line = super().formatMessage(record)
-        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, exc_info: _ExceptionInfo) -> str:
+        """Return the lines of the traceback."""
+        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(exc_info).split("\n"))
+
+
+def _escaped(line: str) -> str:
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
 class Throttle(logging.Filter):

@@ -54,7 +54,21 @@ def test_a_traceback_stays_readable(tmp_path: Path) -> None:
             raise ValueError("a defect")
         except ValueError:
             logging.getLogger("farandole.test").exception("ended")
-    assert settings.log.read_text().splitlines()[-1] == "ValueError: a defect"
+    first, *lines = settings.log.read_text().splitlines()
+    assert first.endswith("ERROR farandole.test: ended")
+    assert (lines[0], lines[-1]) == ("  Traceback (most recent call last):", "  ValueError: a defect")
+
+
+def test_text_of_a_peer_in_a_traceback_does_neither(tmp_path: Path) -> None:
+    settings = NodeSettings(home=tmp_path)
+    with logging_to_file(settings):
+        try:
+            raise ValueError("Zoë\n2026-01-01 INFO farandole: left\x1b[2J\x9b\u202e\x0c")
+        except ValueError:
+            logging.getLogger("farandole.test").exception("ended")
+    _, *lines = settings.log.read_text().splitlines()
+    assert all(line.startswith("  ") for line in lines)
+    assert lines[-2:] == ["  ValueError: Zoë", r"  2026-01-01 INFO farandole: left\x1b[2J\x9b\u202e\x0c"]
 
 
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="needs /dev/full")
