@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import textwrap
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ Place = tuple[str | int, ...]
 
 # A value is shown to be recognised; a long list would hide the rest of the sentence.
 _SHOWN_WIDTH: Final = 100
+_MORE: Final = "..."
 _SETTING: Final = re.compile(r"\w+(?:\.\w+|\[\d+\])*")
 
 
@@ -91,7 +91,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 def shown(value: object) -> str:
     """Show a value from a file, shortened."""
-    return textwrap.shorten(json.dumps(value, default=str, ensure_ascii=False), _SHOWN_WIDTH)
+    return shortened(json.dumps(value, default=str, ensure_ascii=False), _SHOWN_WIDTH)
+
+
+def shortened(text: str, width: int) -> str:
+    """Cut a text at ``width`` characters, wherever its words end; dots show that there was more."""
+    return text if len(text) <= width else text[: width - len(_MORE)] + _MORE
 
 
 def _explained(value: object, kind: Any, context: Context, place: Place) -> Iterator[Fault]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +12,10 @@ from typing import Any, Final
 
 from farandole.protocol.errors import ManifestError
 
-from .faults import Fault, FaultyError, Place
+from ..system.terminal import without_controls
+from .faults import Fault, FaultyError, Place, shortened
 
-# A run file is a page of settings.
+# Ten times as much as the longest file of settings: a larger one is probably a wrong path.
 MAX_FILE_BYTES: Final = 256 * 1024
 _LINE_WIDTH: Final = 100
 _POSITION: Final = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
@@ -55,17 +55,21 @@ class TomlFile:
             located = sorted(((_line_of(fault, lines), fault.text) for fault in error.faults), key=lambda each: each[0])
             raise ManifestError("\n".join(_told(self.path, line, text) for line, text in located)) from error
         except ManifestError as error:
-            raise ManifestError(f"{self.path}: {error}") from error
+            raise ManifestError(_told(self.path, 0, str(error))) from error
 
 
 def read_toml(path: Path) -> TomlFile:
-    """Parse a TOML file; `ManifestError` if it is not there, too long, or not TOML."""
+    """Parse a TOML file: a run, a node's settings or a scenario.
+
+    Raises `ManifestError` if it is not there, too long, or not TOML.
+    """
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ManifestError(f"cannot read {path}: {error.strerror}") from error
     if len(raw) > MAX_FILE_BYTES:
-        raise ManifestError(f"{path} has {len(raw)} bytes: that is no run file")
+        raise ManifestError(_told(path, 0, f"more than {MAX_FILE_BYTES} bytes, too many for a file of settings"))
     try:
         text = raw.decode("utf-8").replace("\r\n", "\n")
         return TomlFile(path, text, tomllib.loads(text))
@@ -75,7 +79,7 @@ def read_toml(path: Path) -> TomlFile:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ManifestError(_told(path, line, "this is not TOML: a character is not UTF-8")) from error
     except RecursionError as error:
-        raise ManifestError(f"{path} is not TOML: its values are nested too deeply") from error
+        raise ManifestError(_told(path, 0, "this is not TOML: its values are nested too deeply")) from error
 
 
 def key_lines(text: str) -> dict[Place, int]:
@@ -90,7 +94,8 @@ def _line_of(fault: Fault, lines: Mapping[Place, int]) -> int:
 
 
 def _told(path: Path, line: int, text: str) -> str:
-    return f"{path}:{line}: {text}" if line else f"{path}: {text}"
+    """Return a line about a file, which may be a stranger's; ``line`` is 0 for the file as a whole."""
+    return without_controls(f"{path}:{line}: {text}" if line else f"{path}: {text}")
 
 
 def _not_toml(path: Path, text: str, problem: str) -> str:
@@ -102,11 +107,8 @@ def _not_toml(path: Path, text: str, problem: str) -> str:
     cause = _POSITION.sub("", problem)
     remedy = f" ({_REMEDIES[cause]})" if cause in _REMEDIES else ""
     column = f", column {position[2]}" if position and position[2] else ""
-    return _told(path, number, f"this is not TOML{column}: {cause}{remedy}; the line is: {_cut(lines[number - 1])}")
-
-
-def _cut(line: str) -> str:
-    return textwrap.shorten(line, _LINE_WIDTH)
+    shown_line = shortened(lines[number - 1].strip(), _LINE_WIDTH)
+    return _told(path, number, f"this is not TOML{column}: {cause}{remedy}; the line is: {shown_line}")
 
 
 class _Lines:

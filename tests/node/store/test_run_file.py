@@ -49,13 +49,14 @@ def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("name = ", "is not TOML"),
+        ("name = " + "[" * 100_000, "nested too deeply"),
         ("name = 'a'", "model is missing: expected a preset"),
         ("name = 'a'\nmodel = '7B'", "no preset is called '7B'; there are tiny"),
         ("name = 'a'\nmodel = 'tiny'\ncolour = 1", "colour"),
         ("name = 'a'\nmodel = 'tiny'\n[outer]\ngamma = 1.9", r"outer\.gamma is 1\.9"),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\nbatch_size = '16'", r"inner\.batch_size"),
         ("name = 'a'\nmodel = 3", r"model"),
-        ("#" * MAX_FILE_BYTES + "#", "no run file"),
+        ("#" * MAX_FILE_BYTES + "#", "more than 262144 bytes"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

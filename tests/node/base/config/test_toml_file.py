@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from farandole.node.base.config.faults import Place
-from farandole.node.base.config.toml_file import key_lines
+from farandole.node.base.config.faults import Fault, FaultyError, Place, shown
+from farandole.node.base.config.toml_file import key_lines, read_toml
+from farandole.protocol.errors import ManifestError
 
 ROOT = Path(__file__).parents[4]
 FILES = [*ROOT.glob("examples/**/*.toml"), *ROOT.glob("testnet/**/*.toml"), ROOT / "pyproject.toml"]
@@ -86,3 +87,39 @@ def test_each_key_of_this_repository_s_files_is_in_the_line_that_is_named(path: 
     for place in places(tomllib.loads(text)):
         if isinstance(place[-1], str):
             assert place[-1] in written[lines[place] - 1]
+
+
+def test_no_more_of_a_file_is_read_than_a_file_of_settings_may_have(tmp_path: Path) -> None:
+    path = tmp_path / "huge.toml"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: it takes no room on the disk, and more memory than any machine has
+    with pytest.raises(ManifestError, match=r"huge\.toml: more than 262144 bytes, too many for a file of settings"):
+        read_toml(path)
+
+
+@pytest.mark.parametrize("text", ["a = \x1b[2J", 'a = "\x9b2J\u202e"'])
+def test_faults_of_a_strangers_file_do_not_control_the_terminal(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ManifestError) as caught:
+        read_and_refuse(path)
+    assert str(caught.value).isprintable()
+    assert "2J" in str(caught.value)
+
+
+def read_and_refuse(path: Path) -> None:
+    """Read a file, and report each of its values as a fault."""
+    file = read_toml(path)
+    with file.naming_lines():
+        raise FaultyError(Fault((name,), f"{name} is wrong: {shown(value)}") for name, value in file.values.items())
+
+
+def test_a_long_value_is_cut_at_a_width_even_if_it_is_one_word(tmp_path: Path) -> None:
+    assert shown("x" * 200) == '"' + "x" * 96 + "..."
+    assert shown(["a b"] * 50).startswith('["a b", "a b", ')
+    assert len(shown(["a b"] * 50)) == 100
+    assert shown("two  blanks") == '"two  blanks"'
+    path = tmp_path / "run.toml"
+    path.write_text("  key = " + "x" * 200)
+    with pytest.raises(ManifestError, match=r"the line is: key = x{91}\.\.\.$"):
+        read_toml(path)
