@@ -73,7 +73,9 @@ def manifest_of(
         found += faults_in(error)
         doubtful.append("tokenizer")
         complete["tokenizer"] = {}
-    found += faults_of(complete, Manifest, Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful))
+    reported = {fault.place for fault in found}
+    others = faults_of(complete, Manifest, Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful))
+    found += [fault for fault in others if fault.place not in reported]
     if found:
         raise FaultyError(found)
     return manifest_from_dict(complete)

@@ -141,6 +141,9 @@ def test_all_faults_are_named_at_once_with_their_lines_and_what_would_be_right(t
             ["3: model: no preset", "4: model.widht is no setting; did you mean width?", "6: tokenizer.file: cannot"],
         ),
         ("[model]\nprest = 'tiny'", ["3: model.prest is no setting; did you mean preset?"]),
+        # Faults that both a user's own model and the manifest's model would have.
+        ("[model]\nown = 'a.b:c'\ncontext = 'x'", ["4: model.context: expected a whole number, 8 to"]),
+        ("[model]\nown = 'a.b:c'\nwidth = 'x'", ["4: model.width: what a.b:c returns decides on it"]),
         ("model = 3", ["2: model: expected a preset (tiny, 0.5M"]),
         ("model = 'tiny'\nadmission = [\n  'x',\n  3,\n]", ["5: admission[1]: expected a text in quotes"]),
         ("model = 'tiny'\nadmission = 'opne'", ["3: admission: expected one of open, invited or a list in brackets"]),
