@@ -20,7 +20,7 @@ from farandole.protocol.outer_rules import with_kind
 from farandole.protocol.presets import PRESETS, preset
 
 from ..base.config.faults import Context, Fault, FaultyError, Place, did_you_mean, faults_in, faults_of
-from ..base.config.toml_file import read_toml
+from ..base.config.toml_file import TomlFile
 from .hf_file import hf_model, hf_tokenizer
 from .own_model import own_model
 
@@ -36,15 +36,14 @@ _STAND_IN_MODEL: Final = msgspec.structs.asdict(PRESETS["tiny"])
 _STAND_INS: Final = {"name": "run", "model": _STAND_IN_MODEL}
 
 
-def load_run_file(path: Path, now: float, allowed_models: Collection[str] = ()) -> Manifest:
-    """Read the manifest that ``path`` describes, made at ``now`` (Unix seconds).
+def manifest_of_file(file: TomlFile, now: float, allowed_models: Collection[str] = ()) -> Manifest:
+    """Make the manifest that a run file describes, at ``now`` (Unix seconds).
 
     ``allowed_models`` are the functions that may be called to make a user's own module. Raises `ManifestError`, with a
     line for each fault, which begins with the file's name and the line of the file.
     """
-    file = read_toml(path)
     with file.naming_lines():
-        return manifest_of(file.values, path.parent, now, allowed_models)
+        return manifest_of(file.values, file.path.parent, now, allowed_models)
 
 
 def manifest_of(
@@ -52,7 +51,7 @@ def manifest_of(
 ) -> Manifest:
     """Make the manifest from a parsed run file; ``folder`` is where its relative paths start.
 
-    For ``allowed_models`` see `load_run_file`. Raises `FaultyError`, which has all faults of the settings.
+    For ``allowed_models`` see `manifest_of_file`. Raises `FaultyError`, which has all faults of the settings.
     """
     model, tokenizer = _table(settings.get("model")), settings.get("tokenizer", {})
     complete = {"created_at": int(now), **settings, "outer": with_kind(settings.get("outer", {}))}

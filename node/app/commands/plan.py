@@ -102,11 +102,11 @@ def _read(model: str) -> _Model:
     from farandole.protocol.planning import given_by
 
     from ...base.config.toml_file import read_toml
-    from ...store.run_file import load_run_file, manifest_of
+    from ...store.run_file import manifest_of, manifest_of_file
 
     if model.endswith(".toml"):
-        path = Path(model)
-        return _Model(load_run_file(path, time.time()), given_by(read_toml(path).values), None)
+        file = read_toml(Path(model))
+        return _Model(manifest_of_file(file, time.time()), given_by(file.values), None)
     name = re.sub(r"[^\w .:+-]", "-", Path(model.removeprefix("hf:")).name or model)[:64]
     is_folder = model.startswith("hf:")
     table = {"hf": str(Path(model.removeprefix("hf:")).absolute())} if is_folder else {"preset": model}

@@ -71,10 +71,11 @@ def create_run(
     from ...base.doubtful_settings import doubtful_settings
     from ...base.identity import load_or_create_key
     from ...base.requirements import unusual_needs
-    from ...store.run_file import load_run_file
+    from ...store.run_file import manifest_of_file
 
-    written = load_run_file(run_file, time.time(), settings.allow_model)
-    given = given_by(read_toml(run_file).values)
+    file = read_toml(run_file)
+    written = manifest_of_file(file, time.time(), settings.allow_model)
+    given = given_by(file.values)
     manifest = complete(written, given)
     path = out or run_file.with_suffix(".manifest")
     if path.exists() and not force:

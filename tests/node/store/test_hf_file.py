@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from farandole.node.base.config.toml_file import read_toml
 from farandole.node.store.hf_file import MAX_CONFIG_BYTES
-from farandole.node.store.run_file import load_run_file, manifest_of
+from farandole.node.store.run_file import manifest_of, manifest_of_file
 from farandole.protocol.cut import stage_parameters
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.families.gpt2 import GPT2Config
@@ -54,7 +55,7 @@ def test_a_run_file_names_a_configuration_or_its_folder(tmp_path: Path) -> None:
     for name in ("llama/config.json", "llama"):
         path = tmp_path / "run.toml"
         path.write_text(f'name = "a"\nmodel = {{ hf = "{name}", num_stages = 3, context = 128 }}')
-        manifests.append(load_run_file(path, now=0))
+        manifests.append(manifest_of_file(read_toml(path), now=0))
     assert manifests[0] == manifests[1]
     model = manifests[0].model
     assert (model.num_layers, model.width, model.num_heads, model.hidden, model.vocabulary) == (
@@ -75,12 +76,12 @@ def test_a_configurations_folder_may_have_the_tokenizer_wherever_the_run_file_li
     named = folder if is_absolute else "llama"
     (tmp_path / "runs" / "run.toml").write_text(f'name = "a"\nmodel = "hf:{named}"')
     monkeypatch.chdir(tmp_path)
-    tokenizer = load_run_file(Path("runs", "run.toml"), now=0).tokenizer
+    tokenizer = manifest_of_file(read_toml(Path("runs", "run.toml")), now=0).tokenizer
     assert (tokenizer.kind, tokenizer.sha256) == ("tokenizers", hashlib.sha256(b"{}").hexdigest())
 
 
 def test_the_example_cuts_a_llama_in_three() -> None:
-    manifest = load_run_file(EXAMPLE, now=0)
+    manifest = manifest_of_file(read_toml(EXAMPLE), now=0)
     assert isinstance(manifest.model.hf, LlamaConfig)
     model = manifest.model
     sizes = [stage_parameters(model, stage) for stage in range(3)]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import trio
 
+from farandole.node.base.config.toml_file import read_toml
 from farandole.node.base.errors import JoinError
 from farandole.node.base.exits import Exit
 from farandole.node.store.own_model import require_trainable_model
-from farandole.node.store.run_file import load_run_file, manifest_of
+from farandole.node.store.run_file import manifest_of, manifest_of_file
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, decode_manifest, manifest_from_dict
 from farandole.protocol.presets import num_parameters
@@ -124,7 +125,7 @@ def test_a_module_without_sections_is_one_layer() -> None:
 
 
 def test_the_example_says_what_it_makes() -> None:
-    manifest = load_run_file(EXAMPLE / "run.toml", 0, [BUILD])
+    manifest = manifest_of_file(read_toml(EXAMPLE / "run.toml"), 0, [BUILD])
     assert manifest.model.own is not None
     assert manifest.model.own.config == {"width": 64, "depth": 4}
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.node.base.config.toml_file import MAX_FILE_BYTES
-from farandole.node.store.run_file import load_run_file, manifest_of
+from farandole.node.base.config.toml_file import MAX_FILE_BYTES, read_toml
+from farandole.node.store.run_file import manifest_of, manifest_of_file
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import InnerConfig, ModelConfig
 
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "run.toml"
 
 
 def test_the_example_names_every_setting() -> None:
-    manifest = load_run_file(EXAMPLE, now=1_000.9)
+    manifest = manifest_of_file(read_toml(EXAMPLE), now=1_000.9)
     assert manifest.name == "my first run"
     assert manifest.created_at == 1_000
     assert manifest.model.width == 192
@@ -63,12 +63,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ManifestError, match=message):
-        load_run_file(path, now=0)
+        manifest_of_file(read_toml(path), now=0)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="cannot read"):
-        load_run_file(tmp_path / "run.toml", now=0)
+        manifest_of_file(read_toml(tmp_path / "run.toml"), now=0)
 
 
 FAULTY = """\
@@ -104,7 +104,7 @@ def faults(tmp_path: Path, text: str) -> list[str]:
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ManifestError) as caught:
-        load_run_file(path, now=0)
+        manifest_of_file(read_toml(path), now=0)
     return [line.removeprefix(f"{path}:") for line in str(caught.value).splitlines()]
 
 
@@ -180,7 +180,7 @@ def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path, text: str, line
 def test_a_character_that_is_not_utf8_has_a_line(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"name = 'a'\nmodel = '\xff'\n")
     with pytest.raises(ManifestError, match=r"run\.toml:2: this is not TOML: a character is not UTF-8"):
-        load_run_file(tmp_path / "run.toml", now=0)
+        manifest_of_file(read_toml(tmp_path / "run.toml"), now=0)
 
 
 GOOD = tomllib.loads(EXAMPLE.read_text()) | {"model": {"preset": "tiny"}, "screening": {"kind": "guard", "radius": 2.0}}
@@ -208,4 +208,4 @@ def test_any_other_value_is_valid_or_a_fault_that_names_it(data: st.DataObject) 
 def test_a_good_file_makes_the_manifest_of_its_settings() -> None:
     """The bytes of the manifest decide on the run id."""
     expected = manifest_of(tomllib.loads(EXAMPLE.read_text()), EXAMPLE.parent, 0)
-    assert msgspec.msgpack.encode(load_run_file(EXAMPLE, now=0)) == msgspec.msgpack.encode(expected)
+    assert msgspec.msgpack.encode(manifest_of_file(read_toml(EXAMPLE), now=0)) == msgspec.msgpack.encode(expected)

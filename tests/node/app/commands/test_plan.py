@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from farandole.node.base.config.toml_file import read_toml
 from farandole.node.base.requirements import unusual_needs
-from farandole.node.store.run_file import load_run_file
+from farandole.node.store.run_file import manifest_of_file
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.needs import USUAL_RATE, needs_of
 
@@ -68,7 +70,7 @@ def test_a_run_file_that_is_there_is_not_overwritten_unasked(run: Run, tmp_path:
     assert "--force replaces it" in err
 
     assert run("run", "plan", "125M", "--out", "run.toml", "--force")[0] == 0
-    assert load_run_file(tmp_path / "run.toml", 0).outer.fragments > 1
+    assert manifest_of_file(read_toml(tmp_path / "run.toml"), 0).outer.fragments > 1
 
 
 def test_what_a_run_file_says_is_kept(run: Run, tmp_path: Path) -> None:
@@ -77,6 +79,19 @@ def test_what_a_run_file_says_is_kept(run: Run, tmp_path: Path) -> None:
 
     assert "outer.codec" not in json.loads(out)["settings"]
     assert run("run", "plan", "run.toml", "--out", "other.toml")[0] == 3
+
+
+@pytest.mark.parametrize("command", ["plan", "create"])
+def test_a_run_file_may_come_through_a_pipe_which_can_be_read_once(run: Run, tmp_path: Path, command: str) -> None:
+    outlet, inlet = os.pipe()
+    os.write(inlet, b'name = "a"\nmodel = "125M"\n[outer]\ncodec = "fp32"\n')
+    os.close(inlet)
+    (tmp_path / "run.toml").symlink_to(f"/dev/fd/{outlet}")
+    code, out, err = run("run", command, "run.toml", "--json")
+    os.close(outlet)
+    assert code == 0, err
+    assert "outer.codec" not in out
+    assert "signed with" not in err
 
 
 @pytest.mark.parametrize("wrong", ["20 apples", "0", "-3"])
