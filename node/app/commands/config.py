@@ -76,7 +76,7 @@ def check_config(
         typer.Argument(metavar="FILE", help="Which one.", show_default=f"{CONFIG_NAME} in the node's folder"),
     ] = None,
 ) -> None:
-    """Check a settings file; exit code 3 if anything in it is wrong, and every fault is named.
+    """Check a settings file; exit code 3 if anything is wrong; each fault is named with its line.
 
     Example: [cyan]farandole config check config.toml[/cyan]
     """

@@ -9,18 +9,19 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.errors import FarandoleError, ManifestError
 
 from ..settings import NodeSettings
 from .setting import Setting, settings_of
 
+if TYPE_CHECKING:
+    from .faults import Fault
+
 CONFIG_NAME: Final = "config.toml"
 CONFIG_VARIABLE: Final = "FARANDOLE_CONFIG"
 SETTINGS: Final = settings_of(NodeSettings)
-# A settings file is about a page; one ten times as large is probably a wrong path.
-MAX_CONFIG_BYTES: Final = 256 * 1024
 _WIDTH: Final = 100
 _HEAD: Final = """\
 # Settings of a farandole node. Take the # before a setting away, and it counts from the next start on.
@@ -38,35 +39,31 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises `ConfigError`.
     """
-    import tomllib  # not needed for ``--help``, as long as there is no such file
+    # They import msgspec and tomllib, which ``--help`` does not need.
+    from .faults import FaultyError
+    from .toml_file import read_toml
 
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes: that is no settings file")
-    try:
-        values = tomllib.loads(raw.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
     known = {setting.name: setting for setting in SETTINGS}
-    if faults := list(_faults(values, known)):
-        raise ConfigError("\n".join(f"{path}: {fault}" for fault in faults))
-    return {name: _placed(known[name], value, path.parent) for name, value in values.items()}
+    try:
+        file = read_toml(path)
+        with file.naming_lines():
+            if faults := list(_faults(file.values, known)):
+                raise FaultyError(faults)
+    except ManifestError as error:
+        raise ConfigError(str(error)) from error
+    return {name: _placed(known[name], value, path.parent) for name, value in file.values.items()}
 
 
-def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
-    from .faults import did_you_mean, shown  # it imports msgspec, which ``--help`` does not need
+def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[Fault]:
+    from .faults import Fault, did_you_mean, shown
 
     for name, value in values.items():
         if name not in known:
             near = did_you_mean(name, known)
             hint = f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
-            yield f"{name} is no setting; {hint}"
+            yield Fault((name,), f"{name} is no setting; {hint}")
         elif not known[name].is_valid(value):
-            yield f"{name}: expected {known[name].expected}, got {shown(value)}"
+            yield Fault((name,), f"{name}: expected {known[name].expected}, got {shown(value)}")
 
 
 def _placed(setting: Setting, value: Any, folder: Path) -> Any:

@@ -49,26 +49,26 @@ def test_paths_start_at_the_file_s_folder(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
-    path.write_text('upload_mbits = 5\nslow = "fast"\nlog-level = "info"\nthreads = true\nqwertz = 1\nlisten = "x"\n')
+    path.write_text('upload_mbits = 5\nslow = "fast"\n\nlog-level = "info"\nthreads = true\nqwertz = 1\nlisten = "x"\n')
     with pytest.raises(ConfigError) as caught:
         read_config(path)
     assert str(caught.value).splitlines() == [
-        f"{path}: upload_mbits is no setting; did you mean upload_mbit?",
-        f'{path}: slow: expected a finite number, at least 1, got "fast"',
-        f"{path}: log-level is no setting; did you mean log_level?",
-        f"{path}: threads: expected a whole number, at least 1, got true",
-        f"{path}: qwertz is no setting; `farandole config init` writes a file with all there are",
-        f'{path}: listen: expected a list of texts in quotes, got "x"',
+        f"{path}:1: upload_mbits is no setting; did you mean upload_mbit?",
+        f'{path}:2: slow: expected a finite number, at least 1, got "fast"',
+        f"{path}:4: log-level is no setting; did you mean log_level?",
+        f"{path}:5: threads: expected a whole number, at least 1, got true",
+        f"{path}:6: qwertz is no setting; `farandole config init` writes a file with all there are",
+        f'{path}:7: listen: expected a list of texts in quotes, got "x"',
     ]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"slow = ", "not TOML"),
-        (b"slow = '\xff'", "not TOML"),
+        (b"relay = true\nslow = ", r"config\.toml:2: this is not TOML"),
+        (b"slow = '\xff'", r"config\.toml:1: this is not TOML"),
         (b"data = " + b"[" * 100_000, "not TOML"),
-        (b"#" * 300_000, "no settings file"),
+        (b"#" * 300_000, "more than 262144 bytes"),
     ],
 )
 def test_what_is_no_settings_file_is_refused(path: Path, content: bytes, message: str) -> None:
