@@ -22,7 +22,7 @@ import msgspec
 from farandole.protocol.trainer_messages import Saved
 from farandole.training.durable import sync_folder
 
-from ..base.system.priority import lower_thread_priority
+from ..base.system.priority import SAVING_NICENESS, lower_thread_priority
 from .folder import KEPT, CheckpointFolder, index_of
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from farandole.training.engine import Engine
     from farandole.training.snapshot import Snapshot
 
-# Of the writing thread. Training (`farandole.node.trainer_process.main.NICENESS`) goes first: under contention it gets
-# three times as much. At the lowest priority 411 MB took 77 s on a machine under load, longer than a leaving node can
-# wait.
-NICENESS: Final = 10
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -89,7 +85,7 @@ class Saver:
             self._writing = None
 
     def _work(self, source: Engine | Snapshot) -> None:
-        lower_thread_priority(NICENESS)
+        lower_thread_priority(SAVING_NICENESS)
         saved = self._write(source)
         with contextlib.suppress(OSError):  # the mesh process is gone: the trainer notices that too, and ends
             self._report(saved)

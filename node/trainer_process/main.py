@@ -13,7 +13,7 @@ from ..base.system.allocator import give_free_memory_back, keep_memory
 from ..base.system.collector import importing_for_good
 from ..base.system.memory import open_shared
 from ..base.system.parent import connect_to_parent
-from ..base.system.priority import lower_priority
+from ..base.system.priority import TRAINING_NICENESS, lower_priority
 from ..base.system.proc import write_proc
 from ..base.system.signals import ignore_stop_signals, tell_where
 from ..trainer.channel import TrainerSocket
@@ -21,8 +21,6 @@ from ..trainer.channel import TrainerSocket
 if TYPE_CHECKING:
     from .process import TrainerProcess
 
-# Below the priority of interactive programs, and of the mesh process, whose answers others wait for.
-NICENESS = 5
 # When memory is used up, the kernel kills this process and neither the mesh process nor a user's editor: halfway to a
 # process that is always killed first. Linux alone.
 OOM_SCORE_ADJUSTMENT = 500
@@ -37,7 +35,7 @@ def main() -> None:
     ignore_stop_signals()
     with connect_to_parent(parent) as connection:
         tell_where(open_shared(tracebacks))
-        lower_priority(NICENESS)
+        lower_priority(TRAINING_NICENESS)
         keep_memory()
         write_proc("self/oom_score_adj", str(OOM_SCORE_ADJUSTMENT))
         channel = TrainerSocket(connection)

@@ -21,8 +21,7 @@ from farandole.training.learner import Learner
 from farandole.training.snapshot import Snapshot
 from farandole.training.token_cache import CORPUS_BYTES
 
-from ..base.system.priority import lower_thread_priority
-from ..store.save import NICENESS
+from ..base.system.priority import SAVING_NICENESS, lower_thread_priority
 
 FOLDER: Final = "starts"
 
@@ -37,7 +36,7 @@ class Recorder:
         self._device = device_class(learner.device.torch_device)
         self._build = build()
         self._kept: deque[Path] = deque()
-        self._thread = ThreadPoolExecutor(1, "recorder", lower_thread_priority, (NICENESS,))
+        self._thread = ThreadPoolExecutor(1, "recorder", lower_thread_priority, (SAVING_NICENESS,))
         self._work: Future[None] | None = None
         self._start: Saved | None = None
         self._begun_at = 0

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
+from farandole.node.base.system.priority import TRAINING_NICENESS
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.save import Saver
-from farandole.node.trainer_process.main import NICENESS
 from farandole.protocol.manifest import manifest_from_dict
 from farandole.protocol.trainer_messages import Saved
 from farandole.training.determinism import make_deterministic
@@ -33,7 +33,7 @@ class SavingTrainer:
     _save: Callable[[], None]
 
     def __init__(self, server: Server) -> None:
-        os.nice(NICENESS)  # as trainers are
+        os.nice(TRAINING_NICENESS)  # as trainers are
         self._reports: list[tuple[float, Saved]] = []
 
     def begin(self, manifest: dict[str, Any], way: str, device: str, threads: int, folder: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from farandole.node.trainer_process.main import NICENESS
+from farandole.node.base.system.priority import TRAINING_NICENESS
 from farandole.protocol.manifest import manifest_from_dict
 from farandole.training.data import build_sampler
 from farandole.training.device import choose_device
@@ -23,7 +23,7 @@ class Alone:
     """Trains the whole model alone."""
 
     def __init__(self, server: Server) -> None:
-        os.nice(NICENESS)  # as trainers are
+        os.nice(TRAINING_NICENESS)  # as trainers are
 
     def learn(self, manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
         """Take ``steps`` inner steps; return the time of each, and the mean loss of all."""

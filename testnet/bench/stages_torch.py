@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from farandole.node.trainer_process.main import NICENESS
+from farandole.node.base.system.priority import TRAINING_NICENESS
 from farandole.protocol.cut import layers_of
 from farandole.protocol.manifest import ModelConfig, manifest_from_dict
 from farandole.training.data import build_sampler
@@ -54,7 +54,7 @@ class Rank:
     """The process of one stage."""
 
     def __init__(self, server: Server) -> None:
-        os.nice(NICENESS)  # as trainers are
+        os.nice(TRAINING_NICENESS)  # as trainers are
 
     def learn(self, manifest: dict[str, Any], stage: int, schedule: str, steps: int, rendezvous: str) -> dict[str, Any]:
         """Take ``steps`` inner steps; return the time of each, and at the last stage the mean loss of all."""

@@ -15,8 +15,6 @@ from .output import print_json
 
 # Each token takes a forward pass of the whole context, and text is decoded from its beginning on.
 MAX_TOKENS: Final = 10_000
-# The trainer's (`farandole.node.trainer_process.main`): where there is one core for both, each gets half of it.
-NICENESS: Final = 5
 
 
 # The device's setting is the trainer's: `device` in the settings file must not decide about this command.
@@ -67,12 +65,12 @@ def sample(
     """
     from farandole.training.sampling import Sampling
 
-    from ...base.system.priority import lower_thread_priority
+    from ...base.system.priority import TRAINING_NICENESS, lower_thread_priority
     from ...base.system.terminal import without_controls
     from ...inspect.sample import prepare_sample
 
     if folder is None:
-        lower_thread_priority(NICENESS)
+        lower_thread_priority(TRAINING_NICENESS)
     text = prepare_sample(settings, folder, prompt, num_tokens, Sampling(temperature, top_k, seed), computes_on)
     if as_json:
         print_json({"prompt": prompt, "text": "".join(text.pieces()), "tokens": text.tokens, **text.facts})

@@ -19,11 +19,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.system.features import HAS_PRIORITIES, HAS_PROC, WITHOUT_VARIABLE
 from farandole.node.base.system.memory import SharedCounter
+from farandole.node.base.system.priority import TRAINING_NICENESS
 from farandole.node.loop.pause.idle_probe import cpu_times
 from farandole.node.store.folder import CheckpointFolder, index_of, saved_round
 from farandole.node.trainer import trainer as trainer_module
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
-from farandole.node.trainer_process.main import NICENESS
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.identity import public_bytes
@@ -536,7 +536,7 @@ async def test_a_trainer_gives_way_to_other_programs(
     monkeypatch.setenv(WITHOUT_VARIABLE, "")
     async with open_trainer(prepare(), None) as trainer:
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, trainer.pid) == min(own + NICENESS, 19)
+        assert os.getpriority(os.PRIO_PROCESS, trainer.pid) == min(own + TRAINING_NICENESS, 19)
 
 
 async def test_a_frozen_trainer_does_not_outlive_its_node(

@@ -18,8 +18,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
+from farandole.node.base.system.priority import SAVING_NICENESS
 from farandole.node.store.run_file import manifest_of
-from farandole.node.store.save import NICENESS
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.engines import make_engine
 from farandole.node.trainer_process.process import TrainerProcess
@@ -208,7 +208,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
     content = twin.save(tmp_path / "twin")
     assert (saved.problem, saved.inner_steps, saved.hashes) == ("", 1, content.hashes)
     assert Path(saved.path).read_bytes() == (tmp_path / "twin").read_bytes()
-    assert set(priorities) == {NICENESS}
+    assert set(priorities) == {SAVING_NICENESS}
 
 
 def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(prepare: Prepare) -> None:
