@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _COLUMNS: Final = ("at", "round", "loss", "held out", "tokens", "seconds", "outer step with")
 # Left out, in this order, where the terminal is too narrow for all.
 _LESS_NEEDED: Final = ("seconds", "tokens", "held out", "at")
-# Of a peer's name, a size and a duration: the longest cell that must not be cut.
-_PARTNER_WIDTH: Final = len("4DRnuHtk, 82.1 MB, 9.9 s")
+# What is left of the reason of a round without a partner, so that a usual terminal has all columns.
+_REASON_WIDTH: Final = 24
 _GAP: Final = 2
 _INSTALL: Final = "pip install 'farandole[tensorboard]'"
 
@@ -81,8 +81,10 @@ def _print_table(records: Sequence[RoundRecord], path: Path) -> None:
 
     console = Console(markup=False, highlight=False)
     columns = dict(zip(_COLUMNS, zip(*map(_cells, records), strict=True), strict=True))
+    with_partner = [len(_partner(record)) for record in records if record.verdict == "committed"]
+    last_width = max([_REASON_WIDTH, *with_partner])
     for name in _LESS_NEEDED:
-        if _least_width(columns) > console.width:
+        if _least_width(columns, last_width) > console.width:
             del columns[name]
     console.print(_table(columns))
     console.print(f"from {path}; --csv prints all columns", soft_wrap=True)
@@ -90,7 +92,6 @@ def _print_table(records: Sequence[RoundRecord], path: Path) -> None:
 
 def _cells(record: RoundRecord) -> tuple[str, ...]:
     """Return the cells of a round's row, one for each of `_COLUMNS`."""
-    partner = f"{record.partner[-8:]}, {size(record.contribution_bytes)}, {duration(record.exchange_seconds)}"
     return (
         f"{datetime.fromtimestamp(record.at):%m-%d %H:%M}",
         str(record.round),
@@ -98,14 +99,18 @@ def _cells(record: RoundRecord) -> tuple[str, ...]:
         "" if record.validation is None else f"{record.validation:.3f}",
         count(record.tokens),
         f"{record.seconds:.1f}",
-        partner if record.verdict == "committed" else record.verdict,
+        _partner(record) if record.verdict == "committed" else record.verdict,
     )
 
 
-def _least_width(columns: Mapping[str, Sequence[str]]) -> int:
-    """Return the width of a table in which only the reasons of rounds without a partner are cut."""
+def _partner(record: RoundRecord) -> str:
+    return f"{record.partner[-8:]}, {size(record.contribution_bytes)}, {duration(record.exchange_seconds)}"
+
+
+def _least_width(columns: Mapping[str, Sequence[str]], last_width: int) -> int:
+    """Return the width of a table whose last column is cut at ``last_width``, and no other."""
     widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
-    return sum(widths[:-1]) + min(widths[-1], _PARTNER_WIDTH) + _GAP * (len(widths) - 1)
+    return sum(widths[:-1]) + min(widths[-1], last_width) + _GAP * (len(widths) - 1)
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> Table:

@@ -161,3 +161,22 @@ def test_the_table_fits_the_terminal(
     assert all(len(line) <= width for line in (header, *rows))
     assert f"{NAME[-8:]}, 4.00 MB, 0.5 s" in rows[0]
     assert why in rows[5] if width == 200 else rows[5].rstrip().endswith("…")
+
+
+def test_the_partner_of_a_long_exchange_is_shown_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with logging_to_file(NodeSettings(home=tmp_path)):
+        console = Console(as_json=True)
+        journal = Journal(say=console.say, tell_round=console.tell_round)
+        played(journal, 5)
+        journal.record_exchange(5, BOB, "committed", sent=82_100_000, received=8, seconds=3_599.0, path="bulk")
+        journal.finish_round(Contributed(5, 8, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["run", "metrics", "--home", str(tmp_path)])
+    header, *rows, _ = capsys.readouterr().out.splitlines()
+    assert rows[5].rstrip().endswith(f"{NAME[-8:]}, 82.1 MB, 59 min 59 s")
+    assert "tokens" in header
+    assert "seconds" not in header
