@@ -229,7 +229,8 @@ async def open_desk(
         await nursery.start(serve_control, settings.control, handlers)
         journal.say(f"this node is {host.peer_id}")
         for address in host.addresses:
-            journal.say(f"listening on {address}")
+            is_announced = address.partition("/p2p/")[0] in settings.announce
+            journal.say(f"{'announcing' if is_announced else 'listening on'} {address}")
         nursery.start_soon(mesh.traffic.run)
         nursery.start_soon(_keep_offline, daemon, mesh)
         nursery.start_soon(keep_chronicle, lambda: desk.reporter.connections(), journal.note)

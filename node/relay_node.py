@@ -28,7 +28,7 @@ from .base.backoff import pauses
 from .base.nurseries import open_service_nursery
 from .base.settings import NodeSettings
 from .daemon import NETWORK_KEY_FACT, open_desk, open_mesh, run_daemon
-from .join.bootstrap import FIRST_REDIAL_PAUSE, dial, find_members
+from .join.bootstrap import FIRST_REDIAL_PAUSE, NO_ANSWER, dial, find_members, how_many
 from .member import Daemon, Mesh
 from .state.store import Store, StoreError
 from .status.journal import Journal
@@ -116,7 +116,7 @@ class MemberSeeker:
                     await self._look_for(run)
                 journal.update(isolation="")
             elif known:
-                journal.update(isolation=f"none of {len(known)} known peers answers; trying on")
+                journal.update(isolation=f"{NO_ANSWER}: {how_many(known)} tried; trying on")
             await self.remember()
             await trio.sleep(next(waits))
 

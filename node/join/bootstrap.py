@@ -42,6 +42,8 @@ JOIN_TIMEOUT = 120.0
 # Between two rounds of dialling all peers: seconds at first and at most (`pauses`). A thousand nodes that come back
 # after the first pause are 250 a second, which one node can take.
 FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE = 4.0, 20.0
+# Of the invite, of --bootstrap and of the address book.
+NO_ANSWER = "no known address answers"
 DIAL_TIMEOUT = 8.0
 # Peers dialled at once; an address book holds hundreds.
 MAX_PARALLEL_DIALS = 16
@@ -167,7 +169,7 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
         journal.say("nobody to dial: waiting for others to join")
         return
     names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
-    tried = _how_many(target.peers)
+    tried = how_many(target.peers)
     journal.announce("joining", f"dialling {tried} ({names})", "a bootstrap peer")
     for attempt, pause in enumerate(pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()), 1):
         failures = await dial(host, target.peers, is_one_enough=True)
@@ -175,7 +177,7 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
             journal.say(f"connected to {len(host.connected)} of {len(target.peers)}")
             return
         if target.manifest is not None:
-            journal.warn("none of the peers known from before answers; going on alone until one does")
+            journal.warn(f"{NO_ANSWER}; going on alone until one does")
             return
         if attempt == 1:
             for reason in failures.values():
@@ -183,13 +185,14 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
         times = "once" if attempt == 1 else f"{attempt} times"
         journal.announce(
             "joining",
-            f"no address of the invite answers: {tried} tried {times}, again in {pause:.0f} s",
+            f"{NO_ANSWER}: {tried} tried {times}, again in {pause:.0f} s",
             "a bootstrap peer",
         )
         await wait_for_anyone(host, pause)
 
 
-def _how_many(peers: Mapping[bytes, Sequence[str]]) -> str:
+def how_many(peers: Mapping[bytes, Sequence[str]]) -> str:
+    """Return the number of addresses and of peers as text."""
     num_addresses = sum(map(len, peers.values()))
     addresses = "1 address" if num_addresses == 1 else f"{num_addresses} addresses"
     return f"{addresses} of {'1 peer' if len(peers) == 1 else f'{len(peers)} peers'}"

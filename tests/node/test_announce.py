@@ -56,6 +56,7 @@ async def test_an_invite_leads_through_a_port_that_was_opened_by_hand(tmp_path: 
         outer = f"/dns4/localhost/tcp/{router.socket.getsockname()[1]}"
         nursery.start_soon(trio.serve_listeners, lambda client: forward(("127.0.0.1", inner), client), [router])
         async with joined(tmp_path / "alice", *data, "--announce", outer) as alice:
+            await alice.says(f"announcing {outer}")
             await alice.says("listening on /ip4/127.0.0.1/tcp/", str(inner))
             addresses, invite, complaint = await invite_of(alice)
             assert [address.partition("/p2p/")[0] for address in addresses] == [outer]

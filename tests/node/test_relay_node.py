@@ -20,7 +20,7 @@ from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.state.store import open_store
 from farandole.node.ui.dashboard.place import find_place
-from farandole.protocol.identity import short_name
+from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.invite import Invite, encode_invite, split_address
 from farandole.protocol.records import relay_key, run_key
 
@@ -110,6 +110,14 @@ async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:
             status = await relay.ask("status")
             assert (status["connected_peers"], status["traffic"]["limit"]) == (0, 10**9)
             assert await relay.end(signal.SIGTERM) == Exit.OK
+
+
+async def test_it_says_that_no_peer_answers(tmp_path: Path) -> None:
+    nobody = encode_invite(Invite(RUN, (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(32))}",)))
+    async with started(tmp_path / "relay", "relay", nobody, "--no-mdns") as relay:
+        await relay.says("listening on")
+        told = "no known address answers: 1 address of 1 peer tried; trying on"
+        await relay.until(lambda status: status.isolation == told)
 
 
 async def test_without_a_run_it_says_what_it_needs(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ async def test_a_newcomer_tries_until_somebody_is_there_and_says_so(
     with trio.fail_after(PATIENCE):
         async with open_public() as newcomer, trio.open_nursery() as nursery:
             nursery.start_soon(connect_to_run, newcomer, Target(RUN, None, two_addresses), journal)
-            told = "no address of the invite answers: 6 addresses of 5 peers tried ([3-9]|..+) times, again in"
+            told = "no known address answers: 6 addresses of 5 peers tried ([3-9]|..+) times, again in"
             await until(lambda: bool(re.search(told, journal.state.phase_detail)))
             assert journal.state.waits_for == "a bootstrap peer"
             async with open_member() as member:  # another peer that connects is enough
@@ -150,4 +150,4 @@ async def test_who_knows_the_run_goes_on_alone(journal: Journal) -> None:
     with trio.fail_after(PATIENCE):
         async with open_public() as host:
             await connect_to_run(host, Target(RUN, SIGNED.encode(), DEAD), journal)
-    assert any("going on alone" in warning for warning in journal.warnings)
+    assert any("no known address answers; going on alone" in warning for warning in journal.warnings)

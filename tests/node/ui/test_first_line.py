@@ -88,14 +88,14 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
 async def test_a_node_without_a_bootstrap_peer_says_so(tmp_path: Path, run: SignedManifest) -> None:
     nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
     async with joined(tmp_path / "bob", nobody, "--no-mdns") as bob:
-        await bob.says("no address of the invite answers: 1 address of 1 peer tried once")
+        await bob.says("no known address answers: 1 address of 1 peer tried once")
         status = await bob.status()
         soon, later = headline(status, status.started_at + 1), headline(status, status.started_at + USUAL_SECONDS)
         assert soon.level == "busy"
         assert later.level == "trouble"
-        assert later.text.startswith("not in the run yet, for 30 s: no address of the invite answers: 1 address")
+        assert later.text.startswith("not in the run yet, for 30 s: no known address answers: 1 address")
         assert "`farandole doctor INVITE` finds out why" in later.remedy
-        told = await bob.says("warning: not in the run yet", "no address of the invite answers: 1 address of 1 peer")
+        told = await bob.says("warning: not in the run yet", "no known address answers: 1 address of 1 peer")
         assert told.endswith(later.remedy)
         assert "ask any member for a new invite" in told
 
