@@ -76,7 +76,12 @@ _decode_answer = MessageDecoder[DialBackAnswer](DialBackAnswer, "an answer")
 def decode_request(payload: bytes) -> Request:
     """Parse a request and drop ports that must not be dialled; raise `RemoteProtocolError` if it is malformed."""
     request = _decode_request(payload)
-    return Request(tuple(dict.fromkeys(port for port in request.ports if port >= MIN_PORT or port == HTTPS_PORT)))
+    return Request(tuple(dict.fromkeys(filter(may_be_dialled, request.ports))))
+
+
+def may_be_dialled(port: int) -> bool:
+    """Return whether a witness dials a port when a peer asks for that."""
+    return port >= MIN_PORT or port == HTTPS_PORT
 
 
 def decode_answer(payload: bytes, request: Request) -> DialBackAnswer:

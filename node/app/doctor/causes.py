@@ -133,6 +133,11 @@ CAUSES: Final = {
         "{address} is taken by another program",
         "choose another port: --listen /ip4/0.0.0.0/tcp/4001, or 0 for any that is free",
     ),
+    "port-kept-taken": _warning(
+        "port {port}, on which this node listened before, is taken by another program: invites that name it do not "
+        "lead to this node",
+        "stop that program; or make new invites once the node runs, on another port",
+    ),
     "port-forbidden": _failed(
         "{address} is not yours to listen on", "choose a port above 1023, or allow this one to you"
     ),
@@ -239,6 +244,10 @@ CAUSES: Final = {
         "symmetric NAT: each peer sees another port ({seen}), so only relays lead here", _OPEN_PORT
     ),
     "nat-relay-only": _warning("only relays lead to this node", _OPEN_PORT),
+    "nat-announced-closed": _warning(
+        "peers have tried the announced {announced}, and do not reach this node there",
+        "have the router forward that port to the one of --listen, and the firewall let it in; or correct --announce",
+    ),
     "nat-untold": _skipped("{why}"),
     "upnp-fine": _ok("the router {ip} opens ports for those who ask; outside it is {external}"),
     "upnp-double-nat": _warning(

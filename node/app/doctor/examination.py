@@ -78,7 +78,7 @@ class Examination:
     async def look_at_folder(self) -> None:
         """Check the folder, the machine and the inputs; before the network, where this visit itself listens."""
         settings = self.settings
-        await self._read_invitation()
+        kept_ports = (await self._read_invitation()).kept_ports
         in_thread = trio.to_thread.run_sync  # what reads the disk
         self.is_running = is_running = await in_thread(is_node_running, settings.lock)
         async with trio.open_nursery() as nursery:
@@ -88,7 +88,8 @@ class Examination:
             nursery.start_soon(self._check_room)
             nursery.start_soon(self._check, "data", in_thread, check_data, settings.data, settings.stream)
             nursery.start_soon(self._check, "model", in_thread, check_models, settings.allow_model)
-            nursery.start_soon(self._check, "port", partial(check_ports, settings.listen, is_running=is_running))
+            look = partial(check_ports, settings.listen, kept_ports, is_running=is_running)
+            nursery.start_soon(self._check, "port", look)
 
     async def _check_room(self) -> None:
         """Check whether the run's model fits here, or any usual one while no run is known."""
@@ -114,7 +115,9 @@ class Examination:
         """Read the invitation once; its manifest, if the folder has it, is the run's."""
         if self._invitation is None:
             settings = self.settings
-            self._invitation = await read_invitation(settings.invite, settings.bootstrap, settings.store)
+            self._invitation = await read_invitation(
+                settings.invite, settings.bootstrap, settings.store, settings.listen
+            )
             self.findings += self._invitation.findings
             self.manifest = self._invitation.manifest
         return self._invitation
@@ -122,12 +125,21 @@ class Examination:
     # The network
 
     async def look_at_network(self) -> None:
-        """Check the invite, the connections to peers, and the peers' answers."""
+        """Check the invite, the connections to peers, and the peers' answers.
+
+        While no node runs here, this visit listens on the node's ports, and has peers try the announced addresses.
+        """
         settings = self.settings
         invitation = await self._read_invitation()
         key = Ed25519PrivateKey.generate()
         try:
-            async with open_host(key, settings.listen, network_key=invitation.network_key) as host:
+            async with open_host(
+                key,
+                settings.listen,
+                network_key=invitation.network_key,
+                first_ports=invitation.kept_ports,
+                announce=() if self.is_running else settings.announce,
+            ) as host:
                 await self._look_out(host, invitation)
         except ListenError:  # the matter of `check_ports`
             async with open_host(key, [DEFAULT_LISTEN], network_key=invitation.network_key) as host:

@@ -1,7 +1,8 @@
-"""The run to join and the peers to dial, as the invite and the folder name them."""
+"""The run to join, the peers to dial and the ports to listen on, as the invite and the folder name them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifes
 
 from ...daemon import NETWORK_KEY_FACT
 from ...join.address_book import AddressBook
+from ...join.kept_ports import load_ports
 from ...state.store import MANIFEST_FACT, StoreError, open_store
 from .causes import found
 from .finding import Finding
@@ -33,10 +35,12 @@ class Invitation:
     """Of a private run."""
     manifest: Manifest | None = None
     """Of that run, where the folder has it."""
+    kept_ports: dict[str, int] = field(default_factory=dict)
+    """Multiaddr with port 0 -> the port on which the folder's node listened there before."""
 
 
-async def read_invitation(text: str | None, bootstrap: list[str], store: Path) -> Invitation:
-    """Read the invite and the folder. Raises nothing: a fault is a finding."""
+async def read_invitation(text: str | None, bootstrap: list[str], store: Path, listen: Sequence[str]) -> Invitation:
+    """Read the invite and the folder; ``listen``: the node's multiaddrs. Raises nothing: a fault is a finding."""
     invitation = Invitation()
     if text is not None:
         _read_invite(text, invitation)
@@ -45,7 +49,7 @@ async def read_invitation(text: str | None, bootstrap: list[str], store: Path) -
             invitation.doors.append((split_address(address)[1], address))
         except InviteError as error:
             invitation.findings.append(found("invite-address", why=error))
-    known = await _read_store(trio.Path(store), invitation)
+    known = await _read_store(trio.Path(store), listen, invitation)
     stored = None if known is None else known[1].run_id
     if text is None:
         invitation.run_id = stored
@@ -73,7 +77,9 @@ def _read_invite(text: str, invitation: Invitation) -> None:
     invitation.findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
 
 
-async def _read_store(path: trio.Path, invitation: Invitation) -> tuple[Manifest, SignedManifest] | None:
+async def _read_store(
+    path: trio.Path, listen: Sequence[str], invitation: Invitation
+) -> tuple[Manifest, SignedManifest] | None:
     if not await path.exists():
         return None
     try:
@@ -81,6 +87,7 @@ async def _read_store(path: trio.Path, invitation: Invitation) -> tuple[Manifest
             book = AddressBook(store)
             await book.load()
             invitation.remembered = book.peers()
+            invitation.kept_ports = await load_ports(store, listen)
             manifest = await store.get_fact(MANIFEST_FACT)
             invitation.network_key = invitation.network_key or await store.get_fact(NETWORK_KEY_FACT) or b""
     except StoreError:  # a full disk, which another check reports

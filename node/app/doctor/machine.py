@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -138,9 +138,20 @@ def _write_to(home: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-async def check_ports(listen: Sequence[str], *, is_running: bool) -> list[Finding]:
-    """Check whether each address can be listened on; ``is_running``: this folder's node may already do so."""
-    return [await _check_port(address, is_running=is_running) for address in listen]
+async def check_ports(listen: Sequence[str], kept: Mapping[str, int], *, is_running: bool) -> list[Finding]:
+    """Check whether each address can be listened on.
+
+    ``kept``: multiaddr with port 0 -> the port on which the node listened there before. ``is_running``: this folder's
+    node may already listen.
+    """
+    return [await _check_kept_port(address, kept.get(address), is_running=is_running) for address in listen]
+
+
+async def _check_kept_port(address: str, kept: int | None, *, is_running: bool) -> Finding:
+    if kept is None:
+        return await _check_port(address, is_running=is_running)
+    finding = await _check_port(f"{address.removesuffix('0')}{kept}", is_running=is_running)
+    return found("port-kept-taken", port=kept) if finding.cause == "port-taken" else finding
 
 
 async def _check_port(address: str, *, is_running: bool) -> Finding:

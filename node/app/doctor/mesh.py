@@ -15,7 +15,7 @@ from farandole.protocol.errors import ManifestError, RemoteProtocolError, Unknow
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.needs import needs_of
-from farandole.protocol.reachability import ReachabilityKind, Verdict
+from farandole.protocol.reachability import ReachabilityKind, Verdict, may_be_dialled
 from farandole.protocol.records import run_key
 
 from ...base.clock_words import describe_skew
@@ -111,11 +111,13 @@ async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, Reacha
     reachability = Reachability()
     await Examiner(host, reachability, random.Random()).examine()
     num_witnesses = sum(host.is_direct(peer) for peer in peers)
-    return judge_nat(reachability.verdict, host.own_ips, num_witnesses), reachability.kind
+    return judge_nat(reachability.verdict, host.own_ips, num_witnesses, host.own.announced), reachability.kind
 
 
-def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int) -> Finding:
-    """Judge the router by the verdict and by this machine's own addresses."""
+def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int, announced: Sequence[str] = ()) -> Finding:
+    """Judge the router by the verdict, this machine's own addresses, and the multiaddrs that its owner announces."""
+    if closed := [address for address in announced if _is_closed(address, verdict)]:
+        return found("nat-announced-closed", announced=", ".join(closed))
     seen = ", ".join(f"{ip} port {port}" for ip, port in verdict.addresses)
     is_translated = not any(ip in own_ips for ip, _ in verdict.addresses)
     ips = [ip for ip, _ in verdict.addresses]
@@ -131,6 +133,14 @@ def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int) -> F
         case ReachabilityKind.RELAY_ONLY:
             return found("nat-relay-only")
     return found("nat-untold", why="no peer reports how others reach this node")
+
+
+def _is_closed(announced: str, verdict: Verdict) -> bool:
+    """Return whether peers have dialled an announced multiaddr in vain; they dial only the IP address that they see."""
+    _, _, host, _, port = announced.split("/")
+    if host not in {ip for ip, _ in verdict.addresses} or not may_be_dialled(int(port)):
+        return False
+    return verdict.kind is not ReachabilityKind.PUBLIC or (host, int(port)) not in verdict.addresses
 
 
 async def check_relay(host: Host, peers: Iterable[bytes], kind: ReachabilityKind) -> Finding:

@@ -30,7 +30,7 @@ from farandole.node.app.doctor.machine import (
     check_torch,
     judge_torch,
 )
-from farandole.node.app.doctor.mesh import find_skew, judge_speed
+from farandole.node.app.doctor.mesh import find_skew, judge_nat, judge_speed
 from farandole.node.app.doctor.view import diagnosis_screen
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.exits import Exit
@@ -38,6 +38,7 @@ from farandole.node.base.identity import load_or_create_key, locked
 from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import main
 from farandole.node.join.address_book import AddressBook
+from farandole.node.join.kept_ports import keep_ports
 from farandole.node.join.manifests import serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
@@ -57,6 +58,7 @@ from farandole.protocol.needs import needs_of
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.own_model import OwnModel
 from farandole.protocol.presets import preset
+from farandole.protocol.reachability import ReachabilityKind, Verdict
 
 from ....patience import PATIENCE
 from ...relayed import open_home, open_relay, reserve
@@ -438,11 +440,61 @@ def test_folders_that_can_and_cannot_be_used(tmp_path: Path) -> None:
 async def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
-        assert [finding.cause for finding in await check_ports([address], is_running=False)] == ["port-taken"]
-        assert [finding.cause for finding in await check_ports([address], is_running=True)] == ["port-ours"]
+        assert [finding.cause for finding in await check_ports([address], {}, is_running=False)] == ["port-taken"]
+        assert [finding.cause for finding in await check_ports([address], {}, is_running=True)] == ["port-ours"]
     others = [LOOPBACK, "/ip4/203.0.113.1/tcp/4001", "/ip4/127.0.0.1/udp/1"]
-    judged = await check_ports(others, is_running=False)
+    judged = await check_ports(others, {}, is_running=False)
     assert [finding.cause for finding in judged] == ["port-fine", "port-unusable", "port-no-address"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+async def keep(home: Path, port: int) -> None:
+    """Store that the folder's node has listened on a port."""
+    async with open_store(NodeSettings(home=home).store) as store:
+        await keep_ports(store, {}, {LOOPBACK: port}, lambda text: None)
+
+
+async def test_the_port_on_which_the_node_listened_before_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        await keep(tmp_path, port)
+        examination = Examination(NodeSettings(home=tmp_path, listen=[LOOPBACK]))
+        await examination.look_at_folder()
+    finding = of(examination.conclude(), "port")
+    assert (finding.cause, finding.level) == ("port-kept-taken", Level.WARNING)
+    assert f"port {port}, on which this node listened before" in finding.found
+
+
+async def test_peers_try_the_announced_addresses_while_the_doctor_listens_on_the_kept_port(tmp_path: Path) -> None:
+    kept, closed = free_port(), free_port()
+    await keep(tmp_path, kept)
+    async with open_peer() as peer:
+        invite = invite_to(*peer.addresses)
+        for announced, cause in ((kept, "nat-public"), (closed, "nat-announced-closed")):
+            settings = NodeSettings(
+                home=tmp_path, invite=invite, listen=[LOOPBACK], announce=[f"/ip4/127.0.0.1/tcp/{announced}"]
+            )
+            examination = Examination(settings)
+            with trio.fail_after(PATIENCE):
+                await examination.look_at_network()
+            finding = of(examination.conclude(), "nat")
+            assert finding.cause == cause
+            assert str(announced) in finding.found
+
+
+def test_an_announced_address_is_judged_only_where_peers_have_tried_it() -> None:
+    def cause(announced: str, kind: ReachabilityKind = ReachabilityKind.PUNCHABLE) -> str:
+        return judge_nat(Verdict(kind, (("8.8.8.8", 4001),)), ["10.0.0.1"], 2, [announced]).cause
+
+    assert cause("/ip4/8.8.8.8/tcp/4001") == "nat-announced-closed"
+    assert cause("/ip4/8.8.8.8/tcp/4001", ReachabilityKind.PUBLIC) == "nat-port-open"
+    assert cause("/ip4/8.8.4.4/tcp/4001") == "nat-punchable"
+    assert cause("/dns/node.example.org/tcp/4001") == "nat-punchable"
+    assert cause("/ip4/8.8.8.8/tcp/80") == "nat-punchable"
 
 
 def test_text_that_is_there_or_not(tmp_path: Path) -> None:
