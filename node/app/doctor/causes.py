@@ -148,6 +148,11 @@ CAUSES: Final = {
     "invite-stored": _ok("none was given: the folder knows its run"),
     "invite-none": _warning("none was given, and the folder knows no run", "give one: farandole doctor farandole1..."),
     "invite-empty": _failed("it names run {run}, and nobody to dial", _NEWER_INVITE),
+    "invite-private": _warning(
+        "none of its peers answers, and each address is of a private network ({hosts}), so it leads to them only from "
+        "there",
+        "unless this machine is in that network, ask for an invite with public or relayed addresses",
+    ),
     "invite-no": _failed("{why}", "copy the whole line, from the first letter to the last"),
     "invite-damaged": _failed("{why}", "copy the whole line again, or " + _NEWER_INVITE),
     "invite-other-version": _failed("{why}", "bring farandole up to date here, or there: both need the same version"),

@@ -15,6 +15,7 @@ import trio
 from farandole.protocol.reachability import HTTPS_PORT, is_global
 
 from ...base.errors import StrangerError
+from ...mesh.addresses import PRIVATE, distance_class
 from ...mesh.host import Host
 from .causes import found, lessen
 from .finding import Finding
@@ -188,10 +189,18 @@ def judge_egress(said: dict[tuple[str, int], Knock]) -> Finding:
 
 
 def judge_doors(doors: Sequence[Door], egress: Finding) -> list[Finding]:
-    """Return a finding for each address; while one reaches its peer, the others are at most warnings."""
+    """Return a finding for each address; while one reaches its peer, the others are at most warnings.
+
+    Another finding is of all addresses: that they are private ones, where none of them reaches its peer.
+    """
+    if not doors:
+        return [found("bootstrap-none")]
     findings = [_judge_door(door, egress) for door in doors]
-    is_any_fine = any(door.is_proved for door in doors)
-    return [lessen(finding) if is_any_fine else finding for finding in findings] or [found("bootstrap-none")]
+    if any(door.is_proved for door in doors):
+        return [lessen(finding) for finding in findings]
+    if all(distance_class(door.address) >= PRIVATE for door in doors):
+        findings.append(found("invite-private", hosts=", ".join(dict.fromkeys(door.name for door in doors))))
+    return findings
 
 
 def _judge_door(door: Door, egress: Finding) -> Finding:

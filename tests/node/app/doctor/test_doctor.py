@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from farandole.node.app.doctor.causes import CAUSES, CHECKS, found
+from farandole.node.app.doctor.dial_probe import judge_doors, make_doors
 from farandole.node.app.doctor.examination import Examination
 from farandole.node.app.doctor.finding import Diagnosis, Finding, Level, conclude
 from farandole.node.app.doctor.inputs import check_data, check_models, check_needs
@@ -126,6 +127,21 @@ async def test_a_bootstrap_peer_that_is_down(tmp_path: Path) -> None:
     assert causes(diagnosis) == ["bootstrap-refused"]
     assert "newer invite" in of(diagnosis, "bootstrap").remedy
     assert of(diagnosis, "clock").level is Level.SKIPPED
+
+
+async def test_an_invite_that_leads_to_its_peers_only_from_their_own_network(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        address = peer.addresses[0]
+    diagnosis = await look(tmp_path, invite_to(address, address.replace("127.0.0.1", "127.0.0.2")))
+    (finding,) = [finding for finding in diagnosis.findings if finding.cause == "invite-private"]
+    assert (finding.level, finding.check) == (Level.WARNING, "invite")
+    assert "private network (127.0.0.1, 127.0.0.2)" in finding.found
+    public = address.replace("127.0.0.1", "8.8.8.8")
+    doors = make_doors([(bytes(32), address), (bytes(32), public)])
+    egress = found("egress-fine", ports="")
+    assert "invite-private" not in [each.cause for each in judge_doors(doors, egress)]
+    doors[0].is_proved = True
+    assert "invite-private" not in [each.cause for each in judge_doors(doors[:1], egress)]
 
 
 async def test_one_that_is_down_is_a_warning_while_another_answers(tmp_path: Path) -> None:
