@@ -124,6 +124,8 @@ class Gate:
         """Whether the roster has the run state's members; then a peer that is not on it is a newcomer."""
         self._secret: InviteSecret | None = None
         self._pass = b""
+        self._admitted: set[bytes] = set()
+        """The peers that were admitted since the last look for revoked ones."""
         host.handlers.set(ADMISSION_PROTOCOL, self._serve, MAX_INTRODUCTION_BYTES)
 
     def show(
@@ -146,8 +148,12 @@ class Gate:
         self._run_id, self.roster = run_id, roster
 
     def admits(self, peer: bytes, protocol: str) -> bool:
-        """Return whether a peer may open a stream of this protocol."""
-        return self.roster is None or protocol in PUBLIC_PROTOCOLS or self.roster.admits(peer)
+        """Return whether a peer may open a stream of this protocol; note who may, in case it is revoked (`run`)."""
+        if self.roster is None or protocol in PUBLIC_PROTOCOLS:
+            return True
+        if is_admitted := self.roster.admits(peer):
+            self._admitted.add(peer)
+        return is_admitted
 
     async def introduce(self, conn: Connection, protocol: str) -> None:
         """Exchange admissions with the peer before a stream of this protocol is opened.
@@ -268,8 +274,9 @@ class Gate:
         if roster is None:
             return
         while True:
-            known = {peer for peer in self._host.connected if roster.admits(peer)}
+            self._admitted |= {peer for peer in self._host.connected if roster.admits(peer)}
             await trio.sleep(LOOK_INTERVAL)
-            for peer in known & self._host.connected:
+            admitted, self._admitted = self._admitted, set()
+            for peer in admitted & self._host.connected:
                 if not roster.admits(peer):
                     await self._host.disconnect(peer)

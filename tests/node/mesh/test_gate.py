@@ -261,6 +261,21 @@ async def test_who_is_revoked_is_disconnected(run: Run) -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_who_is_revoked_a_moment_after_its_first_stream_is_disconnected(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _), trio.open_nursery() as nursery:
+        nursery.start_soon(member.gate.run)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        visitor.gate.show(RUN_ID, b"", run.invite())
+        with trio.fail_after(PATIENCE), visitor.connection_events() as events:
+            assert await is_echoed(visitor, member.author)
+            assert member.gate.roster is not None
+            member.gate.roster.revoke(frozenset((visitor.author,)))
+            async for _, is_connected in events:
+                if not is_connected:
+                    break
+        nursery.cancel_scope.cancel()
+
+
 # Visitors
 
 
