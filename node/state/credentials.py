@@ -6,7 +6,7 @@ Entries of both kinds expire after three weeks, and their author's node renews t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,8 +36,12 @@ RENEW_INTERVAL: Final = 86_400.0
 ADMISSION_FACT: Final = "admission"
 # Seats that this node has given away, so that no seat is given to two invites.
 SEATS_FACT: Final = "seats"
-# Concatenated keys that the creator has revoked. The run state may lag: a slot takes a new entry only every 10 s.
+# Concatenated keys that the creator has revoked, in the order of the entries: `REVOKED_PER_ENTRY` for each. The run
+# state may lag: a slot takes a new entry only every 10 s.
 REVOKED_FACT: Final = "revoked"
+# In the place of a restored key. If the later keys moved up, other nodes could miss one of them until they have all
+# entries.
+NO_KEY: Final = bytes(PUBLIC_KEY_BYTES)
 
 
 class CredentialsError(FarandoleError):
@@ -143,12 +147,16 @@ class Credentials:
 
     # Revoking
 
-    async def _revoked(self) -> frozenset[bytes]:
+    async def _revoked(self) -> list[bytes]:
+        """Return the revoked keys at their places in the entries; `NO_KEY` where there is none."""
         raw = await self.store.get_fact(REVOKED_FACT)
         if raw is not None:
-            return frozenset(raw[at : at + PUBLIC_KEY_BYTES] for at in range(0, len(raw), PUBLIC_KEY_BYTES))
-        entries = self.gossip.state.entries(Kind.REVOCATION)
-        return frozenset(key for entry in entries for key in entry.payload.keys)
+            return [raw[at : at + PUBLIC_KEY_BYTES] for at in range(0, len(raw), PUBLIC_KEY_BYTES)]
+        places: list[bytes] = []
+        for entry in sorted(self.gossip.state.entries(Kind.REVOCATION), key=lambda entry: entry.index):
+            places += [NO_KEY] * (entry.index * REVOKED_PER_ENTRY - len(places))
+            places += entry.payload.keys
+        return places
 
     async def revoke(self, keys: Iterable[bytes]) -> None:
         """End these memberships, and the ones that follow from these invites.
@@ -157,32 +165,45 @@ class Credentials:
         """
         self._require_creator()
         async with self._lock:
-            await self._set_revoked(await self._revoked() | frozenset(keys))
+            await self._set_revoked(_with_keys(await self._revoked(), keys))
 
     async def restore(self, keys: Iterable[bytes]) -> None:
         """Undo `revoke` for these keys; raises as it does."""
         self._require_creator()
         async with self._lock:
-            await self._set_revoked(await self._revoked() - frozenset(keys))
+            restored = frozenset(keys)
+            await self._set_revoked([NO_KEY if key in restored else key for key in await self._revoked()])
 
     def _require_creator(self) -> None:
         if not self.is_creator:
             raise CredentialsError("only the run's creator can do this: run it where the creator's node runs")
 
-    async def _set_revoked(self, keys: frozenset[bytes]) -> None:
+    async def _set_revoked(self, places: Sequence[bytes]) -> None:
         num_entries = RULES[Kind.REVOCATION].slots
-        if len(keys) > num_entries * REVOKED_PER_ENTRY:
+        if len(places) > num_entries * REVOKED_PER_ENTRY:
             raise CredentialsError(
                 f"a run has at most {num_entries * REVOKED_PER_ENTRY} revoked keys: restore some that have expired"
             )
-        await self.store.put_fact(REVOKED_FACT, b"".join(sorted(keys)))
-        await self._publish_revoked(keys)
+        await self.store.put_fact(REVOKED_FACT, b"".join(places))
+        await self._publish_revoked(places)
 
-    async def _publish_revoked(self, keys: frozenset[bytes]) -> None:
+    async def _publish_revoked(self, places: Sequence[bytes]) -> None:
         num_entries = RULES[Kind.REVOCATION].slots
-        ordered = sorted(keys)
         told = {entry.index for entry in self.gossip.state.entries(Kind.REVOCATION)}
         for index in range(num_entries):
-            part = tuple(ordered[index * REVOKED_PER_ENTRY : (index + 1) * REVOKED_PER_ENTRY])
+            part = places[index * REVOKED_PER_ENTRY : (index + 1) * REVOKED_PER_ENTRY]
             if part or index in told:
-                await self.gossip.publish(Kind.REVOCATION, index, Revocation(part))
+                await self.gossip.publish(Kind.REVOCATION, index, Revocation(tuple(sorted({*part} - {NO_KEY}))))
+
+
+def _with_keys(places: Sequence[bytes], keys: Iterable[bytes]) -> list[bytes]:
+    """Return the places with more keys, in free places and after the last one."""
+    filled = [*places]
+    for key in dict.fromkeys(keys):
+        if key in filled:
+            continue
+        if NO_KEY in filled:
+            filled[filled.index(NO_KEY)] = key
+        else:
+            filled.append(key)
+    return filled

@@ -10,7 +10,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.state.credentials import Credentials, CredentialsError
-from farandole.protocol.entries import Kind, Payload, Revocation
+from farandole.protocol.entries import REVOKED_PER_ENTRY, Kind, Payload, Revocation
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.invitations import Roster
 
@@ -59,6 +59,26 @@ async def test_revocations_in_a_row_are_all_published() -> None:
     restarted = credentials_of(CREATOR, store, gossip)
     await restarted.restore([ANNA])
     assert gossip.postponed[Kind.REVOCATION, 0] == Revocation((BEN,))
+
+
+async def test_a_revoked_key_stays_in_its_entry() -> None:
+    """Otherwise nodes that have received one of two new entries would miss a key that has moved to the other."""
+    store, gossip = SlowStore(), PostponingGossip()
+    credentials = credentials_of(CREATOR, store, gossip)
+    newest, *keys = (bytes([number]) * 32 for number in range(1, REVOKED_PER_ENTRY + 2))
+
+    def published() -> list[set[bytes]]:
+        return [set(payload.keys) for _, payload in sorted(gossip.postponed.items()) if isinstance(payload, Revocation)]
+
+    await credentials.revoke(keys)
+    await credentials.revoke([newest])
+    assert published() == [set(keys), {newest}]
+    await credentials.restore(keys[3:5])
+    assert published() == [{*keys} - {*keys[3:5]}, {newest}]
+    await credentials_of(CREATOR, store, gossip).revoke([ANNA, newest])
+    assert published() == [{*keys, ANNA} - {*keys[3:5]}, {newest}]
+    await credentials.restore([newest])
+    assert published() == [{*keys, ANNA} - {*keys[3:5]}, set()]
 
 
 async def test_invites_at_the_same_moment_are_for_different_seats() -> None:
