@@ -296,6 +296,6 @@ class Roster:
         """Order two members of one seat, so that all nodes keep the same one whichever they receive first."""
         return hashlib.sha256(self._run_id + member).digest()
 
-    def revoke(self, keys: frozenset[bytes]) -> None:
-        """Replace the set of revoked keys: members' and bearers'."""
+    def set_revoked(self, keys: frozenset[bytes]) -> None:
+        """Replace the set of all revoked keys: members' and bearers'. Keys that it lacks are valid again."""
         self._revoked = keys

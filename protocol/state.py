@@ -300,7 +300,7 @@ class RunState:
             return
         self._has_roster_changed = False
         said = (entry for entry in self.entries_of(self.creator) if entry.kind is Kind.REVOCATION)
-        self.roster.revoke(frozenset(key for entry in said for key in entry.payload.keys))
+        self.roster.set_revoked(frozenset(key for entry in said for key in entry.payload.keys))
         gone = [record for author, record in self._authors.items() if not self.roster.is_member(author)]
         for record in gone:
             self._drop(record)

@@ -181,13 +181,13 @@ def test_revoking_a_sponsor_or_an_invite_ends_all_that_follows_from_it() -> None
     members, by_anna = roster(), sponsored(of_anna, ANNA, range(2))
     for admission in (of_anna, admit(by_anna, BEN, 1), admit(invitation(7, range(5, 6)), CLEO, 5)):
         members.admit(admission)
-    members.revoke(frozenset((author_of(ANNA),)))
+    members.set_revoked(frozenset((author_of(ANNA),)))
     assert [members.is_member(author_of(who)) for who in (ANNA, BEN, CLEO)] == [False, False, True]
     with pytest.raises(InvitationError, match="revoked"):
         members.admit(admit(by_anna, DORA, 0))
-    members.revoke(frozenset((by_anna.invitation.bearer,)))
+    members.set_revoked(frozenset((by_anna.invitation.bearer,)))
     assert [members.is_member(author_of(who)) for who in (ANNA, BEN, CLEO)] == [True, False, True]
-    members.revoke(frozenset((CREATOR,)))
+    members.set_revoked(frozenset((CREATOR,)))
     assert members.is_member(CREATOR)
 
 
@@ -196,7 +196,7 @@ def test_a_run_may_list_its_members() -> None:
     assert [members.is_member(author_of(who)) for who in (ANNA, BEN, CREATOR_NUMBER)] == [True, False, True]
     with pytest.raises(InvitationError, match="listed"):
         members.admit(admit(invitation(), BEN))
-    members.revoke(frozenset((author_of(ANNA),)))
+    members.set_revoked(frozenset((author_of(ANNA),)))
     assert not members.is_member(author_of(ANNA))
 
 
@@ -340,7 +340,7 @@ def test_visitors_go_with_their_member_and_are_few() -> None:
     of_ben = author_of(99)
     roster.admit_visitor(sign_pass(key_of(BEN), RUN_ID, of_ben, LATER), of_ben, NOW)
     assert [roster.admits(visitor) for visitor in visitors] == [False] * 2 + [True] * MAX_VISITORS
-    roster.revoke(frozenset({author_of(ANNA)}))
+    roster.set_revoked(frozenset({author_of(ANNA)}))
     assert not any(map(roster.admits, visitors))
     assert roster.admits(of_ben)
     with pytest.raises(InvitationError):

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import trio
@@ -41,6 +41,7 @@ RUN_ID = b"r" * 32
 class Run:
     creator: Ed25519PrivateKey
     num_seats: int = 0
+    revoked: set[bytes] = field(default_factory=set)
 
     def roster(self) -> Roster:
         return Roster(RUN_ID, public_bytes(self.creator))
@@ -130,7 +131,10 @@ async def show_wrong(kind: str, run: Run, member: Host, visitor: Host) -> None:
             visitor.gate.show(RUN_ID, b"", run.invite(issuer=Ed25519PrivateKey.generate()))
         case "revoked":
             assert member.gate.roster is not None
-            member.gate.roster.revoke(frozenset((invited.invitation.bearer,)))
+            # With the earlier ones: the host may be introducing itself with one of these at this moment, for a stream
+            # of its own.
+            run.revoked.add(invited.invitation.bearer)
+            member.gate.roster.set_revoked(frozenset(run.revoked))
             visitor.gate.show(RUN_ID, b"", invited)
         case "another's":
             visitor.gate.show(RUN_ID, encode(invited.admit(RUN_ID, os.urandom(32), seat)), None)
@@ -251,7 +255,7 @@ async def test_who_is_revoked_is_disconnected(run: Run) -> None:
         nursery.start_soon(member.gate.run)
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert member.gate.roster is not None
-        member.gate.roster.revoke(frozenset((visitor.author,)))
+        member.gate.roster.set_revoked(frozenset((visitor.author,)))
         with trio.fail_after(PATIENCE), visitor.connection_events() as events:
             async for _, is_connected in events:
                 if not is_connected:
@@ -269,7 +273,7 @@ async def test_who_is_revoked_a_moment_after_its_first_stream_is_disconnected(ru
         with trio.fail_after(PATIENCE), visitor.connection_events() as events:
             assert await is_echoed(visitor, member.author)
             assert member.gate.roster is not None
-            member.gate.roster.revoke(frozenset((visitor.author,)))
+            member.gate.roster.set_revoked(frozenset((visitor.author,)))
             async for _, is_connected in events:
                 if not is_connected:
                     break
@@ -337,7 +341,7 @@ async def test_a_visitor_goes_with_its_member(run: Run) -> None:
         nursery.start_soon(member.gate.run)
         await trio.testing.wait_all_tasks_blocked(0.05)
         with trio.fail_after(PATIENCE), visitor.connection_events() as events:
-            roster.revoke(frozenset((public_bytes(key),)))
+            roster.set_revoked(frozenset((public_bytes(key),)))
             async for _, is_connected in events:
                 if not is_connected:
                     break
