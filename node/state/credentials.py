@@ -95,6 +95,7 @@ class Credentials:
         """Renew entries, and warn if this node is no longer a member, until cancelled."""
         renewed_at = trio.current_time()
         self.gate.on_refused = self._tell_refusal
+        await self._renew_revoked()  # an earlier life may have ended before the last one could be written
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.gate.run)
             while True:
@@ -108,9 +109,7 @@ class Credentials:
                 if trio.current_time() - renewed_at >= RENEW_INTERVAL:
                     renewed_at = trio.current_time()
                     await self.publish()
-                    if self.is_creator:
-                        async with self._lock:
-                            await self._publish_revoked(await self._revoked())
+                    await self._renew_revoked()
 
     def _tell_refusal(self, peer: bytes, refusal: str) -> None:
         """Warn that a peer refused this node: a revoked member is disconnected and may never receive the revocation."""
@@ -177,6 +176,11 @@ class Credentials:
     def _require_creator(self) -> None:
         if not self.is_creator:
             raise CredentialsError("only the run's creator can do this: run it where the creator's node runs")
+
+    async def _renew_revoked(self) -> None:
+        if self.is_creator:
+            async with self._lock:
+                await self._publish_revoked(await self._revoked())
 
     async def _set_revoked(self, places: Sequence[bytes]) -> None:
         num_entries = RULES[Kind.REVOCATION].slots

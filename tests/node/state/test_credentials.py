@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.state.credentials import Credentials, CredentialsError
@@ -42,10 +43,13 @@ class PostponingGossip:
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
         self.postponed[kind, index] = payload
 
+    async def changed(self) -> None:
+        await trio.sleep_forever()
+
 
 def credentials_of(key: Ed25519PrivateKey, store: SlowStore, gossip: PostponingGossip) -> Credentials:
-    creator, unused = public_bytes(CREATOR), SimpleNamespace()
-    parts: Any = (unused, Roster(RUN_ID, creator), gossip, store, unused)
+    creator, gate, journal = public_bytes(CREATOR), SimpleNamespace(run=trio.sleep_forever), SimpleNamespace()
+    parts: Any = (gate, Roster(RUN_ID, creator), gossip, store, journal)
     return Credentials(key, RUN_ID, creator, public_bytes(key), *parts)
 
 
@@ -59,6 +63,16 @@ async def test_revocations_in_a_row_are_all_published() -> None:
     restarted = credentials_of(CREATOR, store, gossip)
     await restarted.restore([ANNA])
     assert gossip.postponed[Kind.REVOCATION, 0] == Revocation((BEN,))
+
+
+async def test_a_revocation_that_was_not_written_before_the_node_ended_is_published_by_its_next_life() -> None:
+    store, gossip = SlowStore(), PostponingGossip()
+    await credentials_of(CREATOR, store, PostponingGossip()).revoke([ANNA])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(credentials_of(CREATOR, store, gossip).run)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert gossip.postponed == {(Kind.REVOCATION, 0): Revocation((ANNA,))}
 
 
 async def test_a_revoked_key_stays_in_its_entry() -> None:
