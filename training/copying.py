@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -94,11 +96,19 @@ class CudaCopier(DeviceCopier):
         self._stream = torch.cuda.Stream(device)
 
     def pin(self, memory: Buffer) -> None:
-        """Page-lock the memory until this process ends; if CUDA refuses, copies go through pinned staging memory."""
-        array = np.frombuffer(memory, dtype=np.uint8)
-        result = torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0)
-        if int(result) != 0:
-            _log.debug("cudaHostRegister of %d bytes failed with %s: copies take a detour", array.nbytes, result)
+        """Page-lock the memory until this copier is gone; if CUDA refuses, copies go through pinned staging memory.
+
+        Memory that is given back while it is page-locked would be a trap: what gets its addresses next could not be
+        page-locked, and the GPU would write to the old place. So it is kept until then.
+        """
+        array, cudart = np.frombuffer(memory, dtype=np.uint8), torch.cuda.cudart()
+        result = cudart.cudaHostRegister(array.ctypes.data, array.nbytes, 0)
+        if int(result) == 0:
+            weakref.finalize(self, _unpin, array).atexit = False
+            return
+        _log.debug("cudaHostRegister of %d bytes failed with %s: copies take a detour", array.nbytes, result)
+        with contextlib.suppress(RuntimeError):  # otherwise the next CUDA call would raise this error
+            torch.zeros(1, device=self._device)
 
     def fork(self) -> None:
         """Make the side stream wait for the work that is on the current stream now."""
@@ -134,6 +144,10 @@ class CudaCopier(DeviceCopier):
     def keep(self, source: Tensor, host: Tensor) -> Wait:
         """Queue the copy; work that is queued later may change ``source``."""
         return self.send(source.view(torch.uint8), host.view(torch.uint8))
+
+
+def _unpin(array: npt.NDArray[np.uint8]) -> None:
+    torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)
 
 
 def copier_for(device: torch.device) -> Copier:
