@@ -207,6 +207,16 @@ def compare(
             metavar="PRESET", show_default="41 k parameters", help="Preset of the model, with a context of 32 tokens."
         ),
     ] = "",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            show_default="Python's library",
+            help="Folder with a subfolder for each kind of text, of which a node has one.",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu: one training a core. cuda: all seeds and rates of a method at once.")
+    ] = "cpu",
     write: Write = None,
 ) -> None:
     """Compare NoLoCo, DiLoCo, synchronous training and training without averaging on the same tokens, on all cores.
@@ -219,7 +229,16 @@ def compare(
 
     section = Section(write, "compare") if write else None
     comparison = Comparison(
-        nodes, steps, seeds, interval, methods or (), tuple(factors(rates)), baseline=baseline, model=model
+        nodes,
+        steps,
+        seeds,
+        interval,
+        methods or (),
+        tuple(factors(rates)),
+        baseline=baseline,
+        model=model,
+        text=text,
+        device=device,
     )
     run_compare(comparison, out / "compare.json" if out else None, section)
 

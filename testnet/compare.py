@@ -13,10 +13,12 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,9 +31,11 @@ from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.protocol.presets import num_parameters, preset
 from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.data import Sampler, Text
+from farandole.training.device import Device, choose_device
 from farandole.training.durable import replacing
 from farandole.training.errors import DataError
-from farandole.training.sources import Reader, stdlib_sources
+from farandole.training.sources import Reader, sources_of, stdlib_sources
+from farandole.training.stacked import Stack, Trial, train_stacked
 from farandole.training.token_cache import Found
 
 from .grid import Grid
@@ -51,7 +55,7 @@ CURVE_POINTS = 20
 # Rates are chosen with a seed that no figure is from.
 TUNING_SEED = 1_000
 # Settings that results have in common, so that one file may have them all.
-_SAME_SETTINGS = ("nodes", "steps", "interval", "parameters", "kinds", "torch")
+_SAME_SETTINGS = ("nodes", "steps", "interval", "parameters", "kinds", "torch", "device")
 # Of Student's t with 1, 2, ... degrees of freedom: 95 % lie within plus and minus this.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -120,6 +124,10 @@ class Comparison:
     """The method that others are compared with, seed by seed, if it is among them."""
     model: str = ""
     """A preset; empty: `MODEL`."""
+    text: Path | None = None
+    """A folder with a subfolder for each kind of text; None: the standard library."""
+    device: str = "cpu"
+    """``cpu``: each training is a process with one thread; else all seeds and rates of a method are trained at once."""
 
     @property
     def setting(self) -> dict[str, object]:
@@ -131,7 +139,39 @@ class Comparison:
             "interval": self.interval,
             "rates": ", ".join(f"{rate:g}" for rate in self.rates),
             "parameters": num_parameters(self.sizes),
+            "device": self.chosen_device.description,
         }
+
+    @property
+    def chosen_device(self) -> Device:
+        """Return the device; raises `TrainingError` if there is none of that name."""
+        return choose_device(self.device)
+
+    def inner(self) -> InnerConfig:
+        """Return the settings of the inner optimizer, which a method's and a rate change."""
+        return InnerConfig(
+            learning_rate=LEARNING_RATE,
+            warmup_steps=self.steps // 20,
+            total_steps=self.steps,
+            batch_size=BATCH_SIZE,
+        )
+
+    def samplers(self, texts: Mapping[str, Text], seed: int) -> list[Sampler]:
+        """Return the batches of each replica."""
+        return [
+            Sampler(
+                text,
+                run_id=seed.to_bytes(32, "little"),
+                author=name.encode(),
+                batch_size=BATCH_SIZE,
+                context=self.sizes.context,
+            )
+            for name, text in texts.items()
+        ]
+
+    def is_curve_point(self, step: int) -> bool:
+        """Return whether loss curves have a point after this inner step."""
+        return step * CURVE_POINTS // self.steps > (step - 1) * CURVE_POINTS // self.steps
 
     @property
     def sizes(self) -> ModelConfig:
@@ -140,17 +180,18 @@ class Comparison:
 
 
 def run_compare(comparison: Comparison, out: Path | None = None, section: Section | None = None) -> list[Result]:
-    """Train with every method and seed, each in a process of its own, with progress and a table on the terminal.
+    """Train with every method and seed, with progress and a table on the terminal.
 
     With the defaults a method takes some ten minutes per seed and core. ``out`` is a JSON file, updated after each
     result; the results that it already has are not repeated. At the end the ``section`` is written. Raises `DataError`
-    if the standard library has fewer packages than there are nodes, if ``out`` is of another comparison, or as
-    `choose_methods` does; `ManifestError` for an unknown preset; `SectionError`.
+    if there are fewer kinds of text than nodes, if ``out`` is of another comparison, or as
+    `choose_methods` does; `TrainingError` if there is no such device, or a method cannot be trained on it;
+    `ManifestError` for an unknown preset; `SectionError`.
     """
     if section is not None:
         section.check()
     chosen = choose_methods(comparison.words, comparison.interval)
-    texts = texts_by_kind(comparison.nodes)
+    texts = texts_by_kind(comparison.nodes, comparison.text)
     console = Console()
     measured = {**setting(), **comparison.setting, "kinds": [*texts]}
     results = _earlier_results(out, measured) if out is not None else {}
@@ -163,18 +204,26 @@ def run_compare(comparison: Comparison, out: Path | None = None, section: Sectio
             with replacing(out) as file:
                 file.write((json.dumps(document, indent=2) + "\n").encode())
 
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
     def play(plays: Iterable[tuple[Method, int]]) -> list[Result]:
-        asked = {
-            Play(each.name, seed, each.rate): partial(measure, comparison, each, texts, seed) for each, seed in plays
-        }
-        missing = [(key, measuring) for key, measuring in asked.items() if key not in results]
-        play_all(lambda text: console.print(text, highlight=False, markup=False), missing, keep)
+        asked = {Play(method.name, seed, method.rate): (method, seed) for method, seed in plays}
+        missing = {key: each for key, each in asked.items() if key not in results}
+        if comparison.chosen_device.torch_device.type == "cpu":
+            one_by_one = [(key, partial(measure, comparison, *each, texts=texts)) for key, each in missing.items()]
+            play_all(say, one_by_one, keep)
+        else:
+            for _, group in groupby(missing, attrgetter("method")):
+                keys = list(group)
+                for result in measure_at_once(comparison, [missing[key] for key in keys], texts, say):
+                    keep(Play(result.method, result.seed, result.rate), result)
         return [results[key] for key in asked]
 
     if len(comparison.rates) > 1:
         tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
         chosen = best_of(tried, play((method, TUNING_SEED) for method in tried))
-    final = play((method, seed) for seed in range(comparison.seeds) for method in chosen)
+    final = play((method, seed) for method in chosen for seed in range(comparison.seeds))
     grid = result_grid(final, chosen, comparison.baseline)
     console.print(grid.rich())
     if section is not None:
@@ -208,15 +257,19 @@ def best_of(tried: Sequence[Method], results: Sequence[Result]) -> list[Method]:
     return list(best.values())
 
 
-def texts_by_kind(num_kinds: int) -> dict[str, Text]:
-    """Return the largest packages of the standard library, by name, split into the first nine tenths and the rest."""
+def texts_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, Text]:
+    """Return the largest subfolders of a folder, by default of the standard library: nine tenths, and the rest.
+
+    Raises `DataError` if there are too few.
+    """
     packages: dict[str, list[bytes]] = defaultdict(list)
-    for document in Reader(stdlib_sources(), ""):
+    for document in Reader(stdlib_sources() if folder is None else sources_of([folder]), ""):
         package, separator, _ = document.name.partition("/")
         if separator:
             packages[package].append(document.text)
     if num_kinds > len(packages):
-        raise DataError(f"the standard library has {len(packages)} packages, too few for {num_kinds} nodes")
+        where = "the standard library" if folder is None else folder
+        raise DataError(f"{where} has {len(packages)} kinds of text, too few for {num_kinds} nodes")
     largest = sorted(packages, key=lambda name: (-sum(map(len, packages[name])), name))[:num_kinds]
     return {name: _split(packages[name]) for name in largest}
 
@@ -227,28 +280,58 @@ def _split(documents: Sequence[bytes]) -> Text:
     return Text(tokens[:cut], tokens[cut:], Found(len(documents), int(tokens.max()), b""))
 
 
-def measure(comparison: Comparison, method: Method, texts: dict[str, Text], seed: int) -> Result:
+def measure(comparison: Comparison, method: Method, seed: int, texts: Mapping[str, Text]) -> Result:
     """Train with one method and seed, on one thread."""
     torch.set_num_threads(1)
-    steps, model = comparison.steps, comparison.sizes
-    inner = InnerConfig(learning_rate=LEARNING_RATE, warmup_steps=steps // 20, total_steps=steps, batch_size=BATCH_SIZE)
-    run_id = seed.to_bytes(32, "little")
-    samplers = [
-        Sampler(text, run_id=run_id, author=name.encode(), batch_size=BATCH_SIZE, context=model.context)
-        for name, text in texts.items()
-    ]
+    samplers = comparison.samplers(texts, seed)
     started = time.perf_counter()
     curve: list[tuple[int, float]] = []
     few = [sampler.held_out_batch(0) for sampler in samplers]
 
     def watch(step: int, ensemble: Ensemble) -> None:
-        if step * CURVE_POINTS // steps > (step - 1) * CURVE_POINTS // steps:
+        if comparison.is_curve_point(step):
             curve.append((step, float(ensemble.losses(few).mean())))
 
-    ensemble = train(method, model, inner, samplers, steps, seed, watch)
+    ensemble = train(method, comparison.sizes, comparison.inner(), samplers, comparison.steps, seed, watch)
     seconds = time.perf_counter() - started
     loss, spread, merged_loss = _evaluate(ensemble, samplers)
     return Result(method.name, seed, method.rate, loss, merged_loss, spread, seconds, tuple(curve))
+
+
+def measure_at_once(
+    comparison: Comparison, plays: Sequence[tuple[Method, int]], texts: Mapping[str, Text], say: Callable[[str], None]
+) -> list[Result]:
+    """Train with one method, all seeds and rates at once; each result's seconds are its share of the time.
+
+    ``say`` gets the progress at each point of the loss curves.
+    """
+    trials = [Trial(seed, method.rate, comparison.samplers(texts, seed)) for method, seed in plays]
+    method, samplers = plays[0][0], trials[0].samplers  # the held-out text is the same for all
+    few = [sampler.held_out_batch(0) for sampler in samplers]
+    curves: list[list[tuple[int, float]]] = [[] for _ in trials]
+    started = time.perf_counter()
+
+    def watch(step: int, stack: Stack) -> None:
+        if comparison.is_curve_point(step):
+            losses = stack.losses(few)
+            for curve, loss in zip(curves, losses, strict=True):
+                curve.append((step, loss))
+            spent = f"step {step} of {comparison.steps}, {time.perf_counter() - started:.0f} s"
+            say(f"{method.name}, {len(trials)} trials: {spent}, loss {min(losses):.3f} to {max(losses):.3f}")
+
+    torch.set_float32_matmul_precision("high")  # TF32, which is more exact than the bf16 of a node on a GPU
+    device = comparison.chosen_device.torch_device
+    stack = train_stacked(method, comparison.sizes, comparison.inner(), trials, comparison.steps, device, watch)
+    batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
+    losses, spreads = stack.losses(batches), stack.spreads()
+    seconds = (time.perf_counter() - started) / len(trials)
+    stack.merge()
+    return [
+        Result(method.name, trial.seed, trial.rate, loss, merged_loss, spread, seconds, tuple(curve))
+        for trial, loss, merged_loss, spread, curve in zip(
+            trials, losses, stack.losses(batches), spreads, curves, strict=True
+        )
+    ]
 
 
 def _evaluate(ensemble: Ensemble, samplers: Sequence[Sampler]) -> tuple[float, float, float]:

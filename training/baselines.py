@@ -131,6 +131,13 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method(
             "NoLoCo, Muon, Nesterov, int8, four times as often, drift 0.1", "pairs", quarter, often, optimizer="muon"
         ),
+        Method(
+            "NoLoCo, Muon, plain, int8, four times as often, drift 0.1",
+            "pairs",
+            quarter,
+            msgspec.structs.replace(plain, drift=0.1),
+            optimizer="muon",
+        ),
         Method("plain mean, fp32", "pairs", interval, PlainConfig()),
         Method("plain mean of all, fp32", "all", interval, PlainConfig()),
         Method("GASLoC, fp32", "pairs", interval, GASLoCConfig()),
@@ -245,7 +252,7 @@ def train(
     """
     is_synchronous, late = method.group == "gradients", method.late
     inner = msgspec.structs.replace(inner, optimizer=method.optimizer, learning_rate=method.rate * inner.learning_rate)
-    exchange: _Exchange | None = None
+    exchange: Exchange | None = None
     ensemble = Ensemble(model, inner, 1 if is_synchronous else len(samplers), seed, method.outer)
     for step in range(steps):
         batches = np.stack([sampler.batch(step) for sampler in samplers])  # (N, B, T + 1)
@@ -253,9 +260,9 @@ def train(
         if exchange is not None and step == exchange.ends_at:
             ensemble.outer_step(exchange.groups, is_late=True)
         if (step + 1) % method.interval == 0 and method.group in ("all", "pairs"):
-            groups = _groups(method.group, len(samplers), seed, step)
+            groups = groups_of(method.group, len(samplers), seed, step)
             ensemble.contribute(step // method.interval % method.outer.fragments)
-            exchange = _Exchange(groups, step + late)
+            exchange = Exchange(groups, step + late)
             if not late:
                 ensemble.outer_step(groups)
         progress(step + 1, ensemble)
@@ -265,7 +272,7 @@ def train(
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class Exchange:
     """An exchange in flight while the replicas continue to train."""
 
     groups: list[list[int]]
@@ -273,7 +280,7 @@ class _Exchange:
     """The inner step after which the outer step is taken."""
 
 
-def _groups(group: Group, num_replicas: int, seed: int, step: int) -> list[list[int]]:
+def groups_of(group: Group, num_replicas: int, seed: int, step: int) -> list[list[int]]:
     """Return one group of all replicas, or random pairs; with an odd number of replicas, one is alone."""
     if group == "all":
         return [list(range(num_replicas))]

@@ -56,7 +56,12 @@ def muon_(
     step = orthogonalised(gradient.lerp(momentum, share))
     if scale is not None:
         step.mul_(scale)
-    weight.add_(step, alpha=-rate * (_ADAMW_RMS * math.sqrt(max(weight.shape))))
+    weight.add_(step, alpha=-rate * rms_factor(*weight.shape))
+
+
+def rms_factor(rows: int, columns: int) -> float:
+    """Return the factor that makes an orthogonalised step as large as AdamW's."""
+    return _ADAMW_RMS * math.sqrt(max(rows, columns))
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from farandole.testnet.compare import (
     best_of,
     choose_methods,
     interval_of,
+    measure,
+    measure_at_once,
     result_grid,
     run_compare,
     texts_by_kind,
@@ -58,6 +60,24 @@ def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureF
     assert [result.loss == 0.5 for result in results] == [True, False]
     assert "1 of 1 plays" in capsys.readouterr().out
     assert len(json.loads(out.read_text())["results"]) == 3, "other methods' results stay"
+
+
+def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
+    comparison = Comparison(nodes=2, steps=20, interval=2)
+    texts, said = texts_by_kind(2), list[str]()
+    plays = [(Method("pairs", "pairs", 2, rate=rate), seed) for rate in (1.0, 2.0) for seed in (0, 1)]
+
+    together = measure_at_once(comparison, plays, texts, said.append)
+
+    for (method, seed), result in zip(plays, together, strict=True):
+        alone = measure(comparison, method, seed, texts)
+        assert (result.method, result.seed, result.rate) == (alone.method, alone.seed, alone.rate)
+        for name in ("loss", "merged_loss", "spread"):
+            assert getattr(result, name) == pytest.approx(getattr(alone, name), rel=1e-3)
+        assert [step for step, _ in result.curve] == [step for step, _ in alone.curve]
+        assert [loss for _, loss in result.curve] == pytest.approx([loss for _, loss in alone.curve], rel=1e-3)
+    assert len(said) == 20
+    assert "4 trials: step 20 of 20" in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -135,3 +155,15 @@ def test_kinds_of_text_are_apart_and_the_last_tenth_is_held_out() -> None:
 def test_more_nodes_than_kinds_are_refused() -> None:
     with pytest.raises(DataError, match="too few for 500 nodes"):
         texts_by_kind(500)
+
+
+def test_kinds_of_text_are_a_folders_subfolders(tmp_path: Path) -> None:
+    for name, size in (("small", 10), ("large", 300), ("middle", 200)):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "text.txt").write_text(name[0] * size)
+
+    texts = texts_by_kind(2, tmp_path)
+
+    assert {name: bytes(array_of(text.training)[:1]) for name, text in texts.items()} == {"large": b"l", "middle": b"m"}
+    with pytest.raises(DataError, match="3 kinds of text, too few for 4 nodes"):
+        texts_by_kind(4, tmp_path)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.training import codec
+from farandole.training.baselines import Method
 from farandole.training.copying import CudaCopier, copier_for
 from farandole.training.data import Sampler, Text
 from farandole.training.device import CONTEXT_BYTES, choose_device, limit_memory
@@ -18,6 +19,7 @@ from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
 from farandole.training.replica import Recipe
 from farandole.training.screening.rule import Encounter
+from farandole.training.stacked import Trial, train_stacked
 
 from .conftest import ALICE, BOB, RUN_ID, refusal
 
@@ -151,6 +153,19 @@ def test_compiled_inner_steps_learn_the_same(model: ModelConfig, inner: InnerCon
     plain, compiled = (make("cuda", ALICE, "fp32", model, inner, text, flag) for flag in (False, True))
     for _ in range(3):
         torch.testing.assert_close(plain.learn(), compiled.learn(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_stack_is_trained_by_a_graph_of_kernels(
+    model: ModelConfig, inner: InnerConfig, text: Text, optimizer: InnerName
+) -> None:
+    author = [Sampler(text, run_id=RUN_ID, author=a, batch_size=2, context=model.context) for a in (ALICE, BOB)]
+    method = Method("pairs", "pairs", 2, NoLoCoConfig(momentum="nesterov", codec="int8"), optimizer=optimizer)
+    gpu, cpu = (
+        train_stacked(method, model, inner, [Trial(1, 1.0, author)], 8, torch.device(name)) for name in ("cuda", "cpu")
+    )
+    batches = [author[0].held_out_batch(0)]
+    assert gpu.losses(batches) == pytest.approx(cpu.losses(batches), rel=5e-3)
 
 
 def test_a_gpu_without_memory_is_known_for_that() -> None:
