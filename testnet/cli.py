@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,7 +123,7 @@ def run_testnet(
     if clean_report is not None:
         report = judged(report, clean_report, played)
         write_report(report, folder)
-    _draw(report, folder, console)
+    _draw(report, folder)
     _print_verdict(report, folder, console)
     if as_json:
         import msgspec
@@ -152,13 +154,20 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
     raise typer.Exit(Exit.VERDICT_FAILED if made.reasons else Exit.OK)
 
 
-def _draw(report: PlayReport, folder: Path, console: Console) -> None:
+@contextlib.contextmanager
+def _drawing(name: str) -> Iterator[None]:
+    """Say that there is no plot of this name where matplotlib is missing."""
     try:
-        from .plot import plot_losses
+        yield
     except ImportError:
-        console.print("no loss.png: matplotlib is missing (pip install 'farandole\\[testnet]')")
-        return
-    plot_losses(report, folder / "loss.png")
+        typer.echo(f"no {name}: matplotlib is missing (pip install 'farandole[testnet]')", err=True)
+
+
+def _draw(report: PlayReport, folder: Path) -> None:
+    with _drawing("loss.png"):
+        from .plot import plot_losses
+
+        plot_losses(report, folder / "loss.png")
 
 
 def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
@@ -178,7 +187,7 @@ def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
         say(f"  - {reason}", style="red")
     is_pass = report.verdict == "pass"
     say("PASS" if is_pass else "FAIL", style="bold green" if is_pass else "bold red")
-    say(f"{folder / 'report.json'}, {folder / 'loss.png'}")
+    say(", ".join(str(path) for name in ("report.json", "loss.png") if (path := folder / name).exists()))
 
 
 @testnet_app.command("compare")
@@ -240,7 +249,12 @@ def compare(
         text=text,
         device=device,
     )
-    run_compare(comparison, out / "compare.json" if out else None, section)
+    results = run_compare(comparison, out / "compare.json" if out else None, section)
+    if out:
+        with _drawing("compare.png"):
+            from .plot import plot_comparison
+
+            plot_comparison(results, out / "compare.png")
 
 
 def factors(text: str) -> list[float]:

@@ -1,12 +1,16 @@
-"""A plot of every node's loss over time, and the merged model's: ``loss.png``."""
+"""Plots: every node's loss over time and the merged model's (``loss.png``), and the methods of a comparison."""
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 import matplotlib.figure
 
+from .compare import Result
 from .report import PlayReport
 
 matplotlib.use("Agg")
@@ -29,4 +33,23 @@ def plot_losses(report: PlayReport, path: Path) -> None:
     axes.set_title(f"{report.name}: {len(report.nodes)} nodes, {report.tokens:,} tokens, {report.verdict}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def plot_comparison(results: Sequence[Result], path: Path) -> None:
+    """Write the methods' loss curves: means over the seeds, beginning where the first tenth of the steps is over."""
+    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    by_method: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        by_method[result.method].append(result)
+    for name, group in by_method.items():
+        steps = [step for step, _ in group[0].curve]
+        means = [statistics.mean(losses) for losses in zip(*(dict(each.curve).values() for each in group), strict=True)]
+        shown = [(step, mean) for step, mean in zip(steps, means, strict=True) if 10 * step > steps[-1]]
+        axes.plot(*zip(*shown, strict=True), linewidth=1, label=f"{name}: {means[-1]:.3f}")
+    axes.set_xlabel("inner steps")
+    axes.set_ylabel("loss on held-out text, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)

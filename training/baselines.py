@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -237,6 +237,22 @@ class Ensemble:
         return float(deviation / self.theta.mean(0).square().mean().sqrt())
 
 
+class Trainee(Protocol):
+    """What `play` trains: an `Ensemble`, or several as one (`farandole.training.stacked`)."""
+
+    def inner_step(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
+
+    def contribute(self, fragment: int = 0) -> None:
+        """Make every replica's contribution of a fragment."""
+
+    def outer_step(self, groups: Sequence[Sequence[int]], *, is_late: bool = False) -> None:
+        """Take the outer step of every replica with its group."""
+
+
+Trained = TypeVar("Trained", bound=Trainee)
+
+
 def train(
     method: Method,
     model: ModelConfig,
@@ -250,34 +266,46 @@ def train(
 
     ``progress`` gets the number of steps and the replicas after each.
     """
-    is_synchronous, late = method.group == "gradients", method.late
+    is_synchronous = method.group == "gradients"
     inner = msgspec.structs.replace(inner, optimizer=method.optimizer, learning_rate=method.rate * inner.learning_rate)
-    exchange: Exchange | None = None
     ensemble = Ensemble(model, inner, 1 if is_synchronous else len(samplers), seed, method.outer)
-    for step in range(steps):
-        batches = np.stack([sampler.batch(step) for sampler in samplers])  # (N, B, T + 1)
-        ensemble.inner_step(batches.reshape(1, -1, batches.shape[-1]) if is_synchronous else batches)
-        if exchange is not None and step == exchange.ends_at:
-            ensemble.outer_step(exchange.groups, is_late=True)
-        if (step + 1) % method.interval == 0 and method.group in ("all", "pairs"):
-            groups = groups_of(method.group, len(samplers), seed, step)
-            ensemble.contribute(step // method.interval % method.outer.fragments)
-            exchange = Exchange(groups, step + late)
-            if not late:
-                ensemble.outer_step(groups)
-        progress(step + 1, ensemble)
-    if exchange is not None and exchange.ends_at >= steps:  # the last one is waited for
-        ensemble.outer_step(exchange.groups, is_late=True)
+
+    def batches(step: int) -> npt.NDArray[np.int64]:
+        tokens = np.stack([sampler.batch(step) for sampler in samplers])  # (N, B, T + 1)
+        return tokens.reshape(1, -1, tokens.shape[-1]) if is_synchronous else tokens
+
+    play(method, ensemble, batches, lambda step: groups_of(method.group, len(samplers), seed, step), steps, progress)
     return ensemble
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """An exchange in flight while the replicas continue to train."""
+def play(
+    method: Method,
+    trainee: Trained,
+    batches: Callable[[int], npt.NDArray[np.int64]],
+    groups: Callable[[int], list[list[int]]],
+    steps: int,
+    progress: Callable[[int, Trained], None],
+) -> None:
+    """Take ``steps`` inner steps and a method's outer steps.
 
-    groups: list[list[int]]
-    ends_at: int
-    """The inner step after which the outer step is taken."""
+    ``batches`` and ``groups`` return what an inner step's number determines. The last inner step ends a round, however
+    short: otherwise the methods would be compared at different distances from an outer step.
+    """
+    awaited: list[list[int]] | None = None  # the groups of an exchange that goes on while the replicas train
+    takes_at = 0  # the inner step after which its outer step is taken
+    for step in range(steps):
+        trainee.inner_step(batches(step))
+        is_last = step + 1 == steps
+        if awaited is not None and (step == takes_at or is_last):
+            trainee.outer_step(awaited, is_late=True)
+            awaited = None
+        if method.group in ("all", "pairs") and ((step + 1) % method.interval == 0 or is_last):
+            trainee.contribute(step // method.interval % method.outer.fragments)
+            if method.late and not is_last:
+                awaited, takes_at = groups(step), step + method.late
+            else:
+                trainee.outer_step(groups(step))
+        progress(step + 1, trainee)
 
 
 def groups_of(group: Group, num_replicas: int, seed: int, step: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.protocol.outer_rules import OuterConfig
 
-from .baselines import Exchange, Method, groups_of
+from .baselines import Method, groups_of, play
 from .codec import BLOCK, form_of
 from .data import Sampler
 from .drift import RateSums, correct_
@@ -108,8 +108,8 @@ class Stack:
         self.steps += 1
 
     @torch.no_grad()
-    def contribute(self) -> None:
-        """Make every replica's contribution for the next `outer_step`."""
+    def contribute(self, fragment: int = 0) -> None:
+        """Make every replica's contribution for the next `outer_step`; there is only fragment 0."""
         self._outer.contribute()
 
     @torch.no_grad()
@@ -343,23 +343,17 @@ def train_stacked(
         raise TrainingError("an odd number of replicas is compared on a CPU only: leave --device out")
     inner = msgspec.structs.replace(inner, optimizer=method.optimizer)
     stack = Stack(model, inner, method.outer, trials, 1 if is_synchronous else num_samplers, device)
-    exchange: Exchange | None = None
-    for step in range(steps):
-        batches = np.stack([sampler.batch(step) for trial in trials for sampler in trial.samplers])
-        stack.inner_step(batches.reshape(len(trials), -1, batches.shape[-1]) if is_synchronous else batches)
-        if exchange is not None and step == exchange.ends_at:
-            stack.outer_step(exchange.groups, is_late=True)
-        if (step + 1) % method.interval == 0 and method.group in ("all", "pairs"):
-            groups = [
-                [number * num_samplers + row for row in group]
-                for number, trial in enumerate(trials)
-                for group in groups_of(method.group, num_samplers, trial.seed, step)
-            ]
-            stack.contribute()
-            exchange = Exchange(groups, step + method.late)
-            if not method.late:
-                stack.outer_step(groups)
-        progress(step + 1, stack)
-    if exchange is not None and exchange.ends_at >= steps:  # the last one is waited for
-        stack.outer_step(exchange.groups, is_late=True)
+
+    def batches(step: int) -> Tokens:
+        tokens = np.stack([sampler.batch(step) for trial in trials for sampler in trial.samplers])
+        return tokens.reshape(len(trials), -1, tokens.shape[-1]) if is_synchronous else tokens
+
+    def groups(step: int) -> list[list[int]]:
+        return [
+            [number * num_samplers + row for row in group]
+            for number, trial in enumerate(trials)
+            for group in groups_of(method.group, num_samplers, trial.seed, step)
+        ]
+
+    play(method, stack, batches, groups, steps, progress)
     return stack

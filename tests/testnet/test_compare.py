@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from farandole.testnet.compare import (
     run_compare,
     texts_by_kind,
 )
+from farandole.testnet.plot import plot_comparison
 from farandole.testnet.section import Section, SectionError
 from farandole.training.baselines import Method, methods
 from farandole.training.errors import DataError
@@ -120,6 +122,15 @@ def test_each_method_gets_the_rate_that_is_best_for_it() -> None:
     ]
 
     assert [(method.name, method.rate) for method in best_of(tried, results)] == [("a", 1.0), ("b", 2.0)]
+
+
+def test_a_comparison_draws_its_curves(tmp_path: Path) -> None:
+    curve = tuple((step, 5.0 / step) for step in range(1, 21))
+    results = [replace(result(name, seed, 2.0), curve=curve) for name in ("a", "b") for seed in range(2)]
+
+    plot_comparison(results, tmp_path / "compare.png")
+
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_losses_are_compared_seed_by_seed() -> None:

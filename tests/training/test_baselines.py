@@ -117,6 +117,15 @@ def test_a_late_outer_step_keeps_what_was_learnt_meanwhile(model: ModelConfig, s
     torch.testing.assert_close(late.theta, by_hand.theta)
 
 
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_last_inner_step_ends_a_round(model: ModelConfig, samplers: list[Sampler], late: int) -> None:
+    """Otherwise methods with long rounds would be evaluated further away from an outer step than others."""
+    cut_short = train(Method("DiLoCo", "all", 3, DiLoCoConfig(), late), model, PLAIN, samplers, 5, seed=1)
+
+    assert torch.equal(cut_short.theta, cut_short.phi)
+    assert cut_short.spread() < 1e-7
+
+
 def test_a_merge_is_the_mean(model: ModelConfig, samplers: list[Sampler]) -> None:
     ensemble = train(Method("apart", "none"), model, PLAIN, samplers, 3, seed=1)
     mean = ensemble.theta.mean(0)
