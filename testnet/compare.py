@@ -170,8 +170,12 @@ class Comparison:
         ]
 
     def is_curve_point(self, step: int) -> bool:
-        """Return whether loss curves have a point after this inner step."""
-        return step * CURVE_POINTS // self.steps > (step - 1) * CURVE_POINTS // self.steps
+        """Return whether loss curves have a point after this inner step: at the end of a round, or of all.
+
+        In the middle of a round replicas are apart, and the further apart the longer the round is.
+        """
+        is_due = step * CURVE_POINTS // self.steps > (step - self.interval) * CURVE_POINTS // self.steps
+        return step == self.steps or (step % self.interval == 0 and is_due)
 
     @property
     def sizes(self) -> ModelConfig:
