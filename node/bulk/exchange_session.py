@@ -30,6 +30,7 @@ from farandole.protocol.pipe import Pipe
 
 from ..base.figures import duration, mbit, size
 from ..base.streams import Stream
+from ..status.status import SCREENED_LATE
 from .pipe import BulkPipe, Patience
 
 # How often to check, in seconds, while there is nothing to send: in that time a trainer encodes a few megabytes.
@@ -205,20 +206,22 @@ class ExchangeSession:
         return offer.tokens
 
     async def _share_contributions(self, bulk: BulkPipe) -> None:
-        with _until(self.data_by, TOO_LONG, _TooSlowError) as scope:
-            await self._share_offers(bulk)
-            scope.deadline = self.data_by
-            seconds = self._deadline - self._started_at
-            bulk.add(self._outgoing)
-            bulk.begin(Patience(route=ROUTE_UNTIL * seconds, silent=SILENT_FOR * seconds))
-            try:
+        try:
+            with _until(self.data_by, TOO_LONG, _TooSlowError) as scope:
+                await self._share_offers(bulk)
+                scope.deadline = self.data_by
+                seconds = self._deadline - self._started_at
+                bulk.add(self._outgoing)
+                bulk.begin(Patience(route=ROUTE_UNTIL * seconds, silent=SILENT_FOR * seconds))
                 await bulk.wait_received()
+            with _until(self.data_by, SCREENED_LATE):
                 refusal = await self._judge.refusal(self._exchange.offer.size, self._partner_tokens)
-                if refusal is not None:
-                    raise _RefusedError(f"{REFUSED}{refusal}")
+            if refusal is not None:
+                raise _RefusedError(f"{REFUSED}{refusal}")
+            with _until(self.data_by, TOO_LONG, _TooSlowError):
                 await bulk.wait_delivered()
-            except trio.ClosedResourceError:
-                raise self._failure from None
+        except trio.ClosedResourceError:
+            raise self._failure from None
 
     async def _share_offers(self, bulk: BulkPipe) -> None:
         if not self._exchange.is_initiator:

@@ -13,6 +13,8 @@ from farandole.protocol.node_state import NodeState
 # Text of an exchange's verdict after ``failed: ``, if a contribution was refused.
 REFUSED_HERE = "refused:"
 REFUSED_THERE = "the partner aborted: refused:"
+# The same, if the contributions arrived in time, but this node's verdict on the partner's did not.
+SCREENED_LATE = "the screening took too long"
 # `NodeState.phase_detail` while a node waits for the run's starting checkpoint and no member has it.
 NO_START = "no node that is there has the weights that this run starts from"
 # Most links in a status; `NodeStatus.members` lists the other members, too.

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from ..base.clock_words import clock_words
 from ..base.figures import count, duration, loss
 from ..base.release_words import release_words
-from ..status.status import NO_START, REFUSED_HERE, REFUSED_THERE, NodeStatus
+from ..status.status import NO_START, REFUSED_HERE, REFUSED_THERE, SCREENED_LATE, NodeStatus
 
 Level = Literal["well", "busy", "trouble"]
 
@@ -35,6 +35,11 @@ _REFUSALS: Final = (
         (_REFUSED_THERE, _REFUSED_HERE),
         "others refuse this node's contributions",
         "if its loss is far from the others' below, stop it, move away the folder `checkpoints` and join again",
+    ),
+    (
+        (f"failed: {SCREENED_LATE}",),
+        "this machine is too slow or too busy to judge contributions",
+        "leave it more processor time; if a loop of your own trains, measure less in its `evaluate`",
     ),
 )
 
@@ -122,7 +127,7 @@ def _failing(status: NodeStatus, now: float) -> Headline | None:
     last = tried[-FAILURES_IN_A_ROW:]
     for prefixes, text, remedy in _REFUSALS:
         if all(exchange.verdict.startswith(prefixes) for exchange in last):
-            reason = last[-1].verdict.rpartition("refused:")[2].strip()
+            reason = last[-1].verdict.removeprefix("failed:").rpartition("refused:")[2].strip()
             return Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
     reason = last[-1].verdict.removeprefix("failed:").strip()
     return Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)

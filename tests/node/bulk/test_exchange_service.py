@@ -10,6 +10,7 @@ from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.base.figures import BYTES_PER_MBIT, size
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
 from farandole.node.bulk.exchange_session import too_slow
+from farandole.node.status.status import SCREENED_LATE
 from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL
 from farandole.protocol.pipe import CHUNK_BYTES
 
@@ -185,5 +186,6 @@ async def test_a_slow_screening_is_cut_off(
     monkeypatch.setattr(bob, "refusal", sleepy)
     await meet(alice, bob)
     assert not alice.result.committed
-    assert not bob.result.committed
+    assert bob.result.reason == SCREENED_LATE, "the line is not to blame"
+    assert alice.result.reason == f"the partner aborted: {SCREENED_LATE}"
     assert trio.current_time() <= ASK_FROM * PATIENCE

@@ -3,7 +3,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.node.status.status import NO_START, REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
+from farandole.node.status.status import (
+    NO_START,
+    REFUSED_HERE,
+    REFUSED_THERE,
+    SCREENED_LATE,
+    ExchangeStatus,
+    NodeStatus,
+)
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, headline
 from farandole.protocol.clock_votes import ClockSkew
 from farandole.protocol.releases import ReleaseConflict
@@ -103,6 +110,11 @@ def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
             changed(recent_exchanges=exchanges("committed", *["failed: the contributions took too long"] * 5)),
             "no exchange succeeds, the last 5 in a row failed: the contributions took too long",
             "doctor --bandwidth",
+        ),
+        (
+            changed(recent_exchanges=exchanges("committed", *[f"failed: {SCREENED_LATE}"] * 4)),
+            "this machine is too slow or too busy to judge contributions, the last 4 in a row: the screening took too",
+            "measure less",
         ),
         (
             changed(
