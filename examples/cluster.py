@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 cluster.py --create my-run      # makes a run, and trains
 torchrun --nproc-per-node 2 cluster.py farandole1...        # trains with those who are there
+torchrun --nproc-per-node 2 cluster.py                      # trains with the node that runs here
 
 A member that is one process (own_loop.py) trains in the same run. torchrun starts all ranks again when one is lost, if
 it is asked to (--max-restarts 100, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment: otherwise they look

@@ -2,6 +2,7 @@
 
 python own_loop.py --create my-run      # makes a run from this model's first weights, and trains
 python own_loop.py farandole1...        # trains with those who are there
+python own_loop.py                      # trains with the node that runs here (farandole join --trainer external)
 """
 
 import argparse
@@ -44,7 +45,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def train(model: GPT, ranks: int = 1) -> None:
     """Join the run that the command line names, and train; ``ranks``: processes that do so together."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("run", help="an invite, or the folder of a run that was made here")
+    parser.add_argument("run", nargs="?", help="an invite, or the folder of a run; left out: the node's")
     parser.add_argument("--create", action="store_true", help="make the run, in that folder")
     parser.add_argument("--round-seconds", type=float, default=60.0, help="of the run that is made")
     parser.add_argument("--steps", type=int, default=10_000)
