@@ -4,80 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
-from farandole.node.join.own_invite import own_invite
 from farandole.node.own_loop.child_node import run_of_node
 
 from ..patience import PATIENCE
-from .daemons import Daemon, started
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
-
-
-@asynccontextmanager
-async def loop(
-    home: Path,
-    *arguments: str,
-    program: Sequence[str] = (str(EXAMPLE),),
-    enter: Sequence[str] = (),
-    listen: str = "/ip4/127.0.0.1/tcp/0",
-) -> AsyncIterator[Daemon]:
-    """Run a program with a loop in its own process; ``home`` is its node's, if a node is running there.
-
-    ``enter``: a command before it, which enters the place where it runs.
-    """
-    process = await trio.lowlevel.open_process(
-        [*enter, sys.executable, "-W", "always", *program, *arguments],
-        stdin=subprocess.DEVNULL,
-        env={
-            **os.environ,
-            "FARANDOLE_HOME": str(home),
-            "FARANDOLE_LISTEN": listen,
-            "FARANDOLE_STEP_SECONDS": "0.05",
-            "FARANDOLE_HEARTBEAT_SECONDS": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see training.ranks.restarts_meet_the_dead
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        yield Daemon(process, home)
-    finally:
-        with trio.CancelScope(shield=True):
-            if process.returncode is None and program[0] != str(EXAMPLE):
-                process.terminate()  # torchrun then ends its ranks
-                with trio.move_on_after(PATIENCE):
-                    await process.wait()
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-
-@asynccontextmanager
-async def node_of_a_loop(home: Path) -> AsyncIterator[Daemon]:
-    """Yield the node that a loop has started in this folder; end it, whatever happens to the loop."""
-    pid = None
-    try:
-        node = Daemon.__new__(Daemon)
-        node.home = home
-        pid = (await node.status()).pid
-        yield node
-    finally:
-        if pid is not None and run_of_node(home):
-            os.kill(pid, signal.SIGKILL)
-
-
-async def invite_to(home: Path) -> str:
-    return await trio.to_thread.run_sync(own_invite, home)
+from .daemons import started
+from .loops import EXAMPLE, invite_to, loop, node_of_a_loop, ranks_of
 
 
 async def test_two_loops_train_together_and_one_is_killed(tmp_path: Path) -> None:
@@ -191,11 +127,6 @@ async def test_when_the_loop_fails_in_one_rank_all_of_them_end(tmp_path: Path, m
             await ranks.says("RuntimeError: this rank fails")
             with trio.fail_after(PATIENCE):
                 assert await ranks.process.wait() != 0
-
-
-def ranks_of(torchrun: int) -> list[int]:
-    """Return the processes started by torchrun, the first rank first."""
-    return [int(pid) for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ranks are found as Linux lists a process's children")

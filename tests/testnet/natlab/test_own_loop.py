@@ -10,7 +10,7 @@ from farandole.node.status.status import NodeStatus
 from farandole.testnet.natlab.lab import Lab
 
 from ...node.daemons import Daemon
-from ...node.test_own_loop import invite_to, loop, node_of_a_loop
+from ...node.loops import invite_to, loop, node_of_a_loop
 
 FOR_EVER = ("--steps", "1000000")
 
