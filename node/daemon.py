@@ -324,7 +324,7 @@ def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
     Raises `MemoryTooSmallError` if the machine can never be large enough.
     """
     manifest, settings = decode_manifest(raw_manifest)[0], daemon.settings
-    needed = memory_needed(manifest, settings.device, settings.stage, averages_on_gpu=settings.average_on_gpu)
+    needed = memory_needed(manifest, settings)
     shortfalls = (
         memory_shortfall(needed, total_bytes(), available_bytes()),
         line_shortfall(manifest, settings.upload_mbit, settings.download_mbit),

@@ -187,6 +187,8 @@ class Preparation:
             microbatch=self.supervisor.microbatch,
             compile=settings.compile,
             average_on_gpu=settings.average_on_gpu,
+            lean=settings.lean,
+            recompute=settings.recompute,
             data_weights=settings.data_weight,
             data_field=settings.data_field,
             streams=settings.stream,

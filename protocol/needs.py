@@ -8,8 +8,9 @@ does.
 
 *Memory.* A trainer holds a number of flat fp32 vectors (`farandole.training.replica`), and two buffers that it shares
 with the mesh process. A GPU holds the weights, the gradient and AdamW's two vectors. The other vectors are in the
-host's memory, except with `--average-on-gpu` and where the model is cut. `tests/training/test_needs.py` compares this
-with what PyTorch counts; it was not compared on a real GPU.
+host's memory, except with `--average-on-gpu` and where the model is cut. With `--lean` the GPU's vectors are bf16
+(`farandole.training.lean`). `tests/training/test_needs.py` compares this with what PyTorch counts; it was not compared
+on a real GPU.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ MESH_BYTES: Final = 130_000_000
 _NUM_INNER, _NUM_OUTER, _NUM_COPIED = 4, 1, 1
 # A verdict tries weights of a fragment in place of the node's own.
 _VERDICT_VECTORS: Final = 1
-# Autocast keeps the weights in bf16 as well.
+# Autocast keeps the weights in bf16 as well, unless they are.
 _AUTOCAST_BYTES: Final = 2
+_BF16_BYTES: Final = 2
 # Numbers kept per token for the backward pass: by a layer, in widths and in widths of its SwiGLU layer; by both ends,
 # in widths and vocabularies. Counted with PyTorch's hooks in models of 3 to 125 million parameters.
 _LAYER_WIDTHS, _LAYER_HIDDEN, _END_WIDTHS, _END_VOCABULARIES = 12, 4, 3, 2
@@ -86,6 +88,8 @@ class Needs:
     on_gpu: Memory
     all_on_gpu: Memory
     """Memory with `--average-on-gpu`, or of a cut model."""
+    lean_on_gpu: Memory
+    """Memory with `--lean`, which a cut model refuses."""
     hop_bytes: int
     """Sent for each token that passes through a stage: its activations or gradients, once on and once back."""
 
@@ -107,19 +111,19 @@ class Needs:
         """Return the seconds that a newcomer's download takes at ``rate`` bytes per second."""
         return self.join_bytes / rate
 
-    def memory(self, *, has_gpu: bool, averages_on_gpu: bool = False) -> Memory:
-        """Return the memory for a trainer on the GPU, or on the CPU."""
-        on_gpu = self.all_on_gpu if averages_on_gpu else self.on_gpu
+    def memory(self, *, has_gpu: bool, averages_on_gpu: bool = False, is_lean: bool = False) -> Memory:
+        """Return the memory for a trainer on the GPU, or on the CPU, where being lean saves nothing."""
+        on_gpu = self.lean_on_gpu if is_lean else self.all_on_gpu if averages_on_gpu else self.on_gpu
         return on_gpu if has_gpu else self.on_cpu
 
 
-def needs_of(manifest: Manifest) -> Needs:
+def needs_of(manifest: Manifest, *, recomputes: bool = False) -> Needs:
     """Compute the requirements on a member that holds the stage with the most parameters."""
-    return needs_of_stage(manifest, largest_stage(manifest.model))
+    return needs_of_stage(manifest, largest_stage(manifest.model), recomputes=recomputes)
 
 
-def needs_of_stage(manifest: Manifest, stage: int) -> Needs:
-    """Compute the requirements on a member that holds ``stage``."""
+def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) -> Needs:
+    """Compute the requirements on a member that holds ``stage``; ``recomputes``: with `--recompute`."""
     outer, rounds = manifest.outer, manifest.rounds
     num_parameters = stage_parameters(manifest.model, stage)
     contribution = encoded_bytes(outer.codec, -(-num_parameters // outer.fragments), outer.topk)
@@ -129,7 +133,7 @@ def needs_of_stage(manifest: Manifest, stage: int) -> Needs:
     num_own = _NUM_OWN + (_NUM_AUDITED if manifest.audits else 0)
     inner = FP32_BYTES * _num_inner(manifest) * num_parameters - spared
     averaging = FP32_BYTES * (_num_outer(outer) * num_parameters + _num_exchanged(outer, num_parameters))
-    kept = activation_bytes(manifest, stage)
+    kept = activation_bytes(manifest, stage, recomputes=recomputes)
     snapshots = own * (2 if manifest.audits else 1)
     beside = 2 * contribution + snapshots + TRAINER_BYTES + MESH_BYTES
     verdict = FP32_BYTES * _VERDICT_VECTORS * -(-num_parameters // outer.fragments)
@@ -138,6 +142,10 @@ def needs_of_stage(manifest: Manifest, stage: int) -> Needs:
     is_cut = manifest.model.num_stages > 1
     drift = FP32_BYTES * _corrects_drift(outer) * num_parameters  # inner steps read a copy of it
     all_on_gpu = Memory(beside, inner + averaging + max(verdict, learning))
+    on_gpu = all_on_gpu if is_cut else Memory(beside + averaging + copied + verdict, inner + drift + learning)
+    means = FP32_BYTES * len(OPTIMIZER_VECTORS) * num_parameters - spared
+    halved = _BF16_BYTES / FP32_BYTES
+    lean_on_gpu = Memory(int(on_gpu.host - halved * means), int(halved * (inner + drift)) + kept)
     return Needs(
         num_parameters=num_parameters,
         contribution_bytes=contribution,
@@ -148,8 +156,9 @@ def needs_of_stage(manifest: Manifest, stage: int) -> Needs:
         disk_bytes=num_own * own + _NUM_COPIES * joining + _OTHER_BYTES,
         least_disk_bytes=_NUM_LEAST * own + _OTHER_BYTES,
         on_cpu=Memory(inner + averaging + max(verdict, kept) + beside),
-        on_gpu=all_on_gpu if is_cut else Memory(beside + averaging + copied + verdict, inner + drift + learning),
+        on_gpu=on_gpu,
         all_on_gpu=all_on_gpu,
+        lean_on_gpu=on_gpu if is_cut else lean_on_gpu,
         hop_bytes=2 * encoded_bytes(manifest.pipeline.codec, manifest.model.width) if is_cut else 0,
     )
 
@@ -170,9 +179,11 @@ def busy_share(rounds: RoundConfig, seconds: float) -> float | None:
     return rounds.round_seconds / (rounds.round_seconds + waits)
 
 
-def activation_bytes(manifest: Manifest, stage: int) -> int:
+def activation_bytes(manifest: Manifest, stage: int, *, recomputes: bool = False) -> int:
     """Return the fp32 bytes that a trainer keeps for backward passes; 0 where the model is one's own module.
 
+    ``recomputes``: of the layers of a whole model, it keeps the inputs, and all of the one that it computes again, with
+    gradients of half of that.
     For a whole model this is for one sequence, which a trainer that runs out of memory goes down to. Under autocast on
     a GPU it is less.
     """
@@ -182,6 +193,8 @@ def activation_bytes(manifest: Manifest, stage: int) -> int:
     num_layers = len(layers_of(model)[stage])
     num_tokens = model.context * (1 if model.num_stages == 1 else pipeline.microbatch_size)
     each = num_tokens * num_layers * (_LAYER_WIDTHS * model.width + _LAYER_HIDDEN * model.hidden)
+    if recomputes and model.num_stages == 1:
+        each = 3 * each // (2 * num_layers) + num_tokens * num_layers * model.width
     if stage == 0:
         logits = min(num_tokens * model.vocabulary, MAX_LOGITS)
         each += num_tokens * _END_WIDTHS * model.width + _END_VOCABULARIES * logits

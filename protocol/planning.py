@@ -17,7 +17,7 @@ import msgspec
 
 from .errors import ManifestError
 from .manifest import Manifest, RoundConfig
-from .needs import TRANSFER_SHARE, USUAL_RATE, Needs, busy_share, needs_of
+from .needs import TRANSFER_SHARE, USUAL_RATE, Memory, Needs, busy_share, needs_of
 
 # Share of a line that contributions are planned to have. In namespaces with 20 Mbit/s they got 0.7 to 0.85 of it
 # (BENCHMARKS.md, A slow link); copies of checkpoints take up to a tenth of a member's time.
@@ -61,11 +61,17 @@ class Machine:
     memory: int | None = None
     gpu: int | None = None
     """Bytes of the GPU's memory; None: it trains on the CPU."""
+    is_lean: bool = False
+    """Whether it trains with `--lean`; not where the model is cut."""
 
     @property
     def rate(self) -> float:
         """Return the bytes a second of an exchange, which goes both ways at once."""
         return min(self.upload, self.download)
+
+    def memory_of(self, needs: Needs) -> Memory:
+        """Return the memory that a run with these needs takes of this machine."""
+        return needs.memory(has_gpu=self.gpu is not None, is_lean=self.is_lean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class Plan:
 def judge(manifest: Manifest, machine: Machine) -> Plan:
     """Judge how a manifest, unchanged, suits a machine."""
     needs = needs_of(manifest)
-    memory = needs.memory(has_gpu=machine.gpu is not None)
+    memory = machine.memory_of(needs)
     lacks_device = machine.gpu is not None and memory.device > machine.gpu
     lacks_host = machine.memory is not None and memory.host > machine.memory
     return Plan(

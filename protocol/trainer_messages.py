@@ -56,6 +56,10 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Whether inner steps are compiled; of a model that is not cut."""
     average_on_gpu: bool = False
     """Whether the memory of a CUDA GPU holds what averaging needs as well; of a model that is not cut."""
+    lean: bool = False
+    """Whether weights, gradient and the optimizer's means are bf16."""
+    recompute: bool = False
+    """Whether each layer is computed again in the backward pass; of a model that is not cut."""
     data_weights: list[float] = []
     """The share of each of ``data``; empty: by the length of its text."""
     data_field: str = "text"

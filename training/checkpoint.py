@@ -54,7 +54,7 @@ class Counters:
 def save_checkpoint(
     path: Path, state: Mapping[str, Tensor], layout: Layout, run_id: bytes, counters: Counters
 ) -> Content:
-    """Write fp32 tensors to ``path``, atomically and durably; raises `OSError`, as `replacing` does."""
+    """Write tensors to ``path`` as fp32, atomically and durably; raises `OSError`, as `replacing` does."""
     metadata = {"format": FORMAT, "run_id": run_id.hex(), "layout": layout.hash.hex()}
     metadata |= {name: str(value) for name, value in asdict(counters).items()}
     header = encode_header(metadata, ((name, tuple(tensor.shape)) for name, tensor in state.items()))
@@ -75,9 +75,10 @@ def load_checkpoint(
     ``hashes`` are its blocks' hashes, if known. Vectors named in ``optional`` may be missing; they become zeros. Raises
     `CheckpointError`, before anything is changed, if the file is not a valid checkpoint of this run and layout.
     """
-    least = sum(tensor.nbytes for name, tensor in state.items() if _vector_of(name) not in optional)
+    sizes = {name: FP32_BYTES * tensor.numel() for name, tensor in state.items()}
+    least = sum(size for name, size in sizes.items() if _vector_of(name) not in optional)
     dropped = len(DROPPED) * FP32_BYTES * layout.num_elements
-    _check_size(path, least, sum(tensor.nbytes for tensor in state.values()) + dropped)
+    _check_size(path, least, sum(sizes.values()) + dropped)
     try:
         content = content_of(path)
         if hashes and (damaged := first_difference(content, hashes)) is not None:
@@ -143,7 +144,7 @@ def _copy(read: Callable[[str], Tensor], state: Mapping[str, Tensor], present: M
 def _data(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     for flat in (tensor.flatten() for tensor in tensors):
         for start in range(0, len(flat), _SLICE):
-            yield flat[start : start + _SLICE].cpu().numpy().view(np.uint8).data
+            yield flat[start : start + _SLICE].cpu().float().numpy().view(np.uint8).data
 
 
 def _write(file: WholeFile, parts: Iterable[memoryview]) -> Content:

@@ -32,6 +32,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from farandole.protocol.safetensors import FP32_BYTES
 from farandole.protocol.trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
 
 from .blocks import Content
@@ -163,9 +164,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Return everything in a checkpoint except the counters: fp32 tensors by ``VECTOR/PARAMETER``, not copied.
+        """Return everything in a checkpoint except the counters: tensors by ``VECTOR/PARAMETER``, not copied.
 
-        VECTOR is one of `farandole.protocol.vectors`, PARAMETER is a name of the layout.
+        They are fp32, except for the bf16 means of `farandole.training.lean`. VECTOR is one of
+        `farandole.protocol.vectors`, PARAMETER is a name of the layout.
         """
 
     @property
@@ -176,7 +178,7 @@ class Engine(abc.ABC):
     @property
     def num_bytes(self) -> int:
         """Return the size of a checkpoint without its header, in bytes."""
-        return sum(tensor.nbytes for tensor in self.state().values())
+        return sum(FP32_BYTES * tensor.numel() for tensor in self.state().values())
 
     def save(self, path: Path) -> Content:
         """Write a checkpoint of the last outer step's weights; raises `OSError`, as `farandole.training.durable` does.

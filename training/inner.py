@@ -2,7 +2,8 @@
 
 AdamW's operations are elementwise, so a whole model is stepped as one flat tensor (a handful of kernels instead of a
 handful for each parameter). They and their order are the same as in `torch.optim.AdamW` (foreach=False), which is the
-oracle of the tests, bit for bit. Muon's are in `farandole.training.muon`.
+oracle of the tests, bit for bit. Muon's are in `farandole.training.muon`; `farandole.training.lean` takes the same
+steps where weights, gradient and means are bf16.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
@@ -126,7 +126,7 @@ class _Group:
     """What weight decay shrinks."""
 
 
-def _runs(layout: Layout, squares: Layout, names: Collection[str]) -> list[tuple[slice, slice]]:
+def runs_of(layout: Layout, squares: Layout, names: Collection[str]) -> list[tuple[slice, slice]]:
     """Return the places of the parameters in ``squares`` with these names, by both layouts; adjacent ones together."""
     runs: list[tuple[slice, slice]] = []
     places, square_places = layout.places(), squares.places()
@@ -140,7 +140,7 @@ def _runs(layout: Layout, squares: Layout, names: Collection[str]) -> list[tuple
 
 
 class InnerOptimizer:
-    """The optimizer of all parameters of a replica: ``weights`` and ``gradient`` are flat, (n,) fp32.
+    """The optimizer of all parameters of a replica: ``weights`` and ``gradient`` are flat, (n,) of one dtype.
 
     The module's parameters are views into ``weights``, and their gradients views into ``gradient``, by ``layout``.
     """
@@ -174,13 +174,14 @@ class InnerOptimizer:
         self._matrices = [[by_name[name] for by_name in views] for name in layout.names if name in by_muon]
         squares = layout.part([name for name in layout.names if name not in by_muon])
         self._square = weights.new_zeros(squares.num_elements)
-        factors = {name: 1.0 if name in matrices else settings.ends_rate for name in layout.names}
+        self.factors = factors = {name: 1.0 if name in matrices else settings.ends_rate for name in layout.names}
+        """Factors of the rate, by the parameters' names."""
         self._groups = [_Group(factor) for factor in dict.fromkeys(factors.values())]
         for group in self._groups:
             group.decayed.extend(
                 view for name, view in views[0].items() if view.ndim > 1 and factors[name] == group.factor
             )
-            for place, square_place in _runs(layout, squares, {n for n in factors if factors[n] == group.factor}):
+            for place, square_place in runs_of(layout, squares, {n for n in factors if factors[n] == group.factor}):
                 group.weights.append(weights[place])
                 group.gradients.append(gradient[place])
                 group.means.append(self._mean[place])
@@ -270,7 +271,7 @@ class InnerOptimizer:
         """BLAKE3 of the running means, 32 bytes."""
         digest = blake3()
         for mean in (self._mean, self._square):
-            digest.update(mean.cpu().numpy().view(np.uint8).data)
+            digest.update(mean.cpu().view(torch.uint8).numpy().data)
         return digest.digest()
 
     def state(self) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from .device import Device, choose_device
 from .engine import Until
 from .errors import TrainingError
 from .memory import is_out_of_memory
-from .model import language_loss
+from .model import Transformer, language_loss
 from .replica import Recipe, Replica
 from .stages import build_module
 
@@ -29,7 +29,8 @@ class Learner(Replica):
     ``microbatch_size``: sequences that go through the model at once, 0: the whole batch. Smaller ones need less memory,
     and their gradients are summed to the batch's own, within rounding. ``is_compiled``: whether inner steps run through
     `torch.compile`, which takes a minute here and pays on a GPU; raises `TrainingError` where it fails.
-    ``averages_on_host``: as in `Replica`.
+    ``recomputes``: see `Transformer.recomputes`. ``averages_on_host``, ``lean_author``: as in `Replica`. The last two
+    raise `TrainingError` for other models than farandole's own, and a lean one does in a deterministic run.
     """
 
     is_driven: ClassVar[bool] = False
@@ -45,8 +46,21 @@ class Learner(Replica):
         microbatch_size: int = 0,
         is_compiled: bool = False,
         averages_on_host: bool = False,
+        lean_author: bytes | None = None,
+        recomputes: bool = False,
     ) -> None:
-        super().__init__(module, recipe, run_id=run_id, device=device, averages_on_host=averages_on_host)
+        if lean_author is not None:
+            _check_lean(module)
+        if recomputes:
+            _own(module, "--recompute").recomputes = True
+        super().__init__(
+            module,
+            recipe,
+            run_id=run_id,
+            device=device,
+            averages_on_host=averages_on_host,
+            lean_author=lean_author,
+        )
         self.sampler = sampler
         """Its batches."""
         self.microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
@@ -141,6 +155,22 @@ class Learner(Replica):
         return batch.to(self.device.torch_device, non_blocking=True)
 
 
+def _own(module: nn.Module, flag: str) -> Transformer:
+    """Return the module, typed. Raises `TrainingError` if it is not farandole's own model."""
+    if not isinstance(module, Transformer):
+        raise TrainingError(f"{flag} is for farandole's own models, and this run's is another: leave it out")
+    return module
+
+
+def _check_lean(module: nn.Module) -> None:
+    """Raise `TrainingError` unless a replica of this module may be lean."""
+    _own(module, "--lean")
+    if torch.are_deterministic_algorithms_enabled():
+        raise TrainingError(
+            "this run is deterministic (inner.deterministic), and its rounds are replayed in fp32: leave out --lean"
+        )
+
+
 def build_learner(
     manifest: Manifest,
     *,
@@ -151,16 +181,24 @@ def build_learner(
     microbatch_size: int = 0,
     is_compiled: bool = False,
     averages_on_gpu: bool = False,
+    is_lean: bool = False,
+    recomputes: bool = False,
     allowed_models: Collection[str] = (),
 ) -> Learner:
     """Return a learner of the whole model from a run's manifest and this node's settings: its key, device and text.
 
-    With a CUDA GPU, what only outer steps need is in the host's memory, unless ``averages_on_gpu``.
+    With a CUDA GPU, what only outer steps need is in the host's memory, unless ``averages_on_gpu``. ``is_lean``:
+    weights, gradient and means are bf16.
 
-    Raises `DataError` if the text or the tokenizer is unfit, `TrainingError` if the device does not exist, or the model
-    is code that is not allowed or not installed (``allowed_models``: functions that may make one).
+    Raises `DataError` if the text or the tokenizer is unfit, `TrainingError` if the device does not exist, settings
+    exclude each other, or the model is code that is not allowed or not installed (``allowed_models``: functions that
+    may make one).
     """
     chosen = choose_device(device)
+    if is_lean and averages_on_gpu:
+        raise TrainingError("--lean saves the GPU's memory, and --average-on-gpu spends it: leave out one of them")
+    if is_lean and chosen.torch_device.type == "mps":
+        raise TrainingError("--lean is for CUDA, and was not tried on an Apple GPU: leave it out")
     sampler = build_sampler(manifest, run_id, author, bring)
     module = build_module(manifest.model, manifest.seed, allowed_models=allowed_models)
     learner = Learner(
@@ -172,6 +210,8 @@ def build_learner(
         microbatch_size=microbatch_size,
         is_compiled=is_compiled,
         averages_on_host=chosen.torch_device.type == "cuda" and not averages_on_gpu,
+        lean_author=author if is_lean else None,
+        recomputes=recomputes,
     )
     if manifest.data.epochs:
         learner.slices = sampler.slices()

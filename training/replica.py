@@ -3,13 +3,14 @@
 Its rounds come from `farandole.training.flat_replica`; its inner steps are taken on one flat vector
 (`farandole.training.inner`): gradient and means are flat fp32 vectors as well. These four lie on the device that
 trains; all that a round's end needs lies there too, or in the host's memory, where a GPU must have room for a larger
-model.
+model. A lean replica has these four in bf16 (`farandole.training.lean`), and a round's end on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
 
 from .device import Device, host_memory
-from .flat_replica import FlatReplica
+from .flat_replica import FlatReplica, TrainedWeights
 from .inner import InnerOptimizer
+from .lean import LeanOptimizer, LeanWeights, Rounding, flatten_lean_
 from .parameters import flatten_, layout_of
 
 
@@ -62,22 +64,45 @@ class Replica(FlatReplica):
     """
 
     def __init__(
-        self, module: nn.Module, recipe: Recipe, *, run_id: bytes, device: Device, averages_on_host: bool = False
+        self,
+        module: nn.Module,
+        recipe: Recipe,
+        *,
+        run_id: bytes,
+        device: Device,
+        averages_on_host: bool = False,
+        lean_author: bytes | None = None,
     ) -> None:
-        """``averages_on_host``: all that a round's end needs lies in the host's memory; at a CPU it does anyhow."""
-        self.module = module.to(device.torch_device)
+        """``averages_on_host``: all that a round's end needs lies in the host's memory; at a CPU it does anyhow.
+
+        ``lean_author``: the author of a lean replica, which seeds its rounding; None: the replica trains in fp32.
+        """
+        layout = layout_of(module, recipe.outer.codec)
+        trained: TrainedWeights | None
+        optimizer: Callable[..., InnerOptimizer]
+        if lean_author is None:
+            module = module.to(device.torch_device)
+            weights, gradient = flatten_(module, layout)
+            theta = host_memory(weights) if averages_on_host else weights
+            trained = DeviceWeights(weights) if averages_on_host else None
+            optimizer = InnerOptimizer
+        else:
+            rounding = Rounding(run_id, lean_author, device.torch_device)
+            theta, weights, gradient = flatten_lean_(module, layout, device.torch_device)
+            trained = LeanWeights(weights, rounding)
+            optimizer = partial(LeanOptimizer, rounding)
+        self.module = module
         """The model, or a stage of it; its parameters are views of a flat vector, which is `theta` or a copy of it."""
-        layout = layout_of(self.module, recipe.outer.codec)
-        weights, self.gradient = flatten_(self.module, layout)
-        """The weights are flat, and so is the sum of gradients of the inner step under way: (n,) fp32 each."""
-        trained = DeviceWeights(weights) if averages_on_host else None
-        theta = weights if trained is None else host_memory(weights)
+        self.gradient = gradient
+        """The sum of gradients of the inner step under way, (n,), of the dtype of the weights."""
         super().__init__(theta, layout, recipe.outer, recipe.screening, run_id=run_id, device=device, trained=trained)
         self._drift = self._outer.drift
         """The drift correction, where inner steps read it: a copy, if the outer state is elsewhere."""
-        if self._drift is not None and averages_on_host:
+        if self._drift is not None and trained is not None:
             self._drift = torch.zeros_like(weights)
-        self._optimizer = InnerOptimizer(recipe.inner, self.module, layout, weights, self.gradient, self._drift)
+        self._optimizer = optimizer(recipe.inner, module, layout, weights, gradient, self._drift)
+        if lean_author is not None:
+            self._write()
 
     @property
     def learning_rate(self) -> float:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farandole.protocol.safetensors import FP32_BYTES
+
 from .blocks import Content
 from .checkpoint import Counters, save_checkpoint
 from .copying import Copier, Wait
@@ -36,7 +38,7 @@ class Snapshot:
     @property
     def num_bytes(self) -> int:
         """Return the size of a checkpoint without its header, in bytes."""
-        return sum(tensor.nbytes for tensor in self.state.values())
+        return sum(FP32_BYTES * tensor.numel() for tensor in self.state.values())
 
     def save(self, path: Path) -> Content:
         """Write it as a checkpoint; raises `OSError`, as `farandole.training.durable` does. Any thread may."""
@@ -46,19 +48,20 @@ class Snapshot:
 
 
 class SnapshotMemory:
-    """Room for one copy of flat vectors like these (n,) fp32. Raises `MemoryError` if this machine has none."""
+    """Room for a copy of flat vectors like these (n,), fp32 or bf16. Raises `MemoryError` if this machine has none."""
 
     def __init__(self, vectors: Mapping[str, Tensor], copier: Copier) -> None:
-        num_elements = sum(map(len, vectors.values()))
+        num_bytes = sum(flat.nbytes for flat in vectors.values())
         available = available_bytes()
-        if available is not None and 4 * num_elements > available:
-            raise MemoryError(f"{4 * num_elements} bytes are wanted, {available} available")
-        memory = np.empty(num_elements, dtype=np.float32)
+        if available is not None and num_bytes > available:
+            raise MemoryError(f"{num_bytes} bytes are wanted, {available} available")
+        memory = np.empty(num_bytes, dtype=np.uint8)
         copier.pin(memory.data)
         self._copier = copier
-        self._copies = dict(
-            zip(vectors, torch.from_numpy(memory).split([len(flat) for flat in vectors.values()]), strict=True)
-        )
+        aligned = dict(sorted(vectors.items(), key=lambda item: -item[1].itemsize))  # fp32 first
+        places = torch.from_numpy(memory).split([flat.nbytes for flat in aligned.values()])
+        copies = {name: place.view(flat.dtype) for (name, flat), place in zip(aligned.items(), places, strict=True)}
+        self._copies = {name: copies[name] for name in vectors}
 
     def fill(self, vectors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Sequence[Wait]]:
         """Copy them; what was copied before is overwritten. The copies, and what waits for them."""

@@ -19,6 +19,7 @@ from farandole.protocol.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, ne
 from farandole.protocol.planning import STAGES, Machine, changes, plan, remedy
 
 from .figures import BYTES_PER_MBIT, mbit, size
+from .settings import NodeSettings
 
 # A run that has more parameters to a stage than machines have memory for can be cut so that it fits these.
 _USUAL: Final = Machine(USUAL_RATE, USUAL_RATE, memory=USUAL_MEMORY)
@@ -84,15 +85,17 @@ def _memory_remedy(manifest: Manifest) -> str:
     return f"Have members with as much, or, for {size(USUAL_MEMORY)} each, set {settings_line(settings)}"
 
 
-def memory_needed(
-    manifest: Manifest, device: str, stage: int | None = None, *, averages_on_gpu: bool = False
-) -> Memory:
+def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
     """Estimate a trainer's memory here without torch; for the smallest stage if the node chooses its stage."""
+    device, stage = settings.device, settings.stage
     model = manifest.model
     stages = range(model.num_stages) if stage is None or stage >= model.num_stages else [stage]
     has_gpu = device.startswith("cuda") or (device == "auto" and _NVIDIA.exists())
-    needs = (needs_of_stage(manifest, each).memory(has_gpu=has_gpu, averages_on_gpu=averages_on_gpu) for each in stages)
-    return min(needs, key=lambda memory: memory.host)
+    needs = (needs_of_stage(manifest, each, recomputes=settings.recompute) for each in stages)
+    memories = (
+        each.memory(has_gpu=has_gpu, averages_on_gpu=settings.average_on_gpu, is_lean=settings.lean) for each in needs
+    )
+    return min(memories, key=lambda memory: memory.host)
 
 
 def memory_shortfall(needed: Memory, total: int | None, available: int | None) -> str:

@@ -238,6 +238,19 @@ class NodeSettings:
         "Keep slow weights, momentum and contributions in the GPU's memory: rounds end faster, for about 20 more "
         "bytes a parameter. Only for models that are not cut into stages, on CUDA.",
     )
+    lean: bool = setting(
+        False,
+        "Train in half of the GPU's memory: weights, gradient and the optimizer's means in bf16 with stochastic "
+        "rounding, 8 bytes a parameter instead of 16, 6 with Muon. Exchanges stay fp32. On a CPU it saves nothing. "
+        "Refused in deterministic or audited runs, with stages, with --average-on-gpu, and for other models than "
+        "farandole's own.",
+    )
+    recompute: bool = setting(
+        False,
+        "Keep only the input of each layer for the backward pass, and compute the layer again there: less memory for "
+        "activations, the same gradients, inner steps about a third longer. Only for farandole's own models that are "
+        "not cut into stages; a cut run has pipeline.recompute.",
+    )
     stage: int | None = setting(
         None,
         "Hold this stage of a model that is cut into stages, and do not move; stage 0 draws the data.",

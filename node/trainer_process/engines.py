@@ -11,6 +11,7 @@ from farandole.protocol.manifest import Manifest
 from farandole.protocol.trainer_messages import Prepare, Preparing
 from farandole.training.data import Bring
 from farandole.training.engine import Engine
+from farandole.training.errors import TrainingError
 from farandole.training.learner import build_learner
 from farandole.training.stage_worker import build_stage_worker
 
@@ -38,8 +39,12 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
             microbatch_size=prepare.microbatch,
             is_compiled=prepare.compile,
             averages_on_gpu=prepare.average_on_gpu,
+            is_lean=prepare.lean,
+            recomputes=prepare.recompute,
             allowed_models=prepare.allowed_models,
         )
+    if prepare.lean:
+        raise TrainingError("--lean is for models that are not cut into stages, and this run's is: leave it out")
     worker = build_stage_worker(
         manifest,
         stage=prepare.stage,

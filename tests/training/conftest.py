@@ -72,6 +72,7 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         rule: OuterConfig | None = None,
         screening: ScreeningConfig = PLAIN_SCREENING,
         averages_on_host: bool = False,
+        is_lean: bool = False,
         **outer: Any,
     ) -> Learner:
         sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)
@@ -82,6 +83,7 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
             run_id=run_id,
             device=choose_device("cpu"),
             averages_on_host=averages_on_host,
+            lean_author=author if is_lean else None,
         )
 
     return make

@@ -59,6 +59,7 @@ def plan_run(
         float | None,
         typer.Option("--memory", parser=parse_size, metavar="SIZE", help="Of each machine.", show_default="any"),
     ] = None,
+    lean: Annotated[bool, typer.Option("--lean", help="Members join with --lean.")] = False,
     members: Annotated[
         int | None, typer.Option("--members", min=1, metavar="N", help="Bounds the stages: two members to each.")
     ] = None,
@@ -73,13 +74,18 @@ def plan_run(
     Examples: [cyan]farandole run plan 125M --upload 20Mbit[/cyan];
     [cyan]farandole run plan 350M --gpu 24GB --upload 20Mbit --out run.toml[/cyan];
     [cyan]farandole run plan 1B --gpu 24GB --upload 40Mbit --members 8[/cyan];
+    [cyan]farandole run plan 1B --gpu 16GB --lean[/cyan];
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
     from farandole.protocol.planning import Machine, alternatives, plan
 
     planned = _read(model)
     machine = Machine(
-        upload, download or upload, None if memory is None else int(memory), None if gpu is None else int(gpu)
+        upload,
+        download or upload,
+        None if memory is None else int(memory),
+        None if gpu is None else int(gpu),
+        is_lean=lean,
     )
     best = plan(planned.manifest, machine, planned.given, members)
     if as_json:
@@ -124,7 +130,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
     from ...base.requirements import settings_line
 
     manifest, needs = best.manifest, best.needs
-    memory, has_gpu = needs.memory(has_gpu=machine.gpu is not None), machine.gpu is not None
+    memory, has_gpu = machine.memory_of(needs), machine.gpu is not None
     rounds, stages = manifest.rounds, manifest.model.num_stages
     has = [f"{mbit(machine.upload)} up, {mbit(machine.download)} down"]
     has += [f"a GPU with {size(machine.gpu)}"] if machine.gpu is not None else []
@@ -155,7 +161,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
         share = 1 - min(best.seconds / rounds.round_seconds, 1.0) if rounds.round_seconds else 1.0
         tokens = LINE_SHARE * share * machine.rate / needs.hop_bytes
         whole = judge(msgspec.structs.replace(manifest, model=planned.manifest.model), machine).needs
-        uncut = whole.memory(has_gpu=has_gpu)
+        uncut = machine.memory_of(whole)
         lines.append(
             f"stages    {stages}, the largest with {count(needs.num_parameters)} parameters; each token takes "
             f"{size(needs.hop_bytes)} of a member's line up, so at most {count(tokens)} tokens/s pass through one "
@@ -173,7 +179,7 @@ def _table(plans: Sequence[Plan], machine: Machine) -> Table:
     table = Table(*columns, box=None, padding=(0, 1, 0, 0), title="alternatives", title_justify="left")
     for row in plans:
         outer, needs = row.manifest.outer, row.needs
-        memory = needs.memory(has_gpu=machine.gpu is not None)
+        memory = machine.memory_of(needs)
         table.add_row(
             f"topk {outer.topk}" if outer.codec == "topk" else outer.codec,
             str(outer.fragments),

@@ -113,7 +113,7 @@ def check_memory(manifest: Manifest | None, settings: NodeSettings, *, is_runnin
     """Check whether the run's model fits in memory; ``is_running``: a node already holds it."""
     if manifest is None:
         return found("memory-untold")
-    needed = memory_needed(manifest, settings.device, settings.stage, averages_on_gpu=settings.average_on_gpu)
+    needed = memory_needed(manifest, settings)
     if is_running:
         return found("memory-in-use", needed=size(needed.host))
     available = available_bytes()

@@ -10,6 +10,7 @@ from farandole.node.base.requirements import (
     memory_shortfall,
     settings_line,
 )
+from farandole.node.base.settings import NodeSettings
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.needs import needs_of
 from farandole.protocol.outer_rules import NoLoCoConfig
@@ -20,7 +21,7 @@ GB = 1_000_000_000
 
 
 def test_memory_that_can_never_be_enough_is_refused_with_both_figures() -> None:
-    needed = memory_needed(LARGE, "cpu")
+    needed = memory_needed(LARGE, NodeSettings(device="cpu"))
     with pytest.raises(
         MemoryTooSmallError, match=r"needs 8\.56 GB of memory here.* has 550 MB: take .* with a GPU, or"
     ):
@@ -28,7 +29,7 @@ def test_memory_that_can_never_be_enough_is_refused_with_both_figures() -> None:
 
 
 def test_memory_that_others_use_is_worth_a_word_and_enough_is_not() -> None:
-    needed = memory_needed(LARGE, "cpu")
+    needed = memory_needed(LARGE, NodeSettings(device="cpu"))
 
     assert "4.00 GB is free: close other programs" in memory_shortfall(needed, 16 * GB, 4 * GB)
     assert memory_shortfall(needed, 16 * GB, 12 * GB) == ""
@@ -36,16 +37,27 @@ def test_memory_that_others_use_is_worth_a_word_and_enough_is_not() -> None:
 
 
 def test_a_gpu_relieves_the_machine() -> None:
-    assert memory_needed(LARGE, "cuda:0") == needs_of(LARGE).on_gpu
-    assert memory_needed(LARGE, "cuda:0").host < memory_needed(LARGE, "cpu").host
+    on_gpu = memory_needed(LARGE, NodeSettings(device="cuda:0"))
+    assert on_gpu == needs_of(LARGE).on_gpu
+    assert on_gpu.host < memory_needed(LARGE, NodeSettings(device="cpu")).host
+
+
+def test_a_lean_trainer_and_one_that_computes_layers_again_need_less_of_the_gpu() -> None:
+    usual = memory_needed(LARGE, NodeSettings(device="cuda:0"))
+    lean = memory_needed(LARGE, NodeSettings(device="cuda:0", lean=True))
+    both = memory_needed(LARGE, NodeSettings(device="cuda:0", lean=True, recompute=True))
+    num_parameters = needs_of(LARGE).num_parameters
+    assert usual.device - lean.device == (16 + 2 - 8) * num_parameters
+    assert usual.host - lean.host == 4 * num_parameters, "the snapshot's means"
+    assert both.device < lean.device
 
 
 def test_a_node_that_chooses_its_stage_needs_room_for_the_smallest() -> None:
     cut = msgspec.structs.replace(LARGE, model=msgspec.structs.replace(LARGE.model, num_stages=3))
-    each = [memory_needed(cut, "cpu", stage).host for stage in range(3)]
+    each = [memory_needed(cut, NodeSettings(device="cpu", stage=stage)).host for stage in range(3)]
 
-    assert memory_needed(cut, "cpu").host == min(each)
-    assert max(each) < memory_needed(LARGE, "cpu").host
+    assert memory_needed(cut, NodeSettings(device="cpu")).host == min(each)
+    assert max(each) < memory_needed(LARGE, NodeSettings(device="cpu")).host
 
 
 def test_a_cap_that_the_run_does_not_fit_into_is_named_with_its_remedy() -> None:
