@@ -51,6 +51,14 @@ class Held(NamedTuple):
     """At the peak, activations included."""
 
 
+class Loop(NamedTuple):
+    """A model in training."""
+
+    inner_step: Callable[[], object]
+    end_round: Callable[[], object] = lambda: None
+    """The end of a round as far as it is on the GPU."""
+
+
 class Way(NamedTuple):
     """A way to train a model: the run, and a member's own settings."""
 
@@ -61,8 +69,8 @@ class Way(NamedTuple):
     is_lean: bool = False
     recomputes: bool = False
 
-    def start(self, device: Device = _NO_DEVICE) -> Callable[[], None]:
-        """Make the model there; return the function that takes an inner step."""
+    def start(self, device: Device = _NO_DEVICE) -> Loop:
+        """Make the model there."""
         if self.is_plain:
             return plain_loop(self.manifest, device)
         return trainer(
@@ -109,8 +117,8 @@ class _NoText(Batches):
         return np.zeros((1, self.context + 1), np.int64)
 
 
-def plain_loop(manifest: Manifest, device: Device = _NO_DEVICE) -> Callable[[], None]:
-    """Return an inner step of a plain training loop: `torch.optim.AdamW`, all gradients kept."""
+def plain_loop(manifest: Manifest, device: Device = _NO_DEVICE) -> Loop:
+    """Return a plain training loop: `torch.optim.AdamW`, all gradients kept."""
     where = device.torch_device
     module = _module_of(manifest.model, where)
     tokens = torch.zeros(1, manifest.model.context + 1, dtype=torch.long, device=where)
@@ -123,7 +131,7 @@ def plain_loop(manifest: Manifest, device: Device = _NO_DEVICE) -> Callable[[], 
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    return step
+    return Loop(step)
 
 
 def trainer(
@@ -133,8 +141,8 @@ def trainer(
     averages_on_host: bool,
     is_lean: bool = False,
     recomputes: bool = False,
-) -> Callable[[], None]:
-    """Return an inner step of a node's trainer, and the end of its round as far as it is on the GPU."""
+) -> Loop:
+    """Return the loop of a node's trainer."""
     learner = Learner(
         _module_of(manifest.model, device.torch_device),
         Recipe.of(manifest),
@@ -146,11 +154,7 @@ def trainer(
         recomputes=recomputes,
     )
 
-    def step() -> None:
-        learner.learn()
-        learner.contribution()
-
-    return step
+    return Loop(learner.learn, learner.contribution)
 
 
 @torch.no_grad()
@@ -168,10 +172,12 @@ def _module_of(model: ModelConfig, device: torch.device) -> nn.Module:
 def held_by(way: Way) -> dict[torch.device, Held]:
     """Return the memory held by a way of training, counted without a GPU."""
     with FakeTensorMode(), MemTracker() as tracker:
-        step = way.start()
-        step()
+        loop = way.start()
+        loop.inner_step()
+        loop.end_round()
         tracker.reset_mod_stats()
-        step()
+        loop.inner_step()
+        loop.end_round()
         gc.collect()
         now, peak = (tracker.get_tracker_snapshot(kind) for kind in ("current", "peak"))
     return {
@@ -188,14 +194,19 @@ def measured_on(way: Way, device: Device) -> tuple[Held, float]:
     where = device.torch_device
     _free(where)
     before, seconds = torch.cuda.memory_allocated(where), []
-    step = way.start(device)
-    step()
+    loop = way.start(device)
+    loop.inner_step()
+    loop.end_round()
     for _ in range(_NUM_TIMED):
-        _free(where)
+        torch.cuda.synchronize(where)
         began = time.perf_counter()
-        step()
+        loop.inner_step()
         torch.cuda.synchronize(where)
         seconds.append(time.perf_counter() - began)
+    _free(where)
+    loop.inner_step()
+    loop.end_round()
+    torch.cuda.synchronize(where)
     most = torch.cuda.max_memory_allocated(where)
     gc.collect()
     return Held(torch.cuda.memory_allocated(where) - before, most - before), min(seconds)
@@ -279,7 +290,7 @@ def report_measured(
     words = [
         "Bytes a parameter of the GPU's memory, by PyTorch's allocator; CUDA's context and cuBLAS' workspaces are not "
         "counted. *Peak*: with the activations of one sequence. *Planned peak*: as `farandole run plan` computes it. "
-        "*Inner step*: of one sequence, the fastest, with the copy to the host that ends a round."
+        "*Inner step*: of one sequence, the fastest."
     ]
     return BenchReport(setting, [Grid(f"{num_parameters:,} parameters", header, rows)], {"measured": data}, words)
 
