@@ -28,6 +28,8 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
 
     Raises `TrainingError` if the text, the tokenizer, the device or the model is unsuitable.
     """
+    if prepare.lean and manifest.model.num_stages > 1:
+        raise TrainingError("--lean is for models that are not cut into stages, and this run's is: leave it out")
     bring = _bring_of(prepare, channel)
     if manifest.model.num_stages == 1:
         return build_learner(
@@ -43,8 +45,6 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
             recomputes=prepare.recompute,
             allowed_models=prepare.allowed_models,
         )
-    if prepare.lean:
-        raise TrainingError("--lean is for models that are not cut into stages, and this run's is: leave it out")
     worker = build_stage_worker(
         manifest,
         stage=prepare.stage,

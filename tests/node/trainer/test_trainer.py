@@ -382,6 +382,31 @@ async def test_a_trainer_compiles_its_inner_steps(prepare: Callable[..., message
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+async def test_a_lean_trainer_that_computes_layers_again_trains(prepare: Callable[..., messages.Prepare]) -> None:
+    async with open_trainer(prepare(lean=True, recompute=True), None) as trainer:
+        await trainer.send(messages.Train(0, 3))
+        contributed = await report_of(trainer, messages.Contributed)
+        assert contributed.inner_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_stages", "words"),
+    [
+        ({"lean": True}, 2, "--lean is for models that are not cut into stages"),
+        ({"lean": True, "average_on_gpu": True}, 1, "--lean .* and --average-on-gpu"),
+    ],
+)
+async def test_settings_that_exclude_being_lean_are_named(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest, changes: dict[str, bool], num_stages: int, words: str
+) -> None:
+    model = msgspec.structs.replace(manifest.model, num_layers=2, num_stages=num_stages)
+    raw = msgspec.msgpack.encode(msgspec.structs.replace(manifest, model=model))
+    with pytest.raises(TrainerError, match=words) as caught:
+        async with open_trainer(prepare(manifest=raw, **changes), None):
+            pass
+    assert caught.value.cause == "setup"
+
+
 async def test_a_trainer_answers_whatever_it_does(prepare: Callable[..., messages.Prepare]) -> None:
     async with open_trainer(prepare(), None) as trainer:
         await trainer.send(messages.Ping())
