@@ -19,6 +19,7 @@ from .codec import Buffer, bytes_of, bytes_to_fill, form_of
 from .copying import Copier, Wait
 from .outer.rule import OuterRule, OwnVectors
 from .share import Assembly, Share
+from .workers import in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,18 @@ class Contributor:
 
     def _encode_pieces(self, frozen: Contribution, assembly: Assembly) -> None:
         part, target = frozen.part, assembly.target
+
+        def encode(piece: slice) -> tuple[Wait, slice]:
+            place = bytes_of(self.form, piece)
+            filled = self._copier.to_fill(target[place])
+            self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
+            return self._copier.send(filled, target[place]), place
+
+        pieces = self._share.pieces(part)
+        if self._copier.is_host:
+            for _, place in in_order(encode, pieces):
+                assembly.add(place)
+            return
         on_their_way: deque[tuple[Wait, slice]] = deque()
 
         def finish() -> None:
@@ -97,11 +110,8 @@ class Contributor:
             assembly.add(place)
 
         with self._copier.aside():
-            for piece in self._share.pieces(part):
-                place = bytes_of(self.form, piece)
-                filled = self._copier.to_fill(target[place])
-                self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
-                on_their_way.append((self._copier.send(filled, target[place]), place))
+            for piece in pieces:
+                on_their_way.append(encode(piece))
                 while len(on_their_way) > self._copier.depth:
                     finish()
             while on_their_way:

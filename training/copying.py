@@ -29,6 +29,8 @@ Wait = Callable[[], None]
 class Copier:
     """A copier for the CPU, where the host's memory is the device's. Tensors of shape (bytes,) are uint8."""
 
+    is_host = True
+    """Whether codecs read and write the host's memory, so that several threads may encode."""
     depth = 0
     """Number of slices that may be in flight to the host while the next one is encoded."""
     is_aside = False
@@ -67,6 +69,8 @@ class Copier:
 
 class DeviceCopier(Copier):
     """A copier for any device, with synchronous copies."""
+
+    is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

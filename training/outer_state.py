@@ -23,6 +23,7 @@ from .copying import Copier
 from .drift import correct_
 from .outer.rule import Meeting, OwnVectors, rule_of
 from .share import ALONE, OWN_FIRST, OWN_LAST, Share
+from .workers import each_piece, one_thread
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
@@ -79,7 +80,8 @@ class OuterState:
         if is_alone:
             contributions, weights = [self._undistorted(made, whole)], [1.0]
         keeps_own_exact = self.settings.is_lossy and self._rule.keeps_own_exact and not is_alone
-        for piece in self._share.pieces(made.part):
+
+        def step(piece: slice) -> None:
             own = whole.piece(piece)
             pieces = [contribution[piece] for contribution in contributions]
             if keeps_own_exact:
@@ -92,6 +94,8 @@ class OuterState:
                 fast[piece] += own.slow - made.theta[piece]
             else:
                 fast[piece] = own.slow
+
+        each_piece(step, self._share.pieces(made.part), fast)
         if not is_alone:
             self.contributor.passed_on(made)
         self._share.end_step()
@@ -136,9 +140,10 @@ class OuterState:
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
         square = 0.0
-        for piece in slices(len(made.sent)):
-            moved = self._moved(made, piece)
-            square += float(moved @ moved)
+        with one_thread():
+            for piece in slices(len(made.sent)):
+                moved = self._moved(made, piece)
+                square += float(moved @ moved)
         return math.sqrt(square)
 
     def alignment(self, made: Contribution, contribution: Tensor) -> float:
@@ -147,12 +152,13 @@ class OuterState:
         0 if either is nothing.
         """
         product, moved_square, square = 0.0, 0.0, 0.0
-        for piece in slices(len(made.sent)):
-            moved = self._moved(made, piece)
-            difference = contribution[piece] - made.sent[piece]
-            product += float(moved @ difference)
-            moved_square += float(moved @ moved)
-            square += float(difference @ difference)
+        with one_thread():
+            for piece in slices(len(made.sent)):
+                moved = self._moved(made, piece)
+                difference = contribution[piece] - made.sent[piece]
+                product += float(moved @ difference)
+                moved_square += float(moved @ moved)
+                square += float(difference @ difference)
         length = math.sqrt(moved_square * square)
         return product / length if length > 0.0 else 0.0
 

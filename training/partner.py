@@ -22,6 +22,7 @@ from .screening.history import Histories
 from .screening.rule import EVALUATION_BATCHES, EVALUATION_SECONDS, Encounter, Partner, Refuse, ScreeningRule, Verdict
 from .share import Share
 from .topk import TopK
+from .workers import one_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class PartnerContribution:
         decoder, own = self._decoder, self._own
         parts = slices(len(own.sent), self._num_taken)
         arrived = [part for part in parts if bytes_of(decoder.form, part).stop <= available]
-        with decoder.copier.aside():
+        with decoder.copier.aside(), one_thread():
             for span in decoder.share.spans(arrived):
                 if self._problem is not None:
                     return
