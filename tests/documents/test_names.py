@@ -22,7 +22,16 @@ SOURCES = [
     path for folder in ("node", "protocol", "testnet", "tests", "training") for path in (ROOT / folder).rglob("*.py")
 ]
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
-NO_GUIDES = ("bulk-channel.md", "decisions.md", "errors.md", "faq.md", "python.md", "reference.md", "threat-model.md")
+NO_GUIDES = (
+    "bulk-channel.md",
+    "decisions.md",
+    "errors.md",
+    "faq.md",
+    "learning.md",
+    "python.md",
+    "reference.md",
+    "threat-model.md",
+)
 # Folders of the repository; text before them is not part of a path.
 _PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|library|node|protocol|testnet|tests|training)/[\w./-]*")
 _JOIN = re.compile(r"^(farandole )?join ((farandole1|\S+\.manifest)\S* )?")
