@@ -17,12 +17,15 @@ from typing import Any, Final
 from farandole.protocol.errors import FarandoleError
 
 from ..base.control import NoNodeError, call
-from ..base.identity import keep_private, make_home
+from ..base.identity import IdentityInUseError, keep_private, locked, make_home
+from ..base.settings import NodeSettings
 
 # Leaving: the farewell is gossiped (`farandole.node.member.MAX_LEAVE_TIMEOUT` is for a trainer that saves, too).
 LEAVE_SECONDS: Final = 60.0
 KILL_SECONDS: Final = 5.0
-# Interval of checks whether a node that an earlier loop started is gone.
+# A node that has its folder's lock reads its store and gets its port before it answers.
+START_SECONDS: Final = 60.0
+# Interval of checks whether a node that an earlier loop started is gone, or one that starts answers.
 LOOK_SECONDS: Final = 0.2
 # The node's output, for people; its log is next to it.
 OUTPUT_NAME: Final = "output"
@@ -36,6 +39,26 @@ def run_of_node(home: Path) -> str:
         return str(call(home, "status", max_members=0)["run"]["run_id"])
     except FarandoleError:
         return ""
+
+
+def await_node(home: Path) -> str:
+    """Return `run_of_node`; if a node is starting in this folder, once it answers, for `START_SECONDS` at most."""
+    deadline = time.monotonic() + START_SECONDS
+    while not (run_id := run_of_node(home)) and _is_locked(home) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    return run_id
+
+
+def _is_locked(home: Path) -> bool:
+    """Return whether a process has this folder's lock, as a node has from its start on."""
+    lock = NodeSettings(home=home).lock
+    if not lock.exists():
+        return False
+    try:
+        with locked(lock):
+            return False
+    except IdentityInUseError:
+        return True
 
 
 class ChildNode:
@@ -56,7 +79,8 @@ class ChildNode:
         return self._home / OUTPUT_NAME
 
     def begin(self) -> None:
-        """Start the node, unless one runs there."""
+        """Start the node, unless one runs or starts there."""
+        await_node(self._home)
         with contextlib.suppress(NoNodeError):
             call(self._home, "status", max_members=0)
             return

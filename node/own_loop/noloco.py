@@ -20,7 +20,7 @@ from ..base.control import call
 from ..base.settings import NodeSettings, default_home
 from ..store.consolidated.folder import MANIFEST_NAME
 from .attachment import Attachment, Loop
-from .child_node import ChildNode, run_of_node
+from .child_node import ChildNode, await_node
 from .create import start_of
 
 
@@ -157,9 +157,9 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
 
 
 def _home_of(run_id: bytes) -> Path:
-    """Return the usual data directory if a node of this run runs there, else one of the run's own below it."""
+    """Return the usual data directory if a node of this run runs or starts there, else one of the run below it."""
     home = default_home()
-    return home if not run_id or run_of_node(home) == run_id.hex() else home / "runs" / run_id.hex()[:16]
+    return home if not run_id or await_node(home) == run_id.hex() else home / "runs" / run_id.hex()[:16]
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
