@@ -180,8 +180,9 @@ class Transformer(LanguageModel):
         self.register_buffer("sin", sin, persistent=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, T, C) for tokens (B, T), fp32: layers add to it, and bf16 would round small terms away."""
-        return F.embedding(tokens, self.embedding.weight).float()
+        """(B, T, C) for tokens (B, T), fp32 even of bf16 weights: layers add to it, and bf16 would drop small terms."""
+        x = F.embedding(tokens, self.embedding.weight)
+        return x.float() if x.dtype == torch.bfloat16 else x
 
     def advance(self, x: Tensor) -> Tensor:
         """(B, T, C) for (B, T, C), through this module's layers."""

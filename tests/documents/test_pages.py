@@ -63,8 +63,9 @@ $ python make_data.py
 ```
 """
 soak = pytest.mark.soak
-# Pages whose commands test_long runs, generated ones, and one that installs: test_names checks their commands.
-ELSEWHERE = {"BENCHMARKS.md", "docs/reference.md", "docs/errors.md", "docs/install.md"}
+# Pages whose commands test_long runs, generated ones, one that installs, and one that needs a GPU: test_names checks
+# their commands.
+ELSEWHERE = {"BENCHMARKS.md", "docs/reference.md", "docs/errors.md", "docs/install.md", "docs/learning.md"}
 AS_THEY_ARE = (
     "README.md",
     "docs/researcher.md",

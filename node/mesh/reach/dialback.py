@@ -70,16 +70,16 @@ class Dialback:
 
     async def ask(self, peer: bytes) -> Witness:
         """Ask whether the peer can dial our listeners; raise `PeerUnreachableError` if it does not answer."""
-        stream = await self._host.open_stream(peer, DIALBACK_PROTOCOL)
-        if stream.remote_address is None:
-            stream.reset()
-            raise PeerUnreachableError("a relay cannot tell")
-        listening = [port for _, port in self._host.own.listening]
-        mapped = [outer for port, (_, outer) in self._host.mapped.items() if port in listening]
-        opened = [int(address.rpartition("/")[2]) for address in self._host.own.announced]
-        ports = tuple(dict.fromkeys((*listening, *mapped, *opened)))[-MAX_PORTS:]
-        self._num_asking += 1
+        self._num_asking += 1  # before the stream is open here, the peer may have it and dial
         try:
+            stream = await self._host.open_stream(peer, DIALBACK_PROTOCOL)
+            if stream.remote_address is None:
+                stream.reset()
+                raise PeerUnreachableError("a relay cannot tell")
+            listening = [port for _, port in self._host.own.listening]
+            mapped = [outer for port, (_, outer) in self._host.mapped.items() if port in listening]
+            opened = [int(address.rpartition("/")[2]) for address in self._host.own.announced]
+            ports = tuple(dict.fromkeys((*listening, *mapped, *opened)))[-MAX_PORTS:]
             return await _ask_over(stream, Request(ports))
         finally:
             self._num_asking -= 1
