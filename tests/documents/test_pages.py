@@ -121,6 +121,6 @@ async def test_the_demo_says_what_the_readme_shows(tmp_path: Path) -> None:
     recipe = "farandole testnet run demo --out out/demo"
     assert "demo: $(STAMP)" in (makefile := (ROOT / "Makefile").read_text())
     assert f"$(BIN)/{recipe}" in makefile
-    page = (ROOT / "README.md").read_text().replace("$ make demo", f"$ {recipe}").replace("1 min 37 s", "...")
+    page = (ROOT / "README.md").read_text().replace("$ make demo", f"$ {recipe}").replace("3 min 19 s", "...")
     async with open_player(tmp_path) as player:
         await player.play(page[: page.index("$ make test")] + "```\n")
