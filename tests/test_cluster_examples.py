@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml  # type: ignore[import-untyped]  # PyYAML comes without types
 from torch.distributed.run import get_args_parser
 
 from .documents.usage import check_farandole

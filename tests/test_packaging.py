@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml  # type: ignore[import-untyped]  # PyYAML comes without types
 
 ROOT = Path(__file__).parent.parent
 # Benchmarks and attack tools are not part of what a volunteer installs.

@@ -28,6 +28,8 @@ RAMP_MEMORIES = 2
 # Elements that `adamw_` takes at a time: its temporaries stay in a processor's cache, and are much smaller than the
 # model.
 PIECE: Final = 1 << 18
+# Added to a norm before division, as `torch.nn.utils.clip_grad_norm_` does.
+CLIP_EPSILON: Final = 1e-6
 
 
 def learning_rate(step: int, inner: InnerConfig) -> float:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from farandole.protocol.manifest import InnerConfig
 from farandole.protocol.vectors import OPTIMIZER_VECTORS
 
-from .inner import InnerOptimizer, adamw_, decay_, runs_of
+from .inner import CLIP_EPSILON, InnerOptimizer, adamw_, decay_, runs_of
 from .muon import muon_
 from .parameters import Layout, bind_
 from .permutation import keyed_digest
@@ -40,8 +40,6 @@ _CPU_PIECE: Final = 1 << 18
 _GPU_PIECE: Final = 1 << 21
 _NUM_DROPPED: Final = 1 << 16
 """An fp32 number is a bf16 number and 16 more bits of the significand."""
-_CLIP_EPSILON: Final = 1e-6
-"""As in `torch.nn.utils.clip_grad_norm_`."""
 
 
 def pieces(num_elements: int, device: torch.device) -> list[slice]:
@@ -179,7 +177,7 @@ class LeanOptimizer(InnerOptimizer):
         norm = torch.linalg.vector_norm(torch.stack(norms)) / divisor
         is_fit = norm.isfinite()
         clip = self._settings.clip
-        scale = ((clip / (norm + _CLIP_EPSILON)).clamp(max=1.0) if clip else torch.ones_like(norm)) / divisor
+        scale = ((clip / (norm + CLIP_EPSILON)).clamp(max=1.0) if clip else torch.ones_like(norm)) / divisor
         self._num_skipped = self._num_skipped + is_fit.logical_not()
         for span in self._spans:
             if span.square is None:

@@ -32,7 +32,7 @@ from .codec import BLOCK, form_of
 from .data import Sampler
 from .drift import RateSums, correct_
 from .errors import TrainingError
-from .inner import adamw_, learning_rate
+from .inner import CLIP_EPSILON, adamw_, learning_rate
 from .model import build_model
 from .muon import matrices_of, orthogonalised, rms_factor
 from .outer.rule import Meeting, OwnVectors, rule_of
@@ -40,8 +40,6 @@ from .parameters import layout_of
 
 # Inner steps before the graph is captured: libraries take their memory in the first ones.
 _WARMUP_STEPS: Final = 3
-# Added to the norm by `torch.nn.utils.clip_grad_norm_`.
-_CLIP_EPSILON: Final = 1e-6
 
 Tokens = npt.NDArray[np.int64]
 
@@ -213,7 +211,7 @@ class _Gradients:
             norms = torch.linalg.vector_norm(self.gradient, dim=1, keepdim=True)  # (N, 1)
             self._have_failed |= ~norms.isfinite().all()
             if self._settings.clip:
-                self.gradient.mul_((self._settings.clip / (norms + _CLIP_EPSILON)).clamp(max=1.0))
+                self.gradient.mul_((self._settings.clip / (norms + CLIP_EPSILON)).clamp(max=1.0))
             if self.by_muon:
                 self._turn()
 

@@ -45,7 +45,7 @@ def await_node(home: Path) -> str:
     """Return `run_of_node`; if a node is starting in this folder, once it answers, for `START_SECONDS` at most."""
     deadline = time.monotonic() + START_SECONDS
     while not (run_id := run_of_node(home)) and _is_locked(home) and time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)  # in the loop's own thread, before anything trains
     return run_id
 
 

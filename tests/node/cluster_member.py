@@ -73,7 +73,7 @@ def meet(folder: Path, seed: int, members: int) -> None:
     """Wait until all members are here; one that is started again finds them."""
     (folder / str(seed)).touch()
     while len(list(folder.iterdir())) < members:
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)  # without end: the test has the deadline, and ends this process
 
 
 def main(run: str, seed: int, rounds: int, folder: Path, members: int) -> None:

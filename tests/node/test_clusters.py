@@ -84,7 +84,7 @@ class Member:
                 if key in self.saved:
                     continue
                 with safe_open(path, framework="numpy") as file:
-                    names = sorted(name for name in file.keys() if name.startswith(f"{SLOW}/"))  # noqa: SIM118
+                    names = sorted(name for name in file.keys() if name.startswith(f"{SLOW}/"))  # noqa: SIM118 - no dict
                     hashed = blake3(b"".join(file.get_tensor(name).tobytes() for name in names)).hexdigest()
                     self.saved[key] = found.st_mtime, int(file.metadata()["round"]), hashed
             except (OSError, SafetensorError):

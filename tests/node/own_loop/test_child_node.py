@@ -14,7 +14,7 @@ def test_a_node_that_starts_is_waited_for(tmp_path: Path) -> None:
     def start() -> None:  # and fail
         with locked(NodeSettings(home=tmp_path).lock):
             holds.set()
-            time.sleep(0.5)
+            time.sleep(0.5)  # longer than the time between two looks
             events.append("ended")
 
     thread = threading.Thread(target=start)
