@@ -98,9 +98,10 @@ class LocalParameters:
         """Copy this rank's parts to ``flat``, with what rounding has dropped of them, and wait for the other ranks."""
         synchronize(self._parameters)
         for index, (place, values) in enumerate(self._parts()):
-            flat[place].copy_(values)
-            if self._dropped is not None:
-                flat[place].add_(self._dropped[index])
+            if self._dropped is None:
+                flat[place].copy_(values)
+            else:  # in one operation: with tensor parallelism, ranks that do not know of each other write the same
+                torch.add(self._dropped[index], values.to(self._dropped[index]), out=flat[place])
         self._ranks.meet()
 
     @torch.no_grad()
