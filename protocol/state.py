@@ -40,6 +40,7 @@ NEWCOMER_RATE = 5.0
 """New authors a second that one peer may bring; 300 a minute. This node's own syncs ask for the deferred ones."""
 NUM_BUCKETS = 256
 DIGEST_BYTES = 16
+_EMPTY_DIGEST = hashlib.sha256().digest()[:DIGEST_BYTES]
 MAX_AHEAD = 60.0
 """Seconds: an entry further in the future is deferred (not stored, offered again by a later sync), not invalid."""
 METERED_BURST = 64
@@ -160,7 +161,7 @@ class RunState:
         self._proofs: dict[bytes, bool] = {}
         """Forked authors, the oldest proof first -> whether they had a place when they forked."""
         self._buckets: list[dict[bytes, _Author]] = [{} for _ in range(NUM_BUCKETS)]
-        self._bucket_digests: list[bytes | None] = [None] * NUM_BUCKETS
+        self._bucket_digests: list[bytes | None] = [_EMPTY_DIGEST] * NUM_BUCKETS
         self._root: bytes | None = None
         self._next_expiry = float("inf")
         self._latest = 0.0  # no entry was written later
