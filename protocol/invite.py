@@ -35,6 +35,9 @@ MAX_ADMISSION_BYTES: Final = 512
 MAX_INVITE_CHARS: Final = 5_000
 _CHECKSUM_BYTES: Final = 4
 _ALPHABET: Final = string.ascii_lowercase + "234567"
+_WITHOUT_ALPHABET: Final = str.maketrans("", "", _ALPHABET)
+# As `int(..., 32)` writes them.
+_AS_DIGITS: Final = str.maketrans(_ALPHABET, string.digits + string.ascii_lowercase[:22])
 _P2P: Final = "/p2p/"
 
 
@@ -135,12 +138,11 @@ def decode_invite(text: str) -> Invite:
         raise InviteError(f"not an invite: an invite begins with {PREFIX}{VERSION}")
     if head != PREFIX + VERSION:
         raise InviteError(f"this invite is of another version ({head!r}, this farandole reads {PREFIX}{VERSION})")
-    for place, letter in enumerate(letters):
-        if letter not in _ALPHABET:
-            raise InviteError(
-                f"the invite is damaged: character {_shown(place)} is {letter!r}, "
-                "but only the letters a-z and the digits 2-7 occur"
-            )
+    if strange := letters.translate(_WITHOUT_ALPHABET):
+        raise InviteError(
+            f"the invite is damaged: character {_shown(letters.index(strange[0]))} is {strange[0]!r}, "
+            "but only the letters a-z and the digits 2-7 occur"
+        )
     body = _checked(_number_of(letters), len(letters))
     if body is None:
         raise InviteError(_describe_damage(letters))
@@ -163,10 +165,7 @@ def _checksum(body: bytes) -> bytes:
 
 def _number_of(letters: str) -> int:
     """Read the letters as one number, five bits each."""
-    number = 0
-    for letter in letters:
-        number = number << 5 | _ALPHABET.index(letter)
-    return number
+    return int(letters.translate(_AS_DIGITS) or "0", 32)
 
 
 def _checked(number: int, num_letters: int) -> bytes | None:
