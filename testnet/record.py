@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from farandole.node.status.status import ExchangeStatus, NodeStatus, PipelineStatus
+from farandole.node.status.status import REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus, PipelineStatus
 
 from .growth import Growth, Samples
 from .ledger import Ledger
@@ -15,6 +15,8 @@ COUNTERS: Final = ("exchanges_ok", "exchanges_alone", "exchanges_failed", "bytes
 """Counters of a `NodeStatus`, which begin at 0 in each life."""
 # The largest number of rounds of a scenario.
 MAX_EXCHANGES: Final = 256
+REFUSED: Final = (f"failed: {REFUSED_HERE}", f"failed: {REFUSED_THERE}")
+"""The beginnings of the verdict on an exchange that the screening refused, here or at the partner."""
 
 
 @dataclass
@@ -49,6 +51,8 @@ class NodeRecord:
     """When a status last had more inner steps than the status before, in one life."""
     exchanges: dict[float, ExchangeStatus] = field(default_factory=dict)
     """The newest committed exchanges, by the time when they ended."""
+    refused: set[float] = field(default_factory=set)
+    """When exchanges ended that the screening of either partner refused; at most `MAX_EXCHANGES`."""
     samples: Samples = field(default_factory=Samples)
     """Samples of the present life."""
     growths: list[Growth] = field(default_factory=list)
@@ -88,6 +92,8 @@ class NodeRecord:
         for exchange in status.recent_exchanges:
             if exchange.verdict == "committed":
                 self.exchanges[exchange.ended_at] = exchange
+            elif exchange.verdict.startswith(REFUSED) and len(self.refused) < MAX_EXCHANGES:
+                self.refused.add(exchange.ended_at)
         while len(self.exchanges) > MAX_EXCHANGES:
             del self.exchanges[min(self.exchanges)]
 

@@ -79,6 +79,10 @@ class NodeReport(msgspec.Struct, frozen=True):
     """The node's use of its machine, by its last status."""
     growths: list[Growth] = []
     """Growth of each life that was long enough to measure."""
+    exchanges_clipped: int = 0
+    """Committed exchanges in which the screening let less of the partner's contribution count, or nothing."""
+    exchanges_refused: int = 0
+    """Exchanges that the screening of either partner refused."""
     links: dict[str, str] = {}
     """Peer id -> ``direct``, ``punched`` or ``relayed``, of each connection at the end of the training."""
 
@@ -188,6 +192,8 @@ def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeRe
         given_seconds=record.ledger.given,
         exchange_seconds=[record.exchanges[at].seconds for at in sorted(record.exchanges)],
         exchange_bytes=min((exchange.bytes_sent for exchange in record.exchanges.values()), default=0),
+        exchanges_clipped=sum(exchange.clip < 1.0 for exchange in record.exchanges.values()),
+        exchanges_refused=len(record.refused),
         resources=status.resources if status else None,
         growths=record.all_growths,
         links={member.peer_id: member.path for member in status.members if member.path} if status else {},

@@ -12,18 +12,17 @@ import torch
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
 from farandole.node.status.round_log import RoundRecord, read_rounds
-from farandole.node.status.status import REFUSED_HERE, REFUSED_THERE
 from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.manifest import decode_manifest
 from farandole.training.learner import build_learner
 
 from ..launch import MANIFEST_NAME
+from ..record import REFUSED
 from ..report import PlayReport
 
 # 32 batches of 16 x 64 tokens measure the loss to about 0.01; both plays use the same ones, so that the error cancels.
 VALIDATION_BATCHES: Final = 32
-_REFUSED: Final = (f"failed: {REFUSED_HERE}", f"failed: {REFUSED_THERE}")
 
 
 class Conduct(msgspec.Struct, frozen=True):
@@ -96,7 +95,7 @@ class _Meeting(NamedTuple):
 
     @property
     def is_refused(self) -> bool:
-        return self.verdict.startswith(_REFUSED)
+        return self.verdict.startswith(REFUSED)
 
 
 def _meetings(rounds: Iterable[RoundRecord]) -> Iterator[_Meeting]:

@@ -4,7 +4,14 @@ from typing import Any
 
 import msgspec
 
-from farandole.node.status.status import MemberStatus, NodeStatus, RunStatus
+from farandole.node.status.status import (
+    REFUSED_HERE,
+    REFUSED_THERE,
+    ExchangeStatus,
+    MemberStatus,
+    NodeStatus,
+    RunStatus,
+)
 from farandole.testnet.record import NodeRecord
 from farandole.testnet.report import node_report
 
@@ -96,3 +103,16 @@ def test_the_report_says_where_a_node_was_and_by_which_path_it_reached_whom() ->
     record.observe(status(members=[bob, carol]), 0.0)
     report = node_report(record, is_alive=True, home="symmetric")
     assert (report.home, report.links) == ("symmetric", {"bob": "relayed"})
+
+
+def test_what_the_screening_did_to_exchanges_is_counted_once() -> None:
+    verdicts = ["committed", f"failed: {REFUSED_HERE} too far", f"failed: {REFUSED_THERE} too far", "failed: the line"]
+    exchanges = [ExchangeStatus(at, "bob", verdict, 0, 0, 0.0, float(at)) for at, verdict in enumerate(verdicts)]
+    clipped = [
+        ExchangeStatus(4 + at, "bob", "committed", 0, 0, 0.0, 4.0 + at, clip=clip) for at, clip in enumerate((0.0, 0.5))
+    ]
+    record = NodeRecord(3, "alice")
+    for _ in range(2):
+        record.observe(status(recent_exchanges=[*exchanges, *clipped]), 0.0)
+    report = node_report(record, is_alive=True)
+    assert (report.exchanges_clipped, report.exchanges_refused) == (2, 2)
