@@ -14,6 +14,7 @@ from farandole.protocol.state import MAX_AUTHORS
 from ..grid import Grid
 from ..plays import play_all
 from ..simulate_sybils import ENDS_AT, QUOTA, WRITE_SECONDS, WRITES_AT, SybilOutcome, SybilScenario, play
+from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 
 # Tables of an open run hold the same number of authors per honest one as with 1,000, so that smaller runs are full,
@@ -36,6 +37,7 @@ def run(
     honest: Annotated[int, typer.Option(min=8, help="Honest members.")] = 1_000,
     sybils: Annotated[int, typer.Option(min=1, help="Invented authors.")] = 4_000,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each.")] = 1,
+    only: Annotated[str, typer.Option(help="Rows whose names contain this; all without it.")] = "",
     out: Out = OUT,
     write: Write = None,
 ) -> None:
@@ -46,12 +48,11 @@ def run(
     Examples: [cyan]farandole testnet bench sybils[/cyan];
     [cyan]farandole testnet bench sybils --honest 100 --sybils 400 --seeds 3[/cyan]
     """
+    chosen = {name: scenario for name, scenario in scenarios(honest, sybils).items() if only in name}
+    if not chosen:
+        raise BenchError(f"no row has {only!r} in its name; there are: {'; '.join(scenarios(honest, sybils))}")
     with open_bench("sybils", out, write, honest=honest, sybils=sybils, seeds=seeds) as bench:
-        plays = [
-            (name, partial(play, scenario, seed))
-            for name, scenario in scenarios(honest, sybils).items()
-            for seed in range(seeds)
-        ]
+        plays = [(name, partial(play, scenario, seed)) for name, scenario in chosen.items() for seed in range(seeds)]
         bench.publish(report(bench.setting, play_all(bench.say, plays)))
 
 
