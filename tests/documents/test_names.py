@@ -7,16 +7,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.exits import Exit
-from farandole.node.cli import whole_app
 
 from .markdown import Block, anchors, blocks, code_spans, links
 from .pages import PAGES, ROOT, name_of
 from .player import INVITE, first_missing, pattern_of
-from .usage import check, check_farandole, check_name
+from .usage import check, check_farandole, check_name, whole_command
 
 SOURCES = [
     path for folder in ("node", "protocol", "testnet", "tests", "training") for path in (ROOT / folder).rglob("*.py")
@@ -104,7 +103,7 @@ def test_settings_within_lines_are_taken(page: Path, tmp_path: Path) -> None:
     """`farandole config show` takes the flags of `join`, and checks their values."""
     for span in code_spans(page.read_text()):
         if flags := settings_in(_JOIN.sub("", span)):
-            shown = CliRunner().invoke(whole_app(), ["config", "show", "--home", str(tmp_path), *flags])
+            shown = CliRunner().invoke(whole_command(), ["config", "show", "--home", str(tmp_path), *flags])
             assert shown.exit_code == Exit.OK, f"{span}: {shown.output}"
 
 

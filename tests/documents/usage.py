@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ PROGRAMS = {
 }
 
 
+@cache
+def whole_command() -> Any:
+    """Return farandole's command, made once: typer makes all of it at each use of an application."""
+    return typer.main.get_command(whole_app())
+
+
 def check(words: Sequence[str]) -> None:
     """Raise an error with the problem if a command line could not be typed."""
     program = Path(words[0]).name
@@ -68,7 +75,7 @@ def check(words: Sequence[str]) -> None:
 
 def check_farandole(arguments: Sequence[str]) -> None:
     """Parse as typer does, without checking values: typer has no public types for an application's commands."""
-    command: Any = typer.main.get_command(whole_app())
+    command = whole_command()
     context: Any = typer.Context(command, info_name="farandole", **command.context_settings)
     while True:
         given, rest, _ = command.make_parser(context).parse_args(list(arguments))
@@ -90,7 +97,7 @@ def check_farandole(arguments: Sequence[str]) -> None:
 
 def check_name(words: Sequence[str]) -> None:
     """Check words that begin with a command's name; its required arguments may be missing."""
-    command: Any = typer.main.get_command(whole_app())
+    command = whole_command()
     path = "farandole"
     for word in words:
         if not hasattr(command, "list_commands"):
