@@ -247,7 +247,7 @@ def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | s
     form = form_of(codec)
     source = np.frombuffer(data, dtype=np.uint8)
     check_length(form, num_elements, len(source))
-    values = torch.zeros(num_elements) if codec == "topk" else torch.empty(num_elements)
+    values = torch.zeros(num_elements, dtype=torch.float32)
     for part in slices(num_elements):
         form.decode(bytes_to_read(source[bytes_of(form, part)]), values[part])
     return values.to(device)

@@ -174,7 +174,7 @@ class UserParameters:
         self.device = devices.pop() if len(devices) == 1 and not ranks.are_many else torch.device("cpu")
         """Where the flat vectors lie: at the parameters, or on the host where these are on several devices."""
         is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
-        self._dropped = None if is_exact else torch.zeros(layout.num_elements, device=self.device)
+        self._dropped = None if is_exact else torch.zeros(layout.num_elements, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
     def read(self, flat: Tensor) -> None:
@@ -259,7 +259,7 @@ class ExternalEngine(FlatReplica):
         users: UserParameters | SharedParameters
         if shared is None:
             users = UserParameters(module, parameters, layout, ranks)
-            theta = torch.empty(layout.num_elements, device=users.device)
+            theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)
         else:
             users = SharedParameters(shared, ranks)
             theta = shared.share.empty(torch.empty(0), layout.num_elements)

@@ -91,7 +91,7 @@ class LocalParameters:
         ]
         is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         # What rounding to the parameters' type has dropped of this rank's parts.
-        self._dropped = None if is_exact else [torch.zeros(len(values)) for _, values in parts]
+        self._dropped = None if is_exact else [torch.zeros(len(values), dtype=torch.float32) for _, values in parts]
 
     @torch.no_grad()
     def read(self, flat: Tensor) -> None:

@@ -218,6 +218,22 @@ def test_bf16_parameters_lose_nothing_of_the_outer_steps(language_script: Callab
     assert torch.equal(weights_of(script.module), rounded)
 
 
+def test_vectors_are_fp32_whatever_dtype_a_users_script_makes_tensors_of() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = nn.Linear(3, 2)
+        engine = ExternalEngine(module, manifest_for(module), Turns(), run_id=RUN_ID)
+    finally:
+        torch.set_default_dtype(before)
+    moved = engine.slow_weights() + 2.0**-12
+    assert module.weight.dtype == torch.bfloat16
+    engine.contribute(bytearray(engine.contribution_bytes))
+    engine.apply(moved.numpy().tobytes())
+    assert {tensor.dtype for tensor in engine.state().values()} == {torch.float32}
+    assert torch.equal(engine.fast_weights(), engine.slow_weights()), "with what rounding has dropped"
+
+
 def linear_script(scripts: list[Script], **settings: Any) -> Script:
     module = nn.Linear(3, 2)
 
