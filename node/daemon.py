@@ -321,14 +321,13 @@ async def be_node(daemon: Daemon) -> None:
 def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
     """Warn if this machine, or its owner's limits, are too small for the run.
 
-    Raises `MemoryTooSmallError` if the machine can never be large enough.
+    Raises `MemoryTooSmallError` if the machine can never be large enough. A loop's memory is its owner's affair.
     """
     manifest, settings = decode_manifest(raw_manifest)[0], daemon.settings
-    needed = memory_needed(manifest, settings)
-    shortfalls = (
-        memory_shortfall(needed, total_bytes(), available_bytes()),
-        line_shortfall(manifest, settings.upload_mbit, settings.download_mbit),
-    )
+    shortfalls = [line_shortfall(manifest, settings.upload_mbit, settings.download_mbit)]
+    if settings.trainer == "own":
+        needed = memory_needed(manifest, settings)
+        shortfalls.append(memory_shortfall(needed, total_bytes(), available_bytes()))
     for words in filter(None, shortfalls):
         daemon.journal.warn(words)
 

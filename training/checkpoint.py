@@ -69,23 +69,26 @@ def load_checkpoint(
     run_id: bytes,
     optional: Collection[str] = (),
     hashes: bytes = b"",
+    *,
+    ignored: Collection[str] = (),
 ) -> tuple[Counters, Content]:
     """Validate the file at ``path`` and copy it into the tensors of ``state``, by ``VECTOR/PARAMETER``.
 
-    ``hashes`` are its blocks' hashes, if known. Vectors named in ``optional`` may be missing; they become zeros. Raises
-    `CheckpointError`, before anything is changed, if the file is not a valid checkpoint of this run and layout.
+    ``hashes`` are its blocks' hashes, if known. Vectors named in ``optional`` may be missing; they become zeros.
+    Vectors named in ``ignored`` may be present. Raises `CheckpointError`, before anything is changed, if the file is
+    not a valid checkpoint of this run and layout.
     """
+    ignored = {*DROPPED, *ignored}
     sizes = {name: FP32_BYTES * tensor.numel() for name, tensor in state.items()}
     least = sum(size for name, size in sizes.items() if _vector_of(name) not in optional)
-    dropped = len(DROPPED) * FP32_BYTES * layout.num_elements
-    _check_size(path, least, sum(sizes.values()) + dropped)
+    _check_size(path, least, sum(sizes.values()) + len(ignored) * FP32_BYTES * layout.num_elements)
     try:
         content = content_of(path)
         if hashes and (damaged := first_difference(content, hashes)) is not None:
             raise CheckpointError(f"{path.name} is damaged: its block {damaged} is not what was written")
         with safe_open(path, framework="pt") as file:
             counters = _counters_of(file.metadata() or {}, layout, run_id)
-            names = {name for name in file.keys() if _vector_of(name) not in DROPPED}  # noqa: SIM118 - it is no dict
+            names = {name for name in file.keys() if _vector_of(name) not in ignored}  # noqa: SIM118 - it is no dict
             present = _present(state, names, optional)
             if names != present.keys():
                 raise CheckpointError("the checkpoint's tensors are not those of this run's model")

@@ -207,6 +207,9 @@ class Engine(abc.ABC):
         is invalid.
         """
 
+    def begin_anew(self) -> None:  # noqa: B027 - most engines are made with these weights
+        """Begin with the weights of the run's seed, before the first step; only where the run has no other start."""
+
     @abc.abstractmethod
     def start_from(self, path: Path, steps: int, tokens: int) -> None:
         """Begin with another run's weights instead of the seed's, and with these counts; only before the first step.

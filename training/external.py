@@ -9,23 +9,32 @@ the user's parameters have. They are copied from the user's parameters before a 
 step. What rounding to the user's type drops is kept and added again: without it every round would pull the slow weights
 towards numbers of that type.
 
+In a run of a built-in model, loops and built-in trainers exchange as equals: layout, vectors and contributions are the
+same. A loop begins with the weights of the run's seed. It neither saves nor loads the optimizer's means, so a built-in
+trainer that continues from a loop's checkpoint begins with fresh ones (`farandole.training.inner.ramp`).
+
 Buffers (such as the running statistics of batch normalisation) and the optimizer's state are not averaged: they stay
 the user's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.mixed_runs import tokens_of_step, why_no_loop
 from farandole.protocol.safetensors import Shape
+from farandole.protocol.shapes import shapes_of
 
+from .checkpoint import Counters
 from .device import Device
 from .engine import Until
 from .errors import DataError, TrainingError
@@ -33,10 +42,11 @@ from .flat_replica import FlatReplica
 from .parameters import Layout
 from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
 from .shared_vectors import RankVectors, share_vectors
+from .stages import build_module
 
 # Where a waiting thread cannot be interrupted (Windows), Ctrl-C is handled after at most this time.
 INTERRUPT_SECONDS: Final = 1.0
-# Names in an error message.
+# Parameters of each kind in an error message.
 _MAX_NAMED: Final = 3
 
 Measure = Callable[[], float]
@@ -141,23 +151,30 @@ def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[
     Frozen parameters that the run does not name stay local to the module.
     """
     every = parameters_of(module, with_frozen=True)
-    missing = [name for name in shapes if name not in every]
-    extra = [name for name in parameters_of(module) if name not in shapes]
     wrong = [
         f"{name} is {tuple(every[name].shape)} here and {shape} in the run"
         for name, shape in shapes.items()
         if name in every and tuple(every[name].shape) != tuple(shape)
     ]
-    for what, names in (("lacks", missing), ("also trains", extra)):
-        if names:
-            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-            wrong.insert(0, f"this one {what} {', '.join(names[:_MAX_NAMED])}{more}")
-    if wrong:
-        raise TrainingError(f"this run is of another model: {'; '.join(wrong[:_MAX_NAMED])}")
+    differences = {
+        "this one lacks ": [name for name in shapes if name not in every],
+        "this one also trains ": [name for name in parameters_of(module) if name not in shapes],
+        "": wrong,
+    }
+    if told := [f"{what}{_first(found)}" for what, found in differences.items() if found]:
+        raise TrainingError(
+            f"this run is of another model: {'; '.join(told)}. Give NoLoCo a module that has the run's parameters, by "
+            "name and shape"
+        )
     for name in shapes:
         if not every[name].is_floating_point():
             raise TrainingError(f"parameter {name} is {every[name].dtype}: only floating-point numbers are averaged")
     return {name: every[name] for name in shapes}
+
+
+def _first(found: list[str]) -> str:
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return f"{', '.join(found[:_MAX_NAMED])}{more}"
 
 
 class UserParameters:
@@ -204,6 +221,28 @@ class UserParameters:
         synchronize(self._parameters)
 
 
+def _checked_tokens(tokens_per_step: int | None, manifest: Manifest) -> int:
+    """Return the tokens of a loop's step; raises `TrainingError` if they must be known."""
+    usual = tokens_of_step(manifest)
+    if tokens_per_step is None and usual:
+        raise TrainingError(
+            "members of this run are weighted by the tokens that they train on: give NoLoCo tokens_per_step=, the "
+            f"tokens of one step of your optimizer (a step of the built-in trainer has {usual})"
+        )
+    return 1 if tokens_per_step is None else tokens_per_step
+
+
+@contextlib.contextmanager
+def _usual_dtype() -> Iterator[None]:
+    """Make modules in fp32, whatever default the user's script has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class SharedParameters:
     """The parameters of all ranks as one flat vector (n,) fp32, which these share; see `UserParameters`."""
 
@@ -227,7 +266,9 @@ class ExternalEngine(FlatReplica):
 
     ``evaluate`` returns the held-out loss of the current model; None: it is not known, and partners are judged by
     distance alone. ``tokens_per_step`` is the number of tokens of an optimizer step, which determines the share of a
-    mean.
+    mean; None: 1 where only loops train. ``allowed_models``: functions that may make the weights of the run's seed.
+
+    Raises `TrainingError` if the run takes no loops, or the loop does not fit the run.
     """
 
     is_driven: ClassVar[bool] = False
@@ -240,21 +281,29 @@ class ExternalEngine(FlatReplica):
         *,
         run_id: bytes,
         evaluate: Measure | None = None,
-        tokens_per_step: int = 1,
+        tokens_per_step: int | None = None,
         ranks: Ranks = ALONE,
+        allowed_models: Collection[str] = (),
     ) -> None:
-        external = manifest.model.external
-        if external is None:
-            raise TrainingError("this run's model is trained by nodes themselves, and not by a loop of one's own")
-        parameters = matching_parameters(module, external.parameters)
-        layout = Layout(tuple(parameters), tuple(map(tuple, external.parameters.values())), manifest.outer.codec)
+        if reason := why_no_loop(manifest):
+            raise TrainingError(f"this run takes no loops of one's own: {reason}")
+        shapes = shapes_of(manifest.model)
+        parameters = matching_parameters(module, shapes)
+        self._tokens_per_step = _checked_tokens(tokens_per_step, manifest)
+        self._schedule_tokens = tokens_of_step(manifest)
+        self._begun = 0, 0
+        self._build = (
+            partial(build_module, manifest.model, manifest.seed, allowed_models=allowed_models)
+            if manifest.model.external is None
+            else None
+        )
+        layout = Layout(tuple(parameters), tuple(map(tuple, shapes.values())), manifest.outer.codec)
         ranks.begin(list(parameters))
         shared = share_vectors(ranks, module, parameters, layout, manifest.outer)
         self._ranks = ranks
         self._shared = shared
         self._turns = turns
         self._evaluate = evaluate
-        self._tokens_per_step = tokens_per_step
         self._losses, self._num_losses = 0.0, 0
         users: UserParameters | SharedParameters
         if shared is None:
@@ -280,6 +329,34 @@ class ExternalEngine(FlatReplica):
     def shares_vectors(self) -> bool:
         """Return whether each rank works on its own ranges of the vectors; otherwise this process works on all."""
         return self._shared is not None
+
+    def begin_anew(self) -> None:
+        """Implement `Engine.begin_anew`; where only loops train, a run has no seed."""
+        if self._build is None:
+            return
+        with _usual_dtype():
+            weights = dict(self._build().named_parameters())
+        for name, view in self.layout.views(self._outer.slow).items():
+            view.copy_(weights[name].detach())
+        self.theta.copy_(self._outer.slow)
+        self._outer.contributor.restart(forgets=True)
+        self._publish()
+
+    @property
+    def counters(self) -> Counters:
+        """Implement `Engine.counters`.
+
+        A built-in trainer that loads them continues its learning-rate schedule there. So steps of any size are counted
+        as the number of its steps that have as many tokens.
+        """
+        if not self._schedule_tokens:
+            return super().counters
+        steps, tokens = self._begun
+        return Counters(self.round, steps + (self.tokens - tokens) // self._schedule_tokens, self.tokens)
+
+    def _restart(self, begun_at: int) -> None:
+        """See `FlatReplica._restart`."""
+        self._begun = self.steps, self.tokens
 
     @torch.no_grad()
     def contribution(self, fragment: int = 0) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from farandole.protocol.outer_rules import OuterConfig
 from farandole.protocol.screening_rules import ScreeningConfig
-from farandole.protocol.vectors import FAST, SLOW, required_vectors
+from farandole.protocol.vectors import FAST, OPTIMIZER_VECTORS, SLOW, required_vectors
 
 from .blocks import Content
 from .checkpoint import load_checkpoint, load_start
@@ -325,7 +325,7 @@ class FlatReplica(Engine):
         A checkpoint contains no unfinished inner steps of a round. With fragments, it contains the fast weights of the
         fragments that await their turn.
         """
-        return saved_round == self.round and (self._outer.settings.fragments == 1 or saved_steps == self.steps)
+        return saved_round == self.round and (self._outer.settings.fragments == 1 or saved_steps == self.counters.steps)
 
     @torch.no_grad()
     def snapshot(self) -> Snapshot:
@@ -362,10 +362,18 @@ class FlatReplica(Engine):
         """Load a checkpoint of this node or of a peer: weights, the outer rule's vectors, AdamW, counters.
 
         A peer's checkpoint may contain only the slow weights and the outer rule's vectors; AdamW's means are then zero.
-        See `Engine.load`.
+        A replica that has no AdamW of its own ignores the means. See `Engine.load`.
         """
-        optional = self.vectors().keys() - set(required_vectors(self._outer.settings))
-        counters, content = load_checkpoint(path, self.state(), self.layout, self.run_id, optional, hashes)
+        vectors = self.vectors().keys()
+        counters, content = load_checkpoint(
+            path,
+            self.state(),
+            self.layout,
+            self.run_id,
+            vectors - set(required_vectors(self._outer.settings)),
+            hashes,
+            ignored=set(OPTIMIZER_VECTORS) - vectors,
+        )
         if self._outer.settings.fragments == 1 or not bool(self.theta.any()):  # vectors missing from the file are zeros
             self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens

@@ -96,8 +96,7 @@ class NodeSettings:
     )
     trainer: Literal["own", "external"] = setting(
         "own",
-        "own: this node trains by itself; external: your own training loop attaches with farandole.NoLoCo, for "
-        "runs of such loops.",
+        "own: this node trains by itself; external: your own training loop attaches with farandole.NoLoCo.",
         panel="Run",
     )
     device: str = setting(

@@ -64,7 +64,7 @@ class Surroundings:
     stopped: trio.Event = field(default_factory=trio.Event)
     """Set when the run's creator stops the run."""
     door: ScriptDoor | None = None
-    """The door at which a loop of the owner's attaches, in runs that such loops train."""
+    """The door at which a loop of the owner's attaches, if one trains."""
 
 
 class Training:

@@ -67,7 +67,7 @@ class Loop:
     model: nn.Module
     recipe: str = ""
     evaluate: Measure | None = None
-    tokens_per_step: int = 1
+    tokens_per_step: int | None = None
     ranks: Ranks = ALONE
 
 
@@ -242,6 +242,8 @@ class Attachment:
             raise TrainingError(
                 f"the node is in run {prepare.run_id.hex()[:16]}, and this loop is for {self._run_id.hex()[:16]}"
             )
+        if external is None and loop.recipe:
+            raise TrainingError("this run was made without a recipe: leave out recipe=")
         if external is not None and loop.recipe and external.recipe != recipe_hash(loop.recipe):
             raise TrainingError("the recipe differs from the one that the run was made with: ask its creator")
         self.engine = ExternalEngine(
@@ -252,5 +254,6 @@ class Attachment:
             evaluate=loop.evaluate,
             tokens_per_step=loop.tokens_per_step,
             ranks=loop.ranks,
+            allowed_models=prepare.allowed_models,
         )
         return TrainerProcess(channel, prepare, manifest, self.engine)

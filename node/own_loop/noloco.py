@@ -34,14 +34,15 @@ class NoLoCo:
     ``home``: the node's data directory; by default the one in which a node of this run runs, or one for this run.
     A node that does not run is started, and leaves when the block ends. ``evaluate``: returns the held-out loss of the
     present model; without it other members' contributions are judged by distance alone. ``tokens_per_step``: tokens
-    that a step counts for; they weight a pair's mean. ``recipe``: compared with the one of `create_run`.
+    that a step counts for; they weight a pair's mean, and by default a step is one. A run whose model built-in trainers
+    train too needs them. ``recipe``: compared with the one of `create_run`.
     ``options``: flags for ``farandole join``, such as ``["--listen", "/ip4/0.0.0.0/tcp/4001"]``.
 
     Several processes of `torch.distributed`, each of which enters the block, are one member, whose node is rank 0's.
     Parameters may be cut over them in any way that makes DTensors, such as `fully_shard`.
 
     Raises `NodeError` if there is no node, `ManifestError` for a ``run`` that is none, and `ValueError` if the run is
-    of another model. In the loop, ``optimizer.step`` raises `NodeError` when the node is gone.
+    of another model or takes no loops. In the loop, ``optimizer.step`` raises `NodeError` when the node is gone.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class NoLoCo:
         *,
         home: str | Path | None = None,
         evaluate: Callable[[], float] | None = None,
-        tokens_per_step: int = 1,
+        tokens_per_step: int | None = None,
         recipe: str = "",
         options: Sequence[str] = (),
     ) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.families.base import Context, Vocabulary
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.mixed_runs import why_no_loop
 from farandole.protocol.own_model import FunctionName, Settings
 from farandole.training.errors import TrainingError
 from farandole.training.own_function import require_allowed
@@ -49,16 +50,20 @@ def require_trainable_model(manifest: Manifest, allowed: Collection[str], *, by_
     """Raise `JoinError`, which says what to install and what to pass, unless this node can train the run's model.
 
     A model that a function makes needs the owner's permission; nothing is imported here, since only the trainer does
-    that. A model that members train in loops of their own needs such a loop (``by_loop``).
+    that. A model that members train in loops of their own needs such a loop (``by_loop``); a built-in model accepts
+    one, which brings the module. It needs the function only for the weights of the run's seed.
     """
-    if by_loop != (manifest.model.external is not None):
+    if manifest.model.external is not None and not by_loop:
         raise JoinError(
-            "this run's nodes train by themselves: leave out --trainer external"
-            if by_loop
-            else "this run's members train in loops of their own: use farandole.NoLoCo in a script of yours, and "
-            "farandole join with --trainer external where the node is not to end with the script"
+            "this run's members train in loops of their own: use farandole.NoLoCo in a script of yours, and farandole "
+            "join with --trainer external where the node is not to end with the script"
         )
-    if manifest.model.own is None:
+    if by_loop and (reason := why_no_loop(manifest)):
+        raise JoinError(
+            f"this run takes no loops of one's own: {reason}. Train with the built-in trainer (farandole join without "
+            "--trainer external), or ask the run's creator for a run without that setting"
+        )
+    if manifest.model.own is None or (by_loop and manifest.start is not None):
         return
     try:
         require_allowed(manifest.model.own.function, manifest.model.own.package, allowed)

@@ -46,6 +46,8 @@ class Checkpoints:
         resumed, problem = (self._adopt(fetched, prepare, manifest), "") if is_fetched else self._resume()
         if resumed is None and manifest.start is not None:
             self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
+        elif resumed is None:
+            self._engine.begin_anew()
         with contextlib.suppress(OSError, ValueError), self._folder.histories.open("rb") as file:
             self._engine.histories = Histories.decode(file.read(MAX_BYTES))
         return resumed, problem
@@ -64,7 +66,9 @@ class Checkpoints:
 
     def _known_standings(self, prepare: Prepare, manifest: Manifest) -> tuple[Fitness, Fitness | None]:
         """Return the fitness of the run's initial weights, and of this node's own, if it has any."""
-        if manifest.start is not None and Path(prepare.start).is_file():
+        if manifest.start is None:
+            self._engine.begin_anew()
+        elif Path(prepare.start).is_file():
             self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
         initial, own = fitness_of(self._engine), None
         with contextlib.suppress(CheckpointError):  # a peer's weights may take the place of damaged ones

@@ -11,15 +11,17 @@ from msgspec.structs import replace
 
 from farandole.protocol.cut import layers_of, stage_parameters, transformer_costs
 from farandole.protocol.families import hf_config_from_dict
-from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig
+from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig, TokenizerConfig
 from farandole.protocol.parts import parts_of
 from farandole.protocol.presets import num_parameters
 from farandole.training.data import Text
 from farandole.training.device import choose_device
 from farandole.training.errors import TrainingError
+from farandole.training.external import ExternalEngine, Turns
 from farandole.training.learner import Learner, build_learner
 from farandole.training.measure import measure
 from farandole.training.model import cross_entropy
+from farandole.training.parameters import layout_of
 from farandole.training.replica import Recipe
 from farandole.training.stage_worker import StageWorker
 from farandole.training.stages import as_stage, build_module, build_stage
@@ -265,3 +267,18 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "farandole.training.hf", None)
     with pytest.raises(TrainingError, match=r"pip install 'farandole\[hf\]'"):
         build_module(hf_model("llama"), 7)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "gpt2-untied"])
+def test_a_loop_brings_the_model_as_transformers_makes_it(name: str) -> None:
+    model = hf_model(name)
+    manifest = Manifest("a run", model, seed=3, tokenizer=TokenizerConfig("tokenizers", "0" * 64))
+    module = of_transformers(name)
+    engine = ExternalEngine(module, manifest, Turns(), run_id=RUN_ID, tokens_per_step=1)
+    engine.begin_anew()
+    oracle = build_module(model, 3)
+    assert engine.layout == layout_of(oracle, manifest.outer.codec)
+    for parameter_name, parameter in oracle.named_parameters():
+        assert torch.equal(module.get_parameter(parameter_name), parameter), parameter_name
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(module(tokens).logits, oracle(tokens))

@@ -21,8 +21,10 @@ from farandole.protocol import trainer_messages as messages
 from farandole.protocol.external_model import ExternalModel, recipe_hash
 from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.training.errors import TrainingError
+from farandole.training.model import build_model
 
 from ...patience import PATIENCE
+from ..small_runs import small_manifest
 from ..trainer_commands import prepare_for
 
 ReportType = TypeVar("ReportType")
@@ -133,6 +135,9 @@ async def test_a_loop_goes_on_from_the_nodes_checkpoint_when_its_trainer_is_ende
         (manifest("batches of 8"), Loop(a_model(), recipe="batches of 9"), b"", "recipe differs"),
         (manifest(), Loop(a_model(), recipe="batches of 9"), b"", "recipe differs"),
         (manifest(), Loop(a_model()), b"o" * 32, "the node is in run"),
+        (small_manifest(), Loop(a_model(), tokens_per_step=8), b"", "this one lacks embedding.weight"),
+        (small_manifest(), Loop(a_model(), recipe="batches of 9"), b"", "without a recipe"),
+        (small_manifest(data={"epochs": 1}), Loop(a_model()), b"", "data.epochs"),
     ],
 )
 async def test_a_loop_for_another_run_is_refused_at_both_ends(
@@ -153,6 +158,28 @@ async def test_a_loop_for_another_run_is_refused_at_both_ends(
                 pass
         assert raised.value.cause == "detached"
     assert torch.equal(loop.model.get_parameter("weight"), before)
+
+
+async def test_the_first_loop_of_a_built_in_models_run_begins_with_the_seeds_weights(tmp_path: Path) -> None:
+    run = small_manifest(seed=7)
+    model = build_model(run.model, 1)
+    attachment = attached(tmp_path, Loop(model, tokens_per_step=32))
+    seen: list[torch.Tensor] = []
+
+    def loop() -> None:
+        attachment.begin()
+        seen.append(model.embedding.weight.detach().clone())
+        attachment.end()
+
+    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, loop)
+        with pytest.raises(TrainerError, match="gone"):
+            async with trainer_at(door, tmp_path, run) as trainer:
+                assert trainer.prepared.resumed is None
+                await trainer.send(messages.Train(0, 2))
+                while True:
+                    await trainer.receive()
+    assert torch.equal(seen[0], build_model(run.model, 7).embedding.weight)
 
 
 async def test_a_second_loop_fails_and_one_that_comes_too_late_goes_on_by_itself(

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trio
+from msgspec.structs import replace
 
 from farandole.node.base.config.toml_file import read_toml
 from farandole.node.base.errors import JoinError
@@ -17,8 +19,11 @@ from farandole.node.base.exits import Exit
 from farandole.node.store.own_model import require_trainable_model
 from farandole.node.store.run_file import manifest_of, manifest_of_file
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest, decode_manifest, manifest_from_dict
+from farandole.protocol.manifest import Manifest, StartConfig, decode_manifest, manifest_from_dict
 from farandole.protocol.presets import num_parameters
+from farandole.training.errors import TrainingError
+from farandole.training.external import ExternalEngine, Turns
+from farandole.training.stages import build_module
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined
@@ -179,3 +184,36 @@ def test_the_owner_has_the_last_word() -> None:
     for allowed in ([], [WHOLE], ["own_model"], [BUILD.upper()]):
         with pytest.raises(JoinError, match=f"--allow-model {BUILD}"):
             require_trainable_model(manifest, allowed, by_loop=False)
+
+
+def test_a_run_of_a_built_in_model_takes_loops_too() -> None:
+    """A loop brings the module, and needs the function only for the weights of the seed."""
+    tiny = manifest_of({"name": "a", "model": "tiny"}, Path(), 0)
+    require_trainable_model(tiny, [], by_loop=True)
+    own = own_run(BUILD)
+    with pytest.raises(JoinError, match=f"--allow-model {BUILD}"):
+        require_trainable_model(own, [], by_loop=True)
+    require_trainable_model(own, [BUILD], by_loop=True)
+    started = replace(own, start=StartConfig("a" * 64, "b" * 64))
+    require_trainable_model(started, [], by_loop=True)
+    with pytest.raises(JoinError, match=f"--allow-model {BUILD}"):
+        require_trainable_model(started, [], by_loop=False)
+
+
+@pytest.mark.parametrize("function", [BUILD, WHOLE])
+def test_a_loop_that_brings_the_module_begins_with_the_seeds_weights(function: str) -> None:
+    run = own_run(function)
+    module, oracle = (build_module(run.model, seed, allowed_models=[function]) for seed in (1, run.seed))
+    settings: dict[str, Any] = {"run_id": b"r" * 32, "tokens_per_step": 1}
+    engine = ExternalEngine(module, run, Turns(), **settings, allowed_models=[function])
+    engine.begin_anew()
+    for mine, expected in zip(module.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+    with pytest.raises(TrainingError, match=f"--allow-model {function}"):
+        ExternalEngine(module, run, Turns(), **settings).begin_anew()
+
+
+def test_a_run_that_takes_no_loops_says_why_and_what_to_do() -> None:
+    cut = manifest_of({"name": "a", "model": {"preset": "tiny", "num_stages": 2}}, Path(), 0)
+    with pytest.raises(JoinError, match=r"2 stages.*farandole join without --trainer external"):
+        require_trainable_model(cut, [], by_loop=True)
