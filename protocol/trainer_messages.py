@@ -275,6 +275,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     """The problem of newer checkpoints, which were skipped."""
     has_loss: bool = True
     """Whether it can measure a held-out loss."""
+    begun_at: int = 0
+    """Inner step at which the optimizer's means began; not 0 after a start without them."""
     pid: int = 0
     """Process id of the trainer."""
 

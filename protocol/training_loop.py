@@ -218,6 +218,8 @@ class TrainingLoop:
         )
         origin = "seed" if self.config.manifest.start is None else "starting checkpoint"
         how = f"resumed at round {prepared.round}" if prepared.resumed else f"from the run's {origin}"
+        if prepared.resumed and 0 < prepared.inner_steps == prepared.begun_at:
+            how += ", with fresh means of the optimizer"
         self._say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
         if prepared.problem:
             self._outputs.append(Say(f"going on with an older checkpoint: {prepared.problem}", "warn"))

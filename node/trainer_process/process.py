@@ -149,6 +149,7 @@ class TrainerProcess:
                 resumed=resumed,
                 problem=problem,
                 has_loss=engine.measures_loss,
+                begun_at=engine.begun_at,
                 pid=os.getpid(),
             )
         )
