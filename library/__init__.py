@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from farandole.node.own_loop.attachment import NodeError
     from farandole.node.own_loop.create import create_run
     from farandole.node.own_loop.noloco import NoLoCo
+    from farandole.node.own_loop.run_model import model_of
     from farandole.protocol.errors import FarandoleError
 
-__all__ = ["FarandoleError", "NoLoCo", "NodeError", "create_run"]
+__all__ = ["FarandoleError", "NoLoCo", "NodeError", "create_run", "model_of"]
 
 _PLACES = {
     "FarandoleError": "farandole.protocol.errors",
     "NoLoCo": "farandole.node.own_loop.noloco",
     "NodeError": "farandole.node.own_loop.attachment",
     "create_run": "farandole.node.own_loop.create",
+    "model_of": "farandole.node.own_loop.run_model",
 }
 
 
