@@ -11,7 +11,7 @@ import random
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +31,7 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..store.consolidated.merge import consolidate
-from ..store.consolidated.tensors import ConsolidatedError, check_is_new
+from ..store.consolidated.tensors import ConsolidatedError, check_is_new, open_tensors
 from ..store.fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from ..store.partial_file import has_begun
 from .peek import Visit, open_visit
@@ -86,6 +86,8 @@ class Pull:
     show: Show
     merge: int = 1
     with_optimizer: bool = False
+    _lacking: dict[bytes, str] = field(default_factory=dict, init=False)
+    """Authors whose checkpoints lack a vector that is pulled, and which: a loop of one's own keeps no optimizer's."""
 
     @property
     def parts(self) -> Path:
@@ -184,11 +186,12 @@ class Pull:
         async with trio.open_nursery() as nursery:
             for donor, wanted in questions.items():
                 nursery.start_soon(ask, donor, wanted)
-        return self._choose(found), "; ".join(problems)
+        return self._choose(found), "; ".join([*problems, *self._lacking.values()])
 
     def _choose(self, found: Sequence[_Found]) -> list[_Found]:
         begun = {each.signed.id for each in found if has_begun(self.parts, each.signed.id)}
-        sound = [each for each in found if each.signed.id in begun or self._is_likely(each)]
+        whole = [each for each in found if each.index.author not in self._lacking]
+        sound = [each for each in whole if each.signed.id in begun or self._is_likely(each)]
         newest = max((each.index.round for each in sound), default=0)
         chosen: dict[bytes, _Found] = {}
         for each in sorted(sound, key=lambda each: (each.signed.id not in begun, -each.index.round)):
@@ -229,6 +232,20 @@ class Pull:
             path,
             lambda progress: self.show(name, progress),
         )
+        if self.with_optimizer:
+            self._check_vectors(path, index.author)
         given = len(fetched.num_by_donor)
         self.say(f"{name}: from {given} {'member' if given == 1 else 'members'}, hashes right")
         return path
+
+    def _check_vectors(self, path: Path, author: bytes) -> None:
+        """Remove a checkpoint that lacks a vector, and remember its author. Raises `PeerUnreachableError`."""
+        with open_tensors(path) as file:
+            missing = set(self._vectors) - {name.partition("/")[0] for name in file.shapes}
+        if missing:
+            path.unlink()
+            self._lacking[author] = (
+                f"the checkpoint of {short_name(author)} has no {', '.join(sorted(missing))}, as it trains in a loop "
+                "of its own"
+            )
+            raise PeerUnreachableError(self._lacking[author])
