@@ -1,11 +1,14 @@
 """What each rank of `test_ranks` runs: a model that is cut in one way or another, and some rounds of it.
 
 python ranks_program.py KIND RANK RANKS FILE
+
+KIND is how the model is cut. With "seed-" in front, the ranks begin a run of a built-in model instead.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from blake3 import blake3
@@ -17,6 +20,7 @@ from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.training import shared_vectors
 from farandole.training.external import ExternalEngine, Turns
 from farandole.training.follower import Follower
+from farandole.training.model import build_model
 from farandole.training.ranks import Order, Ranks, open_ranks, parameters_of, reshard, whole_of
 from farandole.training.screening.rule import Accept
 
@@ -102,6 +106,30 @@ def play_rounds(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, *, is_shar
     return hashed.hexdigest()
 
 
+MODEL = ModelConfig(num_layers=2, width=16, num_heads=2, hidden=24, context=16, vocabulary=256)
+SEED = 7
+
+
+def hash_of(parameters: Iterable[torch.Tensor]) -> str:
+    """Return a hash of whole parameters."""
+    return blake3(b"".join(each.detach().float().numpy().tobytes() for each in parameters)).hexdigest()
+
+
+def begin_from_seed(kind: str, num_ranks: int) -> str:
+    """Begin a run of a built-in model, with a module of other weights; returns a hash of those that it has then."""
+    module = build_model(MODEL, SEED + 1)
+    cut(module, kind, num_ranks)
+    ranks = open_ranks()
+    if ranks.is_leader:
+        manifest = Manifest(name="ranks", model=MODEL, seed=SEED)
+        ExternalEngine(module, manifest, Turns(), run_id=RUN_ID, ranks=ranks, tokens_per_step=1).begin_anew()
+        ranks.tell(Order.OVER)
+    else:
+        Follower(ranks, module, None).end()
+    reshard(module)
+    return hash_of([whole_of(parameter) for parameter in module.parameters()])
+
+
 CASES = (
     NoLoCoConfig(codec="fp32"),
     NoLoCoConfig(codec="int8"),
@@ -112,11 +140,12 @@ CASES = (
 
 def main(kind: str, rank: int, num_ranks: int, file: str) -> None:
     """Print a hash for each case, and one of the parameters as this rank has them in the end."""
+    of_seed, kind = kind.startswith("seed-"), kind.removeprefix("seed-")
     if kind != "plain":
         torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
     part_if(kind == "apart" and rank == 1)
-    hashes = []
-    for dtype in (torch.float32, torch.bfloat16):
+    hashes = [begin_from_seed(kind, num_ranks)] if of_seed else []
+    for dtype in () if of_seed else (torch.float32, torch.bfloat16):
         module = build().to(dtype)
         if kind != "plain":
             cut(module, kind, num_ranks)
@@ -136,8 +165,7 @@ def main(kind: str, rank: int, num_ranks: int, file: str) -> None:
                 parameter.copy_(whole)
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(computed, forward(oracle, dtype), rtol=tolerance, atol=tolerance)
-        values = b"".join(whole.detach().float().numpy().tobytes() for whole in wholes)
-        hashes.append(blake3(values).hexdigest())
+        hashes.append(hash_of(wholes))
     print(*hashes)
     if kind != "plain":
         torch.distributed.destroy_process_group()

@@ -12,10 +12,12 @@ import pytest
 
 from farandole.training.codec import BLOCK
 from farandole.training.errors import TrainingError
+from farandole.training.model import build_model
 from farandole.training.ranks import restarts_meet_the_dead
 from farandole.training.shared_vectors import own_ranges, pieces_of
 
 from ..patience import PATIENCE
+from .ranks_program import MODEL, SEED, hash_of
 
 
 def play(kind: str, num_ranks: int, folder: Path) -> list[list[str]]:
@@ -61,6 +63,12 @@ def test_however_a_model_is_cut_its_member_sends_and_learns_the_same_bits(
     num_cases = len(expected) // 2
     parameters = [expected[num_cases - 1], expected[-1]]
     assert others == [parameters] * (num_ranks - 1)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "apart"])
+def test_a_cluster_that_begins_a_run_of_a_built_in_model_has_the_weights_of_the_seed(kind: str, tmp_path: Path) -> None:
+    expected = hash_of(build_model(MODEL, SEED).parameters())
+    assert [printed.strip() for [printed] in play(f"seed-{kind}", 2, tmp_path)] == [expected, expected]
 
 
 def test_each_block_of_the_vector_is_one_ranks() -> None:
