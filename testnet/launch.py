@@ -9,6 +9,7 @@ live at the moment, so a late joiner does not depend on the first node.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -43,6 +44,9 @@ from .scenario import Scenario
 from .vacancies import Vacancies
 
 WATCH_INTERVAL: Final = 0.5
+# Nodes that start at a time: imports take seconds of a core in each, and nodes that all wait for a core find each other
+# late.
+MAX_STARTING: Final = 2 * (os.cpu_count() or 1)
 # Number of addresses in an invite, of several nodes, since any may be dead.
 INVITE_ADDRESSES: Final = 4
 # Below the ephemeral ports (Linux: from 32768 on): another process could get such a port before its node, which may be
@@ -121,6 +125,8 @@ class Testnet:
     _vacancies: Vacancies = field(default_factory=Vacancies)
     _false_deaths: set[tuple[int, int]] = field(default_factory=set)
     _all_train: trio.Event = field(default_factory=trio.Event)
+    _watched: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    """Where tasks wait for the next look at the nodes."""
     _rounds_waited_for: dict[int, trio.Event] = field(default_factory=dict)
     _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
     """The scope that Ctrl-C cancels: the training, or the measuring after it."""
@@ -324,6 +330,7 @@ class Testnet:
         for news in self._vacancies.observe({record.stage for record in trained if record.stage is not None}, now):
             self._say(news)
         self._false_deaths.update(false_deaths(node.record for node in self._nodes))
+        self._watched.unpark_all()
         if all(node.record.trained_at is not None for node in self._early_nodes):
             self._all_train.set()
         farthest = max((node.record.round for node in self._nodes if node.is_running), default=0)
@@ -360,6 +367,8 @@ class Testnet:
                     await start(node)
             for node in others:
                 await trio.sleep(self.scenario.start_interval)
+                while sum(node.is_starting for node in self._early_nodes) >= MAX_STARTING:
+                    await self._watched.park()
                 await begin(node)
         if self.scenario.start_together:
             await self._train_together()

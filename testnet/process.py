@@ -77,6 +77,12 @@ class NodeProcess:
         return f"node {self.record.index}"
 
     @property
+    def is_starting(self) -> bool:
+        """Return whether the node runs, and has neither begun to train nor been found wedged."""
+        phase = "starting" if self.record.status is None else self.record.status.phase
+        return self.is_running and not self.record.wedged and phase in ("starting", "joining", "preparing")
+
+    @property
     def checkpoint(self) -> Path | None:
         """Return the newest saved replica of the stage that the node last reported."""
         status = self.record.status

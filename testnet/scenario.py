@@ -16,7 +16,7 @@ from farandole.node.base.config.toml_file import TomlFile, read_toml
 from farandole.node.base.settings import MIN_CAP_MBIT
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.manifest import Manifest, RoundConfig
 
 from .chaos import Chaos, ChaosError, draw_faults
 from .fault import HOME_FAULTS, MAX_NODES, Fault, FaultKind
@@ -96,6 +96,8 @@ class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest share of the honest members' rounds that a hostile one may have, in fair shares; 0: no limit."""
 
 
+# What more nodes on the same cores need more of.
+_TIME_LIMITS: Final = ("timeout", "wedged_after", "settle_timeout")
 # Homes of a scenario that is played in homes without naming them: two nodes are open, the others have one of each kind.
 DEFAULT_HOMES: Final = ("open", *KINDS)
 
@@ -320,6 +322,24 @@ def _within_reach(settings: _Settings, sizes: Mapping[str, int], say: Callable[[
     if rounds < before and settings.get("max_loss_merged") is not None:
         made["max_loss_merged"] = None
         say(f"max_loss_merged does not count: it is meant for the scenario's {before} rounds")
+    usual = _number(settings, "nodes", DEFAULT_NODES)
+    if (more := sizes.get("nodes", usual) / max(usual, 1)) > 1:
+        made |= _with_time(settings, more)
+        say(f"time limits are {more:.3g} times the scenario's: so many nodes share this machine's cores")
+    return made
+
+
+def _with_time(settings: _Settings, more: float) -> _Settings:
+    """Return time limits for ``more`` times as many nodes on the same cores."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
+    limits = {name: settings.get(name, defaults[name]) for name in _TIME_LIMITS}
+    made: _Settings = {name: more * limit for name, limit in limits.items() if isinstance(limit, int | float)}
+    run = settings.get("run")
+    rounds = run.get("rounds", {}) if isinstance(run, dict) else None
+    if isinstance(run, dict) and isinstance(rounds, dict):
+        seconds = rounds.get("exchange_seconds", RoundConfig().exchange_seconds)
+        if isinstance(seconds, int | float):
+            made["run"] = {**run, "rounds": {**rounds, "exchange_seconds": more * seconds}}
     return made
 
 

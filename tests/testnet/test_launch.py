@@ -15,6 +15,7 @@ from farandole.node.base.control import NoNodeError, call
 from farandole.protocol.invite import decode_invite
 from farandole.testnet import launch, process
 from farandole.testnet.launch import TestnetError, prepare_folder
+from farandole.testnet.process import NodeProcess
 from farandole.testnet.scenario import Scenario, parse_scenario
 
 from ..patience import PATIENCE
@@ -55,6 +56,24 @@ async def test_the_first_node_gets_the_manifest_and_the_others_an_invite(tmp_pat
     assert first == [str(tmp_path / "run.manifest")]
     assert decode_invite(second[0]).run_id.hex() == report.run_id
     assert decode_invite(second[0]).addresses[0].endswith(report.nodes[0].peer_id)
+
+
+async def test_so_many_nodes_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[NodeProcess] = []
+    starting: list[int] = []
+    run = NodeProcess.run
+
+    async def note(node: NodeProcess, source: str | None, **kwargs: Any) -> None:
+        starting.append(sum(other.is_starting for other in started))
+        started.append(node)
+        await run(node, source, **kwargs)
+
+    monkeypatch.setattr(NodeProcess, "run", note)
+    monkeypatch.setattr(launch, "MAX_STARTING", 2)
+    report = await testnet(scenario(nodes=7), tmp_path).play()
+    assert report.verdict == "pass"
+    assert len(starting) == 7
+    assert max(starting) == 1, "and the one that starts"
 
 
 async def test_a_node_that_dies_fails_the_scenario(tmp_path: Path) -> None:

@@ -52,6 +52,17 @@ def test_so_few_nodes_and_rounds_are_not_asked_for_what_is_beyond_them(
     assert bool(said) == bool(told)
 
 
+def test_more_nodes_on_the_same_cores_have_more_time() -> None:
+    told: list[str] = []
+    usual, many = load_scenario("demo"), load_scenario("demo", nodes=32, say=told.append)
+    for name in ("timeout", "wedged_after", "settle_timeout"):
+        assert getattr(many, name) == 4 * getattr(usual, name)
+    assert many.manifest(0).rounds.exchange_seconds == 4 * usual.manifest(0).rounds.exchange_seconds
+    assert many.manifest(0).rounds.inner_steps == usual.manifest(0).rounds.inner_steps
+    assert told == ["time limits are 4 times the scenario's: so many nodes share this machine's cores"]
+    assert load_scenario("demo", nodes=8) == usual
+
+
 def test_fewer_rounds_need_not_learn_as_much() -> None:
     told: list[str] = []
     assert load_scenario("demo", rounds=13, say=told.append).max_loss_merged is None
