@@ -13,6 +13,7 @@ from .errors import DataError
 from .permutation import keyed_digest
 from .slices import SliceQueue
 from .spliced import Array, Spliced
+from .tokenizer import Tokenizer, tokens_per_byte
 
 _NO_EPOCHS: Final = (
     "this run counts epochs of the data (data.epochs), and a stream has none: what is in it is not known beforehand. "
@@ -24,14 +25,19 @@ Batch = npt.NDArray[np.int64]
 
 
 class Batches(abc.ABC):
-    """Batches of one author in one run: B sequences of T tokens, cut out of text, some of which is held out."""
+    """Batches of one author in one run: B sequences of T tokens, cut out of text, some of which is held out.
 
-    def __init__(self, held_out: Tokens, batch_size: int, context: int) -> None:
+    ``tokenizer``: what made the tokens; None: it is not known, and neither is the number of bytes of their text.
+    """
+
+    def __init__(self, held_out: Tokens, batch_size: int, context: int, tokenizer: Tokenizer | None = None) -> None:
         self.batch_size = batch_size
         """B, sequences."""
         self.context = context
         """T, tokens a sequence."""
+        self.tokenizer = tokenizer
         self._held_out = held_out
+        self._ratios: dict[int, float | None] = {}
 
     @property
     def corpus(self) -> bytes:
@@ -65,6 +71,18 @@ class Batches(abc.ABC):
                 f"sequence takes {self.context + 1}; hold out a larger share, or name more text"
             )
         return self._drawn(self._held_out, b"held out", index.to_bytes(8, "little"))
+
+    def tokens_per_byte(self, num_batches: int) -> float | None:
+        """Return the tokens per byte of the text of the first ``num_batches`` held-out batches; None: not known.
+
+        See `farandole.training.tokenizer.tokens_per_byte`. Raises `DataError` if too little is held out.
+        """
+        if self.tokenizer is None:
+            return None
+        if num_batches not in self._ratios:  # the batches are always the same
+            windows = (row for index in range(num_batches) for row in self.held_out_batch(index).tolist())
+            self._ratios[num_batches] = tokens_per_byte(self.tokenizer, windows)
+        return self._ratios[num_batches]
 
     def _drawn(self, tokens: Tokens, *key: bytes) -> Batch:
         """Return windows (B, T + 1) at places that the key determines."""

@@ -255,9 +255,10 @@ class Sampler(Batches):
         context: int,
         vocabulary: int = 256,
         order: bytes = b"",
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Create a sampler. ``order``: the run whose slice order is used; empty: this run."""
-        super().__init__(text.held_out, batch_size, context)
+        super().__init__(text.held_out, batch_size, context, tokenizer)
         self._text = text
         self._key = (run_id, author)
         self._order = order or run_id
@@ -326,10 +327,10 @@ def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring
         )
     if data.source == "text" and bring.weights:
         return _mixture(manifest, run_id, author, loaded, bring)
-    return _sampler(load_text(data, loaded, bring), manifest, run_id, author)
+    return _sampler(load_text(data, loaded, bring), manifest, run_id, author, loaded)
 
 
-def _sampler(text: Text, manifest: Manifest, run_id: bytes, author: bytes) -> Sampler:
+def _sampler(text: Text, manifest: Manifest, run_id: bytes, author: bytes, tokenizer: Tokenizer) -> Sampler:
     return Sampler(
         text,
         run_id=run_id,
@@ -338,6 +339,7 @@ def _sampler(text: Text, manifest: Manifest, run_id: bytes, author: bytes) -> Sa
         context=manifest.model.context,
         vocabulary=manifest.model.vocabulary,
         order=manifest.slice_order(run_id),
+        tokenizer=tokenizer,
     )
 
 
@@ -353,7 +355,7 @@ def _mixture(manifest: Manifest, run_id: bytes, author: bytes, tokenizer: Tokeni
     samplers = []
     for path, text in zip(bring.paths, texts, strict=True):
         try:
-            samplers.append(_sampler(text, manifest, run_id, author))
+            samplers.append(_sampler(text, manifest, run_id, author, tokenizer))
         except DataError as error:
             raise DataError(f"--data {path}: {error}") from error
     return Mixture(samplers, bring.weights, run_id=run_id, author=author)

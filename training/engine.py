@@ -26,6 +26,7 @@ To add a kind, write a subclass of `Engine` in this folder that implements the a
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -161,6 +162,15 @@ class Engine(abc.ABC):
     def evaluate(self, num_batches: int) -> float:
         """Return the mean loss on held-out batches, in nats a token; raises `DataError` if there is none."""
         raise DataError("this engine measures none")
+
+    def tokens_per_byte(self, num_batches: int) -> float | None:
+        """Return the tokens per byte of the text that `evaluate` measures the loss on; None: not known."""
+        return None
+
+    def bits_per_byte(self, loss: float, num_batches: int) -> float | None:
+        """Convert a loss that `evaluate` has returned, in nats a token; None where the text's bytes are not known."""
+        ratio = self.tokens_per_byte(num_batches)
+        return None if ratio is None else loss / math.log(2) * ratio
 
     @abc.abstractmethod
     def state(self) -> dict[str, Tensor]:

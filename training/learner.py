@@ -148,6 +148,10 @@ class Learner(Replica):
             self.module.train()
         return float(torch.stack(losses).sum()) / num_batches
 
+    def tokens_per_byte(self, num_batches: int) -> float | None:
+        """Implement `Engine.tokens_per_byte`."""
+        return self.sampler.tokens_per_byte(num_batches)
+
     def _to_device(self, tokens: Batch) -> Tensor:
         batch = torch.as_tensor(tokens)
         if self.device.torch_device.type == "cuda":

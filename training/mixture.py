@@ -37,7 +37,7 @@ class Mixture(Batches):
     """
 
     def __init__(self, texts: Sequence[Batches], weights: Sequence[float], *, run_id: bytes, author: bytes) -> None:
-        super().__init__(np.empty(0, np.int64), texts[0].batch_size, texts[0].context)
+        super().__init__(np.empty(0, np.int64), texts[0].batch_size, texts[0].context, texts[0].tokenizer)
         total = math.fsum(weights)
         self._texts = texts
         self._key = (run_id, author)

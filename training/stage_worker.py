@@ -243,6 +243,10 @@ class StageWorker(Replica):
             )
         return sum(losses.values()) / num_microbatches
 
+    def tokens_per_byte(self, num_batches: int) -> float | None:
+        """Implement `Engine.tokens_per_byte`; only stage 0 knows."""
+        return None if self._sampler is None else self._sampler.tokens_per_byte(num_batches)
+
     def forward(
         self,
         slot: int,

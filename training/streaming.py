@@ -166,7 +166,7 @@ class StreamSampler(Batches):
         progress: Progress,
     ) -> None:
         wanted = HELD_OUT_SEQUENCES * (context + 1)
-        super().__init__(read_held_out(streams, tokenizer, share, wanted, progress), batch_size, context)
+        super().__init__(read_held_out(streams, tokenizer, share, wanted, progress), batch_size, context, tokenizer)
         self._streams = streams
         self._tokenizer = tokenizer
         self._share = share

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,11 @@ SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _REPLACEMENT = "\ufffd"
 # Bytes of a character in UTF-8 before its last.
 _MAX_INCOMPLETE = 3
+# Decoded text gives about as many tokens again; a window that cuts a character gives a few more. A file without a
+# decoder gives no text but its own spelling of it ("\u0120the \u0120cat"), and this gives far more tokens.
+_MAX_REENCODED: Final = 1.1
+# Windows whose text is encoded again: enough to know, and little work.
+_NUM_REENCODED: Final = 8
 
 
 class Tokenizer(Protocol):
@@ -113,6 +118,29 @@ class TextStream:
         new = text[self._num_given :]
         self._num_given += len(new)
         return new
+
+
+def tokens_per_byte(tokenizer: Tokenizer, windows: Iterable[Sequence[int]]) -> float | None:
+    """Return the tokens of windows (T + 1) over the bytes of their text, which turns nats a token into bits per byte.
+
+    Each window's first token does not count: a model reads it and does not predict it. A separator counts as one byte,
+    so the ratio is 1 where a token is a byte. None: the tokenizer does not give text back, so its bytes are not known.
+    """
+    if tokenizer.identity == "bytes":
+        return 1.0
+    num_tokens = num_bytes = num_encoded = num_again = 0
+    for number, window in enumerate(windows):
+        tokens = [token for token in window if token != tokenizer.separator]
+        text = tokenizer.decode(tokens)
+        before = tokenizer.decode(tokens[:1]) if window[0] != tokenizer.separator else ""
+        num_tokens += len(window) - 1
+        num_bytes += len(text.encode()) - len(before.encode())
+        num_bytes += sum(token == tokenizer.separator for token in window[1:])
+        if number < _NUM_REENCODED:
+            num_encoded += len(tokens)
+            num_again += len(tokenizer.encode(text.encode()))
+    is_text = num_bytes > 0 and num_again <= _MAX_REENCODED * num_encoded
+    return num_tokens / num_bytes if is_text else None
 
 
 def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokenizer:

@@ -7,7 +7,9 @@ import pytest
 
 from farandole.protocol.manifest import TokenizerConfig
 from farandole.training.errors import DataError
-from farandole.training.tokenizer import ByteTokenizer, TextStream, Tokenizer, load_tokenizer
+from farandole.training.tokenizer import ByteTokenizer, TextStream, Tokenizer, load_tokenizer, tokens_per_byte
+
+from ..tokenizer_files import write_bpe
 
 
 @pytest.fixture
@@ -74,6 +76,32 @@ def test_a_missing_package_names_the_extra(
 
     with pytest.raises(DataError, match=r"farandole\[tokenizers\]"):
         load_tokenizer(config, path)
+
+
+def test_a_byte_token_is_a_byte_and_a_separator_counts_as_one() -> None:
+    assert tokens_per_byte(ByteTokenizer(), [[110, 0, 195, 169], [0, 0]]) == 1.0
+
+
+def test_tokens_per_byte_are_those_of_the_text_whatever_the_windows_cut(tmp_path: Path) -> None:
+    path, config = write_bpe(tmp_path)
+    tokenizer = load_tokenizer(config, path)
+    texts = ["the cat sat on the mat, naïve and déjà vu", "the 雨 on the mat"] * 20
+    stream = [token for text in texts for token in (*tokenizer.encode(text.encode()).tolist(), tokenizer.separator)]
+    num_bytes = sum(len(text.encode()) + 1 for text in texts)
+    first_bytes = len(tokenizer.decode(stream[:1]).encode())
+
+    assert tokens_per_byte(tokenizer, [stream]) == (len(stream) - 1) / (num_bytes - first_bytes)
+    assert (len(stream) - 1) / (num_bytes - first_bytes) < 0.8
+    windows = [stream[at : at + 101] for at in range(0, len(stream) - 101, 100)]
+    assert tokens_per_byte(tokenizer, windows) == pytest.approx(len(stream) / num_bytes, rel=0.02)
+
+
+def test_the_bytes_of_a_tokenizer_that_gives_no_text_back_are_not_known(tmp_path: Path) -> None:
+    path, config = write_bpe(tmp_path, has_decoder=False)
+    tokenizer = load_tokenizer(config, path)
+    tokens = tokenizer.encode(b"the cat sat on the mat and the mat sat on the cat").tolist()
+
+    assert tokens_per_byte(tokenizer, [tokens]) is None
 
 
 def streamed(tokenizer: Tokenizer, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:

@@ -1,0 +1,29 @@
+"""Tokenizer files of Hugging Face's package, made in tests."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from farandole.protocol.manifest import TokenizerConfig
+
+SEPARATOR = "<|endoftext|>"
+
+
+def write_bpe(folder: Path, *, has_decoder: bool = True) -> tuple[Path, TokenizerConfig]:
+    """Write a small tokenizer as GPT-2's, of byte pairs over all bytes; skip the test if the package is missing."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if has_decoder:
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=[SEPARATOR], show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the mat sat on the cat"] * 9, trainer)
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path, TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
