@@ -265,8 +265,9 @@ class ExternalEngine(FlatReplica):
     """A replica whose inner steps a user's loop takes, in this process, or in several ``ranks`` of which it is rank 0.
 
     ``evaluate`` returns the held-out loss of the current model; None: it is not known, and partners are judged by
-    distance alone. ``tokens_per_step`` is the number of tokens of an optimizer step, which determines the share of a
-    mean; None: 1 where only loops train. ``allowed_models``: functions that may make the weights of the run's seed.
+    distance alone. ``tokens_per_byte`` is that of the text that it measures; None: not known. ``tokens_per_step`` is
+    the number of tokens of an optimizer step, which determines the share of a mean; None: 1 where only loops train.
+    ``allowed_models``: functions that may make the weights of the run's seed.
 
     Raises `TrainingError` if the run takes no loops, or the loop does not fit the run.
     """
@@ -281,6 +282,7 @@ class ExternalEngine(FlatReplica):
         *,
         run_id: bytes,
         evaluate: Measure | None = None,
+        tokens_per_byte: float | None = None,
         tokens_per_step: int | None = None,
         ranks: Ranks = ALONE,
         allowed_models: Collection[str] = (),
@@ -304,6 +306,7 @@ class ExternalEngine(FlatReplica):
         self._shared = shared
         self._turns = turns
         self._evaluate = evaluate
+        self._tokens_per_byte = tokens_per_byte
         self._losses, self._num_losses = 0.0, 0
         users: UserParameters | SharedParameters
         if shared is None:
@@ -401,6 +404,10 @@ class ExternalEngine(FlatReplica):
         if not math.isfinite(loss):
             raise DataError(f"evaluate returned {loss}")
         return loss
+
+    def tokens_per_byte(self, num_batches: int) -> float | None:
+        """Implement `Engine.tokens_per_byte`, as the user has said."""
+        return self._tokens_per_byte
 
     def _loss_now(self, num_batches: int) -> float | None:
         try:

@@ -67,6 +67,8 @@ class Loop:
     model: nn.Module
     recipe: str = ""
     evaluate: Measure | None = None
+    tokens_per_byte: float | None = None
+    """Of the text that ``evaluate`` measures; None: not known."""
     tokens_per_step: int | None = None
     ranks: Ranks = ALONE
 
@@ -252,6 +254,7 @@ class Attachment:
             self.turns,
             run_id=prepare.run_id,
             evaluate=loop.evaluate,
+            tokens_per_byte=loop.tokens_per_byte,
             tokens_per_step=loop.tokens_per_step,
             ranks=loop.ranks,
             allowed_models=prepare.allowed_models,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,16 +34,19 @@ class NoLoCo:
     ``run``: an invite, the directory that `create_run` has made, or None for the run of the node in ``home``.
     ``home``: the node's data directory; by default the one in which a node of this run runs, or one for this run.
     A node that does not run is started, and leaves when the block ends. ``evaluate``: returns the held-out loss of the
-    present model; without it other members' contributions are judged by distance alone. ``tokens_per_step``: tokens
-    that a step counts for; they weight a pair's mean, and by default a step is one. A run whose model built-in trainers
-    train too needs them. ``recipe``: compared with the one of `create_run`.
+    present model, in nats a token; without it other members' contributions are judged by distance alone.
+    ``tokens_per_byte``: the tokens of the text that ``evaluate`` measures, over its bytes in UTF-8; with it the node
+    shows the loss in bits per byte too, which compares models with other tokenizers. ``tokens_per_step``: tokens that a
+    step counts for; they weight a pair's mean, and by default a step is one. A run whose model built-in trainers train
+    too needs them. ``recipe``: compared with the one of `create_run`.
     ``options``: flags for ``farandole join``, such as ``["--listen", "/ip4/0.0.0.0/tcp/4001"]``.
 
     Several processes of `torch.distributed`, each of which enters the block, are one member, whose node is rank 0's.
     Parameters may be cut over them in any way that makes DTensors, such as `fully_shard`.
 
     Raises `NodeError` if there is no node, `ManifestError` for a ``run`` that is none, and `ValueError` if the run is
-    of another model or takes no loops. In the loop, ``optimizer.step`` raises `NodeError` when the node is gone.
+    of another model or takes no loops, or for a ``tokens_per_byte`` that is not positive. In the loop,
+    ``optimizer.step`` raises `NodeError` when the node is gone.
     """
 
     def __init__(
@@ -53,10 +57,13 @@ class NoLoCo:
         *,
         home: str | Path | None = None,
         evaluate: Callable[[], float] | None = None,
+        tokens_per_byte: float | None = None,
         tokens_per_step: int | None = None,
         recipe: str = "",
         options: Sequence[str] = (),
     ) -> None:
+        if tokens_per_byte is not None and not 0 < tokens_per_byte < math.inf:
+            raise ValueError(f"tokens_per_byte is {tokens_per_byte}: give the tokens over the bytes, such as 0.25")
         run_id, source, folder = _find_run(run)
         self.home = Path(home) if home is not None else folder or _home_of(run_id)
         self._optimizer = _unwrapped(optimizer)
@@ -64,7 +71,7 @@ class NoLoCo:
         self._ranks = ranks = open_ranks()
         self._member: Attachment | Follower
         if ranks.is_leader:
-            loop = Loop(model, recipe, evaluate, tokens_per_step, ranks)
+            loop = Loop(model, recipe, evaluate, tokens_per_byte, tokens_per_step, ranks)
             door = NodeSettings(home=self.home).door
             self._member = Attachment(door, run_id, loop, self._node.why_gone)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -341,6 +342,12 @@ def test_the_losses_that_a_loop_reports_are_shown_by_round(scripts: list[Script]
     assert script.engine.mean_loss() == 2.5
     script.take_steps(1)
     assert script.engine.mean_loss() is None
+
+
+def test_bits_per_byte_are_known_where_the_loop_says_its_tokens_per_byte(scripts: list[Script]) -> None:
+    assert linear_script(scripts).engine.bits_per_byte(math.log(2), 1) is None
+    script = linear_script(scripts, evaluate=lambda: 1.0, tokens_per_byte=0.25)
+    assert script.engine.bits_per_byte(3 * math.log(2), 1) == pytest.approx(0.75)
 
 
 def test_without_evaluate_no_loss_is_known(scripts: list[Script]) -> None:

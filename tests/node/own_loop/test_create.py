@@ -80,5 +80,7 @@ def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         farandole.NoLoCo(model, optimizer, "nowhere")
     with pytest.raises(ManifestError, match="invite"):
         farandole.NoLoCo(model, optimizer, "farandole1abc")
+    with pytest.raises(ValueError, match="tokens_per_byte"):
+        farandole.NoLoCo(model, optimizer, "farandole1abc", tokens_per_byte=0)
     farandole.create_run(model, "farandole1abc")
     assert farandole.NoLoCo(model, optimizer, "farandole1abc").home == Path("farandole1abc")
