@@ -401,7 +401,10 @@ class Validated(msgspec.Struct, frozen=True, tag=True):
 
     round: int
     loss: float
+    """Nats a token."""
     problem: str = ""
+    bits_per_byte: float | None = None
+    """The loss in bits per byte of the text; None where the number of bytes is not known."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):

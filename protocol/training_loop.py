@@ -632,7 +632,8 @@ class TrainingLoop:
             self._outputs.append(Say(report.problem, "warn"))
             return
         if self._is_from_start(life) and not self._has_validated:
-            self._say(f"the weights that this run starts from have a held-out loss of {report.loss:.4f}")
+            bits = "" if report.bits_per_byte is None else f" ({report.bits_per_byte:.4f} bits per byte)"
+            self._say(f"the weights that this run starts from have a held-out loss of {report.loss:.4f}{bits}")
         self._has_validated = self._has_validated or math.isfinite(report.loss)
         self._outputs.append(report)
 

@@ -51,6 +51,11 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def bits_per_byte(value: float | None) -> str:
+    """Format bits per byte as what follows a loss: `` (1.234 bits per byte)``; empty for None."""
+    return "" if value is None else f" ({value:.3f} bits per byte)"
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw the values in at most ``width`` characters, from their least (low) to their largest (high)."""
     if not values:

@@ -388,5 +388,5 @@ def show(journal: Journal, output: machine.Output) -> None:
             journal.record_exchange(round_index, None, f"alone: {reason}")
         case machine.RoundOver(contributed, late_steps):
             journal.finish_round(contributed, late_steps)
-        case messages.Validated(round_index, loss):
-            journal.record_validation(round_index, loss)
+        case messages.Validated(round_index, loss, bits_per_byte=bits):
+            journal.record_validation(round_index, loss, bits)

@@ -99,9 +99,9 @@ class Journal:
 
     # Rounds
 
-    def record_validation(self, round_index: int, loss: float) -> None:
-        """Record the validation loss after a round."""
-        if not self.losses.add_validation(round_index, loss):
+    def record_validation(self, round_index: int, loss: float, bits_per_byte: float | None = None) -> None:
+        """Record the validation loss after a round, in nats a token, and in bits per byte where these are known."""
+        if not self.losses.add_validation(round_index, loss, bits_per_byte):
             self.warn(f"the loss on held-out text is {loss} after round {round_index}: the replica diverges")
 
     def record_exchange(
@@ -146,6 +146,7 @@ class Journal:
         failed = [exchange for exchange in self._failed if exchange.round == done.round]
         lost = [exchange for exchange in failed if exchange is not last]
         measured = self.losses.validation[-1] if self.losses.validation else None
+        is_new = measured is not None and measured != self._told_validation
         record = RoundRecord(
             at=self.clock(),
             round=done.round,
@@ -153,7 +154,7 @@ class Journal:
             tokens=done.tokens_this_round,
             seconds=done.seconds,
             loss=None if done.loss is None or not math.isfinite(done.loss) else done.loss,
-            validation=measured[1] if measured and measured != self._told_validation else None,
+            validation=measured[1] if measured and is_new else None,
             verdict=last.verdict,
             partner=last.partner,
             bytes_sent=last.bytes_sent + sum(exchange.bytes_sent for exchange in lost),
@@ -166,6 +167,7 @@ class Journal:
             failure=failed[-1].verdict if failed else "",
             failed_bytes_sent=sum(exchange.bytes_sent for exchange in failed),
             skipped_steps=done.skipped_steps,
+            bits_per_byte=self.losses.bits_per_byte if is_new else None,
         )
         self._told_validation = measured
         if self._tell_round is None:

@@ -16,6 +16,8 @@ class LossHistory:
     def __init__(self) -> None:
         self.training: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
         self.validation: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
+        self.bits_per_byte: float | None = None
+        """The newest validation loss in bits per byte; None where it is not known."""
         self.first: float | None = None
         """Training loss of the first round."""
 
@@ -25,8 +27,10 @@ class LossHistory:
             self.first = loss if self.first is None else self.first
             self.training.append((round_index, loss))
 
-    def add_validation(self, round_index: int, loss: float) -> bool:
+    def add_validation(self, round_index: int, loss: float, bits_per_byte: float | None = None) -> bool:
         """Add the validation loss after a round; returns False if it is not finite."""
-        if math.isfinite(loss):
-            self.validation.append((round_index, loss))
-        return math.isfinite(loss)
+        if not math.isfinite(loss):
+            return False
+        self.validation.append((round_index, loss))
+        self.bits_per_byte = bits_per_byte
+        return True

@@ -51,6 +51,8 @@ class RoundRecord(msgspec.Struct, frozen=True):
     """The part of `bytes_sent` in failed exchanges."""
     skipped_steps: int = 0
     """Inner steps that changed nothing because their gradients were not finite."""
+    bits_per_byte: float | None = None
+    """`validation` in bits per byte, which models with different tokenizers share; None where it is not known."""
 
     @property
     def contribution_bytes(self) -> int:

@@ -344,7 +344,9 @@ class TrainerProcess:
     def _validate(self, num_batches: int) -> None:
         """Measure the validation loss; too little held-out text causes a warning and does not stop training."""
         try:
-            validated = messages.Validated(self._engine.round, self._engine.evaluate(num_batches))
+            loss = self._engine.evaluate(num_batches)
+            bits = self._engine.bits_per_byte(loss, num_batches)
+            validated = messages.Validated(self._engine.round, loss, bits_per_byte=bits)
         except DataError as error:
             validated = messages.Validated(self._engine.round, 0.0, f"no validation: {error}")
         self._channel.send(validated)

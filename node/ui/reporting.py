@@ -81,6 +81,7 @@ class Reporter:
             losses=list(losses.training),
             loss_first=losses.first,
             validation=list(losses.validation),
+            bits_per_byte=losses.bits_per_byte,
             exchanges_ok=exchanges.num_committed,
             exchanges_alone=exchanges.num_alone,
             exchanges_failed=exchanges.num_failed,

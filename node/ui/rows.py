@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from ..base.figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
+from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, size, sparkline
 from ..base.release_words import release_words, releases
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus
 
@@ -119,8 +119,12 @@ def _loss(status: NodeStatus) -> Row:
     curve = sparkline([value for _, value in status.losses], SPARKLINE_WIDTH)
     value, brief = f"{loss(status.loss)}{since}  {curve}", f"loss {loss(status.loss)} here"
     for round_index, held_out in status.validation[-1:]:
-        value += f"\n{loss(held_out)} on held-out text after round {round_index}"
-        brief += f", held-out {loss(held_out)}"
+        bits = status.bits_per_byte
+        value += f"\n{loss(held_out)}{bits_per_byte(bits)} on held-out text after round {round_index}"
+        if bits is None:
+            brief += f", held-out {loss(held_out)}"
+        else:  # as short as a screen of 80 columns needs it
+            brief = f"loss {loss(status.loss)}, held-out {loss(held_out)} ({bits:.3f} bpb)"
     return Row("loss", value, "strong", brief)
 
 

@@ -47,6 +47,7 @@ STATUS = NodeStatus(
     losses=[(r, 5.5 - 0.4 * r) for r in range(7)],
     loss_first=5.5,
     validation=[(5, 2.61)],
+    bits_per_byte=1.234,
     device="cpu",
     trainer_pid=4243,
     trainer_restarts=0,

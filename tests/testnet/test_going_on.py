@@ -101,7 +101,8 @@ async def drain(daemon: Daemon) -> None:
 def first_loss(folder: Path) -> float:
     """Return the held-out loss at which the first node of a run began, from the logs, whose lines have times."""
     lines = [line for log in folder.glob("*/log") for line in log.read_text().splitlines()]
-    return float(min(line for line in lines if "have a held-out loss of" in line).split()[-1])
+    first = min(line for line in lines if "have a held-out loss of" in line)
+    return float(first.partition("have a held-out loss of")[2].split()[0])
 
 
 @pytest.mark.soak

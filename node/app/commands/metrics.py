@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from ...status.round_log import RoundRecord
 
-_COLUMNS: Final = ("at", "round", "loss", "held out", "tokens", "seconds", "outer step with")
+_COLUMNS: Final = ("at", "round", "loss", "held out", "bits/byte", "tokens", "seconds", "outer step with")
 # Left out, in this order, where the terminal is too narrow for all.
-_LESS_NEEDED: Final = ("seconds", "tokens", "held out", "at")
+_LESS_NEEDED: Final = ("seconds", "tokens", "bits/byte", "held out", "at")
 # What is left of the reason of a round without a partner, so that a usual terminal has all columns.
 _REASON_WIDTH: Final = 24
 _GAP: Final = 2
@@ -81,11 +81,13 @@ def _print_table(records: Sequence[RoundRecord], path: Path) -> None:
 
     console = Console(markup=False, highlight=False)
     columns = dict(zip(_COLUMNS, zip(*map(_cells, records), strict=True), strict=True))
+    if not any(columns["bits/byte"]):
+        del columns["bits/byte"]
     with_partner = [len(_partner(record)) for record in records if record.verdict == "committed"]
     last_width = max([_REASON_WIDTH, *with_partner])
     for name in _LESS_NEEDED:
         if _least_width(columns, last_width) > console.width:
-            del columns[name]
+            columns.pop(name, None)
     console.print(_table(columns))
     console.print(f"from {path}; --csv prints all columns", soft_wrap=True)
 
@@ -97,6 +99,7 @@ def _cells(record: RoundRecord) -> tuple[str, ...]:
         str(record.round),
         "" if record.loss is None else f"{record.loss:.3f}",
         "" if record.validation is None else f"{record.validation:.3f}",
+        "" if record.bits_per_byte is None else f"{record.bits_per_byte:.3f}",
         count(record.tokens),
         f"{record.seconds:.1f}",
         _partner(record) if record.verdict == "committed" else record.verdict,

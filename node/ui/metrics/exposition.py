@@ -56,6 +56,9 @@ def _training(status: NodeStatus) -> Iterator[Metric]:
         yield Gauge("farandole_loss", "Training loss of the newest round, nats a token.", status.loss)
     for _, loss in status.validation[-1:]:
         yield Gauge("farandole_validation_loss", "Newest loss on held-out text, nats a token.", loss)
+    if status.bits_per_byte is not None:
+        about = "Newest loss on held-out text, bits per byte."
+        yield Gauge("farandole_validation_bits_per_byte", about, status.bits_per_byte)
     if status.recent_utilisation is not None:
         yield Gauge(
             "farandole_utilisation_ratio",

@@ -42,6 +42,8 @@ def _scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:
         yield "loss/training", record.loss
     if record.validation is not None:
         yield "loss/held out", record.validation
+    if record.bits_per_byte is not None:
+        yield "loss/held out, bits per byte", record.bits_per_byte
     yield "round/inner steps", record.inner_steps
     yield "round/tokens", record.tokens
     if record.seconds > 0:

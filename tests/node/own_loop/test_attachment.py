@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -270,7 +271,7 @@ async def test_processes_that_the_loop_forks_do_not_hold_the_connection(tmp_path
 
 
 async def test_a_loss_is_measured_where_the_loop_can(tmp_path: Path) -> None:
-    attachment = attached(tmp_path, Loop(a_model(), evaluate=lambda: 2.5))
+    attachment = attached(tmp_path, Loop(a_model(), evaluate=lambda: 2.5, tokens_per_byte=0.25))
 
     def loop() -> None:
         attachment.begin()
@@ -282,10 +283,11 @@ async def test_a_loss_is_measured_where_the_loop_can(tmp_path: Path) -> None:
             async with trainer_at(door, tmp_path) as trainer:
                 assert trainer.prepared.has_loss
                 await trainer.send(messages.Validate(8))
-                assert await report_of(trainer, messages.Validated) == messages.Validated(0, 2.5)
+                validated = await report_of(trainer, messages.Validated)
                 await trainer.send(messages.Train(0, 2))
                 while True:
                     await trainer.receive()
+    assert validated == messages.Validated(0, 2.5, bits_per_byte=2.5 / math.log(2) / 4)
 
 
 def test_a_manifest_travels_with_its_parameters_in_order() -> None:

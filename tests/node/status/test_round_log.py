@@ -23,7 +23,7 @@ BOB = b"b" * 32
 NAME = peer_id_of(BOB)
 
 
-def played(journal: Journal, num_rounds: int) -> None:
+def played(journal: Journal, num_rounds: int, bits_per_byte: float | None = None) -> None:
     """Play rounds with Bob; every third is alone, and every fourth is measured on held-out text."""
     for number in range(num_rounds):
         if number % 3 == 2:
@@ -33,7 +33,7 @@ def played(journal: Journal, num_rounds: int) -> None:
         loss = 4.0 - number / 10
         journal.finish_round(Contributed(number, 8, 640, 5, 5, 640, loss, 2.5, 0, 1.0), late_steps=0)
         if number % 4 == 0:
-            journal.losses.validation.append((number, 3.5))
+            journal.record_validation(number, 3.5, bits_per_byte)
 
 
 def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +53,18 @@ def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys:
     assert (second.validation, third.validation) == (3.5, None)  # reported once
     assert third.verdict == "alone: nobody is there"
     assert "inner_steps" not in settings.log.read_text()
+
+
+def test_bits_per_byte_are_kept_with_the_loss_and_a_record_without_them_is_read(tmp_path: Path) -> None:
+    settings = NodeSettings(home=tmp_path)
+    with logging_to_file(settings):
+        console = Console(as_json=True)
+        played(Journal(say=console.say, tell_round=console.tell_round), 3, bits_per_byte=1.25)
+    assert [record.bits_per_byte for record in read_rounds(settings.rounds)] == [None, 1.25, None]
+    lines = settings.rounds.read_text().splitlines()
+    older = [{name: value for name, value in json.loads(line).items() if name != "bits_per_byte"} for line in lines]
+    settings.rounds.write_text("".join(json.dumps(record) + "\n" for record in older))
+    assert [(each.validation, each.bits_per_byte) for each in read_rounds(settings.rounds)][1] == (3.5, None)
 
 
 def test_what_failed_exchanges_sent_is_counted_in_their_round() -> None:
@@ -130,6 +142,21 @@ def test_the_command_prints_rounds_without_a_node(
     table = run()[1]
     assert "alone: nobody is there" in table
     assert len([line for line in table.splitlines() if " 640 " in line]) == 20
+
+
+@pytest.mark.parametrize(("width", "has_bits"), [(200, True), (70, False)], ids=["wide", "narrow"])
+def test_the_table_has_bits_per_byte_where_they_are_known_and_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, has_bits: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    with logging_to_file(NodeSettings(home=tmp_path)):
+        console = Console(as_json=True)
+        played(Journal(say=console.say, tell_round=console.tell_round), 3, bits_per_byte=1.25)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["run", "metrics", "--home", str(tmp_path)])
+    table = capsys.readouterr().out
+    assert ("bits/byte" in table, "1.250" in table) == (has_bits, has_bits)
 
 
 @pytest.mark.parametrize(

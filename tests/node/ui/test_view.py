@@ -35,7 +35,7 @@ def test_every_question_is_answered_on_one_screen() -> None:
     assert "nothing" in line(STATUS, "waits for")
     assert "round 7, 350 inner steps (12 in this round), 717 k tokens at 9.50 k/s" in line(STATUS, "progress")
     assert "2.500 from 5.500  █▇▆▅▃▂▁" in line(STATUS, "loss")
-    assert "2.610 on held-out text after round 5" in text
+    assert "2.610 (1.234 bits per byte) on held-out text after round 5" in text
     assert "6 committed with 2 partners (5 over a channel of their own, 1 over libp2p's stream), 1 alone" in line(
         STATUS, "exchanges"
     )
@@ -45,6 +45,11 @@ def test_every_question_is_answered_on_one_screen() -> None:
     assert "3 live, 1 gone; 2.10 M tokens at 28.0 k/s; loss 2.550 (2.500 to 2.600)" in line(STATUS, "the run")
     assert "2 peers connected (members: 1 direct)" in line(STATUS, "links")
     assert "the trainer died" in line(STATUS, "warning")
+
+
+def test_without_known_bytes_the_held_out_loss_stands_alone() -> None:
+    text = shown(status_screen(msgspec.structs.replace(STATUS, bits_per_byte=None), NOW))
+    assert "2.610 on held-out text after round 5" in text
 
 
 def test_how_a_node_is_reached_and_for_whom_it_relays_is_shown() -> None:

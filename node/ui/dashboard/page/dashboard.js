@@ -58,6 +58,9 @@ function showOverview() {
   byId("run").textContent = `${run}; ${rows.find(({ label }) => label === "the run").value}`;
   document.title = `${headline.level === "trouble" ? "! " : ""}${status.run.name || "farandole"} ${loss(status.loss)}`;
   byId("loss-now").textContent = status.loss === null ? "" : `${loss(status.loss)} here, ${loss(status.run.loss_mean)} on average`;
+  const heldOut = overview.validation.at(-1)?.[1];
+  const bits = status.bits_per_byte === null ? "" : ` (${loss(status.bits_per_byte)} bits per byte)`;
+  byId("held-now").textContent = heldOut === undefined ? "" : `, ${loss(heldOut)}${bits}`;
   byId("throughput-now").textContent = `${figure(status.run.tokens_per_second)} tokens/s`;
   byId("mean-now").textContent = loss(status.run.loss_mean);
   drawLines(byId("throughput"), [{ points: overview.throughput, colour: "own", width: 1.5 }],

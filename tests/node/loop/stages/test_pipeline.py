@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -214,7 +215,7 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
             assert [node.has_used_channels for node in nodes] == [is_bulk] * num_stages
             author = nodes[0].host.author
             loss = nodes[0].loss
-            validated = [report.loss for report in nodes[0].reports if isinstance(report, messages.Validated)]
+            (validated,) = (report for report in nodes[0].reports if isinstance(report, messages.Validated))
             parameters = [node.trainer.prepared.num_parameters for node in nodes]
 
     alone = build_learner(
@@ -224,7 +225,8 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
         device="cpu",
         bring=Bring((tmp_path / "texts",)),
     )
-    assert validated == [pytest.approx(alone.evaluate(NUM_HELD_OUT), rel=1e-6)]
+    assert validated.loss == pytest.approx(alone.evaluate(NUM_HELD_OUT), rel=1e-6)
+    assert validated.bits_per_byte == pytest.approx(validated.loss / math.log(2)), "a token is a byte"
     losses = [float(alone.learn()) for _ in range(steps)]
     assert loss == pytest.approx(sum(losses) / steps, rel=1e-6)
     assert sum(parameters) == alone.layout.num_elements

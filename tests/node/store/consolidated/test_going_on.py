@@ -102,6 +102,9 @@ async def test_two_stages_are_pulled_and_go_on_as_one(tmp_path: Path, texts: Pat
             first_round, first = status["validation"][0]  # measured before any training
             assert first_round == 0
             assert first == pytest.approx(last, rel=1e-3)
+            assert status["bits_per_byte"] == pytest.approx(
+                status["validation"][-1][1] / math.log(2)
+            )  # bytes are tokens
             assert last < 4.5 < math.log(256)
             assert status["inner_steps"] > manifest.start.inner_steps
             await dan.end(signal.SIGKILL)

@@ -74,6 +74,7 @@ async def test_the_page_shows_live_data_without_an_error(tmp_path: Path) -> None
             assert page.locator("#members tr").count() == 3
             assert BOB[-8:] in page.inner_text("#exchanges")
             assert "the trainer died" in page.inner_text("#warnings")
+            assert page.inner_text("#held-now").strip() == ", 2.610 (1.234 bits per byte)"
 
             shown.status = msgspec.structs.replace(STATUS, round=8)
             expect(page.locator("#headline")).to_contain_text("round 8")

@@ -37,6 +37,7 @@ def test_prometheus_reads_what_the_status_says() -> None:
     assert read["farandole_rounds_total", "committed"] == FULL.exchanges_ok
     assert read["farandole_run_members", "live"] == FULL.run.members_live
     assert read["farandole_validation_loss", ""] == 2.5
+    assert read["farandole_validation_bits_per_byte", ""] == 1.234
     assert read["farandole_microbatches_total", "rerouted"] == 5
     assert read["farandole_phase", FULL.phase] == 1
     assert read["farandole_node_info", ""] == 1
@@ -44,8 +45,10 @@ def test_prometheus_reads_what_the_status_says() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     empty = msgspec.structs.replace(STATUS, loss=None, validation=[], recent_utilisation=None, recent_exchanges=[])
+    empty = msgspec.structs.replace(empty, bits_per_byte=None)
     names = {name for name, _ in samples(msgspec.structs.replace(empty, last_exchange=None))}
     assert not names & {"farandole_loss", "farandole_validation_loss", "farandole_utilisation_ratio"}
+    assert "farandole_validation_bits_per_byte" not in names
     assert not names & {"farandole_exchange_seconds", "farandole_stage"}
     assert "farandole_round" in names
 

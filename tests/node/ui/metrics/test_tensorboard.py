@@ -17,6 +17,7 @@ from farandole.node.status.round_log import RoundRecord
 from farandole.node.ui.metrics.tensorboard import write_events
 
 FIRST = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
+FIRST = msgspec.structs.replace(FIRST, bits_per_byte=1.25)
 LAST = RoundRecord(1_002.5, 300, 5, 640, 2.0, None, None, "alone: nobody is there", "", 0, 0, 0.0, "", 0)
 
 
@@ -37,6 +38,7 @@ def test_each_round_is_an_event_with_what_is_known_of_it(tmp_path: Path) -> None
     assert first == {
         "loss/training": 4.0,
         "loss/held out": 3.5,
+        "loss/held out, bits per byte": 1.25,
         "round/inner steps": 5.0,
         "round/tokens": 640.0,
         "round/tokens a second": 320.0,
