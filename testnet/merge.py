@@ -35,7 +35,9 @@ def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path
     spread = merge_checkpoints(checkpoints, replica.layout, run_id, out)
     loss_start = replica.evaluate(VALIDATION_BATCHES)
     replica.load(out)
-    return Merged(loss_start, replica.evaluate(VALIDATION_BATCHES), spread)
+    loss = replica.evaluate(VALIDATION_BATCHES)
+    bits_start, bits = (replica.bits_per_byte(each, VALIDATION_BATCHES) for each in (loss_start, loss))
+    return Merged(loss_start, loss, spread, bits_start, bits)
 
 
 def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes, out: Path) -> float:

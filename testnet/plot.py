@@ -10,6 +10,8 @@ from pathlib import Path
 import matplotlib
 import matplotlib.figure
 
+from farandole.node.base.figures import bits_per_byte
+
 from .compare import Result
 from .report import PlayReport
 
@@ -27,7 +29,8 @@ def plot_losses(report: PlayReport, path: Path) -> None:
     if report.loss_start is not None:
         axes.plot([0], [report.loss_start], "k.", label=f"start, held-out text: {report.loss_start:.2f}")
     if report.loss_merged is not None:
-        axes.plot([last], [report.loss_merged], "k*", markersize=12, label=f"merged model: {report.loss_merged:.2f}")
+        label = f"merged model: {report.loss_merged:.2f}{bits_per_byte(report.bits_per_byte_merged)}"
+        axes.plot([last], [report.loss_merged], "k*", markersize=12, label=label)
     axes.set_xlabel("rounds")
     axes.set_ylabel("loss, nats a token")
     axes.set_title(f"{report.name}: {len(report.nodes)} nodes, {report.tokens:,} tokens, {report.verdict}")

@@ -153,6 +153,10 @@ class PlayReport(msgspec.Struct, frozen=True):
     """Tokens per second of all nodes while they are alive; see `NodeReport.given_seconds`."""
     beside: Beside | None = None
     """Comparison with the clean run."""
+    bits_per_byte_start: float | None = None
+    """`loss_start` in bits per byte."""
+    bits_per_byte_merged: float | None = None
+    """`loss_merged` in bits per byte."""
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -161,6 +165,8 @@ class Merged(msgspec.Struct, frozen=True):
     loss_start: float
     loss: float
     spread: float
+    bits_per_byte_start: float | None = None
+    bits_per_byte: float | None = None
 
 
 _AS_RECORDED: Final = (
@@ -246,6 +252,8 @@ def make_report(
         loss_start=merged.loss_start if merged else None,
         loss_merged=merged.loss if merged else None,
         spread=merged.spread if merged else None,
+        bits_per_byte_start=merged.bits_per_byte_start if merged else None,
+        bits_per_byte_merged=merged.bits_per_byte if merged else None,
         tokens=tokens,
         tokens_per_second=tokens / max(seconds, 1e-9),
         seconds=seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from farandole.node.base.figures import count, duration, loss
+from farandole.node.base.figures import bits_per_byte, count, duration, loss
 
 from .report import PlayReport
 
@@ -19,7 +19,8 @@ def course_lines(report: PlayReport) -> Iterator[str]:
     )
     yield (
         f"training loss {loss(report.loss_first)} -> {loss(report.loss_last)}; "
-        f"held-out loss {loss(report.loss_start)} -> {loss(report.loss_merged)} (mean of all replicas)"
+        f"held-out loss {loss(report.loss_start)} -> {loss(report.loss_merged)}"
+        f"{bits_per_byte(report.bits_per_byte_merged)}, mean of all replicas"
     )
     if report.spread is not None:
         yield f"spread of the weights {report.spread:.2%}; run state {'equal' if report.state_equal else 'not equal'}"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def test_the_mean_is_better_than_the_start(replicas: dict[Path, Learner], tmp_pa
     merged = measure_merged(MANIFEST, RUN_ID, list(replicas), tmp_path / "merged")
     assert 5.0 < merged.loss_start < 6.5
     assert merged.loss < merged.loss_start - 0.3
+    assert (merged.bits_per_byte_start, merged.bits_per_byte) == pytest.approx(
+        (merged.loss_start / math.log(2), merged.loss / math.log(2))
+    ), "a token is a byte"
 
 
 def test_a_model_in_stages_is_put_together_again(replicas: dict[Path, Learner], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from farandole.testnet.growth import Growth
 from farandole.testnet.link_table import link_table
 from farandole.testnet.report import Merged, NodeReport, PlayReport, make_report
 from farandole.testnet.scenario import Scenario, parse_scenario
+from farandole.testnet.verdict import course_lines
 
 ROUNDS = 4
 GOOD = NodeReport(
@@ -34,7 +35,7 @@ GOOD = NodeReport(
     is_alive=True,
     state_root="root",
 )
-MERGED = Merged(loss_start=5.5, loss=2.1, spread=0.02)
+MERGED = Merged(loss_start=5.5, loss=2.1, spread=0.02, bits_per_byte_start=7.9, bits_per_byte=3.0)
 
 
 def scenario(**settings: Any) -> Scenario:
@@ -72,7 +73,16 @@ def test_good_nodes_pass() -> None:
     assert (report.tokens, report.tokens_per_second) == (3_000, 300.0)
     assert report.loss_first == pytest.approx(13 / 3)
     assert (report.loss_start, report.loss_merged, report.spread) == (5.5, 2.1, 0.02)
+    assert (report.bits_per_byte_start, report.bits_per_byte_merged) == (7.9, 3.0)
     assert report.state_equal
+
+
+def test_the_verdict_shows_bits_per_byte_and_a_report_without_them_is_read() -> None:
+    report = judge([node(0), node(1), node(2)])
+    assert any("held-out loss 5.500 -> 2.100 (3.000 bits per byte), mean" in line for line in course_lines(report))
+    older = {name: value for name, value in msgspec.to_builtins(report).items() if not name.startswith("bits_per_byte")}
+    read = msgspec.convert(older, PlayReport)
+    assert any("held-out loss 5.500 -> 2.100, mean" in line for line in course_lines(read))
 
 
 @pytest.mark.parametrize(
