@@ -55,14 +55,17 @@ class ModelWeights:
     """None: they are of no run."""
     round: int | None = None
     inner_steps: int | None = None
+    is_own: bool = False
+    """Whether they are of the replica that this node trains."""
 
     @property
     def origin(self) -> str:
         """Say which weights these are, for people."""
         if self.round is None or self.inner_steps is None:
             return f"weights of {self.path}"
+        whose = "this node's weights" if self.is_own else "weights"
         return (
-            f'weights of run "{self.manifest.name}", round {self.round}, {count(self.inner_steps)} inner steps, from '
+            f'{whose} of run "{self.manifest.name}", round {self.round}, {count(self.inner_steps)} inner steps, from '
             f"{self.path}"
         )
 
@@ -156,7 +159,9 @@ def _of_checkpoint(
         except ValueError as error:
             raise ConsolidatedError(f"{path} does not say of which round it is") from error
         stack.push(until_known.pop_all())
-    return ModelWeights(path, manifest, _slow(file), settings.tokenizer, signed.run_id, round_index, inner_steps)
+    return ModelWeights(
+        path, manifest, _slow(file), settings.tokenizer, signed.run_id, round_index, inner_steps, is_own=True
+    )
 
 
 def _slow(file: TensorFile) -> Callable[[str], Floats]:

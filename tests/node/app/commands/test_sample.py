@@ -76,6 +76,7 @@ def test_a_folder_of_pull_continues_the_prompt(run: Run, model: Path) -> None:
     assert code == Exit.OK
     assert text.startswith(PROMPT)
     assert 'of run "a", round 1, 2 inner steps' in says
+    assert "this node's" not in says
     assert run("sample", model, "--prompt", PROMPT, "--tokens", 30)[1] == text
     assert run("sample", model, "--prompt", PROMPT, "--tokens", 30, "--seed", 1)[1] != text
     told = json.loads(run("sample", model, "--prompt", PROMPT, "--tokens", 30, "--json")[1])
@@ -110,6 +111,8 @@ async def test_the_newest_weights_of_a_node_that_has_its_store_open(tmp_path: Pa
         arguments = ("--prompt", PROMPT, "--tokens", "20", "--temperature", "0", "--json")
         with trio.fail_after(PATIENCE):
             ended = await trio.run_process(command(home, *arguments), capture_stdout=True)
+            said = await trio.run_process(command(home, "--tokens", "1"), capture_stdout=True, capture_stderr=True)
+    assert b'this node\'s weights of run "a", round 2, 2 inner steps, from ' in said.stderr
     told = json.loads(ended.stdout)
     assert told["text"] == argmax_text(learner, PROMPT, 20)
     assert (told["round"], told["inner_steps"]) == (2, 2)
