@@ -24,42 +24,43 @@ class Exit(enum.IntEnum):
     OK = 0, "Done; of `join` and `relay`: left in good order."
     NOT_WELL = (
         1,
-        "`farandole doctor` found what keeps a node from working.",
-        "Do what it says behind `->`; each cause stands below.",
+        "`farandole doctor` found a fault that keeps a node from working.",
+        "Follow the remedy after each `->`. All causes are listed below.",
     )
-    USAGE = 2, "Wrong options or arguments.", "`--help` behind the command lists them, with examples."
+    USAGE = 2, "Wrong options or arguments.", "Run the command with `--help`: it lists its options, with examples."
     BAD_INPUT = (
         3,
         "A manifest, an invite, a run file, a settings file or a scenario is not valid.",
-        "The message names the line or the field, and what would be right. Of an invite: copy the whole line again.",
+        "The message names the line or the field, and what is valid there. For an invite, copy the whole line again.",
     )
     NO_NODE = (
         4,
-        "No node runs in this home folder, or it does not answer.",
-        "Start it (`farandole join`), or name its folder with `--home`. If one runs and is silent, see its log.",
+        "No node runs with this data directory, or it does not answer.",
+        "Start it (`farandole join`), or name its data directory with `--home`. If it runs, see the end of its `log`.",
     )
     CANNOT_JOIN = (
         5,
         "The node could not join; the last lines say which step failed and what to do.",
-        "`farandole doctor INVITE` finds out why; ask for a newer invite: any member can make one.",
+        "Run `farandole doctor INVITE` to find the reason. If the invite is old, any member can make a newer one.",
     )
     HOME_IN_USE = (
         6,
-        "Another node holds this home's key.",
-        "`farandole leave` ends it; or give this one a folder of its own with `--home`.",
+        "Another node runs with this data directory.",
+        "`farandole leave` ends it. To run both, give this one its own data directory with `--home`.",
     )
     TRAINER_FAILED = (
         7,
         "The trainer process cannot run here: device, memory, data.",
-        "The last lines and the end of the log say what it lacks: `--device cpu`, a smaller `--microbatch`, `--data`.",
+        "The last lines give the reason. Often `--device cpu`, a smaller `--microbatch` or another `--data` helps.",
     )
     VERDICT_FAILED = (
         8,
         "The testnet ran, and its verdict is not a pass; or `run audit` found a round that is not as its author says.",
-        "Of the testnet, the reasons stand above the verdict and in report.json; each node's log is beside it.",
+        "For a testnet, see the reasons above the verdict and in report.json, and the nodes' logs next to it. For an "
+        "audit, tell the run's creator which author it names.",
     )
     INTERRUPTED = (
         130,
-        "Ctrl-C before the command was through, or a node that was told to leave a second time.",
-        "Nothing is lost but what was not saved: do it again.",
+        "Ctrl-C before the command had finished, or a second request to leave while a node was leaving.",
+        "Run the command again. A node loses only the training since its last checkpoint.",
     )

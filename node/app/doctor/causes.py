@@ -27,9 +27,10 @@ class Cause:
 
 
 _ok, _warning, _failed, _skipped = (partial(Cause, level) for level in Level)
-_MAKE_ROOM: Final = "make room, or name a folder on another disk with --home"
+_MAKE_ROOM: Final = "free some space, or name a folder on another disk with --home"
 _OPEN_PORT: Final = (
-    "it works through relays; to be faster, open a port in the router and --listen on it, or switch on its UPnP"
+    "nothing needs doing: it works through relays. To be faster, switch on the router's UPnP, or forward a port of the "
+    "router to this machine's port of --listen"
 )
 NO_ADDRESS: Final = "no address of a peer is known"
 _NEWER_INVITE: Final = "ask for a newer invite: any member can make one (`farandole run invite`)"
@@ -63,20 +64,20 @@ CAUSES: Final = {
     "home-fine": _ok("{home} can be written to"),
     "home-missing": _ok("{home} is not there yet, and can be made"),
     "home-unwritable": _failed(
-        "{home} cannot be written to: {why}", "name a folder of yours with --home or FARANDOLE_HOME"
+        "{home} cannot be written to: {why}", "name a folder that you may write to with --home or FARANDOLE_HOME"
     ),
     "node-running": _ok("a node runs with this folder: it is {kind}"),
     "node-silent": _warning(
-        "a process holds this folder's key and does not answer",
-        "wait a moment; else end it, or give this one a folder of its own with --home",
+        "a node runs with this folder and does not answer",
+        "wait a minute and try again; else end its process, or use another folder with --home",
     ),
     "node-none": _ok("no node runs with this folder"),
     "key-fine": _ok("{key} is whole, and nobody else's to read"),
     "key-missing": _ok("there is no key yet: the first `farandole join` makes one"),
-    "key-unreadable": _failed("{key} cannot be read: {why}", "make it yours: chown $USER {key}"),
+    "key-unreadable": _failed("{key} cannot be read: {why}", "make it yours: sudo chown $USER {key}"),
     "key-broken": _failed(
-        "{key} is no key: {size} bytes instead of {wanted}",
-        "restore it from a copy; or remove it, and the node gets a new identity",
+        "{key} is damaged: a key has {wanted} bytes, and it has {size}",
+        "restore it from a copy; without one remove it, and the node joins with a new identity",
     ),
     "key-readable-by-others": _failed("{key} can be read by others (mode {mode})", "chmod 600 {key}"),
     "disk-fine": _ok("{free} free"),
@@ -92,16 +93,18 @@ CAUSES: Final = {
     "disk-full": _failed("the disk of {home} is full ({free} free)", _MAKE_ROOM),
     "memory-fine": _ok("this run's model needs {needed}, {free} is free"),
     "memory-in-use": _ok("this run's model needs {needed}, and the node that runs has it"),
-    "memory-short": _warning("{why}", "see what else runs here"),
+    "memory-short": _warning("{why}", "close other programs"),
     "memory-too-little": _failed(
-        "{why}", "a GPU, or another machine; the run's creator could cut the model into stages"
+        "{why}", "use another machine, or ask the run's creator for a run whose model is cut into stages"
     ),
     "memory-untold": _skipped("no run is known"),
     # The machine
     "torch-fine": _ok("PyTorch {version} computes on {device}"),
-    "torch-slow": _warning("PyTorch has not started within {seconds:g} s", "try again: the disk reads faster then"),
-    "torch-broken": _failed("PyTorch cannot be used: {why}", "install it anew: pip install --force-reinstall torch"),
-    "device-missing": _failed("PyTorch {version}: {why}", "say --device auto, or --device cpu", check="torch"),
+    "torch-slow": _warning("PyTorch has not started within {seconds:g} s", "try again: the second start is faster"),
+    "torch-broken": _failed("PyTorch cannot be used: {why}", "install it again: pip install --force-reinstall torch"),
+    "device-missing": _failed(
+        "PyTorch {version}: {why}", "use --device auto, which takes what is there, or --device cpu", check="torch"
+    ),
     "gpu-unused": _warning(
         "there is an NVIDIA GPU, but PyTorch {version} computes on {device}",
         "install a PyTorch with CUDA that fits the driver: https://pytorch.org/get-started",
@@ -109,29 +112,33 @@ CAUSES: Final = {
     ),
     "data-none": _ok("no text of your own is named: a run that asks for it needs --data or --stream"),
     "data-fine": _ok("{path} can be read"),
-    "data-empty": _failed("there is nothing to read in {path}", "point --data at text"),
-    "data-unreadable": _failed("{path} cannot be read: {why}", "point --data at text that you may read"),
+    "data-empty": _failed(
+        "there is nothing to read in {path}", "name files of text, or a folder that has some, with --data"
+    ),
+    "data-unreadable": _failed(
+        "{path} cannot be read: {why}", "check its name and permissions, or name other text with --data"
+    ),
     "data-stream": _ok("{name} can be streamed, if the Hugging Face Hub has it"),
     "data-no-stream": _failed(
         "{name} is no folder, and no data set's name",
-        "say --stream OWNER/NAME, or OWNER/NAME:CONFIG, as on the Hugging Face Hub",
+        "name a data set as the Hugging Face Hub does: --stream OWNER/NAME, or OWNER/NAME:CONFIG",
     ),
     "data-no-package": _failed(
-        "to stream {name} takes the Python package {package}, which is not installed", "pip install 'farandole[data]'"
+        "to stream {name} needs the Python package {package}, which is not installed", "pip install 'farandole[data]'"
     ),
-    "data-two-kinds": _failed("both --data and --stream are given, which are two kinds of text", "name one of them"),
+    "data-two-kinds": _failed("both --data and --stream are given, and a node takes only one of them", "leave out one"),
     "model-none": _ok("no code is allowed: a run with a model of its own needs --allow-model"),
     "model-fine": _ok("{function} is installed, of {package}, and allowed"),
-    "model-no-function": _failed("{function} is no function's name", "say --allow-model PACKAGE.MODULE:FUNCTION"),
+    "model-no-function": _failed("{function} is no function's name", "write --allow-model PACKAGE.MODULE:FUNCTION"),
     "model-missing": _failed(
         "{function} is allowed, and there is no module {module} here",
-        "install its package beside farandole, with the same Python",
+        "install its package into farandole's environment, with the same Python",
     ),
     "port-fine": _ok("{address} is free"),
     "port-ours": _ok("{address} is taken, by the node that runs here as it seems"),
     "port-taken": _failed(
         "{address} is taken by another program",
-        "choose another port: --listen /ip4/0.0.0.0/tcp/4001, or 0 for any that is free",
+        "stop that program; or choose another port, as in --listen /ip4/0.0.0.0/tcp/4002 (0: any that is free)",
     ),
     "port-kept-taken": _warning(
         "port {port}, on which this node listened before, is taken by another program: invites that name it do not "
@@ -139,28 +146,35 @@ CAUSES: Final = {
         "stop that program; or make new invites once the node runs, on another port",
     ),
     "port-forbidden": _failed(
-        "{address} is not yours to listen on", "choose a port above 1023, or allow this one to you"
+        "this user may not listen on {address}", "choose a port above 1023, as in --listen /ip4/0.0.0.0/tcp/4001"
     ),
-    "port-unusable": _failed("cannot listen on {address}: {why}", "say an address of this machine, or 0.0.0.0 for all"),
-    "port-no-address": _failed("{address} is no address to listen on", "say --listen /ip4/0.0.0.0/tcp/4001"),
+    "port-unusable": _failed(
+        "cannot listen on {address}: {why}", "name an address of this machine with --listen, or 0.0.0.0 for all"
+    ),
+    "port-no-address": _failed("{address} is no address to listen on", "write it as in --listen /ip4/0.0.0.0/tcp/4001"),
     # The invite
     "invite-fine": _ok("it leads to run {run}, by way of {names}"),
     "invite-stored": _ok("none was given: the folder knows its run"),
     "invite-none": _warning("none was given, and the folder knows no run", "give one: farandole doctor farandole1..."),
-    "invite-empty": _failed("it names run {run}, and nobody to dial", _NEWER_INVITE),
+    "invite-empty": _failed("it names run {run}, and no peer to dial", _NEWER_INVITE),
     "invite-private": _warning(
         "none of its peers answers, and each address is of a private network ({hosts}), so it leads to them only from "
         "there",
-        "unless this machine is in that network, ask for an invite with public or relayed addresses",
+        "in that network, check that its peers run; elsewhere, ask for an invite with public or relayed addresses",
     ),
     "invite-no": _failed("{why}", "copy the whole line, from the first letter to the last"),
     "invite-damaged": _failed("{why}", "copy the whole line again, or " + _NEWER_INVITE),
-    "invite-other-version": _failed("{why}", "bring farandole up to date here, or there: both need the same version"),
-    "invite-address": _failed("{why}", "an address to dial ends in /p2p/ and a peer id"),
-    "invite-other-run": _failed(
-        "it is for another run than {home} belongs to ({run})", "give that run a folder of its own with --home"
+    "invite-other-version": _failed(
+        "{why}", "upgrade farandole where it is older, here or where the invite was made: docs/volunteer.md#upgrade"
     ),
-    "invite-store-damaged": _failed("{store} is damaged: {why}", "remove it: peers have all of it"),
+    "invite-address": _failed("{why}", "copy the whole address again: it ends in /p2p/ and a peer id"),
+    "invite-other-run": _failed(
+        "it is for another run than {home}, which belongs to run {run}",
+        "join that one with a new folder: --home FOLDER",
+    ),
+    "invite-store-damaged": _failed(
+        "{store} is damaged: {why}", "remove it: the node gets its content from peers again"
+    ),
     # The way to peers
     "dns-fine": _ok("{name} is {ips}"),
     "dns-none": _ok("no address has a name to resolve"),
@@ -170,7 +184,7 @@ CAUSES: Final = {
         "a firewall lets TCP out to port 443 alone",
         "ask for an invite with a member that listens on port 443; or use a network that lets more out",
     ),
-    "egress-offline": _failed("this machine has no route to the internet", "connect it to a network"),
+    "egress-offline": _failed("this machine has no route to the internet", "connect it to a network, then try again"),
     "egress-silent": _warning(
         "nothing answers, on any port",
         "check that this machine is online; if it is, those peers are off: " + _NEWER_INVITE,
@@ -178,16 +192,17 @@ CAUSES: Final = {
     "egress-untold": _skipped(NO_ADDRESS),
     "bootstrap-fine": _ok("{address} answers"),
     "bootstrap-behind-relay": _failed(
-        "{address}: something listens where the relay should be, and leads to no such peer",
+        "{address}: the relay's address answers, and the peer cannot be reached through it",
         "the relay or the peer behind it may have gone; " + _NEWER_INVITE,
     ),
     "bootstrap-none": _skipped(NO_ADDRESS, "give an invite, or --bootstrap"),
     "bootstrap-refused": _failed(
-        "{address} refuses: the machine is on, and no node listens there", "start that node again; or " + _NEWER_INVITE
+        "{address} refuses: the machine is on, and no node listens there",
+        "ask its owner to start the node again; or " + _NEWER_INVITE,
     ),
     "bootstrap-silent": _failed(
         "{address} is silent for {seconds:g} s: it is off, or a firewall drops what comes there",
-        "start it again, or open its port; or " + _NEWER_INVITE,
+        "ask its owner to start it again, or to open its port; or " + _NEWER_INVITE,
     ),
     "bootstrap-filtered": _failed(
         "{address}: this network's firewall lets nothing out to port {port}",
@@ -200,22 +215,25 @@ CAUSES: Final = {
         "{address} is of a private network, to which there is no way from here",
         "ask for an invite with public or relayed addresses",
     ),
-    "bootstrap-unresolved": _failed("{address} has a name that does not resolve", "see dns; or " + _NEWER_INVITE),
+    "bootstrap-unresolved": _failed(
+        "{address} has a name that does not resolve", "check this machine's DNS server; or " + _NEWER_INVITE
+    ),
     "bootstrap-stranger": _failed("another node than the invite says is at {address}", _NEWER_INVITE),
     "bootstrap-no-handshake": _failed("what is at {address} is no node of farandole: {why}", _NEWER_INVITE),
     "run-fine": _ok("a peer has the manifest of run {run}: {name!r}"),
     "run-needs-text": _warning(
-        "it trains on text that each node brings, and none is named", "name some: --data or --stream"
+        "it trains on text that each node brings, and none is named",
+        "name some with --data PATH, or a data set with --stream OWNER/NAME",
     ),
     "run-needs-tokenizer": _warning(
         "it takes the tokenizer file with SHA-256 {sha256}, and none is named",
-        "get it from whoever invited you, and say --tokenizer FILE",
+        "get it from the person who invited you, and name it with --tokenizer FILE",
     ),
     "run-needs-model": _warning(
         "its model is code of its own, {function} of {package}, which is not allowed",
-        "get that package from whoever invited you, look at it, install it, and say --allow-model {function}",
+        "get that package from the person who invited you, read it, install it, and use --allow-model {function}",
     ),
-    "run-needs-line": _warning("{why}", "allow more, if the line has it; --bandwidth measures that"),
+    "run-needs-line": _warning("{why}", "do so if the line has as much: `farandole doctor --bandwidth` measures it"),
     "run-none": _skipped("no run is named"),
     "run-newer": _failed("{why}", "upgrade: docs/volunteer.md#upgrade"),
     "run-unknown": _failed(
@@ -226,7 +244,7 @@ CAUSES: Final = {
     "clock-fine": _ok("{how} compared with the peers' clocks"),
     "clock-slightly-off": _warning("this machine's clock is {how} compared with the peers' clocks", SET_CLOCK),
     "clock-off": _failed(
-        "this machine's clock is {how}, as the clocks of {num} peers show: others put off what this node signs",
+        "this machine's clock is {how}, as the clocks of {num} peers show: others accept what it signs late, or never",
         SET_CLOCK,
     ),
     "clock-disputed": _warning(
@@ -265,13 +283,13 @@ CAUSES: Final = {
     ),
     "upnp-none": _ok("no router opens ports here ({why})"),
     "relay-needless": _ok("this node needs none"),
-    "relay-fine": _ok("a reservation is to be had with {names}"),
+    "relay-fine": _ok("{names} can relay to this node"),
     "relay-none": _warning(
-        "none of the peers asked gives a reservation",
-        "others reach this node once it has dialled them; a public node in the run would help",
+        "none of the peers asked can relay to this node",
+        "nothing needs doing: others reach this node once it has dialled them. A public node in the run would help",
     ),
     "relay-none-needed": _failed(
-        "none of the peers asked gives a reservation, and nobody reaches this node otherwise",
+        "none of the peers asked can relay to this node, and no peer reaches it otherwise",
         "start a relay on a public machine and give its address with --bootstrap; or open a port in the router",
     ),
     "speed-fine": _ok("{up} Mbit/s up and {down} Mbit/s down, to {name}"),
@@ -282,9 +300,9 @@ CAUSES: Final = {
     ),
     "speed-slow": _warning(
         "{up} Mbit/s up and {down} Mbit/s down, to {name}: little for exchanges",
-        "see who else uses the line; raise --upload-mbit and --download-mbit if you have set them",
+        "stop other transfers on the line; raise --upload-mbit and --download-mbit if you have set them",
     ),
-    "speed-untold": _skipped("no peer lets us measure now"),
+    "speed-untold": _skipped("no peer takes part in a measurement now: try again later"),
     "relay-untold": _skipped("{why}"),
 }
 

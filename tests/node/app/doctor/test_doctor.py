@@ -642,7 +642,7 @@ def test_the_report_shows_failures_then_warnings_and_folds_what_passed() -> None
         "key     failed   /home/bob/key can be read by others (mode 640)",
         "                 -> chmod 600 /home/bob/key",
         "data    failed   there is nothing to read in /home/bob/b.txt",
-        "                 -> point --data at text",
+        "                 -> name files of text, or a folder that has some, with --data",
         "invite  warning  none was given, and the folder knows no run",
         "                 -> give one: farandole doctor farandole1...",
         "2 checks passed: home, dns",
@@ -684,7 +684,7 @@ def test_a_machine_without_a_network_says_that_peers_need_the_internet(tmp_path:
     done = subprocess.run([*command, "--device", "cpu", invite], check=False, capture_output=True, text=True)
     assert done.returncode == Exit.NOT_WELL
     said = " ".join(done.stdout.split())
-    assert said.startswith("egress failed this machine has no route to the internet -> connect it to a network")
+    assert said.startswith("egress failed this machine has no route to the internet -> connect it to a network, then")
     assert "run, clock, udp, nat, relay (no peer could be reached without the internet)" in said
 
 
