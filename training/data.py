@@ -39,7 +39,7 @@ from .spliced import joined
 from .token_cache import CORPUS_BYTES, Found, Sink, cache_name, keep_within, open_cache, write_cache
 from .token_files import open_tokens
 from .token_index import INDEX_DTYPE, index_tokens, spliced
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer import Tokenizer, beyond_vocabulary, load_tokenizer
 
 # Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
 MAX_TEXT_BYTES: Final = 2 * 1024**3
@@ -160,7 +160,10 @@ class _Loader:
         if (opened := open_cache(path)) is None:
             write_cache(path, dtype, write, max_bytes, self._in_use)
             if (opened := open_cache(path)) is None:
-                raise DataError(f"what was just written to {path} cannot be read: look after the disk")
+                raise DataError(
+                    f"what was just written to {path} cannot be read: check that disk, or name a folder on another one "
+                    "with --home"
+                )
         return Text(*opened)
 
 
@@ -268,7 +271,7 @@ class Sampler(Batches):
                 f"and a sequence takes {context + 1}; name more text with --data, or hold out less in the run file"
             )
         if text.found.largest >= vocabulary:
-            raise DataError(f"the tokenizer yields token {text.found.largest}, but the model has only {vocabulary}")
+            raise DataError(beyond_vocabulary(text.found.largest, vocabulary))
 
     @property
     def corpus(self) -> bytes:

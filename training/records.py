@@ -40,11 +40,14 @@ def json_records(path: Path, field: str) -> Records:
             while line := file.readline(MAX_RECORD_BYTES + 1):
                 number += 1
                 if len(line) > MAX_RECORD_BYTES:
-                    raise DataError(f"{path}, line {number} has more than {MAX_RECORD_BYTES:,} bytes: it is no record")
+                    raise DataError(
+                        f"{path}, line {number} has more than {MAX_RECORD_BYTES:,} bytes: it is no record. Leave the "
+                        "file out, or call it .txt if it is text"
+                    )
                 if line := line.removeprefix(_BYTE_ORDER_MARK).strip():
                     yield _json_text(decoder, line, path, number, field), share()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions, or leave it out") from error
 
 
 def _json_text(decoder: msgspec.json.Decoder[Any], line: bytes, path: Path, number: int, field: str) -> bytes:
@@ -60,12 +63,12 @@ def _what_is_wrong(line: bytes, field: str) -> str:
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return "this is not JSON; mend the line or remove it"
+        return "this is not JSON; correct the line, or remove it"
     if not isinstance(fields, dict):
         return "this is no JSON object; each line must be one"
     if field not in fields:
         return f"there is no field {field!r}; the text's is another one: {_named(list(fields))}"
-    return f"the field {field!r} is no text; {_named(list(fields))}, or mend the line or remove it"
+    return f"the field {field!r} is no text; {_named(list(fields))}, or correct the line, or remove it"
 
 
 def _named(fields: list[str]) -> str:
@@ -120,5 +123,7 @@ def _texts(path: Path, column: pyarrow.Array[Any] | pyarrow.ChunkedArray[Any], f
     """Rows of a column, null as empty."""
     for value in column.to_pylist():
         if not isinstance(value, str | None):
-            raise DataError(f"{path}: the column {field!r} is {column.type}, and not text")
+            raise DataError(
+                f"{path}: the column {field!r} is {column.type}, and not text: name one that is with --data-field"
+            )
         yield (value or "").encode(errors="replace")

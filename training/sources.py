@@ -126,7 +126,7 @@ def _found(path: Path) -> Iterator[TextSource]:
     elif path.is_file():
         yield from _file(path, path.name)
     else:
-        raise DataError(f"there is no text at {path}")
+        raise DataError(f"there is no text at {path}: no file or folder has this name; correct --data")
 
 
 def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[TextSource]:
@@ -180,7 +180,10 @@ def _split_in(folder: Path) -> str:
     try:
         splits = msgspec.json.decode((folder / _SPLITS_FILE).read_bytes(), type=dict[str, list[str]])["splits"]
     except (OSError, KeyError, msgspec.DecodeError) as error:
-        raise DataError(f"{folder / _SPLITS_FILE} does not say which splits there are: {error}") from error
+        raise DataError(
+            f"{folder / _SPLITS_FILE} does not say which splits there are: {error}. Save the data set again, or name "
+            "one split's folder with --data"
+        ) from error
     if _TRAINING_SPLIT not in splits:
         raise DataError(f"{folder} has no split called train, but {', '.join(splits)}: name one's folder with --data")
     return _TRAINING_SPLIT

@@ -27,7 +27,7 @@ from .batches import Batch, Batches, is_held_out
 from .errors import DataError
 from .permutation import keyed_digest
 from .sources import Progress
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, beyond_vocabulary
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -82,13 +82,15 @@ class Stream:
                     raise DataError(_no_column(self.name, self._field, row))
                 text = row[self._field]
                 if not isinstance(text, str | None):
-                    raise DataError(f"{self.name}: the column {self._field!r} is no text")
+                    raise DataError(f"{self.name}: the column {self._field!r} is no text: name one with --data-field")
                 if text:
                     yield text.encode(errors="replace")
         except DataError:
             raise
         except Exception as error:  # the package raises whatever its parsers and the network do
-            raise DataError(f"{self.name} cannot be read on ({type(error).__name__}: {error})") from error
+            raise DataError(
+                f"{self.name} cannot be read on ({type(error).__name__}: {error}). Check the connection to its host"
+            ) from error
 
 
 def is_data_set(name: str) -> bool:
@@ -102,7 +104,9 @@ def _no_column(name: str, field: str, columns: Iterable[str]) -> str:
 
 def _open(name: str) -> IterableDataset:
     if not is_data_set(name):
-        raise DataError(f"--stream {name}: this is no folder, and no OWNER/NAME or OWNER/NAME:CONFIG")
+        raise DataError(
+            f"--stream {name}: this is no folder, and no OWNER/NAME or OWNER/NAME:CONFIG of the Hugging Face Hub"
+        )
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -116,7 +120,9 @@ def _open(name: str) -> IterableDataset:
                 f"{name} is made by a script of its own. farandole runs no code of a data set: take a version of it in "
                 "Parquet (on the Hub, most have one as the revision refs/convert/parquet)"
             ) from error
-        raise DataError(f"the data set {name} cannot be opened: {error}") from error
+        raise DataError(
+            f"the data set {name} cannot be opened: {error}. Check its name on the Hugging Face Hub, and the connection"
+        ) from error
 
 
 def _from(read: Callable[[], Iterator[bytes]], skipped: int) -> Iterator[bytes]:
@@ -225,12 +231,13 @@ class StreamSampler(Batches):
                     is_empty = False
                     yield self._tokens_of(text)
             if is_empty:
-                raise DataError(f"there is no text to train on in {', '.join(each.name for each in self._streams)}")
+                names = ", ".join(each.name for each in self._streams)
+                raise DataError(f"there is no text to train on in {names}: name another data set with --stream")
 
     def _tokens_of(self, text: bytes) -> Batch:
         tokens = np.append(self._tokenizer.encode(text).astype(np.int64), self._tokenizer.separator)
         if (largest := int(tokens.max())) >= self._vocabulary:
-            raise DataError(f"the tokenizer yields token {largest}, but the model has only {self._vocabulary}")
+            raise DataError(beyond_vocabulary(largest, self._vocabulary))
         return tokens
 
 

@@ -59,7 +59,9 @@ def open_tokens(path: Path) -> Array:
             )
         return np.memmap(path, dtype, "r", offset, (num_tokens,)) if num_tokens else np.empty(0, dtype)
     except OSError as error:
-        raise DataError(f"cannot read the tokens in {path}: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read the tokens in {path}: {error.strerror or error}; check its permissions, or leave it out"
+        ) from error
 
 
 def _header_of(path: Path) -> tuple[int, int, int] | None:

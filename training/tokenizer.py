@@ -143,6 +143,14 @@ def tokens_per_byte(tokenizer: Tokenizer, windows: Iterable[Sequence[int]]) -> f
     return num_tokens / num_bytes if is_text else None
 
 
+def beyond_vocabulary(token: int, vocabulary: int) -> str:
+    """Return the error of a token that the model does not have."""
+    return (
+        f"the tokenizer yields token {token}, but the model has only {vocabulary}: the run's creator must make another "
+        "run, with the tokenizer's number of tokens as model.vocabulary"
+    )
+
+
 def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokenizer:
     """The run's tokenizer; ``path`` is this node's copy of its file, for kind ``tokenizers``.
 
@@ -155,7 +163,10 @@ def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokeniz
     raw = _read(path)
     found = hashlib.sha256(raw).hexdigest()
     if found != config.sha256:
-        raise DataError(f"{path} is not the run's tokenizer: its SHA-256 is {found}, the run's {config.sha256}")
+        raise DataError(
+            f"{path} is not the run's tokenizer: its SHA-256 is {found}, the run's {config.sha256}. Get the file from "
+            "the person who invited you"
+        )
     try:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
     except ImportError as error:
@@ -165,7 +176,7 @@ def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokeniz
     try:
         return FileTokenizer(HuggingFaceTokenizer.from_str(raw.decode()), found)
     except Exception as error:  # the package raises bare Exception
-        raise DataError(f"{path} is no tokenizer file: {error}") from error
+        raise DataError(f"{path} is no tokenizer file: {error}. Name a tokenizer.json with --tokenizer") from error
 
 
 def _read(path: Path) -> bytes:
@@ -173,7 +184,10 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as file:
             raw = file.read(MAX_TOKENIZER_FILE_BYTES + 1)
     except OSError as error:
-        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
+        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}; check --tokenizer") from error
     if len(raw) > MAX_TOKENIZER_FILE_BYTES:
-        raise DataError(f"{path} has more than {MAX_TOKENIZER_FILE_BYTES} bytes: it is no tokenizer file")
+        raise DataError(
+            f"{path} has more than {MAX_TOKENIZER_FILE_BYTES} bytes: it is no tokenizer file. Name a tokenizer.json "
+            "with --tokenizer"
+        )
     return raw

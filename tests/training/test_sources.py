@@ -162,7 +162,7 @@ def test_empty_records_and_lines_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', "line 2: this is not JSON; mend the line or remove it"),
+        (b'{"text": "a"', "line 2: this is not JSON; correct the line, or remove it"),
         (b"text", "line 2: this is not JSON"),
         (b'["a"]', "line 2: this is no JSON object"),
         (b'{"content": "a", "id": 1}', r"there is no field 'text'.* --data-field \(there are 'content', 'id'\)"),
@@ -198,7 +198,7 @@ def test_only_data_errors_come_of_anything(tmp_path_factory: pytest.TempPathFact
 def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
     (tmp_path / "a.jsonl").write_bytes(b"x" * 101)
-    with pytest.raises(DataError, match="line 1 has more than 100 bytes"):
+    with pytest.raises(DataError, match=r"line 1 has more than 100 bytes: .* Leave the file out"):
         documents(tmp_path / "a.jsonl")
 
 
@@ -230,7 +230,7 @@ def test_broken_tables_are_named(tmp_path: Path) -> None:
             documents(tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=r"no column 'content': say which with --data-field \(there are 'text'\)"):
         documents(good, field="content")
-    with pytest.raises(DataError, match="the column 'text' is int64, and not text"):
+    with pytest.raises(DataError, match="the column 'text' is int64, and not text: name one that is with --data-field"):
         documents(write_parquet(tmp_path / "numbers.parquet", text=[1, 2]))
 
 
