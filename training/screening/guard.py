@@ -49,8 +49,9 @@ enough of the members that this node has averaged with suspect a peer, a lower l
 report alone has no effect: liars that suspect an honest member change nothing as long as its own weights are as good as
 this node's.
 
-The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only.
-Among honest partners nothing is clipped, and both compute the same mean to the bit.
+The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only,
+and not in favour of a peer whose weights lack progress. Among honest partners nothing is clipped, and both compute the
+same mean to the bit.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ EXAGGERATED_ROUNDS: Final = 1.25
 LEAST_GAIN: Final = 0.003
 # Above this sum all of a peer's exchanges are compared.
 SUSPICIOUS_EVIDENCE: Final = 0.2
+EQUAL_SHARE: Final = 0.5
 # Number of loss comparisons that define the usual values. Only comparisons due to chance or to a first meeting count,
 # since a liar's exchanges are all compared.
 COMPARED: Final = 32
@@ -217,6 +219,8 @@ class Guard(ScreeningRule):
         self._lacked_rounds = lacked if lacked < MAX_LACKED_ROUNDS else MAX_LACKED_ROUNDS  # NaN as well
         self._is_exaggerated = of_partner > before and partner.alignment() > 0.0
         self._evidence = self._sum_up(partner)
+        if self._evidence > SUSPICIOUS_EVIDENCE:  # what it claims of its tokens does not show in its weights
+            verdict = replace(verdict, weight=min(verdict.weight, EQUAL_SHARE))
         if not self._is_outlier:
             return Accept(verdict.weight, 0.0) if self._is_harmful(partner) else verdict
         may_be_outlier = self._may_be_outlier(partner) and after < math.inf

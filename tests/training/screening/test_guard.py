@@ -263,6 +263,15 @@ def test_a_peer_that_is_a_little_worse_each_time_counts_for_nothing_in_the_end()
     assert not any(node.of_peer["outlier"])
 
 
+def test_a_peer_that_claims_more_tokens_and_has_learned_less_gets_an_equal_share() -> None:
+    honest, liar = with_friends(), with_friends()
+    for node, lag in ((honest, -0.01), (liar, 0.02)):
+        verdict = node.meets(away(1.0), tokens=(100, 10**12), loss=sloping(3.0, lag), began=3.02)
+        assert isinstance(verdict, Accept)
+        assert verdict.clip == 1.0
+        assert verdict.weight == pytest.approx(0.5 if node is liar else 2 / 3)
+
+
 def test_a_liar_whose_exchanges_are_all_compared_does_not_become_the_usual() -> None:
     """Others' are compared by chance alone."""
     node, lag = with_friends(), 2.0 * 0.75 * LEAST_LAG
