@@ -51,7 +51,7 @@ unit: $(STAMP)
 	@.ci/packages
 	$(BIN)/pytest -m "not soak" --numprocesses $(NUM_TESTERS) --dist worksteal
 
-fuzz: $(STAMP) ## A million mutations for each decoder of a peer's bytes (2 hours; Linux)
+fuzz: $(STAMP) ## A million mutations for each decoder of a peer's bytes (some hours; Linux)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz.run
 

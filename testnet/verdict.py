@@ -28,15 +28,10 @@ def course_lines(report: PlayReport) -> Iterator[str]:
         moved = sum((Counter(node.paths) for node in report.nodes), Counter[str]())
         paths = ", ".join(f"{number // 2} by {path}" for path, number in sorted(moved.items())) or "none"
         yield f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths}"
-    if clipped_or_refused := [
-        f"{number} {word}"
-        for number, word in (
-            (sum(node.exchanges_clipped for node in report.nodes), "clipped"),
-            (sum(node.exchanges_refused for node in report.nodes), "refused"),
-        )
-        if number
-    ]:
-        yield f"screening, counted at both partners: {', '.join(clipped_or_refused)}"
+    clipped = sum(node.exchanges_clipped for node in report.nodes)
+    refused = sum(node.exchanges_refused for node in report.nodes)
+    if clipped or refused:
+        yield f"screening, counted at both partners: {clipped} clipped, {refused} refused"
     if any(node.home for node in report.nodes):
         links = Counter(path for node in report.nodes for path in node.links.values())
         # The two ends of a link may have reported different paths at that moment.
