@@ -69,6 +69,8 @@ class Method:
     """The inner optimizer."""
     rate: float = 1.0
     """Factor of the comparison's learning rate."""
+    exchanges: int = 1
+    """Outer steps at the end of a round, one right after another, each with another partner."""
 
     @property
     def traffic(self) -> float:
@@ -82,7 +84,7 @@ class Method:
             return float(FP32_BYTES)
         outer = self.outer
         per_element = encoded_bytes(outer.codec, _MANY, outer.topk) / _MANY
-        return per_element / (self.interval * outer.fragments)
+        return per_element * self.exchanges / (self.interval * outer.fragments)
 
 
 def methods(interval: int = 10) -> tuple[Method, ...]:
@@ -137,6 +139,16 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
             quarter,
             msgspec.structs.replace(plain, drift=0.1),
             optimizer="muon",
+        ),
+        Method("NoLoCo, Muon, plain, int8", "pairs", interval, plain, optimizer="muon"),
+        *(
+            Method(f"NoLoCo, Muon, plain, int8, {words}", "pairs", steps, plain, optimizer="muon", exchanges=exchanges)
+            for words, steps, exchanges in (
+                ("two partners", interval, 2),
+                ("four partners", interval, 4),
+                ("two partners, twice as often", half, 2),
+                ("four partners, half as often", 2 * interval, 4),
+            )
         ),
         Method("plain mean, fp32", "pairs", interval, PlainConfig()),
         Method("plain mean of all, fp32", "all", interval, PlainConfig()),
@@ -274,7 +286,10 @@ def train(
         tokens = np.stack([sampler.batch(step) for sampler in samplers])  # (N, B, T + 1)
         return tokens.reshape(1, -1, tokens.shape[-1]) if is_synchronous else tokens
 
-    play(method, ensemble, batches, lambda step: groups_of(method.group, len(samplers), seed, step), steps, progress)
+    def groups(step: int, exchange: int) -> list[list[int]]:
+        return groups_of(method.group, len(samplers), seed, step, exchange)
+
+    play(method, ensemble, batches, groups, steps, progress)
     return ensemble
 
 
@@ -282,14 +297,15 @@ def play(
     method: Method,
     trainee: Trained,
     batches: Callable[[int], npt.NDArray[np.int64]],
-    groups: Callable[[int], list[list[int]]],
+    groups: Callable[[int, int], list[list[int]]],
     steps: int,
     progress: Callable[[int, Trained], None],
 ) -> None:
     """Take ``steps`` inner steps and a method's outer steps.
 
-    ``batches`` and ``groups`` return what an inner step's number determines. The last inner step ends a round, however
-    short: otherwise the methods would be compared at different distances from an outer step.
+    ``batches`` returns what an inner step's number determines, ``groups`` what that and an exchange's number do. The
+    last inner step ends a round, however short: otherwise the methods would be compared at different distances from an
+    outer step.
     """
     awaited: list[list[int]] | None = None  # the groups of an exchange that goes on while the replicas train
     takes_at = 0  # the inner step after which its outer step is taken
@@ -300,18 +316,20 @@ def play(
             trainee.outer_step(awaited, is_late=True)
             awaited = None
         if method.group in ("all", "pairs") and ((step + 1) % method.interval == 0 or is_last):
-            trainee.contribute(step // method.interval % method.outer.fragments)
-            if method.late and not is_last:
-                awaited, takes_at = groups(step), step + method.late
-            else:
-                trainee.outer_step(groups(step))
+            for exchange in range(method.exchanges):
+                trainee.contribute(step // method.interval % method.outer.fragments)
+                if method.late and not is_last:
+                    awaited, takes_at = groups(step, exchange), step + method.late
+                else:
+                    trainee.outer_step(groups(step, exchange))
         progress(step + 1, trainee)
 
 
-def groups_of(group: Group, num_replicas: int, seed: int, step: int) -> list[list[int]]:
+def groups_of(group: Group, num_replicas: int, seed: int, step: int, exchange: int = 0) -> list[list[int]]:
     """Return one group of all replicas, or random pairs; with an odd number of replicas, one is alone."""
     if group == "all":
         return [list(range(num_replicas))]
-    places = draw(2**62, num_replicas, b"pairs", seed.to_bytes(8, "little"), step.to_bytes(8, "little"))
+    number = step | exchange << 32
+    places = draw(2**62, num_replicas, b"pairs", seed.to_bytes(8, "little"), number.to_bytes(8, "little"))
     order = [int(row) for row in np.argsort(places)]
     return [order[i : i + 2] for i in range(0, num_replicas, 2)]

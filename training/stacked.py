@@ -346,11 +346,11 @@ def train_stacked(
         tokens = np.stack([sampler.batch(step) for trial in trials for sampler in trial.samplers])
         return tokens.reshape(len(trials), -1, tokens.shape[-1]) if is_synchronous else tokens
 
-    def groups(step: int) -> list[list[int]]:
+    def groups(step: int, exchange: int) -> list[list[int]]:
         return [
             [number * num_samplers + row for row in group]
             for number, trial in enumerate(trials)
-            for group in groups_of(method.group, num_samplers, trial.seed, step)
+            for group in groups_of(method.group, num_samplers, trial.seed, step, exchange)
         ]
 
     play(method, stack, batches, groups, steps, progress)

@@ -17,8 +17,10 @@ _EDGES: list[Any] = [
     *(None, True, False, "", "x", "\x00", "\u20ac" * 40, b"", b"\0", b"\xff" * 32, b"\0" * 64, [], [[]], {}, {"": []}),
 ]
 _MAX_NESTING = 1_500
-# Longer lists are not doubled: three doublings in one message would turn a kilobyte into a gigabyte.
+# A list is repeated so many times, if it is no longer than `_MAX_REPEATED_BYTES` then: three repetitions of lists in
+# lists would turn a kilobyte into a gigabyte.
 _MANY = 100
+_MAX_REPEATED_BYTES = 1 << 16
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -101,7 +103,8 @@ def _near(value: Any, rng: random.Random) -> Any:
         case str():
             return rng.choice((value[:-1], value + "x", value * 2, value[::-1]))
         case list():
-            return rng.choice((value * 2, value[::-1], value * _MANY if len(value) < _MANY else value))
+            is_short = len(msgspec.msgpack.encode(value)) * _MANY <= _MAX_REPEATED_BYTES
+            return rng.choice((value * 2, value[::-1], value * _MANY if is_short else value))
         case _:
             return rng.choice(_EDGES)
 
