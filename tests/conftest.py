@@ -6,9 +6,12 @@ import gc
 import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 from farandole.node.base.system.features import WITHOUT_VARIABLE
+
+from . import slow, template
 
 # Tests compare bits: of two processes, or of a whole model and its stages. torch's results depend on the number of
 # threads and on how MKL divides a product, so every process of the tests has one thread and MKL's reproducible mode.
@@ -26,10 +29,26 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long."""
+    items[:] = slow.deal(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
 def pytest_collection_finish() -> None:
     """Set up what processes started by tests inherit, and hide all present objects from the garbage collector."""
     # A test waits for its trainers, which must not yield to other tests: with four tests at once on two cores they got
     # a seventh of a core. A process that runs tests reads the variable at its start, which is earlier.
     os.environ.setdefault(WITHOUT_VARIABLE, "priorities")
+    template.install()
     # Tests and their imports stay until the end: the garbage collector need not scan them each time.
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have the processes of tests that are marked so started, not forked."""
+    template.is_enabled = item.get_closest_marker("started") is None
+
+
+def pytest_sessionfinish() -> None:
+    """End the template."""
+    template.uninstall()

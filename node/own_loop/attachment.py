@@ -179,6 +179,8 @@ class Attachment:
         with self._connect() as connection:
             _connections.add(connection)
             self._connection = connection
+            if self._ended.is_set():  # since the connection was made: there was none yet to hang up
+                return
             channel = TrainerSocket(connection)
             match channel.receive():
                 case Prepare() as prepare:

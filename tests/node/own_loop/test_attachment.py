@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ import torch
 import trio
 from torch import nn
 
+from farandole.node.base.system.endpoint import connect
 from farandole.node.own_loop.attachment import Attachment, Loop, NodeError
 from farandole.node.trainer.script import ScriptDoor, open_script_door
 from farandole.node.trainer.trainer import Trainer, TrainerError
@@ -237,6 +239,20 @@ async def test_a_loop_ends_while_its_node_has_no_use_for_it(tmp_path: Path) -> N
         nursery.start_soon(begin)
         await door.wait()
         await in_thread(attachment.end)
+
+
+async def test_a_loop_ends_at_the_moment_at_which_it_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment = attached(tmp_path, Loop(a_model()))
+
+    def connect_and_end(*arguments: Any) -> socket.socket:
+        connection = connect(*arguments)
+        with suppress(RuntimeError):  # this is the thread whose end it would wait for
+            attachment.end()
+        return connection
+
+    monkeypatch.setattr("farandole.node.own_loop.attachment.connect", connect_and_end)
+    async with open_script_door(tmp_path / "trainer.sock"):
+        await in_thread(attachment.begin)
 
 
 async def test_processes_that_the_loop_forks_do_not_hold_the_connection(tmp_path: Path) -> None:

@@ -1,0 +1,359 @@
+"""Start Python processes as forks of one that has imported everything already.
+
+Tests start a thousand nodes, trainers and commands, and importing takes longer than what most of them do: torch alone
+takes two seconds of a core. So a process of the tests has a *template*: a child that has imported farandole and torch,
+and does nothing else. `install` has `subprocess` send it the commands that run a file, or a module of `_PACKAGES`. The
+template forks, and the fork runs that. All other commands are started as always, and so are those whose
+environment differs in what is read when libraries are loaded (`_READ_EARLY`); `is_enabled` turns it all off, for tests
+that measure processes.
+
+Nothing else differs from a started process: it is a child of who started it (clone(2) with CLONE_PARENT makes it a
+sibling of the template), in its session, group, folder and environment, with its descriptors. It has a template of its
+own, which ends with it.
+
+Linux with glibc alone; elsewhere `install` does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import marshal
+import os
+import platform
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+IMPORTED: Final = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.run", "farandole.node.own_loop.attachment"),
+    *("farandole.node.cli", "farandole.node.daemon", "farandole.node.relay_node"),
+    *("farandole.node.trainer_process.main", "farandole.node.trainer_process.process"),
+    *("farandole.node.trainer_process.engines", "farandole.training.device", "farandole.training.determinism"),
+    *("farandole.testnet.cli", "farandole.testnet.launch"),
+)
+_PACKAGES: Final = ("farandole", "tests", "torch.distributed.run")
+"""Modules, and packages of modules, that are run by forks."""
+# Beginnings of names of variables that Python, the C library, torch, or modules of farandole read when they are loaded.
+_READ_EARLY: Final = (
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "MKL_CBWR", "CUDA", "CUBLAS", "TORCH_LOGS", "KMP_", "GOMP_", "LANG", "LC_"),
+    *("TZ", "TERM", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "LIBP2P_", "_FARANDOLE_WITHOUT"),
+)
+# Changes of it need no other process: output streams are made anew.
+_READ_LATE: Final = "PYTHONUNBUFFERED"
+_MAX_REQUEST_BYTES: Final = 1 << 17
+_MAX_DESCRIPTORS: Final = 64
+# Of clone(2); its number by architecture.
+_CLONE_PARENT: Final = 0x8000
+_CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
+# The C library's record of a thread holds the thread's number, within this many bytes.
+_THREAD_RECORD_BYTES: Final = 1_024
+# Descriptors of a request are kept here until the wanted numbers are free.
+_FREE_FROM: Final = 500
+
+is_enabled = True
+"""Whether processes are forked."""
+
+
+class Job(NamedTuple):
+    """What a fork runs, and as what."""
+
+    options: list[str]
+    """Of Python."""
+    program: str
+    """A module, or the path of a file."""
+    arguments: list[str]
+    folder: str
+    environment: dict[bytes, bytes]
+    descriptors: list[int]
+    """The numbers that the descriptors of the request shall have."""
+    starts_session: bool
+    group: int
+    mask: int
+    ignores_interrupts: bool
+
+
+class Template:
+    """A connection with a template."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        environment: Mapping[bytes, bytes],
+        process: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        """``environment``: that in which it imported. ``process``: itself, if it is no fork; it ends unasked."""
+        self._connection = connection
+        self._process = process
+        self._environment = _read_early(environment)
+        self._lock = threading.Lock()  # `trio` starts processes in threads
+
+    def close(self) -> None:
+        """End the template; its forks go on."""
+        self._connection.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def fork(self, job: Job, descriptors: list[int]) -> int | None:
+        """Return the id of the process, or None if the template cannot make it."""
+        if _read_early(job.environment) != self._environment or len(descriptors) > _MAX_DESCRIPTORS:
+            return None
+        request = marshal.dumps(tuple(job))
+        if len(request) > _MAX_REQUEST_BYTES:
+            return None
+        try:
+            with self._lock:
+                socket.send_fds(self._connection, [request], descriptors)
+                answer = self._connection.recv(8)
+        except OSError:
+            return None
+        return int.from_bytes(answer, "big") or None
+
+
+_template: Template | None = None
+_start_process: Any = getattr(subprocess, "_fork_exec", None)
+
+
+def install() -> None:
+    """Have `subprocess` fork where it can. The template is started with the first process."""
+    if sys.platform == "linux" and _CLONE is not None and _start_process is not None:
+        subprocess._fork_exec = _fork_or_start  # type: ignore[attr-defined]
+
+
+def uninstall() -> None:
+    """Start processes as always; the template ends."""
+    global _template
+    if _start_process is not None:
+        subprocess._fork_exec = _start_process  # type: ignore[attr-defined]
+    if _template is not None:
+        _template.close()
+        _template = None
+
+
+def _fork_or_start(
+    command: list[str | bytes],
+    executables: tuple[bytes, ...],
+    close_descriptors: bool,
+    kept: tuple[int, ...],
+    folder: str | bytes | None,
+    environment: list[bytes] | None,
+    *rest: Any,
+) -> int:
+    """Take the place of `subprocess._fork_exec`, which returns the id of the process."""
+    streams, (error_pipe, _, starts_session, group, *identity) = (rest[0], rest[3], rest[5]), rest[7:]
+    *_, mask, prepare, _ = identity
+    words = [os.fsdecode(word) for word in command]
+    options, program, arguments = _parts_of(words)
+    if is_enabled and program and close_descriptors and prepare is None and identity[:3] == [None, None, None]:
+        targets = {number: given if given >= 0 else number for number, given in enumerate(streams)}
+        targets |= {number: number for number in kept if number != error_pipe}
+        entries = os.environb.items() if environment is None else (each.split(b"=", 1) for each in environment)
+        job = Job(
+            options,
+            program,
+            arguments,
+            os.fsdecode(folder or os.getcwd()),
+            dict(entries),
+            list(targets),
+            starts_session,
+            group,
+            mask if mask >= 0 else _mask(),
+            signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+        )
+        if (pid := _the_template().fork(job, list(targets.values()))) is not None:
+            return pid
+    pid = _start_process(command, executables, close_descriptors, kept, folder, environment, *rest)
+    return int(pid)
+
+
+def _parts_of(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """Return Python's options, the program and its arguments; no program if it is not for a fork."""
+    nothing: tuple[list[str], str, list[str]] = ([], "", [])
+    if words[:1] != [sys.executable]:
+        return nothing
+    options, rest = [], words[1:]
+    while rest[:1] in (["-P"], ["-u"]) or rest[:2] == ["-W", "always"]:
+        options.append(rest.pop(0))
+        if options[-1] == "-W":
+            options.append(rest.pop(0))
+    match rest:
+        case ["-m", module, *arguments] if module in _PACKAGES or module.startswith(tuple(f"{p}." for p in _PACKAGES)):
+            return options, module, arguments
+        case [path, *arguments] if path.endswith(".py") and path != __file__:
+            return options, path, arguments
+    return nothing
+
+
+def _read_early(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    beginnings = tuple(os.fsencode(name) for name in _READ_EARLY)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(beginnings) and name != os.fsencode(_READ_LATE)
+    }
+
+
+def _mask() -> int:
+    mask = os.umask(0o77)
+    os.umask(mask)
+    return mask
+
+
+def _the_template() -> Template:
+    """Return this process's template; start it if there is none."""
+    global _template
+    if _template is None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-P", str(Path(__file__)), str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        _template = Template(ours, dict(os.environb), process)
+    return _template
+
+
+def main() -> None:
+    """Run as a template, and then, in each fork, as what it is asked for."""
+    global _template
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
+    began_with = dict(os.environb)
+    for name in IMPORTED:
+        __import__(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("an import has started a thread, which forks would lack")  # processes are started as always
+    gc.collect()
+    gc.freeze()  # a fork shares the memory of what stays unchanged
+    job = _serve(connection)
+    while "trainer_process" not in job.program:  # it may start others
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            theirs.close()
+            _template = Template(ours, began_with)
+            install()
+            break
+        ours.detach()
+        _keep_open([theirs.fileno()], "/dev/null")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        job = _serve(theirs)
+    sys.argv = [job.program, *job.arguments]
+    warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)  # it is there, and is run again
+    try:
+        if job.program.endswith(".py"):
+            runpy.run_path(job.program, run_name="__main__")
+        else:
+            runpy.run_module(job.program, run_name="__main__", alter_sys=True)
+    except SystemExit as exit_asked:
+        _end(exit_asked.code)
+    _end(None)
+
+
+def _end(code: object) -> NoReturn:
+    """End as `sys.exit` does, without taking apart all that is imported, which takes longer than most commands."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
+
+
+def _serve(connection: socket.socket) -> Job:
+    """Fork for each request until the parent has ended; return, in each fork, what it is to run."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS)
+        if not request:
+            os._exit(0)
+        pid = _fork_for_parent()
+        if pid == 0:
+            job = Job(*marshal.loads(request))
+            connection.detach()  # `_become` closes it
+            _become(job, descriptors)
+            return job
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.send(max(pid, 0).to_bytes(8, "big"))
+
+
+def _fork_for_parent() -> int:
+    """Fork; the new process is a child of this one's parent. Return as `os.fork` does, or -1."""
+    number, record = threading.get_native_id(), threading.get_ident()
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid = int(python.syscall(_CLONE, ctypes.c_long(_CLONE_PARENT | signal.SIGCHLD), *[ctypes.c_long(0)] * 4))
+    if pid == 0:
+        # The C library's fork does this, too. It believes in the number when it sends signals to the own thread.
+        fields = (ctypes.c_int * (_THREAD_RECORD_BYTES // 4)).from_address(record)
+        for place, field in enumerate(fields):
+            if field == number:
+                fields[place] = os.getpid()
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    return pid
+
+
+def _become(job: Job, descriptors: list[int]) -> None:
+    """Make this process what it would be if it had been started."""
+    import fcntl
+
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE_FROM) for each in descriptors]
+    for descriptor, number in zip(moved, job.descriptors, strict=True):
+        os.dup2(descriptor, number)
+    _keep_open([number for number in job.descriptors if number > 2])
+    if job.starts_session:
+        os.setsid()
+    if job.group >= 0:
+        os.setpgid(0, job.group)
+    os.chdir(job.folder)
+    os.umask(job.mask)
+    for name in [name for name in os.environb if name not in job.environment]:
+        del os.environb[name]
+    os.environb.update(job.environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if job.ignores_interrupts else signal.default_int_handler)
+    if "-P" not in job.options:
+        sys.path.insert(0, str(Path(job.program).resolve().parent) if job.program.endswith(".py") else job.folder)
+    if "-W" in job.options:
+        sys.warnoptions.append("always")
+        warnings.simplefilter("always")
+    is_unbuffered = "-u" in job.options or os.environ.get(_READ_LATE, "") != ""
+    sys.stdin = sys.__stdin__ = _text(0, "r", is_unbuffered=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _text(1, "w", is_unbuffered=is_unbuffered)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _text(2, "w", is_unbuffered=is_unbuffered)  # type: ignore[misc]
+
+
+def _text(number: int, mode: str, *, is_unbuffered: bool) -> io.TextIOWrapper:
+    """Open a standard stream as Python does when it starts."""
+    raw = open(number, f"{mode}b", buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
+    errors = "backslashreplace" if number == 2 else "strict"
+    is_by_line = number == 2 or os.isatty(number)
+    return io.TextIOWrapper(raw, "utf-8", errors, line_buffering=is_by_line, write_through=is_unbuffered)
+
+
+def _keep_open(kept: list[int], streams: str = "") -> None:
+    """Close all descriptors but the standard streams, or open these anew, and those to keep."""
+    first = 3
+    for number in sorted(kept):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, max(1 << 12, _FREE_FROM * 4))
+    if streams:
+        with open(streams, "r+b", buffering=0) as nothing:
+            for number in range(3):
+                os.dup2(nothing.fileno(), number)
+
+
+if __name__ == "__main__":
+    main()
