@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from farandole.node.base.system.features import WITHOUT_VARIABLE
 
-from . import slow, template
+from . import template
 
 # Tests compare bits: of two processes, or of a whole model and its stages. torch's results depend on the number of
 # threads and on how MKL divides a product, so every process of the tests has one thread and MKL's reproducible mode.
@@ -27,11 +27,6 @@ def pytest_configure() -> None:
     """Let Ctrl-C reach the programs under test: a shell makes background jobs ignore it, and children inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long."""
-    items[:] = slow.deal(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def pytest_collection_finish() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import io
 import marshal
@@ -58,7 +59,7 @@ _CLONE_PARENT: Final = 0x8000
 _CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 # The C library's record of a thread holds the thread's number, within this many bytes.
 _THREAD_RECORD_BYTES: Final = 1_024
-# Descriptors of a request are kept here until the wanted numbers are free.
+# Descriptors of a request are kept from here on until the wanted numbers are free; so is a fork's own template.
 _FREE_FROM: Final = 500
 
 is_enabled = True
@@ -121,11 +122,13 @@ class Template:
 
 
 _template: Template | None = None
+_template_environment: dict[bytes, bytes] = {}
 _start_process: Any = getattr(subprocess, "_fork_exec", None)
 
 
 def install() -> None:
-    """Have `subprocess` fork where it can. The template is started with the first process."""
+    """Have `subprocess` fork where it can. The first process starts the template, in the environment of now."""
+    _template_environment.update(os.environb)
     if sys.platform == "linux" and _CLONE is not None and _start_process is not None:
         subprocess._fork_exec = _fork_or_start  # type: ignore[attr-defined]
 
@@ -216,8 +219,10 @@ def _the_template() -> Template:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-P", str(Path(__file__)), str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        _template = Template(ours, dict(os.environb), process)
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_template_environment
+            )
+        _template = Template(ours, _template_environment, process)
     return _template
 
 
@@ -238,7 +243,9 @@ def main() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork():
             theirs.close()
-            _template = Template(ours, began_with)
+            high = socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, _FREE_FROM))
+            ours.close()
+            _template = Template(high, began_with)
             install()
             break
         ours.detach()
@@ -307,8 +314,6 @@ def _fork_for_parent() -> int:
 
 def _become(job: Job, descriptors: list[int]) -> None:
     """Make this process what it would be if it had been started."""
-    import fcntl
-
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE_FROM) for each in descriptors]
     for descriptor, number in zip(moved, job.descriptors, strict=True):
         os.dup2(descriptor, number)

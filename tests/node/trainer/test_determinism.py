@@ -16,6 +16,8 @@ from ...patience import PATIENCE
 from ..small_runs import small_manifest
 from ..trainer_commands import prepare_for
 
+pytestmark = pytest.mark.started  # libraries read the number of threads when they are loaded
+
 # Products large enough to be divided among threads.
 MODEL = {"num_layers": 2, "width": 64, "num_heads": 2, "hidden": 128, "context": 512, "vocabulary": 256}
 STEPS = 3

@@ -14,6 +14,8 @@ from farandole.protocol.parts import parts_of
 from farandole.protocol.presets import preset
 from farandole.testnet.bench.memory import GPU, HOST, Way, held_by, run
 
+pytestmark = pytest.mark.started  # a fork shares memory
+
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_gpu_holds_what_inner_steps_need_and_the_rest_where_it_is_asked_to(codec: Codec) -> None:
