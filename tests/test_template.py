@@ -14,6 +14,8 @@ import pytest
 
 from . import template
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forks on Linux alone")
+
 ROOT = Path(__file__).parents[1]
 PROBE = "tests.process_probe"
 
