@@ -170,8 +170,12 @@ async def _listen(door: ScriptDoor, endpoint: Endpoint) -> None:
     slots = trio.CapacityLimiter(MAX_WAITING)
 
     async def greet(connection: trio.SocketStream) -> None:
-        async with slots:
-            await door.let_in(connection, endpoint.token)
+        try:
+            async with slots:
+                await door.let_in(connection, endpoint.token)
+        except BaseException:  # cancelled: nobody has taken it
+            connection.socket.close()
+            raise
 
     async with trio.open_nursery() as nursery:
         while True:
