@@ -157,13 +157,13 @@ async def open_script_door(path: Path) -> AsyncIterator[ScriptDoor]:
     door = ScriptDoor()
     with bound_endpoint(path) as endpoint:
         endpoint.listener.listen(MAX_WAITING)
-        async with open_service_nursery() as nursery:
-            nursery.start_soon(_listen, door, endpoint)
-            try:
+        try:
+            async with open_service_nursery() as nursery:
+                nursery.start_soon(_listen, door, endpoint)
                 yield door
-            finally:
-                with trio.CancelScope(shield=True):  # it closes a socket, and waits for nothing
-                    await door.close()
+        finally:  # once no further loop is let in
+            with trio.CancelScope(shield=True):  # it closes a socket, and waits for nothing
+                await door.close()
 
 
 async def _listen(door: ScriptDoor, endpoint: Endpoint) -> None:
