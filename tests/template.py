@@ -52,8 +52,10 @@ _READ_EARLY: Final = (
 )
 # Changes of it need no other process: output streams are made anew.
 _READ_LATE: Final = "PYTHONUNBUFFERED"
+# A request is an environment and a few words, with the descriptors that a trainer inherits. Larger ones are started.
 _MAX_REQUEST_BYTES: Final = 1 << 17
 _MAX_DESCRIPTORS: Final = 64
+_PID_BYTES: Final = 8
 # Of clone(2); its number by architecture.
 _CLONE_PARENT: Final = 0x8000
 _CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
@@ -61,6 +63,8 @@ _CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _THREAD_RECORD_BYTES: Final = 1_024
 # Descriptors of a request are kept from here on until the wanted numbers are free; so is a fork's own template.
 _FREE_FROM: Final = 500
+# Higher numbers are not in use: few descriptors are open at a time.
+_END_OF_DESCRIPTORS: Final = 4_096
 
 is_enabled = True
 """Whether processes are forked."""
@@ -115,7 +119,7 @@ class Template:
         try:
             with self._lock:
                 socket.send_fds(self._connection, [request], descriptors)
-                answer = self._connection.recv(8)
+                answer = self._connection.recv(_PID_BYTES)
         except OSError:
             return None
         return int.from_bytes(answer, "big") or None
@@ -130,14 +134,14 @@ def install() -> None:
     """Have `subprocess` fork where it can. The first process starts the template, in the environment of now."""
     _template_environment.update(os.environb)
     if sys.platform == "linux" and _CLONE is not None and _start_process is not None:
-        subprocess._fork_exec = _fork_or_start  # type: ignore[attr-defined]
+        subprocess._fork_exec = _fork_or_start  # type: ignore[attr-defined]  # what `Popen` calls has no public name
 
 
 def uninstall() -> None:
     """Start processes as always; the template ends."""
     global _template
     if _start_process is not None:
-        subprocess._fork_exec = _start_process  # type: ignore[attr-defined]
+        subprocess._fork_exec = _start_process  # type: ignore[attr-defined]  # as above
     if _template is not None:
         _template.close()
         _template = None
@@ -266,7 +270,7 @@ def main() -> None:
 
 def _end(code: object) -> NoReturn:
     """End as `sys.exit` does, without taking apart all that is imported, which takes longer than most commands."""
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of Python does
     atexit._run_exitfuncs()
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
@@ -291,7 +295,7 @@ def _serve(connection: socket.socket) -> Job:
             return job
         for descriptor in descriptors:
             os.close(descriptor)
-        connection.send(max(pid, 0).to_bytes(8, "big"))
+        connection.send(max(pid, 0).to_bytes(_PID_BYTES, "big"))
 
 
 def _fork_for_parent() -> int:
@@ -334,6 +338,7 @@ def _become(job: Job, descriptors: list[int]) -> None:
         sys.warnoptions.append("always")
         warnings.simplefilter("always")
     is_unbuffered = "-u" in job.options or os.environ.get(_READ_LATE, "") != ""
+    # The types say that the originals never change; here they belong to the template.
     sys.stdin = sys.__stdin__ = _text(0, "r", is_unbuffered=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _text(1, "w", is_unbuffered=is_unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2, "w", is_unbuffered=is_unbuffered)  # type: ignore[misc]
@@ -341,7 +346,7 @@ def _become(job: Job, descriptors: list[int]) -> None:
 
 def _text(number: int, mode: str, *, is_unbuffered: bool) -> io.TextIOWrapper:
     """Open a standard stream as Python does when it starts."""
-    raw = open(number, f"{mode}b", buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
+    raw = open(number, f"{mode}b", buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115  # open until the end
     errors = "backslashreplace" if number == 2 else "strict"
     is_by_line = number == 2 or os.isatty(number)
     return io.TextIOWrapper(raw, "utf-8", errors, line_buffering=is_by_line, write_through=is_unbuffered)
@@ -353,7 +358,7 @@ def _keep_open(kept: list[int], streams: str = "") -> None:
     for number in sorted(kept):
         os.closerange(first, number)
         first = number + 1
-    os.closerange(first, max(1 << 12, _FREE_FROM * 4))
+    os.closerange(first, _END_OF_DESCRIPTORS)
     if streams:
         with open(streams, "r+b", buffering=0) as nothing:
             for number in range(3):

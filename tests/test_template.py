@@ -22,7 +22,6 @@ PROBE = "tests.process_probe"
 
 def both(monkeypatch: pytest.MonkeyPatch, command: list[str], **options: Any) -> list[subprocess.CompletedProcess[str]]:
     """Run a command as a fork, and as a started process."""
-    template.install()
     completed = []
     for is_fork in (True, False):
         monkeypatch.setattr(template, "is_enabled", is_fork)
@@ -67,7 +66,6 @@ def test_a_fork_ends_as_a_started_process_does(words: str, monkeypatch: pytest.M
 
 
 def test_a_fork_is_killed_and_waited_for() -> None:
-    template.install()
     with subprocess.Popen([sys.executable, "-m", "farandole.testnet.leash"], stdin=subprocess.PIPE) as process:
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL

@@ -70,7 +70,7 @@ class Method:
     rate: float = 1.0
     """Factor of the comparison's learning rate."""
     exchanges: int = 1
-    """Outer steps at the end of a round, one right after another, each with another partner."""
+    """Outer steps at the end of a round, one right after another, each with another partner; 1 where ``late``."""
 
     @property
     def traffic(self) -> float:
