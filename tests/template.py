@@ -82,6 +82,8 @@ class Job(NamedTuple):
     environment: dict[bytes, bytes]
     descriptors: list[int]
     """The numbers that the descriptors of the request shall have."""
+    error_pipe: int
+    """One of them. `Popen` returns once it is closed: then signals to the new process's group reach it."""
     starts_session: bool
     group: int
     mask: int
@@ -163,7 +165,7 @@ def _fork_or_start(
     options, program, arguments = _parts_of(words)
     if is_enabled and program and close_descriptors and prepare is None and identity[:3] == [None, None, None]:
         targets = {number: given if given >= 0 else number for number, given in enumerate(streams)}
-        targets |= {number: number for number in kept if number != error_pipe}
+        targets |= {number: number for number in kept}
         entries = os.environb.items() if environment is None else (each.split(b"=", 1) for each in environment)
         job = Job(
             options,
@@ -172,6 +174,7 @@ def _fork_or_start(
             os.fsdecode(folder or os.getcwd()),
             dict(entries),
             list(targets),
+            error_pipe,
             starts_session,
             group,
             mask if mask >= 0 else _mask(),
@@ -342,6 +345,7 @@ def _become(job: Job, descriptors: list[int]) -> None:
     sys.stdin = sys.__stdin__ = _text(0, "r", is_unbuffered=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _text(1, "w", is_unbuffered=is_unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2, "w", is_unbuffered=is_unbuffered)  # type: ignore[misc]
+    os.close(job.error_pipe)
 
 
 def _text(number: int, mode: str, *, is_unbuffered: bool) -> io.TextIOWrapper:

@@ -71,6 +71,14 @@ def test_a_fork_is_killed_and_waited_for() -> None:
         assert process.wait() == -signal.SIGKILL
 
 
+def test_a_fork_leads_its_group_before_anybody_knows_its_number() -> None:
+    for _ in range(20):
+        command = [sys.executable, "-m", PROBE, "about"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, start_new_session=True) as process:
+            os.killpg(process.pid, signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+
+
 def test_what_libraries_read_when_they_are_loaded_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "is_enabled", True)
     command = [sys.executable, "-m", PROBE, "about"]
