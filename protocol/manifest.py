@@ -29,6 +29,8 @@ from .slices import NUM_PARTS, PART_BYTES
 # A manifest holds settings, not data: 64 fields of at most a few hundred bytes each, and for one's own module without
 # sections the shapes of some 1,000 parameters. Checked before anything is parsed.
 MAX_MANIFEST_BYTES = 64 * 1024
+# Each partner halves the variance between members: after eight it is a 256th, and inner steps wait for each exchange.
+MAX_PARTNERS = 8
 RUN_ID_BYTES = 32
 _DOMAIN = b"farandole/manifest/1"
 
@@ -154,6 +156,12 @@ class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From the end of the inner steps, the longest that a node waits for a partner and its contribution."""
     overlap: bool = False
     """Whether the next round's inner steps go on during the exchange; the outer step then comes that much later."""
+    partners: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTNERS)] = 1
+    """Partners that a node meets one after another once its inner steps end. Each meeting counts as a round."""
+
+    def takes_steps(self, round_index: int) -> bool:
+        """Return whether a round has inner steps; otherwise it is another meeting right after the round before."""
+        return round_index % self.partners == 0
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -343,12 +351,22 @@ def _problems(manifest: Manifest) -> list[str]:
         )
     if manifest.audits:
         problems += [f"audits = {manifest.audits:g} {problem}" for problem in _problems_of_audits(manifest)]
-    return [*problems, *_problems_of_rounds(rounds)]
+    return [*problems, *_problems_of_rounds(manifest)]
 
 
-def _problems_of_rounds(rounds: RoundConfig) -> Iterator[str]:
+def _problems_of_rounds(manifest: Manifest) -> Iterator[str]:
+    rounds, model = manifest.rounds, manifest.model
     if not rounds.inner_steps and not rounds.round_seconds:
         yield "rounds.inner_steps and rounds.round_seconds are both 0: a round would never end"
+    if rounds.partners == 1:
+        return
+    several = f"rounds.partners is {rounds.partners}"
+    if rounds.overlap:
+        yield f"{several}, and rounds.overlap is true: one exchange can overlap with inner steps, not several"
+    if model.num_stages > 1 or model.external is not None:
+        yield f"{several}: that needs a built-in model or a Hugging Face one, not cut into stages"
+    if manifest.outer.fragments > 1:
+        yield f"{several}, and outer.fragments is {manifest.outer.fragments}: with fragments, take shorter rounds instead"
 
 
 def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterator[str]:
@@ -372,8 +390,8 @@ def _problems_of_audits(manifest: Manifest) -> Iterator[str]:
         yield "needs inner.deterministic = true: otherwise two replays of one round differ"
     if manifest.model.num_stages > 1 or manifest.model.own is not None or manifest.model.hf is not None:
         yield "needs farandole's own model, not cut into stages: others may draw random numbers as they train"
-    if manifest.rounds.overlap or manifest.data.epochs:
-        yield "needs rounds without overlap, and data without epochs"
+    if manifest.rounds.overlap or manifest.rounds.partners > 1 or manifest.data.epochs:
+        yield "needs rounds without overlap and with one partner, and data without epochs"
     if manifest.outer.codec == "topk":
         yield "has no replay of the codec topk"
     if manifest.outer.own_vectors:  # they are in contributions, and nothing that a round's author commits to has them

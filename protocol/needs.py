@@ -175,7 +175,7 @@ def busy_share(rounds: RoundConfig, seconds: float) -> float | None:
     """
     if not rounds.round_seconds:
         return None
-    waits = max(0.0, seconds - rounds.round_seconds) if rounds.overlap else seconds
+    waits = max(0.0, seconds - rounds.round_seconds) if rounds.overlap else rounds.partners * seconds
     return rounds.round_seconds / (rounds.round_seconds + waits)
 
 

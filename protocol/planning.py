@@ -92,9 +92,12 @@ class Plan:
 
     @property
     def period(self) -> float:
-        """Return the seconds in which every parameter is averaged once; infinity if rounds have no length."""
+        """Return the seconds in which every parameter is averaged with each partner of a round once.
+
+        Infinity if rounds have no length.
+        """
         rounds = self.manifest.rounds
-        wait = 0.0 if rounds.overlap else self.seconds
+        wait = 0.0 if rounds.overlap else rounds.partners * self.seconds
         length = rounds.round_seconds + wait if rounds.round_seconds else math.inf
         return self.manifest.outer.fragments * length
 
@@ -242,10 +245,12 @@ def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan
         exchange = max(defaults.exchange_seconds, _step(seconds / TRANSFER_SHARE))
         rounds = msgspec.structs.replace(rounds, exchange_seconds=exchange)
     if "rounds.overlap" not in given:
-        is_late = seconds > OVERLAP_FROM * defaults.round_seconds and not manifest.audits
+        may_be_late = not manifest.audits and rounds.partners == 1
+        is_late = may_be_late and seconds > OVERLAP_FROM * defaults.round_seconds
         rounds = msgspec.structs.replace(rounds, overlap=is_late)
     if "rounds.round_seconds" not in given and not rounds.inner_steps:
-        least = rounds.exchange_seconds if rounds.overlap else seconds * GOOD_BUSY_SHARE / (1 - GOOD_BUSY_SHARE)
+        wait = rounds.partners * seconds
+        least = rounds.exchange_seconds if rounds.overlap else wait * GOOD_BUSY_SHARE / (1 - GOOD_BUSY_SHARE)
         rounds = msgspec.structs.replace(rounds, round_seconds=max(defaults.round_seconds, _step(least)))
     return judge(msgspec.structs.replace(manifest, rounds=rounds), machine)
 

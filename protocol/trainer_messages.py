@@ -88,6 +88,8 @@ class Train(msgspec.Struct, frozen=True, tag=True):
 
     round: int
     max_steps: int
+    takes_steps: bool = True
+    """False: contribute at once, to another partner (`RoundConfig.partners`)."""
 
 
 class UseFragment(msgspec.Struct, frozen=True, tag=True):

@@ -427,14 +427,16 @@ class TrainingLoop:
     def _train(self, round_index: int) -> None:
         """Have the trainer take the inner steps of a round."""
         rounds = self.config.manifest.rounds
+        takes_steps = rounds.takes_steps(round_index)
         self._change(
             round=round_index,
-            round_steps=rounds.inner_steps,
-            round_seconds=rounds.round_seconds,
+            round_steps=rounds.inner_steps if takes_steps else 0,
+            round_seconds=rounds.round_seconds if takes_steps else 0.0,
             inner_steps_this_round=0,
         )
-        self._enter("training", f"inner steps of round {round_index}")
-        self._tell(messages.Train(round_index, rounds.inner_steps))
+        what = "inner steps" if takes_steps else "another partner"
+        self._enter("training", f"{what} of round {round_index}")
+        self._tell(messages.Train(round_index, rounds.inner_steps, takes_steps))
         self._tell_pipeline(RoundBegan(round_index, rounds.inner_steps, self._is_followed(round_index)))
 
     def _is_followed(self, round_index: int) -> bool:
@@ -474,11 +476,12 @@ class TrainingLoop:
         self._change(
             inner_steps=report.inner_steps,
             inner_steps_this_round=report.inner_steps_this_round,
-            tokens_per_second=report.tokens_this_round / max(report.seconds, 1e-9),
             utilisation=report.utilisation,
             recent_utilisation=life.note_busy(report.busy_seconds, now) or self.training.recent_utilisation,
         )
         self._count_tokens(life, report.tokens)
+        if self.config.manifest.rounds.takes_steps(report.round):
+            self._change(tokens_per_second=report.tokens_this_round / max(report.seconds, 1e-9))
         if report.busy_seconds:
             self._change(speed=report.tokens_this_round / report.busy_seconds)
         if report.loss is not None:

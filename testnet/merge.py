@@ -53,12 +53,16 @@ def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes
             for name in sorted(file.keys()):
                 holders[name].append(path)
     vectors = {vector: torch.empty(layout.num_elements) for vector in sorted({n.partition("/")[0] for n in holders})}
+    merged: dict[str, Tensor] = {}
     deviation = squares = 0.0
     for vector, flat in vectors.items():
         for name, view in layout.views(flat).items():
             tensor = f"{vector}/{name}"
             if tensor not in holders:
-                raise CheckpointError(f"no replica has saved {name}: nobody held its stage at the end")
+                if vector == SLOW:
+                    raise CheckpointError(f"no replica has saved {name}: nobody held its stage at the end")
+                continue  # the inner optimizer keeps none for this parameter
+            merged[tensor] = view
             if vector != SLOW:
                 view.copy_(_tensor(holders[tensor][0], tensor))
                 continue
@@ -69,7 +73,7 @@ def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes
     with safe_open(checkpoints[0], framework="pt") as file:
         metadata = file.metadata()
     counters = Counters(*(int(metadata[name]) for name in ("round", "steps", "tokens")))
-    save_checkpoint(out, layout.tensors(vectors), layout, run_id, counters)
+    save_checkpoint(out, merged, layout, run_id, counters)
     return deviation / layout.num_elements / math.sqrt(squares / layout.num_elements)
 
 

@@ -223,7 +223,7 @@ class _World:
     def coherence(self) -> float:
         alive = [node.trainer for node in self.nodes.values() if node.is_alive]
         period = statistics.fmean(trainer.period for trainer in alive)
-        return abs(sum(cmath.exp(2j * math.pi * trainer.started_at / period) for trainer in alive)) / len(alive)
+        return abs(sum(cmath.exp(2j * math.pi * trainer.steps_started_at / period) for trainer in alive)) / len(alive)
 
     def disagree(self, beliefs: dict[bytes, bool]) -> bool:
         """Return whether two living nodes disagree on a session that both are done with."""
@@ -319,9 +319,11 @@ class _Trainer:
 
     def __init__(self, simulation: Simulation, rounds: RoundConfig, step_seconds: float, node: _Node) -> None:
         self.started_at = simulation.now
-        """When the inner steps of this round began."""
+        """When this round began."""
+        self.steps_started_at = simulation.now
+        """When its inner steps began, or those of the round before."""
         self.period = rounds.round_seconds or 1.0
-        """Seconds between the starts of the last two rounds."""
+        """Seconds between the last two such times."""
         self.inner_seconds = self.inner_seconds_before = 0.0
         """Seconds spent in inner steps: in all, and before the present round."""
         self.steps = self.steps_before = 0
@@ -341,8 +343,8 @@ class _Trainer:
     def obey(self, command: messages.Command) -> None:
         """Carry out a command of the training loop."""
         match command:
-            case messages.Train(round_index):
-                self._start_steps(round_index)
+            case messages.Train(round_index, takes_steps=takes_steps):
+                self._start_round(round_index, takes_steps=takes_steps)
             case messages.FinishRound():
                 steps = math.ceil((self._simulation.now - self.started_at) / self._step_seconds)
                 self._end_steps_at(self.started_at + steps * self._step_seconds)
@@ -352,13 +354,17 @@ class _Trainer:
                 delay = 0.0 if self._rounds.overlap else OUTER_STEP_SECONDS
                 self._simulation.call_after(delay, partial(self._take_outer_step, round_index))
 
-    def _start_steps(self, round_index: int) -> None:
+    def _start_round(self, round_index: int, *, takes_steps: bool) -> None:
         now = self._simulation.now
-        if self._round >= 0:
-            self.period = now - self.started_at
+        if takes_steps:
+            if self._round >= 0:
+                self.period = now - self.steps_started_at
+            self.steps_started_at = now
         self._round, self.started_at = round_index, now
         self.inner_seconds_before, self.steps_before = self.inner_seconds, self.steps
-        if self._rounds.inner_steps:
+        if not takes_steps:
+            self._end_steps_at(now)
+        elif self._rounds.inner_steps:
             self._end_steps_at(now + self._rounds.inner_steps * self._step_seconds)
 
     def _end_steps_at(self, at: float) -> None:
@@ -377,8 +383,9 @@ class _Trainer:
         self._steps_ended_at = None
         self.inner_seconds += ended_at - self.started_at
         self._awaits_outcome = True
-        seconds = max(ended_at - self.started_at, self._step_seconds)
-        steps = max(1, round(seconds / self._step_seconds))
+        takes_steps = self._rounds.takes_steps(self._round)
+        seconds = max(ended_at - self.started_at, self._step_seconds if takes_steps else 0.0)
+        steps = max(1, round(seconds / self._step_seconds)) if takes_steps else 0
         self.steps += steps
         self._node.contribute(
             messages.Contributed(self._round, 0, steps, steps, steps, steps, None, seconds, self.fragment, 1.0)

@@ -65,6 +65,8 @@ class _RoundEnd:
     """Sum of the learning rates of the inner steps behind the contribution; 0 if it is unknown."""
     rates_total: float
     """`RateSums.total` at the contribution."""
+    has_steps: bool
+    """Whether inner steps were taken since the contribution before."""
     movement: float | None = None
     """The value of `Partner.movement`, cached on first use."""
 
@@ -119,6 +121,8 @@ class FlatReplica(Engine):
         self._partner = PartnerContribution(decoder, rule_of(screening))
         self._rates = RateSums(outer.fragments)
         self._round_end: _RoundEnd | None = None
+        self._contributed_at = 0  # inner steps taken until the last contribution
+        self._last_movement = 0.0  # of the last round with inner steps whose movement was computed
         self._snapshots: SnapshotMemory | None = None
         self._starts: SnapshotMemory | None = None
 
@@ -175,7 +179,8 @@ class FlatReplica(Engine):
         frozen = self._outer.contributor.freeze(self.layout.fragment(fragment, self._outer.settings.fragments))
         rates = self._rates.since(fragment)
         total = self._rates.total
-        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round, rates, total)
+        has_steps, self._contributed_at = self.steps > self._contributed_at, self.steps
+        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round, rates, total, has_steps)
         self._partner.expect(None)
         return self._outer.contributor.form.size(len(frozen.theta))
 
@@ -225,14 +230,17 @@ class FlatReplica(Engine):
         """See `Partner.movement`; computed once for each contribution."""
         ended = self._round_end
         assert ended is not None
+        if not ended.has_steps:
+            return self._last_movement
         if ended.movement is None:
-            ended.movement = self._outer.distance_to_slow(ended.contribution)
+            ended.movement = self._last_movement = self._outer.distance_to_slow(ended.contribution)
         return ended.movement
 
     def _alignment(self, contribution: Tensor) -> float:
         """See `Partner.alignment`, with a contribution (n,)."""
-        assert self._round_end is not None
-        return self._outer.alignment(self._round_end.contribution, contribution)
+        ended = self._round_end
+        assert ended is not None
+        return self._outer.alignment(ended.contribution, contribution) if ended.has_steps else 0.0
 
     def _usual_movement(self) -> float:
         """Return the median movement of the last `WINDOW` rounds that ended with an exchange.
@@ -248,6 +256,8 @@ class FlatReplica(Engine):
 
     def _loss_before(self) -> float | None:
         """See `Partner.loss_before`."""
+        if self._round_end is not None and not self._round_end.has_steps:
+            return None
         return self._loss_at(lambda made, piece: self._outer.slow[made.part][piece])
 
     def _loss_as_sent(self) -> float | None:
@@ -377,7 +387,7 @@ class FlatReplica(Engine):
         if self._outer.settings.fragments == 1 or not bool(self.theta.any()):  # vectors missing from the file are zeros
             self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
-        self.tokens_this_round = 0
+        self.tokens_this_round, self._contributed_at = 0, counters.steps
         self._forget_round_end()
         self._outer.contributor.restart()
         self._rates.restart()
@@ -393,6 +403,7 @@ class FlatReplica(Engine):
         load_start(path, self._tensors(vectors), optional=vectors.keys() - {SLOW}, partial=inner.keys())
         self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
+        self._contributed_at = steps
         self._outer.contributor.restart(forgets=True)
         self._rates.restart()
         self._publish()

@@ -204,9 +204,11 @@ class TrainerProcess:
         self._round = begun = _Round(command, engine.steps, engine.tokens, pace.busy_seconds, now, now)
         if self._recorder is not None:
             self._recorder.begin()
-        engine.inner_steps(self._is_round_over)
-        loss = engine.mean_loss()
-        self._report_slices()
+        loss = None
+        if command.takes_steps:
+            engine.inner_steps(self._is_round_over)
+            loss = engine.mean_loss()
+            self._report_slices()
         seconds = time.monotonic() - begun.began_at
         while engine.awaits_outer_step:
             self._obey(self._await_command())

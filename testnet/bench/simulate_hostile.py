@@ -133,12 +133,15 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
         for member in present:
             for _ in range(member.steps):
                 member.learner.learn()
-            member.sent = member.learner.fast_weights()
-            member.chance = rng.random()
-            member.contribute(round_index % run.manifest.outer.fragments)
-        honest = [member.sent for member in present if not member.is_hostile]
-        for pair in _pairs(present, round_index, rng):
-            _meet(run, members, pair, round_index, honest, generator, outcome)
+        num_partners = run.manifest.rounds.partners
+        for meeting in range(round_index * num_partners, (round_index + 1) * num_partners):
+            for member in present:
+                member.sent = member.learner.fast_weights()
+                member.chance = rng.random()
+                member.contribute(round_index % run.manifest.outer.fragments)
+            honest = [member.sent for member in present if not member.is_hostile]
+            for pair in _pairs(present, meeting, rng):
+                _meet(run, members, pair, meeting, honest, generator, outcome)
         progress(round_index)
     learners = [member.learner for member in members if not member.is_hostile]
     outcome.losses = [learner.evaluate(VALIDATION_BATCHES) for learner in learners]

@@ -116,6 +116,7 @@ def test_a_trainer_is_busy_but_for_exchanges_that_nothing_hides() -> None:
     assert busy_share(RoundConfig(round_seconds=60), 20) == 0.75
     assert busy_share(RoundConfig(round_seconds=60, overlap=True), 20) == 1
     assert busy_share(RoundConfig(round_seconds=60, overlap=True), 120) == 0.5
+    assert busy_share(RoundConfig(round_seconds=60, partners=2), 10) == 0.75
     assert busy_share(RoundConfig(round_seconds=0, inner_steps=10), 20) is None
 
 

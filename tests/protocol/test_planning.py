@@ -104,6 +104,16 @@ def test_a_run_with_audits_is_planned_without_what_audits_exclude() -> None:
     assert not planned.manifest.rounds.overlap
 
 
+def test_each_of_several_partners_takes_time() -> None:
+    one, two = (plan(manifest("125M", rounds=RoundConfig(partners=number)), HOME, ["rounds.partners"]) for number in (1, 2))
+
+    assert one.manifest.rounds.overlap
+    assert not two.manifest.rounds.overlap
+    assert two.manifest.outer.fragments == 1
+    assert two.manifest.rounds.round_seconds > 2 * one.seconds
+    assert two.fits
+
+
 def test_a_run_file_that_says_nothing_of_travel_is_completed_where_homes_could_not_exchange() -> None:
     large, small = manifest("1B"), manifest("3M")
 

@@ -97,6 +97,7 @@ class Trainer:
     """A trainer process as the loop sees it; refuses commands that a real one could not obey."""
 
     overlaps: bool
+    partners: int
     phase: Literal["starting", "ready", "ending"] = "starting"
     training: int | None = None
     """Round whose inner steps run."""
@@ -124,8 +125,9 @@ class Trainer:
             return
         assert not self.is_last_save_asked, "the last save is the last command"
         match command:
-            case messages.Train(round_index):
+            case messages.Train(round_index, takes_steps=takes_steps):
                 assert self.training is None
+                assert takes_steps == (round_index % self.partners == 0)
                 assert self.contributed < 0 or round_index == self.contributed + 1
                 assert self.overlaps or (not self.pending and not self.awaits_outcome)
                 self.training = round_index
@@ -155,10 +157,14 @@ class Walk(RuleBasedStateMachine):
         is_boxed=st.booleans(),
         max_rounds=st.sampled_from([None, None, 1, 3]),
         num_fragments=st.sampled_from([1, 3]),
+        partners=st.sampled_from([1, 3]),
         rest=st.sampled_from(["", "", "quiet hours"]),
     )
-    def begin(self, overlap: bool, is_boxed: bool, max_rounds: int | None, num_fragments: int, rest: str) -> None:
-        self.rounds = RoundConfig(0 if is_boxed else 5, 30.0 if is_boxed else 0.0, 20.0, overlap=overlap)
+    def begin(
+        self, overlap: bool, is_boxed: bool, max_rounds: int | None, num_fragments: int, partners: int, rest: str
+    ) -> None:
+        partners = 1 if overlap or num_fragments > 1 else partners
+        self.rounds = RoundConfig(0 if is_boxed else 5, 30.0 if is_boxed else 0.0, 20.0, overlap, partners)
         self.loop = make_loop(self.rounds, max_rounds, num_fragments)
         self.now, self.timer_at = 0.0, math.inf
         self.trainer: Trainer | None = None
@@ -223,7 +229,7 @@ class Walk(RuleBasedStateMachine):
             case StartTrainer():
                 assert trainer is None, "one trainer at a time"
                 assert not self.rest
-                self.trainer = Trainer(self.rounds.overlap)
+                self.trainer = Trainer(self.rounds.overlap, self.rounds.partners)
             case EndTrainer():
                 assert trainer is not None
                 trainer.phase, self.exchange = "ending", None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
@@ -51,6 +52,21 @@ def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner], tmp
     torch.testing.assert_close(merged.slow_weights(), weights.mean(0))
     expected = weights.std(0, correction=0).mean() / weights.mean(0).square().mean().sqrt()
     assert spread == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_what_the_inner_optimizer_keeps_of_some_parameters_alone_is_merged_too(tmp_path: Path) -> None:
+    """Muon keeps no mean of squares for matrices."""
+    inner = msgspec.structs.replace(MANIFEST.inner, optimizer="muon")
+    manifest = msgspec.structs.replace(MANIFEST, inner=inner)
+    paths = [tmp_path / name for name in ("anna", "bert")]
+    each = [build_learner(manifest, run_id=RUN_ID, author=name.name.encode() * 8, device="cpu") for name in paths]
+    for path, learner in zip(paths, each, strict=True):
+        learner.learn()
+        learner.apply(None)
+        learner.save(path)
+    merge_checkpoints(paths, each[0].layout, RUN_ID, tmp_path / "merged")
+    assert load_file(tmp_path / "merged").keys() == load_file(paths[0]).keys()
+    each[0].load(tmp_path / "merged")
 
 
 def test_equal_replicas_have_no_spread(replicas: dict[Path, Learner], tmp_path: Path) -> None:

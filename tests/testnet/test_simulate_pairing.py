@@ -10,6 +10,7 @@ from farandole.testnet.simulate_pairing import PairingScenario, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
 OVERLAPPED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, overlap=True)
+SEVERAL = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, partners=2)
 STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 EVEN, UNEVEN = (0.5, 0.5), (0.25, 2.0)
 # A chi-square variable is above this number of standard deviations, by chance, in less than one of 10,000 cases.
@@ -31,7 +32,7 @@ def test_nobody_waits_beyond_its_deadline_and_no_two_disagree(block: int) -> Non
     for seed in range(20 * block, 20 * block + 20):
         scenario = PairingScenario(
             num_nodes=2 + seed % 11,
-            rounds=(BOXED, STEPS, OVERLAPPED)[seed % 3],
+            rounds=((BOXED, STEPS, OVERLAPPED) if seed % 2 else (BOXED, STEPS, SEVERAL))[seed % 3],
             seconds=400.0,
             step_seconds=UNEVEN if seed % 5 else EVEN,
             start_spread=30.0,
@@ -118,6 +119,18 @@ def test_boxes_keep_unequal_nodes_busy_where_fixed_steps_do_not() -> None:
     steps = simulate(PairingScenario(16, STEPS, 1_500.0, step_seconds=UNEVEN, start_spread=30.0), seed=2)
     assert boxed.utilisation > 0.94 > steps.utilisation
     assert boxed.mean_wait < 2.0 < steps.mean_wait
+
+
+@pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
+def test_several_partners_are_met_one_after_another(step_seconds: tuple[float, float]) -> None:
+    scenario = PairingScenario(16, SEVERAL, 1_500.0, step_seconds=step_seconds, start_spread=10.0)
+    report = simulate(scenario, seed=1)
+    assert report.alone <= 0.06 * report.rounds
+    assert report.repeats < 0.05
+    assert report.coherence > 0.9
+    assert report.utilisation > 0.88  # each exchange takes 0.6 s of 30
+    assert report.longest_wait <= SEVERAL.exchange_seconds
+    assert (report.disagreements, report.steps_too_many) == (0, 0)
 
 
 @pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])

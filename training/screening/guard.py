@@ -147,6 +147,7 @@ class Guard(ScreeningRule):
         """Reset the sum and the results of the last comparison."""
         self._losses: tuple[float, float, float] | None = None
         self._lacked = 0.0
+        self._gain: float | None = None
         self._lacked_rounds = self._evidence = 0.0
         self._is_outlier = self._is_apart = self._is_exaggerated = False
         self._has_yardstick = True
@@ -205,7 +206,8 @@ class Guard(ScreeningRule):
         self._losses = before, after, of_partner
         everybody, scale = partner.everybody, max(before, LEAST_LOSS)
         began = partner.loss_before()
-        gain = 0.0 if began is None else max(began - before, 0.0)
+        self._gain = None if began is None else max(began - before, 0.0)
+        gain = self._usual_gain(everybody) if self._gain is None else self._gain
         slower = SLOWER_LAG * gain * self._slowness(partner)
         self._lacked = lacking = CROSSING * gain + slower + ROUNDING_NOISE * rounding
         most_lag = before + scale * self._usual_lag(everybody)
@@ -259,6 +261,15 @@ class Guard(ScreeningRule):
         return sum(partner.everybody["apart"][-MAX_APART:]) == MAX_APART
 
     @staticmethod
+    def _usual_gain(everybody: History) -> float:
+        """Return the gain of inner steps, in nats a token, that a round without any is judged by; 0 if none is known.
+
+        Such a round follows one with inner steps (`RoundConfig.partners`), whose partners were met in the same state.
+        """
+        known = everybody["gain"][-MIN_KNOWN:]
+        return statistics.median(known) if known else 0.0
+
+    @staticmethod
     def _fluctuation(everybody: History) -> float:
         """Return how much worse a mean may be, in nats a token, from how inner steps change this node's loss.
 
@@ -286,7 +297,7 @@ class Guard(ScreeningRule):
     def _slowness(partner: Partner) -> float:
         """Return the share (0 to 1) of this node's tokens of the round that the partner reports not to have."""
         met = partner.encounter
-        return min(max(1.0 - met.partner_tokens / max(met.own_tokens, 1), 0.0), 1.0)
+        return min(max(1.0 - met.partner_tokens / met.own_tokens, 0.0), 1.0) if met.own_tokens else 0.0
 
     def _usual_lag(self, everybody: History) -> float:
         """Return the share of the loss by which a partner's own weights may be worse without standing out.
@@ -341,6 +352,8 @@ class Guard(ScreeningRule):
         is_sample = partner.encounter.chance < self._settings.checked_share or self._is_new(history)
         if self._losses is not None:
             own, mean, of_partner = self._losses
+            if self._gain is not None:
+                everybody.append("gain", self._gain)
             if everybody["mean loss"]:
                 everybody.append("inner change", own - everybody["mean loss"][-1])
             everybody.append("mean loss", mean if is_used else own)

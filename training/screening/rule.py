@@ -102,18 +102,20 @@ class Partner:
     """Which fragment of the parameters the contributions are of, from 0."""
     movement: Callable[[], float]
     """How far one's own contribution is from what it would be without the inner steps of the round: a norm. The codec's
-    rounding counts, as it does in the distance to the partner's."""
+    rounding counts, as it does in the distance to the partner's. In a round without inner steps, the value of the last
+    round that had some; 0 if it is unknown."""
     alignment: Callable[[], float]
     """The cosine of the angle between what this node's inner steps of the round changed and the way from its own
     contribution to the partner's. The partner's batches are others, so it is negative where both have come equally far:
-    the partner lacks what is peculiar to this node's. It is positive where the partner has come further."""
+    the partner lacks what is peculiar to this node's. It is positive where the partner has come further. 0 in a round
+    without inner steps."""
     evaluate: Callable[[float], float | None]
     """The loss on `EVALUATION_BATCHES` held-out batches, in nats a token, of one's own weights moved by this share of
     the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, there
     may be too little text, and a machine may be too slow (`EVALUATION_SECONDS`). It takes as long as that many forward
     passes."""
     loss_before: Callable[[], float | None]
-    """The same of the weights with which the round began; None likewise."""
+    """The same of the weights with which the round began; None likewise, and in a round without inner steps."""
     loss_as_sent: Callable[[], float | None]
     """The same of one's own weights as the partner decodes them; None where they are exact as well."""
 

@@ -147,8 +147,9 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
         f"{mbit(needs.rate)} are needed",
     ]
     if best.busy is not None:
+        times = "once" if rounds.partners == 1 else f"{rounds.partners} times"
         lines.append(
-            f"rounds    every parameter is averaged once in {duration(best.period)}; trainers are in inner steps "
+            f"rounds    every parameter is averaged {times} in {duration(best.period)}; trainers are in inner steps "
             f"up to {best.busy:.0%} of the time"
         )
     where = f"{size(memory.device)} on the GPU and {size(memory.host)} beside it" if has_gpu else size(memory.host)

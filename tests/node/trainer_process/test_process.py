@@ -211,6 +211,28 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
     assert set(priorities) == {SAVING_NICENESS}
 
 
+def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(prepare: Prepare) -> None:
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer, learner = trainer_of(trainers, prepare)
+        trainer.handle(Train(0, 2))
+        trainer.handle(TakeOuterStep(0))
+        expected = learner.slow_weights()
+        trainer.handle(Train(1, 2, takes_steps=False))
+        for report in reports_of(mesh):
+            match report:
+                case Contributed(1):
+                    contributed = report
+                case Encoded(1, digest=bytes(digest)):
+                    break
+        trainer.handle(TakeOuterStep(1))
+        trainer.handle(Train(2, 2))
+    assert digest == blake3(expected.numpy().tobytes()).digest()
+    assert (contributed.inner_steps_this_round, contributed.tokens_this_round, contributed.loss) == (0, 0, None)
+    assert contributed.inner_steps == 2
+    assert (learner.round, learner.steps) == (2, 4)
+
+
 def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(prepare: Prepare) -> None:
     manifest = msgspec.structs.replace(MANIFEST, data=DataConfig(epochs=2))
     prepare = msgspec.structs.replace(prepare, manifest=msgspec.msgpack.encode(manifest))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+
 from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.pairing import PROPOSE_UNTIL, Pairing
 from farandole.protocol.pairing_events import (
@@ -21,6 +23,7 @@ from farandole.protocol.pairing_messages import Agree, Message, Propose, decode_
 ALICE, BOB, CAROL, MALLORY = b"a" * 32, b"b" * 32, b"c" * 32, b"m" * 32
 LOW, MIDDLE, HIGH = bytes(16), b"\x80" + bytes(15), b"\xff" * 16
 BOXED = RoundConfig(inner_steps=0, round_seconds=40.0, exchange_seconds=30.0)
+SEVERAL = msgspec.structs.replace(BOXED, partners=2)
 STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 
 

@@ -40,7 +40,7 @@ from farandole.protocol.pairing_messages import (
 )
 from farandole.protocol.trainer_messages import FinishRound
 
-from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, STEPS
+from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, SEVERAL, STEPS
 
 
 def _random_message(rng: random.Random, sessions: list[bytes]) -> Message:
@@ -57,14 +57,14 @@ def _random_message(rng: random.Random, sessions: list[bytes]) -> Message:
     return rng.choice(some)
 
 
-@pytest.mark.parametrize("config", [BOXED, STEPS])
+@pytest.mark.parametrize(("config", "round_index"), [(BOXED, 0), (STEPS, 0), (SEVERAL, 0), (SEVERAL, 1)])
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_peers_do_a_round_ends_by_its_deadline(seed: int, config: RoundConfig) -> None:
+def test_whatever_peers_do_a_round_ends_by_its_deadline(seed: int, config: RoundConfig, round_index: int) -> None:
     for walk in range(100):
-        _walk(random.Random(100 * seed + walk), config)
+        _walk(random.Random(100 * seed + walk), config, round_index)
 
 
-def _walk(rng: random.Random, config: RoundConfig) -> None:
+def _walk(rng: random.Random, config: RoundConfig, round_index: int) -> None:
     machine = Pairing(ALICE, config, rng)
     now, timer, ready_at, outcomes, tries = 0.0, math.inf, math.inf, 0, 0
     sessions = [LOW, MIDDLE, HIGH]
@@ -97,9 +97,10 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
                     outcomes += 1
                 case FinishRound():
                     assert ready_at == math.inf
+                    assert config.takes_steps(round_index)
 
     handle(PeersChanged(frozenset((BOB, CAROL))))
-    handle(RoundStarted(0))
+    handle(RoundStarted(round_index))
     for _ in range(rng.randrange(60)):
         now = min(now + rng.choice([0.0, rng.uniform(0, 5)]), timer)
         action = rng.randrange(10)
@@ -118,7 +119,7 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
             handle(TimerFired())
         elif action == 0 and ready_at == math.inf:
             ready_at = now
-            handle(ContributionReady(0))
+            handle(ContributionReady(round_index))
         elif action == 1:
             handle(PeerLost(rng.choice([BOB, CAROL])))
         elif action == 2:
@@ -128,7 +129,7 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
             handle(MessageReceived(rng.choice([BOB, CAROL, MALLORY]), payload))
     if ready_at == math.inf:
         ready_at = now
-        handle(ContributionReady(0))
+        handle(ContributionReady(round_index))
     while not outcomes:  # from here on no peer sends anything
         if exchange is not None:
             ended, exchange = exchange, None

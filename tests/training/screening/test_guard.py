@@ -111,6 +111,20 @@ def test_before_anything_is_known_ones_own_movement_is_the_yardstick() -> None:
     assert clip(Node().meets(away(4.0))) == pytest.approx(0.5, rel=1e-3)
 
 
+def test_a_round_without_inner_steps_is_judged_by_the_usual_gain() -> None:
+    """Without it, any difference between two honest members would be many rounds of progress."""
+    node = Node()
+    for _ in range(MIN_LAGS):
+        node.meets(away(1.0), chance=0.0, loss=sloping(2.0, 0.0), began=2.2)
+    for _ in range(OUTLIER_WINDOW):
+        verdict = node.meets(away(0.5), tokens=(0, 0), chance=0.0, loss=sloping(2.0, 0.05), began=None, alignment=0.0)
+        assert clip(verdict) == 1.0
+    assert node.of_peer["evidence"][-1] == 0.0
+    for _ in range(OUTLIER_WINDOW):  # the same loss in each round where a round's inner steps gain less
+        verdict = node.meets(away(0.5), chance=0.0, loss=sloping(2.0, 0.05), began=2.001)
+    assert not counts(verdict)
+
+
 def test_later_it_is_what_was_accepted() -> None:
     node = Node()
     for _ in range(MIN_KNOWN):
