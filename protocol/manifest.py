@@ -296,7 +296,7 @@ def _problems(manifest: Manifest) -> list[str]:
         problems += [f"admission names {peer_id!r}, which is no peer id" for peer_id in _wrong_ids(manifest.admission)]
     model, rounds = manifest.model, manifest.rounds
     if model.external is not None:
-        return [*problems, *_problems_of_external(manifest, model.external), *_problems_of_rounds(rounds)]
+        return [*problems, *_problems_of_external(manifest, model.external), *_problems_of_rounds(manifest)]
     problems += [
         f"model.{name} is {getattr(model, name)}: it must be at least {least}"
         for name, least in (("context", 8), ("vocabulary", 2))
@@ -366,7 +366,7 @@ def _problems_of_rounds(manifest: Manifest) -> Iterator[str]:
     if model.num_stages > 1 or model.external is not None:
         yield f"{several}: that needs a built-in model or a Hugging Face one, not cut into stages"
     if manifest.outer.fragments > 1:
-        yield f"{several}, and outer.fragments is {manifest.outer.fragments}: with fragments, take shorter rounds instead"
+        yield f"{several}, and outer.fragments is {manifest.outer.fragments}: shorter rounds do the same for it"
 
 
 def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterator[str]:

@@ -275,7 +275,8 @@ class FlatReplica(Engine):
             return None
         assert self._round_end is not None
         made = self._round_end.contribution
-        num_batches = self._partner.num_evaluated(self.evaluate)
+        evaluation = self._partner.evaluation
+        num_batches = evaluation.num_batches(self.evaluate)
         if not num_batches:
             return None
         self._read()
@@ -285,7 +286,7 @@ class FlatReplica(Engine):
             theta[piece] = weights_of(made, piece)
         self._write()
         try:
-            return self._loss_now(num_batches)
+            return evaluation.timed(self._loss_now, num_batches)
         finally:
             theta.copy_(before)
             self._write()

@@ -6,7 +6,6 @@ or bytes at another address, decode everything again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,9 +16,10 @@ from torch import Tensor
 from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
 from .contribution import Contribution
 from .copying import Copier
-from .errors import CodecError, DataError
+from .errors import CodecError
+from .evaluation_time import EvaluationTime
 from .screening.history import Histories
-from .screening.rule import EVALUATION_BATCHES, EVALUATION_SECONDS, Encounter, Partner, Refuse, ScreeningRule, Verdict
+from .screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
 from .share import Share
 from .topk import TopK
 from .workers import one_thread
@@ -84,33 +84,17 @@ class PartnerContribution:
 
     def __init__(self, decoder: Decoder, rule: ScreeningRule) -> None:
         self.histories = Histories()
+        self.evaluation = EvaluationTime()
+        """How many batches a loss is taken on that the rule asks for."""
         self._decoder = decoder
         self._rule = rule
         self._own: Contribution | None = None
-        self._num_evaluated: int | None = None
         self._begin()
-
-    def num_evaluated(self, evaluate: Callable[[int], float]) -> int:
-        """Return how many held-out batches can be evaluated in `EVALUATION_SECONDS`; 0 where no loss is known.
-
-        It is measured once, on the second evaluation: the first one is a warm-up. ``evaluate`` takes a number of
-        batches and returns a loss.
-        """
-        if self._num_evaluated is None:
-            try:
-                evaluate(1)
-                started_at = time.monotonic()
-                evaluate(1)
-            except DataError:
-                self._num_evaluated = 0
-            else:
-                seconds = max(time.monotonic() - started_at, 1e-9)
-                self._num_evaluated = int(min(EVALUATION_SECONDS / seconds, EVALUATION_BATCHES))
-        return self._num_evaluated
 
     def expect(self, own: Contribution | None) -> None:
         """Expect a partner's contribution for ``own``, once it is encoded; None: expect no contribution."""
         self._own = own
+        self.evaluation.begin()
         self._begin()
 
     def _begin(self) -> None:

@@ -21,6 +21,7 @@ BENCHES: Final = {
     "hostile": ("hostile", "What strangers can do to a node on loopback, and how honest newcomers fare meanwhile."),
     "members": ("members", "What hostile members cost a run's loss, attack by attack, in simulation."),
     "honest": ("honest", "How often the guard refuses or clips honest members, in simulation."),
+    "recipe": ("recipe", "Whether real nodes learn what the simulation of their run does."),
     "greedy": ("greedy", "What share of the rounds members get that propose to everybody all the time, in simulation."),
     "time": ("walltime", "Seconds a round takes on home lines: pairs, all-reduce and DiLoCo's barrier, in simulation."),
     "memory": ("memory", "What a trainer holds of a GPU's memory and of the host's, beside a plain loop."),

@@ -76,6 +76,8 @@ class HostileOutcome:
 
     spread: float = 0.0
     """The largest distance between two honest members' slow weights, relative to their norm."""
+    merged: float = 0.0
+    """Loss of the mean of the honest members' slow weights, in nats per token."""
 
     @property
     def loss(self) -> float:
@@ -150,6 +152,8 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
     apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
     outcome.spread = max(apart, default=0.0)
     outcome.triggered = fmean(_triggered(learner) for learner in learners)
+    learners[0].theta.copy_(torch.stack(slow).mean(0))
+    outcome.merged = learners[0].evaluate(VALIDATION_BATCHES)
     return outcome
 
 

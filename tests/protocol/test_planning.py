@@ -105,7 +105,9 @@ def test_a_run_with_audits_is_planned_without_what_audits_exclude() -> None:
 
 
 def test_each_of_several_partners_takes_time() -> None:
-    one, two = (plan(manifest("125M", rounds=RoundConfig(partners=number)), HOME, ["rounds.partners"]) for number in (1, 2))
+    one, two = (
+        plan(manifest("125M", rounds=RoundConfig(partners=number)), HOME, ["rounds.partners"]) for number in (1, 2)
+    )
 
     assert one.manifest.rounds.overlap
     assert not two.manifest.rounds.overlap
