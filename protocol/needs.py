@@ -132,7 +132,8 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
     own, joining = FP32_BYTES * num_saved * num_parameters - spared, required_bytes(outer, num_parameters)
     num_own = _NUM_OWN + (_NUM_AUDITED if manifest.audits else 0)
     inner = FP32_BYTES * _num_inner(manifest) * num_parameters - spared
-    averaging = FP32_BYTES * (_num_outer(outer) * num_parameters + _num_exchanged(outer, num_parameters))
+    num_outer = _num_outer(outer) + (rounds.partners > 1)  # the last movement
+    averaging = FP32_BYTES * (num_outer * num_parameters + _num_exchanged(outer, num_parameters))
     kept = activation_bytes(manifest, stage, recomputes=recomputes)
     snapshots = own * (2 if manifest.audits else 1)
     beside = 2 * contribution + snapshots + TRAINER_BYTES + MESH_BYTES

@@ -86,6 +86,7 @@ class FlatReplica(Engine):
 
     The slow weights begin as a copy of theta. All vectors are on theta's device; inner steps are taken on ``device``.
     ``trained``: the weights that inner steps move; None means theta. ``share``: what this process does of the work.
+    ``meets_several``: rounds without inner steps follow, in which screening rules ask for the steps before them.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class FlatReplica(Engine):
         device: Device,
         trained: TrainedWeights | None = None,
         share: Share | None = None,
+        meets_several: bool = False,
     ) -> None:
         share = Share() if share is None else share
         self.device = device
@@ -122,7 +124,12 @@ class FlatReplica(Engine):
         self._rates = RateSums(outer.fragments)
         self._round_end: _RoundEnd | None = None
         self._contributed_at = 0  # inner steps taken until the last contribution
-        self._last_movement = 0.0  # of the last round with inner steps whose movement was computed
+        # Of the last round with inner steps: its norm, if it was computed; and the vector, where another round follows
+        # without any.
+        self._last_norm = 0.0
+        self._last_movement: Tensor | None = None
+        if meets_several:
+            self._last_movement = share.zeros(theta)
         self._snapshots: SnapshotMemory | None = None
         self._starts: SnapshotMemory | None = None
 
@@ -231,16 +238,18 @@ class FlatReplica(Engine):
         ended = self._round_end
         assert ended is not None
         if not ended.has_steps:
-            return self._last_movement
+            return self._last_norm
         if ended.movement is None:
-            ended.movement = self._last_movement = self._outer.distance_to_slow(ended.contribution)
+            ended.movement = self._last_norm = self._outer.distance_to_slow(ended.contribution)
         return ended.movement
 
     def _alignment(self, contribution: Tensor) -> float:
         """See `Partner.alignment`, with a contribution (n,)."""
         ended = self._round_end
         assert ended is not None
-        return self._outer.alignment(ended.contribution, contribution) if ended.has_steps else 0.0
+        if not ended.has_steps and self._last_movement is None:
+            return 0.0
+        return self._outer.alignment(ended.contribution, contribution, None if ended.has_steps else self._last_movement)
 
     def _usual_movement(self) -> float:
         """Return the median movement of the last `WINDOW` rounds that ended with an exchange.
@@ -305,6 +314,8 @@ class FlatReplica(Engine):
         made, late = ended.contribution, self.steps - ended.steps
         if late:
             self._read()
+        if self._last_movement is not None and ended.has_steps:
+            self._outer.movement(made, self._last_movement[made.part])
         if movement := self._usual_movement():
             self._outer.limit_momentum(made.part, movement)
         if partner is None:

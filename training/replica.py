@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.manifest import InnerConfig, Manifest
+from farandole.protocol.manifest import InnerConfig, Manifest, RoundConfig
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
 
@@ -33,11 +33,12 @@ class Recipe:
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=NoLoCoConfig)
     screening: ScreeningConfig = DEFAULT_SCREENING
+    rounds: RoundConfig = field(default_factory=RoundConfig)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Recipe:
         """The sections of a manifest."""
-        return cls(manifest.inner, manifest.outer, manifest.screening)
+        return cls(manifest.inner, manifest.outer, manifest.screening, manifest.rounds)
 
 
 class DeviceWeights:
@@ -95,7 +96,16 @@ class Replica(FlatReplica):
         """The model, or a stage of it; its parameters are views of a flat vector, which is `theta` or a copy of it."""
         self.gradient = gradient
         """The sum of gradients of the inner step under way, (n,), of the dtype of the weights."""
-        super().__init__(theta, layout, recipe.outer, recipe.screening, run_id=run_id, device=device, trained=trained)
+        super().__init__(
+            theta,
+            layout,
+            recipe.outer,
+            recipe.screening,
+            run_id=run_id,
+            device=device,
+            trained=trained,
+            meets_several=recipe.rounds.partners > 1,
+        )
         self._drift = self._outer.drift
         """The drift correction, where inner steps read it: a copy, if the outer state is elsewhere."""
         if self._drift is not None and trained is not None:

@@ -53,6 +53,10 @@ def _plays(members: int, rounds: int, seed: int) -> Iterator[tuple[str, HostileR
     yield "speeds 1 to 5", replace(equal, slowest=STEPS // 5)
     yield "some away", replace(equal, are_away=True)
     yield "one joins late", replace(equal, joins_at=int(JOINS_AFTER * rounds))
+    several = replace(equal, manifest=manifest_of(rounds, seed, GuardConfig(), partners=2))
+    yield "two partners", several
+    yield "two partners, speeds 1 to 5", replace(several, slowest=STEPS // 5)
+    yield "two partners, some away", replace(several, are_away=True)
     for fragments in (1, FRAGMENTS):
         for codec in get_args(Codec):
             outer = NoLoCoConfig(codec=codec, fragments=fragments)

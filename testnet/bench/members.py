@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from farandole.protocol.manifest import InnerConfig, Manifest
+from farandole.protocol.manifest import MAX_PARTNERS, InnerConfig, Manifest, RoundConfig
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.screening_rules import GuardConfig, ScreeningRules
 
@@ -44,6 +44,7 @@ def run(
     hostile: Annotated[int, typer.Option(min=1, help="Hostile members.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of 10 inner steps.")] = 40,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each attack.")] = 3,
+    partners: Annotated[int, typer.Option(min=1, max=MAX_PARTNERS, help="Partners one after another a round.")] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="Screen as strictly as a run file may ask for.")] = False,
     out: Out = OUT,
     write: Write = None,
@@ -60,15 +61,18 @@ def run(
     if not set(claims.split(",")) <= CLAIMS.keys():
         raise BenchError(f"claims are {' and '.join(CLAIMS)}, not {claims!r}")
     tried = list(product(names, claims.split(",")))
-    choices = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds, "strict": strict}
+    choices: dict[str, Any] = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds, "strict": strict}
+    if partners > 1:
+        choices["partners"] = partners
     with open_bench("members", out, write, **choices) as bench:
         screening = STRICT if strict else GuardConfig()
-        runs = _plays(tried, honest, hostile, rounds, seeds, screening)
+        manifests = [manifest_of(rounds, seed, screening, partners) for seed in range(seeds)]
+        runs = _plays(tried, honest, hostile, rounds, manifests)
         outcomes = play_all(bench.say, [(name, partial(play, run)) for name, run in runs])
         bench.publish(report(bench.setting, tried, outcomes))
 
 
-def manifest_of(rounds: int, seed: int, screening: ScreeningRules) -> Manifest:
+def manifest_of(rounds: int, seed: int, screening: ScreeningRules, partners: int = 1) -> Manifest:
     """Return the manifest of the simulated run."""
     inner = InnerConfig(
         learning_rate=LEARNING_RATE,
@@ -77,14 +81,14 @@ def manifest_of(rounds: int, seed: int, screening: ScreeningRules) -> Manifest:
         batch_size=BATCH_SIZE,
     )
     outer = NoLoCoConfig(codec="bf16")
-    return Manifest("hostile members", MODEL, seed=seed, inner=inner, outer=outer, screening=screening)
+    each = RoundConfig(partners=partners)
+    return Manifest("hostile members", MODEL, seed=seed, inner=inner, outer=outer, rounds=each, screening=screening)
 
 
 def _plays(
-    tried: Sequence[tuple[str, str]], honest: int, hostile: int, rounds: int, seeds: int, screening: GuardConfig
+    tried: Sequence[tuple[str, str]], honest: int, hostile: int, rounds: int, manifests: Iterable[Manifest]
 ) -> Iterable[tuple[str, HostileRun]]:
-    for seed in range(seeds):
-        manifest = manifest_of(rounds, seed, screening)
+    for seed, manifest in enumerate(manifests):
         yield ALONE, HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
         everybody = HostileRun(manifest, honest=honest + hostile, rounds=rounds, steps=STEPS, seed=seed)
         yield CLEAN, everybody

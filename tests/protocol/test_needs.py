@@ -112,6 +112,13 @@ def test_codecs_that_remember_and_audits_take_more() -> None:
     assert audited.disk_bytes == plain.disk_bytes + 5 * plain.checkpoint_bytes
 
 
+def test_a_second_partner_takes_a_vector_more() -> None:
+    one = manifest()
+    two = msgspec.structs.replace(one, rounds=msgspec.structs.replace(one.rounds, partners=2))
+    more = needs_of(two).on_cpu.host - needs_of(one).on_cpu.host
+    assert more == 4 * needs_of(one).num_parameters
+
+
 def test_a_trainer_is_busy_but_for_exchanges_that_nothing_hides() -> None:
     assert busy_share(RoundConfig(round_seconds=60), 20) == 0.75
     assert busy_share(RoundConfig(round_seconds=60, overlap=True), 20) == 1

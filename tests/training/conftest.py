@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.manifest import InnerConfig, ModelConfig, RoundConfig
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.screening_rules import ScreeningConfig, SimilarityConfig
 from farandole.training.codec import Buffer
@@ -73,12 +73,18 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         screening: ScreeningConfig = PLAIN_SCREENING,
         averages_on_host: bool = False,
         is_lean: bool = False,
+        partners: int = 1,
         **outer: Any,
     ) -> Learner:
         sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)
         return Learner(
             build_model(model, seed),
-            Recipe(inner_settings, NoLoCoConfig(**outer) if rule is None else rule, screening),
+            Recipe(
+                inner_settings,
+                NoLoCoConfig(**outer) if rule is None else rule,
+                screening,
+                RoundConfig(partners=partners),
+            ),
             sampler,
             run_id=run_id,
             device=choose_device("cpu"),

@@ -107,8 +107,8 @@ class Partner:
     alignment: Callable[[], float]
     """The cosine of the angle between what this node's inner steps of the round changed and the way from its own
     contribution to the partner's. The partner's batches are others, so it is negative where both have come equally far:
-    the partner lacks what is peculiar to this node's. It is positive where the partner has come further. 0 in a round
-    without inner steps."""
+    the partner lacks what is peculiar to this node's. It is positive where the partner has come further. In a round
+    without inner steps, those of the last round that had some count."""
     evaluate: Callable[[float], float | None]
     """The loss on `EVALUATION_BATCHES` held-out batches, in nats a token, of one's own weights moved by this share of
     the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, there
