@@ -59,6 +59,17 @@ class ModelWeights:
     """Whether they are of the replica that this node trains."""
 
     @property
+    def facts(self) -> dict[str, object]:
+        """Return where the weights are from and how far they are trained, for scripts."""
+        return {
+            "weights": str(self.path),
+            "run": self.manifest.name,
+            "run_id": None if self.run_id is None else self.run_id.hex(),
+            "round": self.round,
+            "inner_steps": self.inner_steps,
+        }
+
+    @property
     def origin(self) -> str:
         """Say which weights these are, for people."""
         if self.round is None or self.inner_steps is None:
@@ -116,7 +127,7 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
     if raw is None:
         raise NoWeightsError(
             f"{settings.home} knows no run: join one (`farandole join INVITE`), name another data directory with "
-            f"--home, or a folder with a model (`{_PULL} INVITE`, then `farandole sample model`)"
+            f"--home, or name a folder with a model (`{_PULL} INVITE` makes the folder `model`)"
         )
     manifest, signed = decode_manifest(raw)
     if manifest.model.num_stages > 1:
@@ -141,8 +152,8 @@ def _stages_held(settings: NodeSettings, num_stages: int) -> str:
     held = sorted({each.stage for each in local_checkpoints(settings.checkpoints) if each.stage is not None})
     stages = f"stage{'s' if len(held) > 1 else ''} {' and '.join(map(str, held))}" if held else "no stage yet"
     return (
-        f"this node holds {stages} of {num_stages}, and text takes the whole model: pull it with `{_PULL}` while the "
-        "node runs, then run `farandole sample model`"
+        f"this node holds {stages} of {num_stages}, and this takes the whole model: pull it with `{_PULL}` while the "
+        "node runs, then run the command again with the folder `model`"
     )
 
 

@@ -73,7 +73,7 @@ def sample(
         lower_thread_priority(TRAINING_NICENESS)
     text = prepare_sample(settings, folder, prompt, num_tokens, Sampling(temperature, top_k, seed), computes_on)
     if as_json:
-        print_json({"prompt": prompt, "text": "".join(text.pieces()), "tokens": text.tokens, **text.facts})
+        print_json({"prompt": prompt, "text": "".join(text.pieces()), "tokens": text.tokens, **text.weights.facts})
         return
     typer.echo(text.weights.origin, err=True)
     try:

@@ -20,47 +20,24 @@ from farandole.node.base.system.terminal import without_controls
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, read_folder
 from farandole.node.store.consolidated.hf_export import export_hf
-from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.manifest import SignedManifest, sign_manifest
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import required_vectors
 from farandole.training.learner import Learner, build_learner
 
 from ....patience import PATIENCE
 from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, save_stages, trained
 from .conftest import Run
+from .models import folder_of, node_of
 
 PROMPT = "def f(self, x):"  # 15 bytes, and the context is 16
 OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model"
-
-
-def folder_of(learner: Learner, signed: SignedManifest, to: Path) -> Path:
-    """Write a learner's weights as `checkpoint pull` does."""
-    stages = save_stages(learner, signed, to.with_name("run"), "replica")
-    consolidate(to, KEY, signed.encode(), [[stage] for stage in stages], required_vectors(NoLoCoConfig()))
-    return to
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     signed = manifest_for({**MODELS["own"], "num_stages": 2})
     return folder_of(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "model")
-
-
-async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
-    """Make a node's data directory with the checkpoints of this many rounds; return what trained them."""
-    folder = CheckpointFolder(home / "checkpoints", 0)
-    folder.path.mkdir(parents=True)
-    async with open_store(home / "store.sqlite") as store:
-        await store.put_fact(MANIFEST_FACT, signed.encode())
-    learner = learner_of(signed)
-    for round_index in range(1, rounds + 1):
-        learner.learn()
-        learner.apply(None)
-        learner.save(folder.file(round_index))
-    return learner
 
 
 def argmax_text(learner: Learner, prompt: str, num_tokens: int) -> str:
@@ -260,7 +237,7 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(run: Run, tmp_path: Path) -> 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farandole.node.inspect.sample.available_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("farandole.node.inspect.whole_model.available_bytes", lambda: 100_000_000)
     code, _, says = run("sample", model)
     assert code == Exit.BAD_INPUT
     assert "100 MB are free: stop other programs" in says
