@@ -11,6 +11,7 @@ text on one machine, whatever was drawn before.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ from .errors import CheckpointError, TrainingError
 from .memory import is_out_of_memory
 from .sampling import GREEDY, Sampling
 from .stages import build_module
+
+NOT_FINITE: Final = "the model's logits are not finite: its weights have diverged, or are of another model"
 
 
 @torch.no_grad()
@@ -69,29 +72,37 @@ def generate(
         window = [*window, token][-context:]
 
 
-@torch.no_grad()
 def last_logits(module: nn.Module, tokens: Sequence[int], device: Device) -> Tensor:
     """Logits (V,), fp32 on the CPU, of the token that follows these. Raises `TrainingError`."""
     try:
-        with device.autocast():
-            logits = module(torch.tensor([tokens], device=device.torch_device))  # (1, T, V)
+        last = logits_of(module, torch.tensor([tokens]), device)[0, -1]
     except (RuntimeError, MemoryError) as error:
         _require_room(error, device)
         raise
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != (1, len(tokens)):
+    return last.float().cpu()
+
+
+@torch.no_grad()
+def logits_of(module: nn.Module, tokens: Tensor, device: Device) -> Tensor:
+    """Logits (B, T, V), on the device and in its precision, of the tokens that follow each of ``tokens`` (B, T).
+
+    Raises `TrainingError` if the module makes something else, and what torch raises if the memory is too small.
+    """
+    with device.autocast():
+        logits = module(tokens.to(device.torch_device))
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
         made = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise TrainingError(
-            f"the model must return logits (B, T, V) for tokens (B, T); for (1, {len(tokens)}) it is {made}"
+            f"the model must return logits (B, T, V) for tokens (B, T); for {tuple(tokens.shape)} it is {made}"
         )
-    last: Tensor = logits[0, -1].float().cpu()
-    return last
+    return logits
 
 
 def draw(logits: Tensor, sampling: Sampling, chance: torch.Generator) -> int:
     """Return the next token, drawn from logits (V,). Raises `TrainingError` if they are not finite."""
     largest = logits.max()
     if not largest.isfinite():  # minus infinity elsewhere is a token that a model excludes; NaN is the maximum of all
-        raise TrainingError("the model's logits are not finite: its weights have diverged, or are of another model")
+        raise TrainingError(NOT_FINITE)
     if sampling.temperature == GREEDY:
         return int(logits.argmax())
     if 0 < sampling.top_k < len(logits):
