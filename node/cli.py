@@ -21,6 +21,7 @@ from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
 from .app.commands.daemons import join, relay
 from .app.commands.doctor import doctor
+from .app.commands.evaluate import evaluate
 from .app.commands.identity import show_id
 from .app.commands.leave import leave
 from .app.commands.metrics import show_metrics
@@ -53,7 +54,10 @@ app.add_typer(config_app, name="config")
 app.add_typer(service_app, name="service")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
-for command in (join, relay, status, dashboard, peers, sample, doctor, pause, resume, leave, uninstall):
+for command in (join, relay, status, dashboard, peers, sample):
+    app.command()(command)
+app.command("eval")(evaluate)
+for command in (doctor, pause, resume, leave, uninstall):
     app.command()(command)
 app.command("reference", hidden=True)(print_reference)
 

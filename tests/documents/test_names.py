@@ -128,7 +128,7 @@ def test_commands_in_comments_could_be_typed(name: str) -> None:
 @pages
 def test_every_page_of_blocks_says_what_they_are(page: Path) -> None:
     languages = {block.language for block in blocks(page.read_text())}
-    assert languages <= {"console", "sh", "toml", "python", "diff", "json", "text"}
+    assert languages <= {"console", "sh", "toml", "python", "diff", "json", "text", "yaml"}
     known = {"on", "stays", "when", "types", "until", "exit", "not-played", "long", "file"}
     assert not {key for block in blocks(page.read_text()) for key in block.play} - known
 
