@@ -57,18 +57,20 @@ def show_metrics(
         raise FarandoleError(f"no round is over yet: {path} has none; name another folder with --home")
     newest = records[-last:] if last else records
     if tensorboard is not None:
-        _write_events(newest, tensorboard)
+        _write_events(newest, sum(record.tokens for record in records[: -len(newest)]), tensorboard)
     elif as_csv:
         write_csv(newest, sys.stdout)
     else:
         _print_table(newest if last else records[-20:], path)
 
 
-def _write_events(records: Iterable[RoundRecord], folder: Path) -> None:
+def _write_events(records: Iterable[RoundRecord], tokens_before: int, folder: Path) -> None:
+    from ...ui.metrics.figures import figures_of
+
     try:
         from ...ui.metrics.tensorboard import write_events
 
-        path = write_events(records, folder)
+        path = write_events(figures_of(records, tokens_before), folder)
     except ImportError as error:
         raise FarandoleError(f"a file for TensorBoard needs the Python package tensorboardX: {_INSTALL}") from error
     except OSError as error:

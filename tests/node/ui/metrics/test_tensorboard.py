@@ -14,6 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
 from farandole.node.status.round_log import RoundRecord
+from farandole.node.ui.metrics.figures import figures_of
 from farandole.node.ui.metrics.tensorboard import write_events
 
 FIRST = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
@@ -31,24 +32,28 @@ def events_of(path: Path) -> Iterator[Event]:
 
 
 def test_each_round_is_an_event_with_what_is_known_of_it(tmp_path: Path) -> None:
-    version, *events = events_of(write_events([FIRST, LAST], tmp_path / "runs" / "mine"))
+    version, *events = events_of(write_events(figures_of([FIRST, LAST]), tmp_path / "runs" / "mine"))
     assert (version.wall_time, version.file_version) == (1_000.5, "brain.Event:2")
     assert [(event.wall_time, event.step) for event in events] == [(1_000.5, 0), (1_002.5, 300)]
     first, last = ({value.tag: value.simple_value for value in event.summary.value} for event in events)
     assert first == {
         "loss/training": 4.0,
         "loss/held out": 3.5,
-        "loss/held out, bits per byte": 1.25,
+        "loss/bits per byte": 1.25,
         "round/inner steps": 5.0,
         "round/tokens": 640.0,
+        "round/tokens in all": 640.0,
+        "round/seconds": 2.0,
         "round/tokens a second": 320.0,
         "exchange/committed": 1.0,
         "exchange/seconds": 0.5,
         "exchange/megabytes sent": 4.0,
         "exchange/megabytes received": 2.0,
+        "exchange/clip": 1.0,
         "exchange/inner steps late": 3.0,
     }
-    assert last == {name: first[name] for name in first if name.startswith("round/")} | {"exchange/committed": 0.0}
+    of_rounds = {name: first[name] for name in first if name.startswith("round/")}
+    assert last == of_rounds | {"round/tokens in all": 1280.0, "exchange/committed": 0.0}
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +70,8 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (file,) = (tmp_path / "runs").iterdir()
     assert len(list(events_of(file))) == 3
     assert run(tmp_path / "runs", "--last", "1")[0] == Exit.OK
-    assert len(list(events_of(file))) == 2
+    _, event = events_of(file)
+    assert {value.tag: value.simple_value for value in event.summary.value}["round/tokens in all"] == 1280.0
     assert run(tmp_path / "rounds.jsonl")[0] == Exit.BAD_INPUT
 
 
