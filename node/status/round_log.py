@@ -85,10 +85,16 @@ def read_rounds(path: Path) -> Iterator[RoundRecord]:
             continue
         with part.open("rb") as file:
             for line in file:
-                try:
-                    yield msgspec.json.decode(line, type=RoundRecord)
-                except msgspec.MsgspecError:
-                    continue
+                if (record := decode_round(line)) is not None:
+                    yield record
+
+
+def decode_round(line: bytes) -> RoundRecord | None:
+    """Return the round in a line of the file; None if it cannot be read."""
+    try:
+        return msgspec.json.decode(line, type=RoundRecord)
+    except msgspec.MsgspecError:
+        return None
 
 
 def write_csv(records: Iterable[RoundRecord], file: TextIO) -> None:
