@@ -23,7 +23,10 @@ PATTERNS: Final[dict[str, Sequence[str]]] = {
         *("start/manifest", "start/epochs.json"),
     ),
     "tokenised text (cache)": ("tokens/*.tokens", "tokens/.*.tokens.*.tmp"),
-    "logs": ("log", "log.*", "rounds.jsonl", "rounds.jsonl.*", "service.log", "output"),
+    "logs": (
+        *("log", "log.*", "rounds.jsonl", "rounds.jsonl.*", "service.log", "output"),
+        *("reports/*.json", "reports/*.lock", "reports/.*.json.*.tmp"),
+    ),
     "run state": ("store.sqlite", "store.sqlite-*", "store.sqlite.*", "dashboard.json", "clock", "started-by-loop"),
     "sockets": ("control.sock", "control.path", "trainer.sock", "trainer.path"),
     "settings": ("config.toml",),
@@ -32,7 +35,7 @@ PATTERNS: Final[dict[str, Sequence[str]]] = {
 }
 IDENTITY: Final = ("identity", "settings")
 """What ``--keep-identity`` keeps: with both, a later installation is the same member with the same limits."""
-_FOLDERS: Final = ("checkpoints", "tokens", "start")
+_FOLDERS: Final = ("checkpoints", "tokens", "start", "reports")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -18,7 +19,9 @@ from .options import Home
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ...base.settings import NodeSettings
     from ...status.round_log import RoundRecord
+    from ...ui.metrics.tracker import ReportedRun
 
 _COLUMNS: Final = ("at", "round", "loss", "held out", "bits/byte", "tokens", "seconds", "outer step with")
 # Left out, in this order, where the terminal is too narrow for all.
@@ -40,17 +43,34 @@ def show_metrics(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write them there for TensorBoard (extra tensorboard)."),
     ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACKER:PROJECT",
+            help="Send each round to an experiment tracker when it is over, until Ctrl-C: trackio:PROJECT, "
+            "wandb:PROJECT, mlflow:EXPERIMENT or mlflow:URI (extras trackio, wandb, mlflow).",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="With --report: send what is there, and end.")] = False,
 ) -> None:
     """Print this node's rounds: when, with whom, loss, bytes, seconds. The node need not run.
 
     A narrow terminal shows fewer columns.
 
     Examples: [cyan]farandole run metrics[/cyan]; [cyan]farandole run metrics --csv > rounds.csv[/cyan];
-    [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan]
+    [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan];
+    [cyan]farandole run metrics --report wandb:my-project[/cyan]
     """
     from ...base.settings import NodeSettings
     from ...status.round_log import read_rounds, write_csv
 
+    if report is not None:
+        if last or as_csv or tensorboard is not None:
+            raise typer.BadParameter("it sends all rounds, and does nothing else", param_hint="--report")
+        _report(NodeSettings(home=home), report, is_once=once)
+        return
+    if once:
+        raise typer.BadParameter("of what? Name a tracker with --report", param_hint="--once")
     path = NodeSettings(home=home).rounds
     records = list(read_rounds(path))
     if not records:
@@ -76,6 +96,42 @@ def _write_events(records: Iterable[RoundRecord], tokens_before: int, folder: Pa
     except OSError as error:
         raise FarandoleError(f"cannot write into {folder}: {error.strerror}") from error
     typer.echo(f"{path} is written; look at it with: tensorboard --logdir {folder}")
+
+
+def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
+    """Send the rounds to a tracker. Raises `FarandoleError`."""
+    from random import Random
+
+    from ...base.interrupts import gently_interruptible
+    from ...ui.metrics.report import Patience, report_rounds
+    from ...ui.metrics.tracker import open_tracker
+
+    run = _reported_run(settings)
+    tracker = open_tracker(target)
+    try:
+        with gently_interruptible() as interruption:
+            patience = Patience(interruption.wait, partial(typer.echo, err=True), Random(), is_once)
+            report = report_rounds(settings.rounds, tracker, run, patience)
+    except OSError as error:
+        raise FarandoleError(f"cannot report: {error}") from error
+    again = "" if is_once else "; the same command goes on from there"
+    typer.echo(f"{report.num_sent} round{'' if report.num_sent == 1 else 's'} sent{again}")
+
+
+def _reported_run(settings: NodeSettings) -> ReportedRun:
+    """Return what a tracker learns of this node's run. Raises `FarandoleError` if it has none."""
+    from farandole.protocol.identity import peer_id_of, public_bytes
+    from farandole.protocol.manifest import decode_manifest
+
+    from ...base.identity import load_or_create_key
+    from ...state.store import MANIFEST_FACT, read_fact
+    from ...ui.metrics.tracker import reported_run
+
+    raw = read_fact(settings.store, MANIFEST_FACT)
+    if raw is None or not settings.key.exists():
+        raise FarandoleError(f"{settings.home} knows no run: join one first, or name another folder with --home")
+    manifest, signed = decode_manifest(raw)
+    return reported_run(manifest, signed.run_id.hex(), peer_id_of(public_bytes(load_or_create_key(settings.key))))
 
 
 def _print_table(records: Sequence[RoundRecord], path: Path) -> None:
