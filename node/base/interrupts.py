@@ -6,35 +6,23 @@ import contextlib
 import select
 import signal
 import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import Protocol
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Let Ctrl-C end the block as if it had come to its end. Works only in the main thread.
+class Ending(Protocol):
+    """Whether a loop must end: an `Interruption`, or a `threading.Event` that another thread sets."""
 
-    Python drops a `KeyboardInterrupt` that is raised while it calls back an object's finaliser, or a weak reference's
-    (each import has one). So the block gets an event as well, which it must check whenever it waits.
-    """
-    is_interrupted = threading.Event()
+    def is_set(self) -> bool:
+        """Return whether it must."""
 
-    def note(number: int, frame: FrameType | None) -> None:
-        is_interrupted.set()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield is_interrupted
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def wait(self, seconds: float, /) -> bool:
+        """Wait for so many seconds, or until it must; return whether it must."""
 
 
 class Interruption:
-    """Whether Ctrl-C has come, for a loop that asks; made by `gently_interruptible`.
+    """Whether Ctrl-C has come, for a loop that asks; made by `interruptible` and `gently_interruptible`.
 
     It is no `threading.Event`: a signal's handler runs in the main thread, between any two of its instructions, and may
     not wait for a lock that this thread holds at that moment.
@@ -44,10 +32,25 @@ class Interruption:
         """``woken``: can be read from when Ctrl-C has come."""
         self._woken = woken
 
-    def wait(self, seconds: float) -> bool:
+    def is_set(self) -> bool:
+        """Return whether Ctrl-C has come."""
+        return self.wait(0.0)
+
+    def wait(self, seconds: float, /) -> bool:
         """Wait for so many seconds, or until Ctrl-C; return whether it has come."""
         readable, _, _ = select.select([self._woken], [], [], seconds)
         return bool(readable)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Let Ctrl-C end the block as if it had come to its end. Works only in the main thread.
+
+    Python drops a `KeyboardInterrupt` that is raised while it calls back an object's finaliser, or a weak reference's
+    (each import has one). So the block must also ask, whenever it waits.
+    """
+    with contextlib.suppress(KeyboardInterrupt), _noting([signal.SIGINT], num_gentle=0) as interruption:
+        yield interruption
 
 
 @contextlib.contextmanager
@@ -56,18 +59,27 @@ def gently_interruptible() -> Iterator[Interruption]:
 
     For a block that must finish what it is at. Works only in the main thread.
     """
+    with _noting([signal.SIGINT, signal.SIGTERM], num_gentle=1) as interruption:
+        yield interruption
+
+
+@contextlib.contextmanager
+def _noting(numbers: Sequence[int], num_gentle: int) -> Iterator[Interruption]:
+    """Note these signals within the block; those after the first ``num_gentle`` raise `KeyboardInterrupt`."""
     woken, waking = socket.socketpair()
+    waking.setblocking(False)
     num_signals = 0
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal num_signals
         num_signals += 1
-        if num_signals > 1:
+        with contextlib.suppress(BlockingIOError):  # it is full: it has been noted
+            waking.send(b"!")
+        if num_signals > num_gentle:
             raise KeyboardInterrupt
-        waking.send(b"!")
 
     with woken, waking:
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, note) for number in numbers}
         try:
             yield Interruption(woken)
         finally:

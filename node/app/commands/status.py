@@ -13,8 +13,7 @@ from .options import AsJson, Home
 from .output import node_status, print_answer, print_json
 
 if TYPE_CHECKING:
-    from threading import Event
-
+    from ...base.interrupts import Ending
     from ...status.status import NodeStatus
 
 From = Annotated[
@@ -123,7 +122,7 @@ def _first_of(source: Path) -> NodeStatus:
     return news.status
 
 
-def _watch_json(home: Path, is_interrupted: Event) -> None:
+def _watch_json(home: Path, is_interrupted: Ending) -> None:
     """Print one line a second, a stream for scripts. A node that was there may go away, and come back."""
     from farandole.protocol.errors import FarandoleError
 
@@ -143,7 +142,7 @@ def _watch_json(home: Path, is_interrupted: Event) -> None:
             return
 
 
-def _watch(home: Path, source: Path | None, is_interrupted: Event) -> None:
+def _watch(home: Path, source: Path | None, is_interrupted: Ending) -> None:
     """Show the status on the whole screen if there is one, otherwise print events line by line."""
     from ...ui.watch.feed import HomeFeed, LinesFeed
     from ...ui.watch.terminal import has_screen, keys_from_terminal

@@ -11,7 +11,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 from typing import BinaryIO, Final
 
 import msgspec
@@ -19,6 +18,7 @@ import msgspec
 from farandole.protocol.errors import FarandoleError
 
 from ...base.control import MAX_RESPONSE_BYTES, NoNodeError, call
+from ...base.interrupts import Ending
 from ...status.status import NodeStatus
 from .view import Lost, News, NodeSeen
 
@@ -32,7 +32,7 @@ class Feed(abc.ABC):
     """A source of news of one node."""
 
     @abc.abstractmethod
-    def news(self, is_over: Event) -> Iterator[News]:
+    def news(self, is_over: Ending) -> Iterator[News]:
         """Yield news until ``is_over`` is set, or no more can come. It blocks, so it runs in a thread of its own."""
 
     @abc.abstractmethod
@@ -46,7 +46,7 @@ class HomeFeed(Feed):
     def __init__(self, home: Path) -> None:
         self._home = home
 
-    def news(self, is_over: Event) -> Iterator[News]:
+    def news(self, is_over: Ending) -> Iterator[News]:
         """Yield one status a second."""
         while not is_over.is_set():
             try:
@@ -74,7 +74,7 @@ class LinesFeed(Feed):
         except OSError as error:
             raise FarandoleError(f"cannot read {source}: {error.strerror}") from error
 
-    def news(self, is_over: Event) -> Iterator[News]:
+    def news(self, is_over: Ending) -> Iterator[News]:
         """Yield the statuses in the source's lines as they come."""
         with self._file:
             if self._source == STANDARD_INPUT:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from threading import Event
 from typing import Final
 
+from ...base.interrupts import Ending
 from .feed import Feed
 from .view import NodeView
 
@@ -16,7 +16,7 @@ _FIGURES: Final = re.compile(r"\d")
 
 
 def print_lines(
-    feed: Feed, is_over: Event, echo: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    feed: Feed, is_over: Ending, echo: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> None:
     """Print news until ``is_over`` is set, or no more can come. ``clock``: seconds, never backwards."""
     view = NodeView(read_at=clock())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from threading import Event as ThreadEvent
 
 import msgspec
 
+from farandole.node.base.interrupts import Ending
 from farandole.node.status.status import Event, LinkStatus, NodeStatus, Resources
 from farandole.node.ui.watch.feed import Feed
 from farandole.node.ui.watch.view import News
@@ -51,7 +51,7 @@ class GivenFeed(Feed):
         for each in news:
             self.queue.put(each)
 
-    def news(self, is_over: ThreadEvent) -> Iterator[News]:
+    def news(self, is_over: Ending) -> Iterator[News]:
         while (news := self.queue.get()) is not None:
             yield news
 
