@@ -47,16 +47,22 @@ class Exchange:
         self._encoded, self._arrived = SharedCounter(outgoing), SharedCounter(incoming)
         self._taken = self._arrived.read()
         self._size = 0  # of the newest contribution, and of the partner's for it
+        self._do_tokens_count = True
         self._aside = ThreadPoolExecutor(1)
         self._encoding: Future[None] | None = None  # where the engine encodes aside
         for memory in (self._outgoing, self._incoming):
             engine.pin(memory)
 
-    def contribute(self, round_index: int, fragment: int) -> int:
-        """Freeze the round's contribution; returns its size in bytes. `encode` comes next."""
+    def contribute(self, round_index: int, fragment: int, *, has_steps: bool) -> int:
+        """Freeze the round's contribution; returns its size in bytes. `encode` comes next.
+
+        ``has_steps``: whether the round is one with inner steps. In others, the tokens that a partner claims do not
+        count: it could claim some, and get a larger share than this node, which has none to claim.
+        """
         self._finish_encoding()
         self._size = self._engine.contribution(fragment)
         self._chance = self._draw()
+        self._do_tokens_count = has_steps
         self._encoded.store(round_index, 0)
         self._taken = self._arrived.read()  # an earlier exchange's count, which is void
         return self._size
@@ -119,4 +125,5 @@ class Exchange:
         self._report(messages.OuterStepTaken(command.round, late))
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
-        return Encounter(partner, self._engine.tokens_contributed, partner_tokens, self._chance, self._is_suspected)
+        tokens = (self._engine.tokens_contributed, partner_tokens) if self._do_tokens_count else (0, 0)
+        return Encounter(partner, *tokens, self._chance, self._is_suspected)

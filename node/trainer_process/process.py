@@ -213,7 +213,7 @@ class TrainerProcess:
         while engine.awaits_outer_step:
             self._obey(self._await_command())
         engine.round = command.round
-        size = self._exchange.contribute(command.round, self._fragment)
+        size = self._exchange.contribute(command.round, self._fragment, has_steps=command.takes_steps)
         skipped_before, self._num_skipped = self._num_skipped, engine.num_skipped
         self._channel.send(
             messages.Contributed(

@@ -197,7 +197,9 @@ def _meet(
     if len(pair) == 1:
         pair[0].learner.apply(None)
         return
+    takes_steps = run.manifest.rounds.takes_steps(round_index)  # otherwise tokens do not count, as in a trainer
     tokens = [run.claimed_tokens if each.is_hostile else each.learner.tokens_contributed for each in pair]
+    tokens = tokens if takes_steps else [0, 0]
     sent = [each.contribution for each in pair]
     for index, member in enumerate(pair):
         if member.is_hostile:
@@ -206,7 +208,7 @@ def _meet(
     encounters, does_count = [], [True, True]
     for index, member in enumerate(pair):
         other = pair[1 - index]
-        own_tokens = member.learner.tokens_contributed
+        own_tokens = member.learner.tokens_contributed if takes_steps else 0
         suspected = _is_suspected(member, other, members)
         encounters.append(Encounter(other.key, own_tokens, tokens[1 - index], member.chance, suspected))
         if member.is_hostile:

@@ -248,6 +248,8 @@ class Guard(ScreeningRule):
         more = self._lacked_rounds - usual - EVIDENCE_SLACK - SLOWER_SLACK * self._slowness(partner)
         if self._is_exaggerated and any(partner.history["exaggerated"][-OUTLIER_WINDOW:]):
             more += EXAGGERATED_ROUNDS
+        if self._gain is None:  # a member that never trains has just averaged, too: its weights lack nothing now
+            more = max(more, 0.0)
         return min(max(before[0] + more, 0.0), MAX_EVIDENCE)
 
     def _is_harmful(self, partner: Partner) -> bool:

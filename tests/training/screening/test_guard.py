@@ -31,6 +31,8 @@ OWN = torch.randn(1_000, generator=torch.Generator().manual_seed(0))
 MOVEMENT = 1.0
 STRICT = GuardConfig(least_loss_increase=0.001, max_loss_increase=0.01)
 PEER = b"p" * 32
+# A round began with this loss: that of one's own weights now.
+NO_GAIN = -1.0
 
 
 def away(distance: float) -> Tensor:
@@ -59,7 +61,7 @@ class Node:
         movement: float = MOVEMENT,
         fragment: int = 0,
         loss: Callable[[float], float | None] = no_loss,
-        began: float | None = None,
+        began: float | None = NO_GAIN,
         is_suspected: bool = False,
         as_sent: float | None = None,
         alignment: float = -0.2,
@@ -78,7 +80,7 @@ class Node:
             lambda: movement,
             lambda: alignment,
             loss,
-            lambda: began,
+            lambda: loss(0.0) if began == NO_GAIN else began,
             lambda: as_sent,
         )
         verdict = self.rule.judge(partner)
@@ -123,6 +125,15 @@ def test_a_round_without_inner_steps_is_judged_by_the_usual_gain() -> None:
     for _ in range(OUTLIER_WINDOW):  # the same loss in each round where a round's inner steps gain less
         verdict = node.meets(away(0.5), chance=0.0, loss=sloping(2.0, 0.05), began=2.001)
     assert not counts(verdict)
+
+
+def test_a_member_that_never_trains_does_not_clear_itself_in_rounds_without_inner_steps() -> None:
+    """It lacks the progress of each round with some, and is as good as others right after it has averaged."""
+    node = known()
+    for _ in range(OUTLIER_WINDOW):
+        node.meets(away(1.0), chance=0.0, loss=sloping(2.0, 0.1), began=2.1)
+        node.meets(away(1.0), tokens=(0, 0), chance=0.0, loss=sloping(2.0, 0.0), began=None, alignment=0.0)
+    assert not counts(node.meets(away(1.0), chance=0.0, loss=sloping(2.0, 0.1), began=2.1))
 
 
 def test_later_it_is_what_was_accepted() -> None:
