@@ -81,6 +81,7 @@ class BenchTrainer:
         recipe = Recipe(outer=outer, screening=GuardConfig() if is_guarded else SimilarityConfig())
         self._replica = Replica(module, recipe, run_id=bytes(32), device=device)
         self._replica.vectors()[SLOW].copy_(self._common)
+        self._replica.count_step(1)  # the guard's yardstick is what inner steps have moved
         return {}
 
     def take_round(self, is_first: bool) -> dict[str, Any]:
