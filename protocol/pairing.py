@@ -95,8 +95,8 @@ MEETING_WAIT, MIN_MEETING_WAIT = 3.0, 3.0
 ANSWER_SHARE, MIN_ANSWER, MAX_ANSWER = 1 / 8, 1.0, 10.0
 # A busy peer is asked again after this share of a round's inner steps, within these bounds in seconds.
 RETRY_SHARE, MIN_RETRY, MAX_RETRY = 1 / 16, 0.05, 5.0
-# Before and in a round without inner steps it is asked again after this share of the last exchange's duration instead.
-MEETING_RETRY_SHARE = 0.25
+# Right before and in a round without inner steps it is asked again after this share of the wait for a partner instead.
+MEETING_RETRY_SHARE = 1 / 12
 # Proposals of one node in one round: among 1,000 nodes the last free ones rarely find each other, and each proposal may
 # cost a dial. After this many the node only accepts.
 MAX_PROPOSALS = 64
@@ -472,9 +472,11 @@ class Pairing:
         return (MEETING_SHARE if self._config.round_seconds else WAIT_SHARE) * self._config.exchange_seconds
 
     def _retry_after(self) -> float:
-        seconds = RETRY_SHARE * (self._inner_seconds or 0.0)
-        if not self._config.takes_steps(self.round) or not self._config.takes_steps(self.round + 1):
-            seconds = MEETING_RETRY_SHARE * self._last_exchange_seconds
+        is_over = self.state in (State.EXCHANGING, State.IDLE)
+        if self._config.takes_steps(self.round + 1 if is_over else self.round):
+            seconds = RETRY_SHARE * (self._inner_seconds or 0.0)
+        else:
+            seconds = MEETING_RETRY_SHARE * self._meeting_wait
         return min(max(seconds, MIN_RETRY), MAX_RETRY)
 
     # Fragments

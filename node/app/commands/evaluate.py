@@ -11,7 +11,7 @@ import typer
 from farandole.protocol.errors import FarandoleError
 
 from ...base.settings import NodeSettings
-from .options import AsJson, takes_settings
+from .options import AsJson, ComputesOn, ModelFolder, takes_settings
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -34,16 +34,7 @@ class ResultsFileError(FarandoleError):
 @takes_settings("tokenizer", "allow_model")
 def evaluate(
     settings: NodeSettings,
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="FOLDER",
-            help="Folder of a model, written by `checkpoint pull`, `import` or `export`.",
-            show_default="the newest checkpoint of this node",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
+    folder: ModelFolder = None,
     *,
     tasks: Annotated[
         str,
@@ -73,14 +64,7 @@ def evaluate(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Write the harness's results there, as JSON.", dir_okay=False),
     ] = None,
-    computes_on: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            metavar="DEVICE",
-            help="cpu, cuda, cuda:1, mps or auto. A GPU shares its memory with a running trainer.",
-        ),
-    ] = "cpu",
+    computes_on: ComputesOn = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness: this node's newest checkpoint, or a folder.

@@ -30,6 +30,25 @@ Home = Annotated[
     ),
 ]
 
+ModelFolder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FOLDER",
+        help="Folder of a model, written by `checkpoint pull`, `import` or `export`.",
+        show_default="the newest checkpoint of this node",
+        exists=True,
+        file_okay=False,
+    ),
+]
+ComputesOn = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda, cuda:1, mps or auto. A GPU shares its memory with a running trainer.",
+    ),
+]
+
 
 def _read_config(context: typer.Context, path: Path | None) -> Path:
     """Take from the settings file what no flag or variable gives; only a file named by the user must exist."""

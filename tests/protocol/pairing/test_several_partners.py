@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.pairing import MEETING_RETRY_SHARE, MIN_MEETING_WAIT, WAIT_SHARE
+from farandole.protocol.pairing import (
+    MEETING_RETRY_SHARE,
+    MEETING_WAIT,
+    MIN_MEETING_WAIT,
+    PROPOSE_UNTIL,
+    WAIT_SHARE,
+)
 from farandole.protocol.pairing_events import (
     ContributionReady,
     ExchangeEnded,
@@ -15,7 +21,7 @@ from farandole.protocol.pairing_events import (
 )
 from farandole.protocol.pairing_messages import Agree, Begin, Busy, Propose, Ready
 
-from .nodes import ALICE, BOB, CAROL, LOW, SEVERAL, Node, only_proposal
+from .nodes import ALICE, BOB, BOXED, CAROL, LOW, MALLORY, SEVERAL, Node, only_proposal
 
 EXCHANGE_SECONDS = 2.0
 
@@ -54,7 +60,21 @@ def test_peers_that_still_exchange_are_asked_again_soon() -> None:
     alice.hear(CAROL, Propose(LOW, 0.0), 42.1)  # between two rounds
     ((_, answer),) = alice.sent
     assert isinstance(answer, Busy)
-    assert answer.retry_after == pytest.approx(MEETING_RETRY_SHARE * EXCHANGE_SECONDS)
+    assert answer.retry_after == pytest.approx(MEETING_RETRY_SHARE * MEETING_WAIT * EXCHANGE_SECONDS)
+
+
+def test_during_inner_steps_a_busy_peer_is_asked_again_no_sooner_than_with_one_partner() -> None:
+    """A node proposes a limited number of times in a round, and inner steps may take an hour."""
+    answers = []
+    for config in (BOXED, SEVERAL):
+        alice = Node(ALICE, config, frozenset((BOB, CAROL)))
+        alice.handle(RoundStarted(6), 0.0)
+        alice.propose(PROPOSE_UNTIL * 40.0)
+        alice.hear(MALLORY, Propose(LOW, 10.0), 30.0)  # Alice has not heard of Mallory yet
+        ((_, answer),) = alice.sent
+        assert isinstance(answer, Busy)
+        answers.append(answer)
+    assert answers[0] == answers[1]
 
 
 def test_a_node_without_a_partner_goes_on_soon() -> None:

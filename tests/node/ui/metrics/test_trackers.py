@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import getpass
 import json
 import os
@@ -41,7 +42,7 @@ class Kept:
     """Step -> what was logged for it, each time."""
 
 
-class Place:
+class Place(abc.ABC):
     """A tracker of this test's own: its target, and the variables that lead there."""
 
     library: str
@@ -55,9 +56,9 @@ class Place:
     def environment(self) -> dict[str, str]:
         return {}
 
+    @abc.abstractmethod
     def runs(self) -> list[Kept]:
         """Return the runs, read by the tracker's own library."""
-        raise NotImplementedError
 
     def stored(self) -> bytes:
         """Return all that is kept, or sent later."""
@@ -101,7 +102,7 @@ class Mlflow(Place):
     files = ("mlflow.db*",)
 
     @property
-    def target(self) -> str:  # type: ignore[override]
+    def target(self) -> str:  # type: ignore[override]  # the others' are the same in every folder
         return f"mlflow:{self._uri}"
 
     @property
