@@ -364,9 +364,9 @@ def _problems_of_rounds(manifest: Manifest) -> Iterator[str]:
     if rounds.overlap:
         yield f"{several}, and rounds.overlap is true: one exchange can overlap with inner steps, not several"
     if model.num_stages > 1 or model.external is not None:
-        yield f"{several}: that needs a built-in model or a Hugging Face one, not cut into stages"
+        yield f"{several}: that needs a model that nodes train themselves, not cut into stages"
     if manifest.outer.fragments > 1:
-        yield f"{several}, and outer.fragments is {manifest.outer.fragments}: shorter rounds do the same for it"
+        yield f"{several}, and outer.fragments is {manifest.outer.fragments}: one of them must be 1"
 
 
 def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterator[str]:

@@ -434,8 +434,8 @@ class TrainingLoop:
             round_seconds=rounds.round_seconds if takes_steps else 0.0,
             inner_steps_this_round=0,
         )
-        what = "inner steps" if takes_steps else "another partner"
-        self._enter("training", f"{what} of round {round_index}")
+        what = "inner steps of" if takes_steps else "another partner for"
+        self._enter("training", f"{what} round {round_index}")
         self._tell(messages.Train(round_index, rounds.inner_steps, takes_steps))
         self._tell_pipeline(RoundBegan(round_index, rounds.inner_steps, self._is_followed(round_index)))
 

@@ -44,7 +44,9 @@ def run(
     hostile: Annotated[int, typer.Option(min=1, help="Hostile members.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of 10 inner steps.")] = 40,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each attack.")] = 3,
-    partners: Annotated[int, typer.Option(min=1, max=MAX_PARTNERS, help="Partners one after another a round.")] = 1,
+    partners: Annotated[
+        int, typer.Option(min=1, max=MAX_PARTNERS, help="Partners that a member meets in each round.")
+    ] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="Screen as strictly as a run file may ask for.")] = False,
     out: Out = OUT,
     write: Write = None,

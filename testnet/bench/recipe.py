@@ -1,7 +1,7 @@
 """Real nodes compared with the simulation of the same run: whether daemons learn what the comparison promises.
 
 The simulated replicas take the same inner steps in one process, screen as nodes do, and are paired at random; nobody is
-ever alone. Nodes start at different times, may find no partner, and have keys, so batches, of their own.
+ever alone. Nodes start at different times and may find no partner. Their keys, and so their batches, are others.
 """
 
 from __future__ import annotations
