@@ -16,8 +16,8 @@ from .screening.rule import EVALUATION_BATCHES, EVALUATION_SECONDS
 
 # Evaluations that are remembered.
 _REMEMBERED: Final = 4
-# Where not even one batch is fast enough, one is tried again with every such contribution, unless it would take more
-# than so many times `EVALUATION_SECONDS`: the partner waits.
+# If one batch takes too long, one is tried again at every fourth contribution. But not if it took more than four times
+# `EVALUATION_SECONDS`, since the partner waits meanwhile.
 _TRIED_EVERY: Final = 4
 _MAX_TRIED: Final = 4.0
 
