@@ -18,8 +18,9 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
 - *Fragments.* Where a round exchanges a part of the parameters, a proposal is for the part that its sender has
   exchanged least, named by the session's last byte. A node that is not ready yet accepts any fragment; a ready one only
   its own.
-- *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds`` for its
-  partner; an odd node out, or one for which no peer is free, goes on at once.
+- *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``; an odd node
+  out, or one for which no peer is free, goes on at once. It waits for one partner until `MEETING_SHARE` after the time
+  at which that one should be ready by its own word. Then it seeks another, which most often was left waiting too.
 - *Meetings are remembered.* A peer whose exchange failed is asked last, and answered last, for longer each time; a peer
   that is met more often than by chance waits for its turn (`farandole.protocol.pairing_backoff`).
 - *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
@@ -109,14 +110,16 @@ SWAP_SHARE = 0.25
 MAX_MESSAGES, METER_SECONDS = 64, 1.0
 # Peers counted in one such period; messages of further ones are dropped.
 MAX_METERED_PEERS = 4_096
+NOT_READY = "the partner was not ready in time"
 _ORDER_BYTES = 32  # a key of BLAKE3
 
 
 class _Timer(enum.Enum):
-    """Timers in the order in which they fire: an overdue answer frees the node to propose at the same moment."""
+    """Timers in the order in which they fire: an overdue answer or partner frees the node to propose at that moment."""
 
     ANSWER = "answer"
     BOX = "box"
+    PARTNER = "partner"
     PROPOSE = "propose"
     PATIENCE = "patience"
 
@@ -129,6 +132,8 @@ class _Bond:
     session: bytes
     is_proposer: bool
     is_partner_ready: bool = False
+    due_at: float = 0.0
+    """When the partner should be ready, by its word and ours; known once we have agreed."""
 
 
 @dataclass(slots=True)
@@ -147,7 +152,7 @@ class _Round:
     has_broken: bool = False
     """Whether the first exchange broke."""
     failure: str = ""
-    """The reason for that, for people."""
+    """What first went wrong in this round, for people."""
     ask_at: dict[bytes, float] = field(default_factory=dict)
     """Live peer -> not before; infinity: not in this round."""
     lost: set[bytes] = field(default_factory=set)
@@ -304,10 +309,16 @@ class Pairing:
         self._timers.pop(_Timer.BOX, None)
         self._timers[_Timer.PATIENCE] = self.wait_ends_at
         if self.state is State.MATCHED and self._bond:
-            self._send(self._bond.peer, messages.Ready(self._bond.session))
+            self._await_partner(self._bond, now)
             self._begin_if_both_ready(now)
         elif self.state is State.SEEKING:
             self._seek(now)
+
+    def _await_partner(self, bond: _Bond, now: float) -> None:
+        """Tell the partner that this node is ready, and wait for it."""
+        self._send(bond.peer, messages.Ready(bond.session))
+        if self._config.takes_steps(self.round) and not self._config.overlap:
+            self._timers[_Timer.PARTNER] = max(now, bond.due_at) + MEETING_SHARE * self._config.exchange_seconds
 
     def _begin_if_both_ready(self, now: float) -> None:
         """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
@@ -335,7 +346,8 @@ class Pairing:
         self._last_exchange_seconds = now - self._exchange_started_at
         if end.is_broken and not self._current.has_broken and now < self.wait_ends_at:
             # with another partner, or with this one if it is still there and no other peer is free
-            self._current.has_broken, self._current.failure = True, end.reason
+            self._current.has_broken = True
+            self._current.failure = self._current.failure or failure(end.reason)
             self._num_exchanged[self._current.fragment] -= 1
             self._timers[_Timer.PATIENCE] = self.wait_ends_at
             self._seek_another(now, ask_again_at=self._ask_lost_at(self._bond.peer, now))
@@ -349,8 +361,8 @@ class Pairing:
         self._timers.clear()
         self._move(State.IDLE)
         self._num_exchanged[self._current.fragment] += 1
-        if self._current.has_broken:
-            reason = f"{failure(self._current.failure)}, and {reason}"
+        if self._current.failure and reason != self._current.failure:
+            reason = f"{self._current.failure}, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
 
     def _stop(self) -> None:
@@ -409,13 +421,15 @@ class Pairing:
         self._timers.pop(_Timer.PROPOSE, None)
         self._timers.pop(_Timer.ANSWER, None)
         self._move(State.MATCHED)
+        bond.due_at = now + (seconds_left or 0.0)
         if self._current.is_ready:
             if not self._config.takes_steps(self.round):  # the partner is ready within `_meeting_wait`, by its word
                 at = min(now + 2 * self._meeting_wait, self._current.ready_at + self._longest_wait)
                 self._timers[_Timer.PATIENCE] = max(at, self.wait_ends_at)
-            self._send(bond.peer, messages.Ready(bond.session))
+            self._await_partner(bond, now)
         elif self._config.round_seconds and self._current.ends_at is not None and seconds_left is not None:
-            self._end_box_at((self._current.ends_at + now + seconds_left) / 2)
+            self._end_box_at((self._current.ends_at + bond.due_at) / 2)
+            bond.due_at = self._current.ends_at
 
     def _part(self, ask_again_at: float) -> None:
         """Drop a failed proposal or a lost partner; this peer is not asked again before ``ask_again_at``."""
@@ -425,6 +439,7 @@ class Pairing:
             self._current.ask_at[self._bond.peer] = ask_again_at
         self._bond = None
         self._timers.pop(_Timer.ANSWER, None)
+        self._timers.pop(_Timer.PARTNER, None)
         self._move(State.SEEKING)
 
     def _seek_another(self, now: float, ask_again_at: float = math.inf) -> None:
@@ -692,16 +707,32 @@ class Pairing:
                 self._seek_another(now)
             case _Timer.BOX:
                 self._outputs.append(FinishRound(self.round))
+            case _Timer.PARTNER if self._may_find_another():
+                self._give_partner_up()
+                self._seek_another(now)
             case _Timer.PATIENCE:
                 self._give_up_waiting()
 
+    def _may_find_another(self) -> bool:
+        """Return whether a peer besides the partner can still be asked."""
+        others = self._peers - {self.partner}
+        return any(self._current.ask_at.get(peer, -math.inf) < self.wait_ends_at for peer in others)
+
+    def _give_partner_up(self) -> None:
+        """Withdraw from a partner that is late; its turn is used."""
+        assert self._bond is not None, "the timer runs while there is a partner"
+        self._current.failure = self._current.failure or NOT_READY
+        self._put_off(self._bond.peer)
+        self._meetings.note_meeting(self._bond.peer, self.round, len(self._peers))
+        self._withdraw()
+
     def _give_up_waiting(self) -> None:
         reason = "no partner in time"
-        if self.state is State.MATCHED and self._bond is not None:
-            reason = "the partner was not ready in time"
-            self._put_off(self._bond.peer)
-            self._meetings.note_meeting(self._bond.peer, self.round, len(self._peers))
-        if self.state is not State.SEEKING:
+        if self.state is State.MATCHED:
+            self._give_partner_up()
+            self._part(math.inf)
+            reason = NOT_READY
+        elif self.state is not State.SEEKING:
             self._withdraw()
             self._part(math.inf)
         self._go_alone(reason)

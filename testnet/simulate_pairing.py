@@ -23,7 +23,7 @@ from functools import partial
 
 from farandole.protocol import pairing_events, pairing_messages, training_events
 from farandole.protocol import trainer_messages as messages
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, OFFER_UNTIL
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.node_state import TrainingState
 from farandole.protocol.outcomes import Outcomes
@@ -303,6 +303,7 @@ class _Coalition:
     def _exchange(self, name: bytes, sender: bytes, verb: _Verb, session: bytes) -> None:
         match verb:
             case _Verb.HELLO:
+                self._tell(name, sender, _Verb.OFFER, session)
                 self._tell(name, sender, _Verb.ACCEPTED, session)
             case _Verb.ACCEPTED | _Verb.RESOLVE:
                 self._tell(name, sender, _Verb.COMMITTED, session)
@@ -518,12 +519,13 @@ class _Node:
 
 
 class _Verb(IntEnum):
-    HELLO = 0  # the initiator opens its stream
-    ACCEPTED = 1
-    COMMITTED = 2  # the decision, or an answer
-    ABORTED = 3
-    UNDECIDED = 4
-    RESOLVE = 5
+    HELLO = 0  # the initiator opens its stream, and sends its offer
+    OFFER = 1  # the responder's
+    ACCEPTED = 2
+    COMMITTED = 3  # the decision, or an answer
+    ABORTED = 4
+    UNDECIDED = 5
+    RESOLVE = 6
 
 
 class _Exchange:
@@ -533,10 +535,12 @@ class _Exchange:
         self.node = node
         self.start = start
         self.is_over = False
+        self.has_offer = False
         self.has_accepted = False
 
     def begin(self) -> None:
         node, start = self.node, self.start
+        self.at(OFFER_UNTIL, self.give_up_on_offer)
         if start.is_initiator:
             node.outcomes.begin(start.session, start.peer)
             node.say(start.peer, _Verb.HELLO, start.session)
@@ -556,7 +560,11 @@ class _Exchange:
     def receive(self, verb: _Verb) -> None:
         match verb:
             case _Verb.HELLO if not self.start.is_initiator:
+                self.has_offer = True
+                self.node.say(self.start.peer, _Verb.OFFER, self.start.session)
                 self.transfer()
+            case _Verb.OFFER if self.start.is_initiator:
+                self.has_offer = True
             case _Verb.ACCEPTED if self.start.is_initiator:
                 if not self.is_over and self.node.outcomes.decide(self.start.session, committed=True):
                     self.node.say(self.start.peer, _Verb.COMMITTED, self.start.session)
@@ -575,6 +583,10 @@ class _Exchange:
         if not self.is_over and self.node.is_alive:
             self.has_accepted = True
             self.node.say(self.start.peer, _Verb.ACCEPTED, self.start.session)
+
+    def give_up_on_offer(self) -> None:
+        if not self.has_offer:
+            self.end(False)
 
     def give_up_on_data(self) -> None:
         if not self.has_accepted:

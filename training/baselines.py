@@ -129,6 +129,7 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
             quarter,
             msgspec.structs.replace(plain, drift=0.1),
         ),
+        Method("NoLoCo, plain, int8, two partners, twice as often", "pairs", half, plain, exchanges=2),
         Method("NoLoCo, Muon, Nesterov, fp32", "pairs", interval, nesterov(), optimizer="muon"),
         Method(
             "NoLoCo, Muon, Nesterov, int8, four times as often, drift 0.1", "pairs", quarter, often, optimizer="muon"
@@ -152,6 +153,7 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         ),
         Method("plain mean, fp32", "pairs", interval, PlainConfig()),
         Method("plain mean of all, fp32", "all", interval, PlainConfig()),
+        Method("plain mean of all, Muon, fp32", "all", interval, PlainConfig(), optimizer="muon"),
         Method("GASLoC, fp32", "pairs", interval, GASLoCConfig()),
         Method("SparseLoCo, 8 of 256", "all", interval, SparseLoCoConfig()),
         Method("SparseLoCo, pairs, 8 of 256", "pairs", interval, SparseLoCoConfig()),

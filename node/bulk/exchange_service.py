@@ -196,10 +196,10 @@ class ExchangeService:
         self._expected_more.set()
         self._expected_more = trio.Event()
         try:
-            with trio.move_on_at(session.data_by):
+            with trio.move_on_at(session.offer_by):
                 await expected.arrived.wait()
             if expected.stream is None:
-                return "the partner opened no stream"
+                return "the partner opened no stream in time"
             reason = await session.hold(expected.stream, expected.received)
         finally:
             del self._expected[start.session]

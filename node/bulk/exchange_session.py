@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Exchange
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, OFFER_UNTIL, Exchange
 from farandole.protocol.exchange_messages import (
     Aborted,
     Accepted,
@@ -157,6 +157,11 @@ class ExchangeSession:
         return self._exchange.is_in_doubt and not self.is_committed
 
     @property
+    def offer_by(self) -> float:
+        """The time by which the partner's offer must be here."""
+        return self._at(OFFER_UNTIL)
+
+    @property
     def data_by(self) -> float:
         """The time by which both contributions must be received and screened."""
         return self._at(DATA_UNTIL)
@@ -233,7 +238,8 @@ class ExchangeSession:
 
     async def _read_offer(self) -> None:
         """Read the partner's offer; the earlier deadline of the two holds for both."""
-        theirs = await self._next()
+        with _until(self.offer_by, "the partner did not begin in time"):
+            theirs = await self._next()
         if isinstance(theirs, Offer):
             self._deadline = min(self._deadline, trio.current_time() + theirs.seconds_left)
 

@@ -11,7 +11,7 @@ from farandole.node.base.figures import BYTES_PER_MBIT, size
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
 from farandole.node.bulk.exchange_session import too_slow
 from farandole.node.status.status import SCREENED_LATE
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, OFFER_UNTIL
 from farandole.protocol.pipe import CHUNK_BYTES
 
 from ..parties import ALICE, BOB, PATIENCE, SESSION, SIZE, Faults, MemoryHost, Party, assert_committed, meet
@@ -104,8 +104,19 @@ async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline(
     bob: Party, autojump_clock: trio.testing.MockClock
 ) -> None:
     await bob.exchange(ALICE)
-    assert bob.result.reason == "the partner opened no stream"
-    assert trio.current_time() == pytest.approx(DATA_UNTIL * PATIENCE)
+    assert bob.result.reason == "the partner opened no stream in time"
+    assert bob.result.is_broken
+    assert trio.current_time() == pytest.approx(OFFER_UNTIL * PATIENCE)
+
+
+async def test_a_partner_that_sends_no_offer_costs_a_share_of_the_deadline(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    bob.host.set_handler(EXCHANGE_PROTOCOL, lambda stream: trio.sleep_forever())
+    await alice.exchange(BOB)
+    assert alice.result.reason == "the partner did not begin in time"
+    assert alice.result.is_broken
+    assert trio.current_time() == pytest.approx(OFFER_UNTIL * PATIENCE, abs=2.0)
 
 
 async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, autojump_clock: trio.testing.MockClock) -> None:

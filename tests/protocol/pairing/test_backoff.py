@@ -72,10 +72,10 @@ def test_the_only_peer_is_met_all_the_same() -> None:
 
 def test_a_partner_that_agreed_and_was_not_ready_in_time_is_put_off() -> None:
     alice, _ = matched()
-    alice.handle(PeersChanged(frozenset((BOB, CAROL))), 31.0)
     alice.handle(ContributionReady(7), 40.0)
     alone = [out for out in alice.handle(TimerFired(), 56.0) if isinstance(out, GoAlone)]
     assert alone == [GoAlone(7, "the partner was not ready in time")]
+    alice.handle(PeersChanged(frozenset((BOB, CAROL))), 60.0)
     alice.handle(RoundStarted(8), 100.0)
     assert alice.propose(130.0)[0] == CAROL
 

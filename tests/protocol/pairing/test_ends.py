@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from farandole.protocol.pairing import WAIT_SHARE
+from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.pairing import MEETING_SHARE, WAIT_SHARE
 from farandole.protocol.pairing_events import (
     ContributionReady,
     ExchangeEnded,
     GoAlone,
     PeerLost,
+    PeersChanged,
     RoundStarted,
     SendMessage,
     StartExchange,
@@ -18,7 +21,7 @@ from farandole.protocol.pairing_events import (
 )
 from farandole.protocol.pairing_messages import Agree, Begin, Busy, Decline, Propose, Ready, Withdraw, encode_message
 
-from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, Node, matched, only_proposal, started
+from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, STEPS, Node, matched, only_proposal, started
 
 
 def test_the_exchange_begins_when_both_are_ready() -> None:
@@ -131,6 +134,43 @@ def test_a_partner_that_is_not_ready_is_left_when_the_share_of_waiting_is_over()
     alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
     assert alice.sent == [(BOB, Withdraw(session))]
     assert alice.outputs[1:] == [GoAlone(7, "the partner was not ready in time")]
+
+
+def late_partner(config: RoundConfig, seconds_left: float) -> tuple[Node, bytes]:
+    """Return Alice, who is ready at 40 s, with a partner that agreed at 30 s, and another live peer."""
+    alice, session = matched(config, seconds_left=seconds_left)
+    alice.handle(PeersChanged(frozenset((BOB, CAROL))), 31.0)
+    alice.handle(ContributionReady(7), 40.0)
+    assert alice.sent == [(BOB, Ready(session))]
+    return alice, session
+
+
+@pytest.mark.parametrize("seconds_left", [0.0, 4.0, 14.0])
+def test_a_partner_that_is_later_than_it_said_is_left_for_another(seconds_left: float) -> None:
+    alice, session = late_partner(STEPS, seconds_left)
+    late_at = max(30.0 + seconds_left, 40.0) + MEETING_SHARE * 30.0
+    assert alice.handle(TimerFired(), late_at - 0.1) == []
+    alice.handle(TimerFired(), late_at)
+    (withdrawn, (peer, proposal)) = alice.sent
+    assert withdrawn == (BOB, Withdraw(session))
+    assert peer == CAROL
+    assert isinstance(proposal, Propose)
+    alice.hear(CAROL, Agree(proposal.session, 0.0), late_at)
+    alice.hear(CAROL, Ready(proposal.session), late_at)
+    assert alice.outputs[1:] == [StartExchange(proposal.session, CAROL, 7, is_initiator=True, deadline=70.0)]
+
+
+def test_a_partner_that_is_late_is_awaited_where_nobody_else_can_be_asked() -> None:
+    alice, session = matched()
+    alice.handle(ContributionReady(7), 40.0)
+    assert alice.handle(TimerFired(), 40.0 + MEETING_SHARE * 30.0) == []
+    alice.hear(BOB, Ready(session), 54.0)
+    assert alice.outputs[1:] == [StartExchange(session, BOB, 7, is_initiator=True, deadline=70.0)]
+
+
+def test_a_late_partner_is_awaited_where_rounds_overlap() -> None:
+    alice, _ = late_partner(msgspec.structs.replace(BOXED, overlap=True), 10.0)
+    assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0 - 0.1) == []
 
 
 @pytest.mark.parametrize("peers", [frozenset(), frozenset((ALICE,))])
