@@ -1,7 +1,8 @@
 """Decide which peers are asked last: peers with failed exchanges, and peers met more often than by chance.
 
 A refused contribution, a partner that was not ready in time or withdrew, a broken exchange: each costs a round, and
-none proves malice. A peer is put off for some rounds, twice as many after each failure in a row.
+none proves malice. A peer is put off for some rounds, twice as many after each failure. A committed exchange ends that
+and forgives half of the failures: so a peer that is good for one round in four is soon met last most of the time.
 
 A peer that proposes early to all others at once would be the partner of all of them in each round. So each node keeps
 its own counts: a peer may have `FAIR_SHARE` of the meetings that chance would give it, and no more than `FAIR_BURST` at
@@ -28,8 +29,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Rounds after the first failure; twice as many after each further one in a row, up to a limit.
-FIRST_ROUNDS, MAX_ROUNDS = 2, 256
+# Rounds after the first failure; twice as many after each further one, up to a number of failures.
+FIRST_ROUNDS, MAX_FAILURES = 2, 8
+MAX_ROUNDS = FIRST_ROUNDS << (MAX_FAILURES - 1)
 # A peer may be met this many times as often as by chance, which is once in as many rounds as there are peers; honest
 # ones differ by chance, so a second meeting soon after the first is nothing unusual.
 FAIR_SHARE, FAIR_BURST = 1.05, 2
@@ -44,7 +46,8 @@ MAX_PEERS = 4_096
 
 @dataclass(slots=True)
 class _FailedExchanges:
-    in_a_row: int
+    number: int
+    """Failures that are not forgiven."""
     until: int
     """The round from which the peer is as good as any other."""
 
@@ -59,14 +62,19 @@ class PartnerBackoff:
         """Put a peer off because the exchange with it failed."""
         failures = self._of.setdefault(peer, _FailedExchanges(0, 0))
         self._of.move_to_end(peer)
-        failures.in_a_row += 1
-        failures.until = round_ + 1 + min(FIRST_ROUNDS << min(failures.in_a_row - 1, 30), MAX_ROUNDS)
+        failures.number = min(failures.number + 1, MAX_FAILURES)
+        failures.until = round_ + 1 + (FIRST_ROUNDS << (failures.number - 1))
         while len(self._of) > MAX_PEERS:
             self._of.popitem(last=False)
 
     def note_success(self, peer: bytes) -> None:
-        """Forgive a peer all failures: an exchange with it was committed."""
-        self._of.pop(peer, None)
+        """Forgive a peer half of its failures: an exchange with it was committed."""
+        failures = self._of.get(peer)
+        if failures is None:
+            return
+        failures.number, failures.until = failures.number // 2, 0
+        if not failures.number:
+            del self._of[peer]
 
     def puts_off(self, peer: bytes, round_: int) -> bool:
         """Return whether others come before this peer."""

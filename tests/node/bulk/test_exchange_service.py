@@ -11,10 +11,22 @@ from farandole.node.base.figures import BYTES_PER_MBIT, size
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
 from farandole.node.bulk.exchange_session import too_slow
 from farandole.node.status.status import SCREENED_LATE
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, OFFER_UNTIL
+from farandole.protocol.exchange import ASK_FROM, OFFER_UNTIL
 from farandole.protocol.pipe import CHUNK_BYTES
 
-from ..parties import ALICE, BOB, PATIENCE, SESSION, SIZE, Faults, MemoryHost, Party, assert_committed, meet
+from ..parties import (
+    ALICE,
+    BOB,
+    PATIENCE,
+    SESSION,
+    SIZE,
+    Faults,
+    MemoryHost,
+    MemoryStream,
+    Party,
+    assert_committed,
+    meet,
+)
 
 
 async def test_both_have_the_others_exact_bytes(
@@ -112,7 +124,10 @@ async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline(
 async def test_a_partner_that_sends_no_offer_costs_a_share_of_the_deadline(
     alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
 ) -> None:
-    bob.host.set_handler(EXCHANGE_PROTOCOL, lambda stream: trio.sleep_forever())
+    async def say_nothing(stream: MemoryStream) -> None:
+        await trio.sleep_forever()
+
+    bob.host.set_handler(EXCHANGE_PROTOCOL, say_nothing)
     await alice.exchange(BOB)
     assert alice.result.reason == "the partner did not begin in time"
     assert alice.result.is_broken
