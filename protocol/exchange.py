@@ -42,10 +42,9 @@ from .exchange_steps import AGREED_FIELDS, REQUIRES, SENT_OF, TRANSITIONS, Role,
 from .pipe import BULK_FROM, Pipe
 from .wire import encode
 
-# Shares of the time from the start of a session to its deadline. The partner's offer comes until the first, or there is
-# time for another partner; contributions are received and screened until the second, the initiator decides until the
-# third, a responder without news asks from the fourth, both go on at 1.
-OFFER_UNTIL, DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.25, 0.7, 0.8, 0.9
+# Shares of the time from the start of a session to its deadline. Contributions are received and screened until the
+# first, the initiator decides until the second, a responder without news asks from the third, both go on at 1.
+DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.7, 0.8, 0.9
 # The pipe's name for either contribution.
 CONTRIBUTION = 0
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from .trainer_messages import FinishRound, UseFragment
@@ -127,6 +128,8 @@ class StartExchange:
     """Whether this node opens the stream; the other one awaits it."""
     deadline: float
     """Monotonic seconds at which this node goes on, with or without its partner."""
+    offer_by: float = math.inf
+    """Monotonic seconds at which the exchange has failed if the partner has sent no offer: another partner may do."""
 
 
 def failure(reason: str) -> str:

@@ -23,7 +23,7 @@ from functools import partial
 
 from farandole.protocol import pairing_events, pairing_messages, training_events
 from farandole.protocol import trainer_messages as messages
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, OFFER_UNTIL
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.node_state import TrainingState
 from farandole.protocol.outcomes import Outcomes
@@ -540,7 +540,8 @@ class _Exchange:
 
     def begin(self) -> None:
         node, start = self.node, self.start
-        self.at(OFFER_UNTIL, self.give_up_on_offer)
+        if start.offer_by < start.deadline:
+            node.world.simulation.call_at(start.offer_by, self.give_up_on_offer)
         if start.is_initiator:
             node.outcomes.begin(start.session, start.peer)
             node.say(start.peer, _Verb.HELLO, start.session)

@@ -128,7 +128,7 @@ class ExchangeService:
         def open_pipe(pipe: Pipe, stream: Stream) -> BulkPipe:
             return BulkPipe(pipe, stream, transport, self._shaping)
 
-        session = ExchangeSession(exchange, outgoing, judge, start.deadline, self._outcomes, open_pipe)
+        session = ExchangeSession(exchange, outgoing, judge, start, self._outcomes, open_pipe)
         started_at = trio.current_time()
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)

@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, OFFER_UNTIL, Exchange
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Exchange
 from farandole.protocol.exchange_messages import (
     Aborted,
     Accepted,
@@ -26,6 +26,7 @@ from farandole.protocol.exchange_messages import (
 )
 from farandole.protocol.exchange_steps import Step
 from farandole.protocol.outcomes import Outcomes
+from farandole.protocol.pairing_events import StartExchange
 from farandole.protocol.pipe import Pipe
 
 from ..base.figures import duration, mbit, size
@@ -129,7 +130,7 @@ class ExchangeSession:
         exchange: Exchange,
         outgoing: Outgoing,
         judge: Judge,
-        deadline: float,
+        start: StartExchange,
         outcomes: Outcomes,
         open_pipe: Callable[[Pipe, Stream], BulkPipe],
     ) -> None:
@@ -146,7 +147,8 @@ class ExchangeSession:
         self._outcomes = outcomes
         self._open_pipe = open_pipe
         self._started_at = trio.current_time()
-        self._deadline = deadline
+        self._deadline = start.deadline
+        self._offer_by = start.offer_by
         self._heard, self._messages = trio.open_memory_channel[Control](MAX_MESSAGES)
         self._script = trio.CancelScope()
         self._failure = _FailedError("out of time")
@@ -159,7 +161,7 @@ class ExchangeSession:
     @property
     def offer_by(self) -> float:
         """The time by which the partner's offer must be here."""
-        return self._at(OFFER_UNTIL)
+        return min(self._offer_by, self.data_by)
 
     @property
     def data_by(self) -> float:

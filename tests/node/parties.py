@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -260,9 +261,9 @@ class Party:
 
         self.host.nursery.start_soon(encode)
 
-    async def exchange(self, partner: bytes, deadline: float = PATIENCE) -> None:
-        is_initiator = self.host.author < partner
-        start = StartExchange(SESSION, partner, self.offer.round, is_initiator, trio.current_time() + deadline)
+    async def exchange(self, partner: bytes, deadline: float = PATIENCE, offer_within: float = math.inf) -> None:
+        is_initiator, now = self.host.author < partner, trio.current_time()
+        start = StartExchange(SESSION, partner, self.offer.round, is_initiator, now + deadline, now + offer_within)
         result = await self.service.run(
             start, self.offer, self.outgoing, memoryview(self.incoming), self, self.taken_in.append
         )

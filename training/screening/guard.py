@@ -103,8 +103,10 @@ MAX_EVIDENCE: Final = 3.0
 # Evidence of a contribution that exaggerates this node's: it lies further along the change of this node's inner steps
 # and is worse. 3 % of honest contributions do so by chance, so the first of `OUTLIER_WINDOW` comparisons is ignored.
 EXAGGERATED_ROUNDS: Final = 1.25
-# This share of the loss is added to a gain: equal members differ by it late in a run.
+# Equal members differ late in a run, too. So a gain is increased by this share of the loss, or by `NOISE_QUARTILES`
+# lower quartiles of past differences between members if that is more: nearly one standard deviation.
 LEAST_GAIN: Final = 0.003
+NOISE_QUARTILES: Final = 2.5
 # Above this sum all of a peer's exchanges are compared.
 SUSPICIOUS_EVIDENCE: Final = 0.2
 EQUAL_SHARE: Final = 0.5
@@ -212,19 +214,21 @@ class Guard(ScreeningRule):
         self._lacked = lacking = CROSSING * gain + slower + ROUNDING_NOISE * rounding
         most_lag = before + scale * self._usual_lag(everybody)
         most_change = max(scale * self._usual_change(everybody), self._fluctuation(everybody))
-        is_behind = not of_partner <= most_lag + lacking
+        helps = after < before - LEAST_GAIN * scale
+        is_behind = not helps and not of_partner <= most_lag + lacking
         is_worse = not after <= before + most_change + verdict.shares[1] * lacking
         is_astray = reach > 1.0 and not after <= before + LEAST_GAIN * scale
         self._is_outlier = is_behind or is_worse or is_astray
         self._is_apart = is_astray and not is_behind
-        lacked = (of_partner - before - slower) / (gain + ROUNDING_NOISE * rounding + LEAST_GAIN * scale)
+        unit = gain + ROUNDING_NOISE * rounding + scale * self._noise(everybody)
+        lacked = (of_partner - before - slower) / unit
         self._lacked_rounds = lacked if lacked < MAX_LACKED_ROUNDS else MAX_LACKED_ROUNDS  # NaN as well
         self._is_exaggerated = of_partner > before and partner.alignment() > 0.0
         self._evidence = self._sum_up(partner)
         if self._evidence > SUSPICIOUS_EVIDENCE:  # what it claims of its tokens does not show in its weights
             verdict = replace(verdict, weight=min(verdict.weight, EQUAL_SHARE))
         if not self._is_outlier:
-            return Accept(verdict.weight, 0.0) if self._is_harmful(partner) else verdict
+            return Accept(verdict.weight, 0.0) if not helps and self._is_harmful(partner) else verdict
         may_be_outlier = self._may_be_outlier(partner) and after < math.inf
         tolerated = min(max(TOLERATED_ROUNDS * gain, LEAST_LAG * scale), settings.max_loss_increase * scale)
         does_little = after <= before + tolerated and reach <= TOLERATED_RADIUS
@@ -251,6 +255,12 @@ class Guard(ScreeningRule):
         if self._gain is None:  # a member that never trains has just averaged, too: its weights lack nothing now
             more = max(more, 0.0)
         return min(max(before[0] + more, 0.0), MAX_EVIDENCE)
+
+    @staticmethod
+    def _noise(everybody: History) -> float:
+        """Return the share of the loss by which equal members differ."""
+        known = sorted(everybody["difference"][-WINDOW:])
+        return max(NOISE_QUARTILES * known[len(known) // 4], LEAST_GAIN) if len(known) >= MIN_LAGS else LEAST_GAIN
 
     def _is_harmful(self, partner: Partner) -> bool:
         """Return whether the peer's sum is above the limit: it has done some harm each time without standing out."""
@@ -363,6 +373,8 @@ class Guard(ScreeningRule):
             history.append("exaggerated", float(self._is_exaggerated))
             if is_sample:
                 everybody.append("lacked rounds", self._lacked_rounds)
+                if (difference := abs(of_partner - own) / max(own, LEAST_LOSS)) < math.inf:
+                    everybody.append("difference", difference)
         if is_used or self._is_apart:
             everybody.append("apart", float(not is_used))
         if isinstance(verdict, Refuse):

@@ -9,9 +9,9 @@ import trio.testing
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.base.figures import BYTES_PER_MBIT, size
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
-from farandole.node.bulk.exchange_session import too_slow
+from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, too_slow
 from farandole.node.status.status import SCREENED_LATE
-from farandole.protocol.exchange import ASK_FROM, OFFER_UNTIL
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL
 from farandole.protocol.pipe import CHUNK_BYTES
 
 from ..parties import (
@@ -117,21 +117,29 @@ async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline(
 ) -> None:
     await bob.exchange(ALICE)
     assert bob.result.reason == "the partner opened no stream in time"
+    assert trio.current_time() == pytest.approx(DATA_UNTIL * PATIENCE)
+
+
+async def test_a_partner_that_never_comes_costs_less_where_another_may_do(
+    bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    await bob.exchange(ALICE, offer_within=2.0)
+    assert bob.result.reason == "the partner opened no stream in time"
     assert bob.result.is_broken
-    assert trio.current_time() == pytest.approx(OFFER_UNTIL * PATIENCE)
+    assert trio.current_time() == pytest.approx(2.0)
 
 
-async def test_a_partner_that_sends_no_offer_costs_a_share_of_the_deadline(
+async def test_a_partner_that_sends_no_offer_costs_as_little(
     alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
 ) -> None:
     async def say_nothing(stream: MemoryStream) -> None:
         await trio.sleep_forever()
 
     bob.host.set_handler(EXCHANGE_PROTOCOL, say_nothing)
-    await alice.exchange(BOB)
+    await alice.exchange(BOB, offer_within=2.0)
     assert alice.result.reason == "the partner did not begin in time"
     assert alice.result.is_broken
-    assert trio.current_time() == pytest.approx(OFFER_UNTIL * PATIENCE, abs=2.0)
+    assert trio.current_time() == pytest.approx(2.0, abs=FAREWELL_TIMEOUT)
 
 
 async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, autojump_clock: trio.testing.MockClock) -> None:

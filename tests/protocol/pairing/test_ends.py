@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
 from farandole.protocol.manifest import RoundConfig
-from farandole.protocol.pairing import MEETING_SHARE, WAIT_SHARE
+from farandole.protocol.pairing import MEETING_SHARE, OFFER_SHARE, WAIT_SHARE
 from farandole.protocol.pairing_events import (
     ContributionReady,
     ExchangeEnded,
@@ -24,13 +26,21 @@ from farandole.protocol.pairing_messages import Agree, Begin, Busy, Decline, Pro
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, STEPS, Node, matched, only_proposal, started
 
 
+def begun(
+    session: bytes, peer: bytes, at: float, *, is_initiator: bool = True, may_retry: bool = True
+) -> StartExchange:
+    """Return the start of an exchange of round 7, for which the node is ready at 40 s."""
+    offer_by = at + OFFER_SHARE * (70.0 - at) if may_retry else math.inf
+    return StartExchange(session, peer, 7, is_initiator, 70.0, offer_by)
+
+
 def test_the_exchange_begins_when_both_are_ready() -> None:
     alice, session = matched()
     alice.handle(ContributionReady(7), 40.0)
     assert alice.sent == [(BOB, Ready(session))]
     alice.hear(BOB, Ready(session), 42.0)
     assert alice.sent == [(BOB, Begin(session))]
-    assert alice.outputs[1:] == [StartExchange(session, BOB, 7, is_initiator=True, deadline=70.0)]
+    assert alice.outputs[1:] == [begun(session, BOB, 42.0)]
     assert alice.handle(ExchangeEnded(session, BOB, committed=True), 45.0) == []
     assert alice.machine.state is State.IDLE
 
@@ -42,7 +52,7 @@ def test_the_responder_begins_when_it_is_told_to() -> None:
     alice.handle(ContributionReady(7), 40.0)
     assert alice.outputs == [SendMessage(BOB, encode_message(Ready(MIDDLE)))]
     alice.hear(BOB, Begin(MIDDLE), 40.1)
-    assert alice.outputs == [StartExchange(MIDDLE, BOB, 7, is_initiator=False, deadline=70.0)]
+    assert alice.outputs == [begun(MIDDLE, BOB, 40.1, is_initiator=False)]
 
 
 def test_a_failed_exchange_is_followed_by_a_step_alone() -> None:
@@ -84,7 +94,7 @@ def test_after_an_exchange_that_broke_another_partner_is_met_by_the_same_deadlin
     alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
     assert alice.sent == [(CAROL, Ready(proposal.session))]
     alice.hear(CAROL, Ready(proposal.session), 42.2)
-    assert alice.outputs[1:] == [StartExchange(proposal.session, CAROL, 7, is_initiator=True, deadline=70.0)]
+    assert alice.outputs[1:] == [begun(proposal.session, CAROL, 42.2, may_retry=False)]
     assert alice.handle(ExchangeEnded(proposal.session, CAROL, committed=True), 45.0) == []
 
 
@@ -157,7 +167,7 @@ def test_a_partner_that_is_later_than_it_said_is_left_for_another(seconds_left: 
     assert isinstance(proposal, Propose)
     alice.hear(CAROL, Agree(proposal.session, 0.0), late_at)
     alice.hear(CAROL, Ready(proposal.session), late_at)
-    assert alice.outputs[1:] == [StartExchange(proposal.session, CAROL, 7, is_initiator=True, deadline=70.0)]
+    assert alice.outputs[1:] == [begun(proposal.session, CAROL, late_at)]
 
 
 def test_a_partner_that_is_late_is_awaited_where_nobody_else_can_be_asked() -> None:
@@ -165,12 +175,14 @@ def test_a_partner_that_is_late_is_awaited_where_nobody_else_can_be_asked() -> N
     alice.handle(ContributionReady(7), 40.0)
     assert alice.handle(TimerFired(), 40.0 + MEETING_SHARE * 30.0) == []
     alice.hear(BOB, Ready(session), 54.0)
-    assert alice.outputs[1:] == [StartExchange(session, BOB, 7, is_initiator=True, deadline=70.0)]
+    assert alice.outputs[1:] == [begun(session, BOB, 54.0)]
 
 
-def test_a_late_partner_is_awaited_where_rounds_overlap() -> None:
-    alice, _ = late_partner(msgspec.structs.replace(BOXED, overlap=True), 10.0)
+def test_a_late_partner_and_a_late_offer_are_awaited_where_rounds_overlap() -> None:
+    alice, session = late_partner(msgspec.structs.replace(BOXED, overlap=True), 10.0)
     assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0 - 0.1) == []
+    alice.hear(BOB, Ready(session), 54.9)
+    assert alice.outputs[1:] == [begun(session, BOB, 54.9, may_retry=False)]
 
 
 @pytest.mark.parametrize("peers", [frozenset(), frozenset((ALICE,))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -245,6 +246,29 @@ def test_a_mean_that_does_is_of_no_help_to_a_partner_that_is_worse_by_itself() -
         assert counts(node.meets(away(1.0), loss=losses.get, chance=0.0)), "an honest one may be behind"
         assert stands_out(node)
     assert isinstance(node.meets(away(1.0), loss=losses.get, chance=0.0), Refuse)
+
+
+def test_a_mean_that_is_better_counts_even_if_the_partner_is_worse_by_itself_and_suspected() -> None:
+    """Where inner steps are noisy a mean may be much better than either of its two."""
+    node = with_friends()
+    for _ in range(OUTLIER_WINDOW):
+        verdict = node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.0, 1.0: 2.02}.get, began=2.0, chance=0.0)
+    assert not counts(verdict)
+    assert counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 1.99, 1.0: 2.02}.get, began=2.0, chance=0.0))
+    assert counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 1.99, 1.0: 2.1}.get, began=2.0, chance=0.0))
+    assert not counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 1.998, 1.0: 2.02}.get, began=2.0, chance=0.0))
+
+
+@pytest.mark.parametrize(("deviation", "counted"), [(0.02, 0.92), (0.002, 0.99)])
+def test_how_far_honest_weights_differ_says_how_much_is_evidence(deviation: float, counted: float) -> None:
+    """At a large learning rate members differ by more than a round's gain."""
+    rng, node = random.Random(0), Node()
+    verdicts = []
+    for _ in range(300):
+        worse = rng.gauss(0.0, deviation)
+        losses = {0.0: 2.0, 0.5: 2.0 + worse / 2, 1.0: 2.0 + worse}
+        verdicts.append(counts(node.meets(away(1.0), loss=losses.get, began=2.001, chance=0.0)))
+    assert sum(verdicts) >= counted * len(verdicts)
 
 
 def test_who_stands_out_and_costs_little_is_averaged_at_first() -> None:
