@@ -36,7 +36,11 @@ A liar that never stands out, but does some harm each time, is detected by a cum
 of how much of a round's progress its own weights lack, less what chance explains. A member that never trains lacks a
 whole round each time, which is little late in a run. Above a limit its contributions get weight zero here. They are not
 refused: an honest partner that was alone for a long time looks the same, and becomes as good as others when this node's
-contribution has helped it.
+contribution has helped it. At a large learning rate honest members differ by more than a round's progress, so the sum
+is in units of that difference, if it is larger.
+
+A mean that is clearly better than this node's own weights is taken in any case: then averaging helps, whatever the
+partner's own weights are worth.
 
 A liar may also push a node away from the others, by sending an exaggeration of the node's own recent change
 (dissensus, ClippedGossip, section 5). This costs little each time, but the members drift apart. An honest partner has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -40,12 +41,22 @@ def relay(
         list[str] | None,
         typer.Argument(metavar="INVITE...", help="An invite to each run; none: the runs that this folder knows."),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write a public page of the run into this folder, twice a minute: loss, members, tokens of each. A "
+            "web server, or a host of static pages, can serve it.",
+            file_okay=False,
+        ),
+    ] = None,
 ) -> None:
     """Help runs without training: introduce newcomers, and pass on to each other peers behind NAT.
 
     For a machine that others can dial, with a port that stays the same; it needs neither GPU nor memory.
 
-    Example: [cyan]farandole relay farandole1... --listen /ip4/0.0.0.0/tcp/4001[/cyan]
+    Examples: [cyan]farandole relay farandole1... --listen /ip4/0.0.0.0/tcp/4001[/cyan];
+    [cyan]farandole relay farandole1... --listen /ip4/0.0.0.0/tcp/4001 --page /var/www/run[/cyan]
     """
     from farandole.protocol.invite import decode_invite
 
@@ -54,7 +65,7 @@ def relay(
     with importing_for_good():
         from ...relay_node import run_relay
 
-    _run(settings, run_relay, settings, invites or [])
+    _run(settings, run_relay, settings, invites or [], page)
 
 
 def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *arguments: object) -> NoReturn:
