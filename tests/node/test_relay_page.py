@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -33,9 +34,20 @@ HOSTILE = "<script>alert(1)</script>\"'&"
 
 def run_at(at: float, loss: float | None = 2.5, **changes: Any) -> PublicRun:
     members = [PublicMember("12D3KooWabcdefgh", "live", 3_000, 12, 950.0, HOSTILE)]
-    values = {"name": HOSTILE, "run_id": RUN.hex(), "parameters": 41_000, "at": at, "live": 1, "round": 12}
-    values |= {"tokens": 3_000, "tokens_per_second": 950.0, "loss": loss, "notice": HOSTILE, "members": members}
-    return PublicRun(**(values | changes))
+    run = PublicRun(
+        name=HOSTILE,
+        run_id=RUN.hex(),
+        parameters=41_000,
+        at=at,
+        live=1,
+        round=12,
+        tokens=3_000,
+        tokens_per_second=950.0,
+        loss=loss,
+        notice=HOSTILE,
+        members=members,
+    )
+    return msgspec.structs.replace(run, **changes)
 
 
 class Tags(HTMLParser):

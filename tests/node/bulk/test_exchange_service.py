@@ -8,6 +8,7 @@ import trio.testing
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.base.figures import BYTES_PER_MBIT, size
+from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
 from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, too_slow
 from farandole.node.status.status import SCREENED_LATE
@@ -22,7 +23,6 @@ from ..parties import (
     SIZE,
     Faults,
     MemoryHost,
-    MemoryStream,
     Party,
     assert_committed,
     meet,
@@ -132,7 +132,7 @@ async def test_a_partner_that_never_comes_costs_less_where_another_may_do(
 async def test_a_partner_that_sends_no_offer_costs_as_little(
     alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async def say_nothing(stream: MemoryStream) -> None:
+    async def say_nothing(stream: Stream) -> None:
         await trio.sleep_forever()
 
     bob.host.set_handler(EXCHANGE_PROTOCOL, say_nothing)
