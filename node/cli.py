@@ -20,6 +20,7 @@ from farandole.protocol.errors import FarandoleError
 from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
 from .app.commands.daemons import join, relay
+from .app.commands.dial import dial
 from .app.commands.doctor import doctor
 from .app.commands.evaluate import evaluate
 from .app.commands.identity import show_id
@@ -54,7 +55,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(service_app, name="service")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
-for command in (join, relay, status, dashboard, peers, sample):
+for command in (join, relay, dial, status, dashboard, peers, sample):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (doctor, pause, resume, leave, uninstall):

@@ -21,6 +21,8 @@ import trio
 
 from farandole.protocol.believing import Partners
 from farandole.protocol.errors import FarandoleError, ManifestError
+from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.invite import InviteError, split_address
 from farandole.protocol.manifest import decode_manifest
 from farandole.protocol.relay import Limits
 from farandole.training.host_memory import available_bytes, total_bytes
@@ -28,6 +30,7 @@ from farandole.training.host_memory import available_bytes, total_bytes
 from .admissions import admission_handlers
 from .base.bandwidth import Shaping
 from .base.control import ControlError, Handler, serve_control
+from .base.errors import PeerUnreachableError
 from .base.exits import Exit
 from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
 from .base.nurseries import open_service_nursery, own_error
@@ -45,7 +48,7 @@ from .loop.pause.pause import Rest
 from .loop.pause.pause_service import RestKeeper
 from .loop.traffic.traffic_service import TrafficKeeper
 from .member import PARTNERS_FACT, Daemon, Mesh, RunMember, close_gate, open_member
-from .mesh.host import open_host
+from .mesh.host import Host, open_host
 from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity
 from .state.credentials import ADMISSION_FACT
@@ -222,9 +225,12 @@ async def open_desk(
         daemon.is_leaving.set()
         return "leaving"
 
+    async def dial(params: dict[str, Any]) -> object:
+        return await _dial(daemon, host, params.get("address"))
+
     all_deeds = {"leave": leave, **(deeds or {})}
     async with open_service_nursery() as nursery:
-        handlers = {"status": desk.status, "peers": desk.peers, **all_deeds, **(questions or {})}
+        handlers = {"status": desk.status, "peers": desk.peers, "dial": dial, **all_deeds, **(questions or {})}
         # Before anything is printed: a script that reads it may ask at once.
         await nursery.start(serve_control, settings.control, handlers)
         journal.say(f"this node is {host.peer_id}")
@@ -243,6 +249,24 @@ async def open_desk(
         ) as place:
             journal.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
             yield desk
+
+
+async def _dial(daemon: Daemon, host: Host, address: object) -> str:
+    """Connect to the peer at an address that a person gave, and remember it."""
+    if not isinstance(address, str):
+        raise ControlError("bad_request", "address is a multiaddr's text")
+    try:
+        _, peer = split_address(address)
+        if peer == host.author:
+            raise ControlError("bad_request", "this is the node's own address")
+        await host.connect(peer, [address])
+    except InviteError as error:
+        raise ControlError("bad_request", str(error)) from error
+    except PeerUnreachableError as error:
+        raise ControlError("unreachable", f"{short_name(peer)} does not answer at {address}: {error}") from error
+    daemon.book.note_reached(peer, host.addresses_to_keep(peer))
+    daemon.journal.say(f"connected to {short_name(peer)}, as asked for")
+    return f"connected to {peer_id_of(peer)}"
 
 
 # The node

@@ -21,7 +21,7 @@ from farandole.protocol.errors import ManifestError
 from farandole.protocol.identity import public_bytes, short_name
 from farandole.protocol.invite import Invite, decode_invite, peers_at
 from farandole.protocol.manifest import RUN_ID_BYTES
-from farandole.protocol.reachability import ReachabilityKind
+from farandole.protocol.reachability import ReachabilityKind, is_global
 from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
@@ -31,6 +31,7 @@ from .base.settings import NodeSettings
 from .daemon import NETWORK_KEY_FACT, open_desk, open_mesh, run_daemon
 from .join.bootstrap import FIRST_REDIAL_PAUSE, NO_ANSWER, dial, find_members, how_many
 from .member import Daemon, Mesh
+from .mesh.host import Host
 from .relay_page import PublicPage, publish
 from .state.store import Store, StoreError
 from .status.journal import Journal
@@ -68,6 +69,8 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
         async with open_desk(daemon, mesh, runs[0]), open_service_nursery() as nursery:
             seeker = MemberSeeker(daemon, mesh, runs, named)
             nursery.start_soon(seeker.run)
+            daemon.journal.say("a node that others cannot dial connects to this relay, on its machine, with:")
+            daemon.journal.say(f"  farandole dial {_address_for_others(mesh.host, daemon.settings.announce)}")
             nursery.start_soon(_tell_reachability, mesh, daemon.journal, runs)
             if public is not None:
                 invite = decoded[0] if decoded else Invite(runs[0], network_key=network_key)
@@ -76,6 +79,15 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
             await daemon.is_leaving.wait()
             await seeker.remember(is_last=True)
         daemon.journal.say("left")
+
+
+def _address_for_others(host: Host, announced: Sequence[str]) -> str:
+    """Return the address that other homes most likely reach."""
+
+    def rank(address: str) -> tuple[bool, bool]:
+        return address.partition("/p2p/")[0] in announced, is_global(address.split("/")[2])
+
+    return max(host.addresses, key=rank, default="ADDRESS")
 
 
 async def _load_network_key(store: Store, named: Set[bytes]) -> bytes:

@@ -213,7 +213,8 @@ def _links(status: NodeStatus) -> Row:
 def _reached(status: NodeStatus) -> Row:
     """Return the row about how others reach this node, and for which peers it relays."""
     way = _WAYS.get(status.reachability, "not directly")
-    relays = f"through {len(status.relays)} relays" if status.relays else ""
+    number = len(status.relays)
+    relays = f"through {number} {'relay' if number == 1 else 'relays'}" if number else ""
     names = ", ".join(relay[-8:] for relay in status.relays)
     relayed = ""
     if status.relayed_peers:

@@ -6,6 +6,7 @@ loopback interface; a test may place them in homes behind routers instead. Where
 player fills in:
 
 - an invite, wherever a command says ``farandole1...``: the last one that a command has printed;
+- an address, wherever a command says ``/ip4/...``: the last one that a relay has printed after `farandole dial`;
 - free ports for port 4001 and the dashboard's 8710 (two machines may be one computer);
 - nothing for `sudo` and the environment's folder, since tests run as root or not at all, and have an environment;
 - the package of examples/own_model, which a reader installs: it can be imported.
@@ -61,6 +62,8 @@ SMALLER = {
 }
 INVITE = re.compile(r"farandole1[0-9a-z]{30,}")
 _PLACEHOLDER = re.compile(r"farandole1[0-9a-z]*\.\.\.")
+DIALLED = re.compile(r"farandole dial (/\S+/p2p/\w+)")
+_ADDRESS_PLACEHOLDER = re.compile(r"/ip4/\S*\.\.\.")
 _ANY = {
     r"\.\.\.": r".*",
     r"farandole1\w+": r"farandole1\w+",
@@ -230,6 +233,7 @@ class Player:
     make_machine: MakeMachine
     nursery: trio.Nursery
     invite: str = ""
+    address: str = ""
     machines: dict[str, Machine] = field(default_factory=dict)
     shells: list[Shell] = field(default_factory=list)
     _at: str = "here"
@@ -269,6 +273,7 @@ class Player:
             if is_last and "stays" in block.play:
                 shell = await self._open(command)
                 await shell.says(block.play["stays"])
+                self._learn(shell)
             elif is_last and "types" in block.play:
                 await self._converse(command, block.play["when"], block.play["types"])
             elif "until" in block.play:
@@ -317,11 +322,16 @@ class Player:
     def _learn(self, shell: Shell) -> None:
         if found := INVITE.findall(shell.printed):
             self.invite = found[-1]
+        if found := DIALLED.findall(shell.printed):
+            self.address = found[-1]
 
     def _filled_in(self, text: str) -> str:
         if _PLACEHOLDER.search(text):
             assert self.invite, f"{text}: no command has printed an invite yet"
-        text = _PLACEHOLDER.sub(self.invite, text).removeprefix("sudo ").replace(".venv/bin/", "")
+        if _ADDRESS_PLACEHOLDER.search(text):
+            assert self.address, f"{text}: no relay has printed its address yet"
+        text = _ADDRESS_PLACEHOLDER.sub(self.address, _PLACEHOLDER.sub(self.invite, text))
+        text = text.removeprefix("sudo ").replace(".venv/bin/", "")
         for shown, typed in self.machine().ports.items():
             text = text.replace(shown, typed)
         return text

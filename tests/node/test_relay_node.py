@@ -10,8 +10,10 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
+import pytest
 import trio
 
+from farandole.node.base.control import ControlError, call
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
 from farandole.node.loop.traffic.budget import Used
@@ -118,6 +120,31 @@ async def test_it_says_that_no_peer_answers(tmp_path: Path) -> None:
         await relay.says("listening on")
         told = "no known address answers: 1 address of 1 peer tried; trying on"
         await relay.until(lambda status: status.isolation == told)
+
+
+async def test_a_peer_is_dialled_at_an_address_that_a_person_gives_and_remembered(tmp_path: Path) -> None:
+    nobody = encode_invite(Invite(RUN, (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(32))}",)))
+    async with open_public() as alice:
+        async with started(tmp_path / "relay", "relay", nobody, "--no-mdns") as relay:
+            told = await relay.says("farandole dial /ip4/")
+            assert told.split()[-1] in relay.addresses
+
+            async def dial(address: str) -> str:
+                return str(await trio.to_thread.run_sync(lambda: call(relay.home, "dial", address=address)))
+
+            for address, problem in (
+                (f"/ip4/127.0.0.1/tcp/1/p2p/{alice.peer_id}", "does not answer"),
+                (relay.addresses[0], "own address"),
+                ("alice", "no address to dial"),
+            ):
+                with pytest.raises(ControlError, match=problem):
+                    await dial(address)
+            assert await dial(alice.addresses[0]) == f"connected to {alice.peer_id}"
+            assert alice.is_connected(author_of(relay))
+            assert await relay.end(signal.SIGTERM) == Exit.OK
+        async with started(tmp_path / "relay", "relay", "--no-mdns") as relay:
+            await relay.says("listening on")
+            await relay.until(lambda status: status.connected_peers == 1)
 
 
 async def test_without_a_run_it_says_what_it_needs(tmp_path: Path) -> None:

@@ -47,6 +47,29 @@ async def test_two_machines_do_as_the_readme_says(machines: MakeMachine, tmp_pat
         await player.play(two_machines())
 
 
+STATUS = """
+<!-- play: on=first until -->
+```console
+$ farandole status
+...
+reached ... through 1 relay...
+$ farandole run invite
+farandole1...
+```
+"""
+
+
+async def test_two_homes_behind_routers_that_open_no_port_meet_through_a_relay(lab: Lab, tmp_path: Path) -> None:
+    """The first node's first invite leads nowhere: the relay is set up with it, and then the second home is invited."""
+    page = two_machines()
+    second, options = page.index("On the second machine"), page.index("`--help` after any command")
+    relay, others = page.index("Or run a relay"), page.index("All others can be behind routers")
+    story = page[:second] + page[relay:others] + STATUS + page[second:options]
+    kinds = {"first": "symmetric", "second": "port-restricted", "helper": "open"}
+    async with open_player(tmp_path, in_homes(lab, kinds)) as player:
+        await player.play(story)
+
+
 @pytest.mark.soak
 async def test_so_do_two_homes_one_of_which_opens_a_port_when_asked(full_lab: Lab, tmp_path: Path) -> None:
     kinds = {"first": "upnp", "second": "symmetric", "helper": "open"}
