@@ -39,8 +39,8 @@ refused: an honest partner that was alone for a long time looks the same, and be
 contribution has helped it. At a large learning rate honest members differ by more than a round's progress, so the sum
 is in units of that difference, if it is larger.
 
-A mean that is clearly better than this node's own weights is taken in any case: then averaging helps, whatever the
-partner's own weights are worth.
+A mean that is clearly better than this node's own weights is taken in any case, if the contribution is not far away:
+then averaging helps, whatever the partner's own weights are worth.
 
 A liar may also push a node away from the others, by sending an exaggeration of the node's own recent change
 (dissensus, ClippedGossip, section 5). This costs little each time, but the members drift apart. An honest partner has
@@ -218,7 +218,7 @@ class Guard(ScreeningRule):
         self._lacked = lacking = CROSSING * gain + slower + ROUNDING_NOISE * rounding
         most_lag = before + scale * self._usual_lag(everybody)
         most_change = max(scale * self._usual_change(everybody), self._fluctuation(everybody))
-        helps = after < before - LEAST_GAIN * scale
+        helps = reach <= 1.0 and after < before - LEAST_GAIN * scale
         is_behind = not helps and not of_partner <= most_lag + lacking
         is_worse = not after <= before + most_change + verdict.shares[1] * lacking
         is_astray = reach > 1.0 and not after <= before + LEAST_GAIN * scale

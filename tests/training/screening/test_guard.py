@@ -257,6 +257,8 @@ def test_a_mean_that_is_better_counts_even_if_the_partner_is_worse_by_itself_and
     assert counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 1.99, 1.0: 2.02}.get, began=2.0, chance=0.0))
     assert counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 1.99, 1.0: 2.1}.get, began=2.0, chance=0.0))
     assert not counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 1.998, 1.0: 2.02}.get, began=2.0, chance=0.0))
+    far = {0.0: 2.0, 1.0: 2.1}
+    assert not counts(node.meets(away(7.0), loss=lambda share: far.get(share, 1.99), began=2.0, chance=0.0))
 
 
 @pytest.mark.parametrize(("deviation", "counted"), [(0.02, 0.92), (0.002, 0.99)])
