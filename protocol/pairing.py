@@ -85,7 +85,7 @@ WAIT_SHARE = 0.5
 # A partner that is ready before its box ends (its trainer reached inner_steps) is met within this share of
 # exchange_seconds, well before its patience (WAIT_SHARE) ends: the last inner step takes its time too.
 MEETING_SHARE = 0.25
-# Share of the time to an exchange's deadline in which the partner's offer must come, where there may be a second try.
+# Share of the time to an exchange's deadline in which the partner's offer must come, where a round waits for it.
 OFFER_SHARE = 0.25
 # A box moves by at most this share of its length in either direction, so that no partner can stretch a round endlessly.
 MAX_BOX_SHIFT = 0.5
@@ -336,8 +336,7 @@ class Pairing:
         self._exchange_started_at = now
         self._meetings.note_meeting(bond.peer, self.round, len(self._peers))
         deadline = self._current.ready_at + self._config.exchange_seconds
-        may_retry = not self._config.overlap and not self._current.has_broken
-        offer_by = now + OFFER_SHARE * (deadline - now) if may_retry else math.inf
+        offer_by = math.inf if self._config.overlap else now + OFFER_SHARE * (deadline - now)
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:

@@ -129,7 +129,7 @@ class StartExchange:
     deadline: float
     """Monotonic seconds at which this node goes on, with or without its partner."""
     offer_by: float = math.inf
-    """Monotonic seconds at which the exchange has failed if the partner has sent no offer: another partner may do."""
+    """Monotonic seconds at which the exchange has failed if the partner has sent no offer."""
 
 
 def failure(reason: str) -> str:

@@ -27,10 +27,10 @@ from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, STEPS, Node, mat
 
 
 def begun(
-    session: bytes, peer: bytes, at: float, *, is_initiator: bool = True, may_retry: bool = True
+    session: bytes, peer: bytes, at: float, *, is_initiator: bool = True, overlaps: bool = False
 ) -> StartExchange:
     """Return the start of an exchange of round 7, for which the node is ready at 40 s."""
-    offer_by = at + OFFER_SHARE * (70.0 - at) if may_retry else math.inf
+    offer_by = at + OFFER_SHARE * (70.0 - at) if not overlaps else math.inf
     return StartExchange(session, peer, 7, is_initiator, 70.0, offer_by)
 
 
@@ -94,7 +94,7 @@ def test_after_an_exchange_that_broke_another_partner_is_met_by_the_same_deadlin
     alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
     assert alice.sent == [(CAROL, Ready(proposal.session))]
     alice.hear(CAROL, Ready(proposal.session), 42.2)
-    assert alice.outputs[1:] == [begun(proposal.session, CAROL, 42.2, may_retry=False)]
+    assert alice.outputs[1:] == [begun(proposal.session, CAROL, 42.2)]
     assert alice.handle(ExchangeEnded(proposal.session, CAROL, committed=True), 45.0) == []
 
 
@@ -182,7 +182,7 @@ def test_a_late_partner_and_a_late_offer_are_awaited_where_rounds_overlap() -> N
     alice, session = late_partner(msgspec.structs.replace(BOXED, overlap=True), 10.0)
     assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0 - 0.1) == []
     alice.hear(BOB, Ready(session), 54.9)
-    assert alice.outputs[1:] == [begun(session, BOB, 54.9, may_retry=False)]
+    assert alice.outputs[1:] == [begun(session, BOB, 54.9, overlaps=True)]
 
 
 @pytest.mark.parametrize("peers", [frozenset(), frozenset((ALICE,))])
