@@ -76,13 +76,17 @@ class Board:
             if entry.kind is Kind.PROGRESS and isinstance(entry.payload, Progress) and is_newer:
                 self._newest[entry.author] = entry
         if len(self._newest) > MAX_ROWS:
-            kept = sorted(self._newest.values(), key=lambda entry: entry.payload.tokens, reverse=True)[:MAX_ROWS]
-            self._newest = {entry.author: entry for entry in kept}
+            self._newest = {entry.author: entry for entry in self._sorted()[:MAX_ROWS]}
+
+    @property
+    def counts(self) -> list[tuple[bytes, Progress]]:
+        """Return each member's key with its counters, the ones with most tokens first."""
+        return [(entry.author, entry.payload) for entry in self._sorted()]
 
     @property
     def rows(self) -> list[BoardRow]:
-        """Return a row for each member, the ones with most tokens first."""
-        rows = [
+        """Return a row for each member, in the same order."""
+        return [
             BoardRow(
                 peer_id_of(entry.author),
                 entry.payload.tokens,
@@ -90,9 +94,11 @@ class Board:
                 entry.payload.rounds,
                 entry.written_at,
             )
-            for entry in self._newest.values()
+            for entry in self._sorted()
         ]
-        return sorted(rows, key=lambda row: (-row.tokens, row.peer_id))
+
+    def _sorted(self) -> list[Entry]:
+        return sorted(self._newest.values(), key=lambda entry: (-entry.payload.tokens, entry.author))
 
     @property
     def tokens(self) -> int:
@@ -108,7 +114,7 @@ class Board:
                 base64.b64encode(entry.signed.signature).decode(),
                 entry.payload.tokens,
             )
-            for entry in sorted(self._newest.values(), key=lambda entry: (-entry.payload.tokens, entry.author))
+            for entry in self._sorted()
         ]
         head = msgspec.json.encode(_File(FORMAT, self.run_id.hex(), self.tokens, []))
         members = b",\n".join(msgspec.json.encode(line) for line in lines)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from farandole.protocol.board import Board
 from farandole.protocol.entries import Beat, Kind, Member, Notice
-from farandole.protocol.identity import peer_id_of, public_key_of
+from farandole.protocol.identity import peer_id_of
 from farandole.protocol.node_state import LOSS_SCALE
 from farandole.protocol.presets import num_parameters
 
 from ..status.public_run import PublicMember, PublicRun
 from .peek import Visit
 
-_COMMANDS = {"pause": "paused by its creator", "stop": "stopped by its creator"}
+_COMMANDS: Final = {"pause": "paused by its creator", "stop": "stopped by its creator"}
 
 
 def observe(visit: Visit, board: Board, now: float) -> PublicRun:
@@ -20,16 +22,16 @@ def observe(visit: Visit, board: Board, now: float) -> PublicRun:
     board.note(state.entries(Kind.PROGRESS))
     beats = {peer: beat for peer in live if (beat := state.payload(peer, Beat)) is not None}
     losses = [beat.loss / LOSS_SCALE for beat in beats.values() if beat.loss is not None]
-    rows = {public_key_of(row.peer_id): row for row in board.rows}
+    counts = dict(board.counts)
     members = []
-    for peer in [*rows, *(live - rows.keys())]:  # newcomers have signed no count yet
-        row, member, beat = rows.get(peer), state.payload(peer, Member), beats.get(peer)
+    for peer in [*counts, *(live - counts.keys())]:  # newcomers have signed no count yet
+        count, member, beat = counts.get(peer), state.payload(peer, Member), beats.get(peer)
         members.append(
             PublicMember(
                 peer_id_of(peer),
                 _state(member, is_live=peer in live),
-                row.tokens if row else 0,
-                row.rounds if row else 0,
+                count.tokens if count else 0,
+                count.rounds if count else 0,
                 float(beat.tokens_per_second) if beat else 0.0,
                 member.device if member else "",
             )
