@@ -9,7 +9,8 @@ that measure processes.
 
 Nothing else differs from a started process: it is a child of who started it (clone(2) with CLONE_PARENT makes it a
 sibling of the template), in its session, group, folder and environment, with its descriptors. It has a template of its
-own, which ends with it.
+own, which ends with it. That one is forked at the start, so a limit (prlimit(2)) that is set on a process afterwards
+does not bind the processes that it starts: a test that needs this is marked `started`.
 
 Linux with glibc alone; elsewhere `install` does nothing.
 """

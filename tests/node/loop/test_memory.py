@@ -61,6 +61,7 @@ async def train(trainer: Trainer) -> messages.Report:
     return report
 
 
+@pytest.mark.started  # a node's template may fork before the limit is set, and the node's trainers are its forks
 async def test_a_node_without_memory_for_a_batch_takes_it_in_parts_and_remembers_that(
     prepare: messages.Prepare, manifest: Manifest, tmp_path: Path
 ) -> None:
