@@ -11,7 +11,7 @@ from farandole.protocol.identity import peer_id_of
 
 from .base.control import ControlError, Handler
 from .loop.notices import NoticeError
-from .member import RunMember
+from .member.run_member import RunMember
 from .state.credentials import CredentialsError
 from .state.store import StoreError
 

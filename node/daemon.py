@@ -47,7 +47,9 @@ from .loop.pause.idle_service import IdleKeeper
 from .loop.pause.pause import Rest
 from .loop.pause.pause_service import RestKeeper
 from .loop.traffic.traffic_service import TrafficKeeper
-from .member import PARTNERS_FACT, Daemon, Mesh, RunMember, close_gate, open_member
+from .member.assembly import close_gate, open_member
+from .member.parts import Daemon, Mesh
+from .member.run_member import PARTNERS_FACT, RunMember
 from .mesh.host import Host, open_host
 from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity

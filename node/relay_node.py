@@ -30,7 +30,7 @@ from .base.nurseries import open_service_nursery
 from .base.settings import NodeSettings
 from .daemon import NETWORK_KEY_FACT, open_desk, open_mesh, run_daemon
 from .join.bootstrap import FIRST_REDIAL_PAUSE, NO_ANSWER, dial, find_members, how_many
-from .member import Daemon, Mesh
+from .member.parts import Daemon, Mesh
 from .mesh.host import Host
 from .relay_page import PublicPage, publish
 from .state.store import Store, StoreError

@@ -47,7 +47,7 @@ class AuditKeeper:
         self._author = author
         self._gossip = gossip
         self._downloads = downloads
-        self._starts = starts
+        self.starts = starts
         self._rest = rest
         self._driver = Driver[machine.Event, machine.Output](self._carry_out)
         self._driver.begin(Audits(author, rate))
@@ -111,7 +111,7 @@ class AuditKeeper:
 
     async def _commit(self) -> None:
         async for recorded in self._to_commit:
-            start = await self._starts.open(recorded.start)
+            start = await self.starts.open(recorded.start)
             if start is None:
                 continue
             fields = set(Commitment.__struct_fields__) & set(Recorded.__struct_fields__)
@@ -145,7 +145,7 @@ class AuditKeeper:
     async def _fetch_from(self, wanted: machine.FetchStart) -> Path:
         """Fetch a start from one of its donors. Raises `PeerUnreachableError` if none gives it."""
         checkpoint_id, conditions = wanted.claim.commitment.start, self._downloads.conditions
-        path = await self._starts.make_room(checkpoint_id)
+        path = await self.starts.make_room(checkpoint_id)
         max_bytes = self._downloads.files.max_bytes(0)
         for donor in wanted.donors:
             try:
@@ -208,7 +208,7 @@ class AuditKeeper:
     def _denounce(self, claim: RoundClaim, path: Path) -> None:
         if claim.signed is None or self._fetched is None:
             return
-        self._starts.keep_proof(path, *self._fetched)
+        self.starts.keep_proof(path, *self._fetched)
         slots = RULES[Kind.ACCUSATION].slots
         newest = {claim.author: Accusation(claim.author, claim.signed.body, claim.signed.signature)}
         self._accusations = dict([*newest.items(), *self._accusations.items()][:slots])

@@ -20,7 +20,7 @@ from ..base.control import NoNodeError, call
 from ..base.identity import IdentityInUseError, keep_private, locked, make_home
 from ..base.settings import NodeSettings
 
-# Leaving: the farewell is gossiped (`farandole.node.member.MAX_LEAVE_TIMEOUT` is for a trainer that saves, too).
+# Leaving: the farewell is gossiped. A trainer that saves too has `farandole.node.member.run_member.MAX_LEAVE_TIMEOUT`.
 LEAVE_SECONDS: Final = 60.0
 KILL_SECONDS: Final = 5.0
 # A node that has its folder's lock reads its store and gets its port before it answers.

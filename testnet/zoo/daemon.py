@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from farandole.node import member
 from farandole.node.base.system.children import Child, start_child
 from farandole.node.cli import main
+from farandole.node.member import assembly
 from farandole.node.trainer import trainer
 
 from .greedy import GreedyPairing
@@ -29,5 +29,5 @@ if __name__ == "__main__":
     tame()
     trainer.start_child = start_hostile_child  # type: ignore[attr-defined, assignment]
     if plan.pairing != "honest":
-        member.Pairing = partial(GreedyPairing, does_exchange=plan.pairing == "greedy")  # type: ignore[attr-defined, assignment]
+        assembly.Pairing = partial(GreedyPairing, does_exchange=plan.pairing == "greedy")  # type: ignore[attr-defined, assignment]
     main()

@@ -18,7 +18,9 @@ from farandole.node.join import downloads
 from farandole.node.join.address_book import AddressBook
 from farandole.node.join.weights import WEIGHTS_TIMEOUT
 from farandole.node.loop.pause.pause import Rest
-from farandole.node.member import FAREWELL_TIMEOUT, Daemon, Mesh, RunMember, leave_timeout, make_member, remember
+from farandole.node.member.assembly import make_member
+from farandole.node.member.parts import Daemon, Mesh
+from farandole.node.member.run_member import FAREWELL_TIMEOUT, RunMember, leave_timeout, remember
 from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files

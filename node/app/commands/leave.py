@@ -12,7 +12,7 @@ from farandole.protocol.errors import FarandoleError
 from .options import Home
 
 # `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first
-# (`farandole.node.member.MAX_LEAVE_TIMEOUT`).
+# (`farandole.node.member.run_member.MAX_LEAVE_TIMEOUT`).
 LEAVE_TIMEOUT: Final = 250.0
 
 

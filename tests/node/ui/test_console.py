@@ -11,7 +11,7 @@ import pytest
 from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import without_controls
 from farandole.node.daemon import run_daemon
-from farandole.node.member import Daemon
+from farandole.node.member.parts import Daemon
 from farandole.node.ui.console import Console
 from farandole.protocol.errors import FarandoleError
 

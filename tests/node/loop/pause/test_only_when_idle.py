@@ -17,7 +17,7 @@ from farandole.node.join.address_book import AddressBook
 from farandole.node.loop.pause import idle
 from farandole.node.loop.pause import idle_service as idle_keeper
 from farandole.node.loop.pause.pause import Rest
-from farandole.node.member import Daemon
+from farandole.node.member.parts import Daemon
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
 from farandole.protocol.believing import Partners

@@ -1,0 +1,102 @@
+"""What happens before each trainer starts: weights are put in place, and what earlier ones found out is restored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from farandole.protocol import trainer_messages as messages
+from farandole.protocol.entries import Progress
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.supervisor import Supervisor
+
+from ..join.start import Start
+from ..join.weights import Weights
+from ..loop.stages.stage_service import wait_quiet
+from ..state.membership import Membership
+from ..state.store import StoreError
+from .parts import Daemon
+
+TOKENS_FACT: Final = "tokens"
+MICROBATCH_FACT: Final = "microbatch"
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """The preparation of each trainer: it puts weights in place and makes the trainer's first command."""
+
+    daemon: Daemon
+    author: bytes
+    run_id: bytes
+    manifest: Manifest
+    membership: Membership
+    weights: Weights
+    start: Start | None
+    supervisor: Supervisor
+
+    async def restore_counters(self, told: Progress | None) -> None:
+        """Restore the counters of earlier starts: own tokens, as stored or as last reported to the run, and the round.
+
+        The round goes into the first heartbeat: a peer that hears it must not think that the run is just beginning.
+        """
+        store, journal, supervisor = self.daemon.store, self.daemon.journal, self.supervisor
+        stored = await store.get_fact(TOKENS_FACT)
+        journal.update(tokens=max(int(stored or 0), told.tokens if told else 0))
+        if not supervisor.microbatch:  # what fitted into memory on the same device; 0 if all did
+            device, _, size = ((await store.get_fact(MICROBATCH_FACT)) or b"").rpartition(b" ")
+            supervisor.microbatch = int(size) if device == self.daemon.settings.device.encode() else 0
+        own_round, _ = await self.weights.rounds()
+        journal.update(round=max(0, own_round or 0))
+
+    async def prepare(self) -> messages.Prepare:
+        """Put weights in place; return the next trainer's first command."""
+        if self.membership.num_stages > 1:
+            await wait_quiet(self.membership, self.daemon.journal)
+        elif self.supervisor.microbatch:
+            await self._remember_microbatch()
+        await self.weights.obtain()
+        while self.start is not None and await self.weights.rounds() == (None, None):
+            if await self.start.obtain(self.membership.stage):
+                break
+            await self.weights.obtain()  # the run may have begun by now, at nodes that found its start
+        settings, files, stage = self.daemon.settings, self.weights.files, self.membership.stage
+        self.weights.giving.trainer_stage = stage
+        return messages.Prepare(
+            run_id=self.run_id,
+            author=self.author,
+            manifest=msgspec.msgpack.encode(self.manifest),
+            data=[str(path) for path in settings.data],
+            tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
+            device=settings.device,
+            threads=settings.threads,
+            disk=files.disk,
+            checkpoint_bytes=files.max_bytes(stage),
+            gpu_memory=round(settings.gpu_memory * 1e9),
+            slow=settings.slow,
+            step_seconds=settings.step_seconds,
+            checkpoints=str(settings.checkpoints),
+            fetched=str(files.fetched(stage)),
+            start=str((self.start and self.start.path_of(stage)) or ""),
+            stage=stage,
+            microbatch=self.supervisor.microbatch,
+            compile=settings.compile,
+            average_on_gpu=settings.average_on_gpu,
+            lean=settings.lean,
+            recompute=settings.recompute,
+            data_weights=settings.data_weight,
+            data_field=settings.data_field,
+            streams=settings.stream,
+            cache=str(settings.tokens),
+            allowed_models=settings.allow_model,
+            outgoing=0,
+            incoming=0,
+        )
+
+    async def _remember_microbatch(self) -> None:
+        try:
+            fact = f"{self.daemon.settings.device} {self.supervisor.microbatch}"
+            await self.daemon.store.put_fact(MICROBATCH_FACT, fact.encode())
+        except StoreError as error:
+            self.daemon.journal.warn(f"{error}; a next life may run out of memory again")

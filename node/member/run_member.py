@@ -1,0 +1,232 @@
+"""A node's life in its run: it syncs, trains until it is asked to leave, and says farewell."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from farandole.protocol.entries import CheckpointNotice, Kind, Progress
+
+from ..base.errors import JoinError
+from ..base.release import VERSION
+from ..base.release_words import release_words
+from ..join.bootstrap import JOIN_TIMEOUT, Reconnector, Target, sync_state
+from ..join.weights import Weights
+from ..loop.audit_service import AuditKeeper
+from ..loop.lease_service import LeaseKeeper
+from ..loop.notices import NoticeBoard
+from ..loop.stages.pipeline import PipelineService
+from ..loop.stages.stage_service import StageKeeper
+from ..loop.training import Training
+from ..mesh.host import Host
+from ..state.connections import ConnectionKeeper
+from ..state.credentials import Credentials
+from ..state.gossip import GossipService
+from ..state.membership import Membership
+from ..state.release_watch import ReleaseWatch
+from ..state.store import StoreError
+from ..store.disk_space import save_seconds
+from ..trainer.trainer import TrainerError
+from .parts import Daemon, Mesh
+from .preparation import TOKENS_FACT, Preparation
+from .stage_record import STAGE_FACT, StageRecord
+
+# Leaving: the trainer ends its round and saves, the farewell is gossiped.
+LEAVE_TIMEOUT: Final = 15.0
+# With the save of a large model, in all no longer than `farandole leave` and service managers wait before they kill
+# (`farandole.node.app.service.service.STOP_SECONDS`): at 100 MB/s enough for the 16 GB of a billion parameters.
+MAX_LEAVE_TIMEOUT: Final = 240.0
+FAREWELL_TIMEOUT: Final = 2.0
+# Short, because a node that is killed soon after it began a run has no invite to rejoin with.
+REMEMBER_INTERVAL: Final = 10.0
+PARTNERS_FACT: Final = "partners"
+
+
+def leave_timeout(saved_bytes: int, rate: float | None = None) -> float:
+    """Return the seconds that a trainer with checkpoints of ``saved_bytes`` may take to end.
+
+    ``rate``: bytes a second at which a checkpoint was written, which may be less than the rate assumed of a disk.
+    """
+    return min(MAX_LEAVE_TIMEOUT, LEAVE_TIMEOUT + max(save_seconds(saved_bytes), save_seconds(saved_bytes, rate)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunMember:
+    """A node in its run; made by `farandole.node.member.assembly`."""
+
+    daemon: Daemon
+    mesh: Mesh
+    preparation: Preparation
+    gossip: GossipService
+    membership: Membership
+    weights: Weights
+    training: Training
+    stages: StageKeeper
+    stage_record: StageRecord
+    pipeline: PipelineService | None
+    leases: LeaseKeeper | None
+    audits: AuditKeeper | None
+    notices: NoticeBoard
+    releases: ReleaseWatch
+    credentials: Credentials | None
+    """None where the run is open to all."""
+
+    def checkpoint_notices(self) -> list[tuple[bytes, CheckpointNotice]]:
+        """Return the checkpoints that this node and the live members report."""
+        there = {*self.membership.everyone, self.mesh.host.author}
+        notices = self.gossip.state.entries(Kind.CHECKPOINT)
+        return [(entry.author, entry.payload) for entry in notices if entry.author in there]
+
+    async def take_part(self, target: Target) -> None:
+        """Join, train until asked to leave, and send a farewell. Raises `JoinError` or `TrainerError`."""
+        host, membership, preparation = self.mesh.host, self.membership, self.preparation
+        is_cut = membership.num_stages > 1
+        async with trio.open_nursery() as nursery:
+            if preparation.start is not None:
+                await preparation.start.open()
+                nursery.start_soon(preparation.start.run)
+            nursery.start_soon(self.releases.run)
+            await preparation.restore_counters(self.gossip.state.payload(host.author, Progress))
+            await self._sync_state(may_begin=target.manifest is not None)
+            membership.refresh()
+            self.notices.begin()
+            if self.credentials is not None:
+                await self.credentials.publish()
+                nursery.start_soon(self.credentials.run)
+            if is_cut:
+                stored = await self.daemon.store.get_fact(STAGE_FACT)
+                await self.stages.begin(None if stored is None else int(stored))
+            else:
+                await membership.announcer.announce()
+            await membership.announcer.beat()
+            if self.leases is not None:
+                await self.leases.restore()
+                nursery.start_soon(self.leases.run)
+            if is_cut:
+                nursery.start_soon(self.stages.run)
+            connections = ConnectionKeeper(host, membership, self.gossip.liveness, self.training.lose_peer)
+            reconnector = Reconnector(host, self.daemon.book, target, lambda: membership.everyone, self.daemon.journal)
+            services = membership, membership.announcer, connections, reconnector, self.weights, self.stage_record
+            for service in (*services, self.notices):
+                nursery.start_soon(service.run)
+            nursery.start_soon(self._follow_members)
+            if self.audits is not None:
+                nursery.start_soon(self.audits.run)
+                nursery.start_soon(self._follow_audits, self.audits)
+            nursery.start_soon(self._follow_wishes)
+            nursery.start_soon(remember, self.daemon, host, membership)
+            failure = await self._train()
+            await self._say_farewell()
+            with contextlib.suppress(StoreError):
+                await self.daemon.book.save(is_last=True)
+            if failure is not None:
+                raise failure
+            nursery.cancel_scope.cancel()
+
+    async def _sync_state(self, may_begin: bool) -> None:
+        """Get the run state from members. ``may_begin``: this node has the manifest from its owner, not from a member.
+
+        Such a node may begin the run where it finds nobody. Raises `JoinError` if no member gives its state.
+        """
+        host, journal = self.mesh.host, self.daemon.journal
+        journal.announce("joining", "syncing the run state", "three members' run state")
+        if not await sync_state(self.gossip, journal, JOIN_TIMEOUT, may_begin=may_begin):
+            refusal = f" They do not admit this node: {host.gate.refusal}." if host.gate.refusal else ""
+            if conflict := self.releases.look():
+                refusal += f" {'. Remedy: '.join(release_words(conflict, VERSION))}."
+            raise JoinError(
+                f"step 3, the run state: members were found, but none gave its run state within {JOIN_TIMEOUT:g} s."
+                f"{refusal} Try again later, or with a newer invite."
+            )
+        host.gate.knows_members = True
+
+    async def _follow_members(self) -> None:
+        """Pass the live members to the training, the pipeline and the search for relays, whenever they change."""
+        membership, told = self.membership, None
+        while True:
+            if membership.live != told:
+                told = membership.live
+                self._set_peers()
+            if self.pipeline is not None:
+                self.pipeline.set_nodes(membership.nodes_of_stages())
+            self.mesh.connectivity.members = membership.everyone
+            await membership.changed()
+
+    async def _follow_audits(self, audits: AuditKeeper) -> None:
+        while True:
+            await audits.avoided_changed()
+            self._set_peers()
+
+    def _set_peers(self) -> None:
+        """Set the possible partners: the live members, except the ones that audits have caught."""
+        avoided = frozenset() if self.audits is None else self.audits.avoided
+        self.training.set_peers(self.membership.live - avoided)
+
+    async def _follow_wishes(self) -> None:
+        """Make the trainer save whenever a peer wants newer weights than the stored ones."""
+        while True:
+            await self.weights.giving.save_wanted()
+            self.training.save_soon()
+
+    async def _train(self) -> TrainerError | None:
+        """Train until asked to leave, or until no trainer can start; then return the error."""
+        failure = None
+
+        async def run_training() -> None:
+            nonlocal failure
+            try:
+                await self.training.run()
+            except TrainerError as error:
+                failure = error
+                self.daemon.is_leaving.set()
+            if self.daemon.door is not None:
+                await self.daemon.door.dismiss(self.daemon.journal.state.phase_detail)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_training)
+            await self.daemon.is_leaving.wait()
+            await self.end_training()
+            nursery.cancel_scope.cancel()
+        return failure
+
+    async def end_training(self) -> None:
+        """Make the trainer save and end, within the time that its checkpoint takes."""
+        journal = self.daemon.journal
+        journal.announce("leaving", "leaving: the trainer saves", "the trainer")
+        if self.daemon.door is not None:
+            self.daemon.door.dismissal = "the node leaves the run"
+        size = self.weights.files.max_bytes(self.membership.stage)
+        seconds = leave_timeout(size, self.weights.giving.save_rate)
+        with trio.move_on_after(seconds) as patience:
+            await self.training.leave()
+        if patience.cancelled_caught:
+            journal.warn(
+                f"the trainer did not save within {seconds:.0f} s: what it has learnt since its last checkpoint is "
+                "lost. A faster disk helps, or a shorter --checkpoint-seconds"
+            )
+
+    async def _say_farewell(self) -> None:
+        with trio.move_on_after(FAREWELL_TIMEOUT):
+            if self.leases is not None:
+                await self.leases.leave()
+            await self.membership.announcer.report_progress()
+            await self.membership.announcer.announce(left=True)
+            await self.gossip.flush()
+        self.daemon.journal.say("left the run")
+
+
+async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
+    """Store the data for the next start: this node's count and partners, and addresses to dial."""
+    while True:
+        for peer in host.connected & membership.everyone:
+            daemon.book.note_reached(peer, host.addresses_to_keep(peer))
+        try:
+            await daemon.store.put_fact(TOKENS_FACT, b"%d" % daemon.journal.state.tokens)
+            await daemon.store.put_fact(PARTNERS_FACT, daemon.partners.encode())
+            await daemon.book.save()
+        except StoreError as error:
+            daemon.journal.warn(f"{error}; trying again")
+        await trio.sleep(REMEMBER_INTERVAL)
