@@ -193,9 +193,11 @@ def reshard(module: nn.Module) -> None:
 def parameters_of(module: nn.Module, *, with_frozen: bool = False) -> dict[str, nn.Parameter]:
     """The parameters that members share, by name: shared ones once, frozen ones if asked for, none without elements.
 
-    A module that `torch.compile` has wrapped has the names of the one inside.
+    A module in `DistributedDataParallel`, or one that `torch.compile` has wrapped, has the names of the one inside.
     """
     reshard(module)
+    while isinstance(inside := getattr(module, "_orig_mod", module), nn.parallel.DistributedDataParallel):
+        module = inside.module
     found = {name.replace(_COMPILED, ""): parameter for name, parameter in module.named_parameters()}
     return {
         name: parameter

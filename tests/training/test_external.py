@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from farandole.protocol.external_model import ExternalModel
 from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig
@@ -372,6 +372,21 @@ def test_tied_parameters_come_once_and_frozen_ones_if_asked_for() -> None:
     assert list(parameters_of(module, with_frozen=True)) == ["embedding.weight", "body.weight", "body.bias"]
     compiled = nn.ModuleDict({"_orig_mod": module})  # what torch.compile returns has these names
     assert parameters_of(compiled) == parameters_of(module)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its wrapper imports
+def test_a_module_in_distributed_data_parallel_has_its_own_names(tmp_path: Path) -> None:
+    module = Tied()
+    del module.empty  # it takes no part in a gradient
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(module)
+        assert next(name for name, _ in wrapped.named_parameters()).startswith("module.")
+        compiled: Any = torch.compile
+        for each in (wrapped, compiled(wrapped), nn.parallel.DistributedDataParallel(compiled(module))):
+            assert parameters_of(each) == parameters_of(module)
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
