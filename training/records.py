@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from .errors import DataError
+from .extras import how_to_add
 from .packed import opened
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ MAX_RECORD_BYTES: Final = 64 * 1024 * 1024
 _BATCH_ROWS: Final = 256
 _MAX_FIELDS_NAMED: Final = 12
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-_INSTALL: Final = "pip install 'farandole[data]'"
 
 Records = Iterator[tuple[bytes, float]]
 """UTF-8 text, which may be empty, and the share of the source that is read."""
@@ -81,7 +81,7 @@ def parquet_records(path: Path, field: str) -> Records:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"{path.name} needs the Python package 'pyarrow': {_INSTALL}") from error
+        raise DataError(f"{path.name} needs the Python package 'pyarrow': {how_to_add('data')}") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             _require_column(path, file.schema_arrow.names, field)
@@ -99,7 +99,7 @@ def dataset_records(path: Path, field: str) -> Records:
     try:
         from datasets import Dataset, load_from_disk
     except ImportError as error:
-        raise DataError(f"the data set in {path} needs the Python package 'datasets': {_INSTALL}") from error
+        raise DataError(f"the data set in {path} needs the Python package 'datasets': {how_to_add('data')}") from error
     try:
         dataset = load_from_disk(str(path))
         assert isinstance(dataset, Dataset)

@@ -19,6 +19,7 @@ from farandole.protocol.cut import layers_of
 from farandole.protocol.manifest import ModelConfig
 
 from .errors import TrainingError
+from .extras import how_to_add
 from .model import build_model
 from .own_model import build_own_model
 
@@ -63,7 +64,7 @@ def build_module(
     try:
         from .hf import build_hf_model
     except ImportError as error:
-        raise TrainingError("this run's model is one of transformers': pip install 'farandole[hf]'") from error
+        raise TrainingError(f"this run's model is one of transformers': {how_to_add('hf')}") from error
     return build_hf_model(model, seed, layers, has_ends=has_ends)
 
 

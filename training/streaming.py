@@ -25,6 +25,7 @@ import numpy as np
 
 from .batches import Batch, Batches, is_held_out
 from .errors import DataError
+from .extras import how_to_add
 from .permutation import keyed_digest
 from .sources import Progress
 from .tokenizer import Tokenizer, beyond_vocabulary
@@ -45,7 +46,6 @@ HELD_OUT_SEQUENCES: Final = 256
 MAX_LOOKED_THROUGH: Final = 50_000
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?", re.ASCII)
 _SPLIT: Final = "train"
-_INSTALL: Final = "pip install 'farandole[data]'"
 
 
 class Stream:
@@ -110,7 +110,7 @@ def _open(name: str) -> IterableDataset:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise DataError(f"--stream needs the Python package 'datasets': {_INSTALL}") from error
+        raise DataError(f"--stream needs the Python package 'datasets': {how_to_add('data')}") from error
     path, _, config = (name, "", "") if Path(name).is_dir() else name.partition(":")
     try:
         return load_dataset(path, config or None, split=_SPLIT, streaming=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from farandole.protocol.manifest import TokenizerConfig
 
 from .errors import DataError
+from .extras import how_to_add
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -171,7 +172,7 @@ def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokeniz
         from tokenizers import Tokenizer as HuggingFaceTokenizer
     except ImportError as error:
         raise DataError(
-            "this run's tokenizer needs the Python package 'tokenizers': pip install 'farandole[tokenizers]'"
+            f"this run's tokenizer needs the Python package 'tokenizers': {how_to_add('tokenizers')}"
         ) from error
     try:
         return FileTokenizer(HuggingFaceTokenizer.from_str(raw.decode()), found)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole.protocol.errors import FarandoleError
 from farandole.training.errors import TrainingError
+from farandole.training.extras import how_to_add
 
 from ..base.release import VERSION
 from ..base.settings import NodeSettings
@@ -152,7 +153,7 @@ def _quiet_harness() -> Iterator[None]:
             import lm_eval.tasks  # noqa: F401  # whether it is there
         except ImportError as error:
             raise EvaluationError(
-                f"evaluation needs the Python package 'lm-eval' ({error}): pip install 'farandole[eval]'"
+                f"evaluation needs the Python package 'lm-eval' ({error}): {how_to_add('eval')}"
             ) from error
         yield
 

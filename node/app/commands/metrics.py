@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from farandole.protocol.errors import FarandoleError
+from farandole.training.extras import how_to_add
 
 from ...base.figures import count, duration, size
 from .options import Home
@@ -29,7 +30,6 @@ _LESS_NEEDED: Final = ("seconds", "tokens", "bits/byte", "held out", "at")
 # What is left of the reason of a round without a partner, so that a usual terminal has all columns.
 _REASON_WIDTH: Final = 24
 _GAP: Final = 2
-_INSTALL: Final = "pip install 'farandole[tensorboard]'"
 
 
 def show_metrics(
@@ -53,7 +53,7 @@ def show_metrics(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="With --report: send what is there, and end.")] = False,
 ) -> None:
-    """Print this node's rounds: when, with whom, loss, bytes, seconds. The node need not run.
+    """Print this node's rounds: when, with whom, loss, bytes, seconds. Works while the node is stopped, too.
 
     A narrow terminal shows fewer columns.
 
@@ -92,7 +92,9 @@ def _write_events(records: Iterable[RoundRecord], tokens_before: int, folder: Pa
 
         path = write_events(figures_of(records, tokens_before), folder)
     except ImportError as error:
-        raise FarandoleError(f"a file for TensorBoard needs the Python package tensorboardX: {_INSTALL}") from error
+        raise FarandoleError(
+            f"a file for TensorBoard needs the Python package tensorboardX: {how_to_add('tensorboard')}"
+        ) from error
     except OSError as error:
         raise FarandoleError(f"cannot write into {folder}: {error.strerror}") from error
     typer.echo(f"{path} is written; look at it with: tensorboard --logdir {folder}")

@@ -101,13 +101,13 @@ CAUSES: Final = {
     # The machine
     "torch-fine": _ok("PyTorch {version} computes on {device}"),
     "torch-slow": _warning("PyTorch has not started within {seconds:g} s", "try again: the second start is faster"),
-    "torch-broken": _failed("PyTorch cannot be used: {why}", "install it again: pip install --force-reinstall torch"),
+    "torch-broken": _failed("PyTorch cannot be used: {why}", "remove farandole's environment, and install it again"),
     "device-missing": _failed(
         "PyTorch {version}: {why}", "use --device auto, which takes what is there, or --device cpu", check="torch"
     ),
     "gpu-unused": _warning(
         "there is an NVIDIA GPU, but PyTorch {version} computes on {device}",
-        "install a PyTorch with CUDA that fits the driver: https://pytorch.org/get-started",
+        "install farandole with PyTorch for CUDA (docs/install.md); if that does not help, update NVIDIA's driver",
         check="torch",
     ),
     "data-none": _ok("no text of your own is named: a run that asks for it needs --data or --stream"),
@@ -124,7 +124,7 @@ CAUSES: Final = {
         "name a data set as the Hugging Face Hub does: --stream OWNER/NAME, or OWNER/NAME:CONFIG",
     ),
     "data-no-package": _failed(
-        "to stream {name} needs the Python package {package}, which is not installed", "pip install 'farandole[data]'"
+        "to stream {name} needs the Python package {package}, which is not installed", "{command}"
     ),
     "data-two-kinds": _failed("both --data and --stream are given, and a node takes only one of them", "leave out one"),
     "model-none": _ok("no code is allowed: a run with a model of its own needs --allow-model"),

@@ -13,6 +13,7 @@ import msgspec
 
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.own_model import FunctionName
+from farandole.training.extras import how_to_add
 from farandole.training.own_function import package_of
 
 from ...base.requirements import line_shortfall
@@ -47,7 +48,7 @@ def _check_stream(name: str) -> Finding:
     if not is_data_set(name):
         return found("data-no-stream", name=name)
     if _spec_of(_STREAMS_NEED) is None:
-        return found("data-no-package", name=name, package=_STREAMS_NEED)
+        return found("data-no-package", name=name, package=_STREAMS_NEED, command=how_to_add("data"))
     return found("data-stream", name=name)
 
 

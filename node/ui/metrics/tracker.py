@@ -16,6 +16,7 @@ import msgspec
 
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.manifest import Manifest
+from farandole.training.extras import how_to_add
 
 from .figures import RoundFigures
 
@@ -120,7 +121,7 @@ def open_tracker(target: str) -> Tracker:
     try:
         module = importlib.import_module(library.module, __package__)
     except ImportError as error:
-        raise TrackerError(f"{name} needs a Python package ({error}): pip install 'farandole[{name}]'") from error
+        raise TrackerError(f"{name} needs a Python package ({error}): {how_to_add(name)}") from error
     tracker: Tracker = getattr(module, library.tracker)(place)
     return tracker
 

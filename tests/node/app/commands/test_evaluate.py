@@ -22,6 +22,7 @@ from farandole.node.inspect.whole_model import open_whole_model
 from farandole.node.state.store import open_store
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.hf_export import export_hf
+from farandole.training.extras import how_to_add
 from farandole.training.learner import Learner
 
 from ....patience import PATIENCE
@@ -241,7 +242,7 @@ def test_without_the_harness_it_names_the_extra(run: Run, model: Path, monkeypat
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, out, says = run("eval", model, "--tasks", "hellaswag")
     assert (code, out) == (Exit.BAD_INPUT, "")
-    assert "pip install 'farandole[eval]'" in says
+    assert how_to_add("eval") in says
 
 
 def test_an_unknown_task_is_compared_with_known_ones(run: Run, model: Path, tasks: Path) -> None:

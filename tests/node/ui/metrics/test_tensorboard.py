@@ -84,4 +84,4 @@ def test_without_the_extra_the_command_says_what_to_install(
     with pytest.raises(SystemExit) as ended:
         main(["run", "metrics", "--home", str(tmp_path), "--tensorboard", str(tmp_path / "runs")])
     assert ended.value.code == Exit.BAD_INPUT
-    assert "pip install 'farandole[tensorboard]'" in capsys.readouterr().err
+    assert "pip install 'tensorboardX" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from farandole.node.base.identity import load_or_create_key
 from farandole.node.cli import main
 from farandole.node.ui.metrics.figures import figures_of
 from farandole.protocol.identity import peer_id_of, public_bytes
+from farandole.training.extras import how_to_add
 
 from ....patience import PATIENCE
 from .conftest import SIGNED, NodeFolder, rounds
@@ -251,7 +252,7 @@ def test_a_missing_library_is_named(
         monkeypatch.delitem(sys.modules, f"farandole.node.ui.metrics.{name}", raising=False)
         code, said = run("--report", f"{name}:mine")
         assert code == Exit.BAD_INPUT
-        assert f"pip install 'farandole[{name}]'" in said
+        assert how_to_add(name) in said
     assert run("--report", "elsewhere:mine")[0] == Exit.BAD_INPUT
 
 
