@@ -196,15 +196,18 @@ def compare(
     steps: Annotated[int, typer.Option(min=1, help="Inner steps of each replica.")] = 2_000,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
     interval: Annotated[int, typer.Option(min=1, help="Inner steps a round.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Folder for compare.json; what is in it is not repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for compare.json; results in it are reused.")] = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option(metavar="WORDS", help="Method with this name, or all methods whose names contain it; repeatable."),
+        typer.Option(
+            metavar="WORDS",
+            help="Method with this name, or all that contain it; repeatable. A wrong name lists all.",
+        ),
     ] = None,
     rates: Annotated[
         str,
         typer.Option(
-            help="Factors of the learning rate, with commas between; each method uses its best, found by another seed."
+            help="Factors of the learning rate, separated by commas; each method has its best, found by another seed."
         ),
     ] = "1",
     baseline: Annotated[
@@ -220,15 +223,15 @@ def compare(
         Path | None,
         typer.Option(
             show_default="Python's library",
-            help="Folder with a subfolder for each kind of text, of which a node has one.",
+            help="Folder with a subfolder for each kind of text; each replica trains on one.",
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu: one training a core. cuda: all seeds and rates of a method at once.")
+        str, typer.Option(help="cpu: one training per core. cuda: all seeds and rates of a method at once.")
     ] = "cpu",
     write: Write = None,
 ) -> None:
-    """Compare NoLoCo, DiLoCo, synchronous training and training without averaging on the same tokens, on all cores.
+    """Compare NoLoCo, DiLoCo, synchronous training and training without averaging on the same tokens, in simulation.
 
     Examples: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan];
     [cyan]farandole testnet compare --model 0.5M --seeds 5 --rates 0.5,1,2,4 --methods DiLoCo --methods Muon[/cyan]

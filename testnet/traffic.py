@@ -36,7 +36,7 @@ def traffic_table() -> str:
 def needs_table() -> str:
     """Return a row for each preset: a member's needs, with the settings that suit a line of 20 Mbit/s."""
     lines = [
-        "| model | memory, on the CPU | GPU's memory | memory beside it | disk | a newcomer downloads |",
+        "| model | memory, without a GPU | GPU memory | host memory, with a GPU | disk | a newcomer downloads |",
         "|---" * 6 + "|",
     ]
     for model in PRESETS:

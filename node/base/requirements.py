@@ -72,7 +72,7 @@ def memory_line(needs: Needs) -> str:
     """Describe the memory that a trainer takes on the CPU and on a GPU."""
     gpu = needs.on_gpu
     return (
-        f"{size(needs.on_cpu.host)} of memory, or {size(gpu.device)} on a GPU and {size(gpu.host)} beside it, "
+        f"{size(needs.on_cpu.host)} of memory, or {size(gpu.device)} on a GPU and {size(gpu.host)} of host memory, "
         "for one sequence at a time"
     )
 

@@ -141,7 +141,7 @@ class NodeSettings:
     stream: list[str] = setting(
         [],
         "Hugging Face data set to train on while it downloads, instead of --data: OWNER/NAME, OWNER/NAME:CONFIG, "
-        "or a folder; repeatable. Needs the extra data.",
+        "or a folder; repeatable. Needs the Python packages of farandole's extra `data`.",
         placeholder="DATASET",
         example=["HuggingFaceFW/fineweb-edu:sample-10BT"],
         panel="Run",
@@ -240,9 +240,9 @@ class NodeSettings:
     lean: bool = setting(
         False,
         "Train in half of the GPU's memory: weights, gradient and the optimizer's means in bf16 with stochastic "
-        "rounding, 8 bytes a parameter instead of 16, 6 with Muon. Exchanges stay fp32. On a CPU it saves nothing. "
-        "Refused in deterministic or audited runs, with stages, with --average-on-gpu, and for other models than "
-        "farandole's own.",
+        "rounding, 8 bytes a parameter instead of 18 at the peak, 6 with Muon. Exchanges stay fp32. On a CPU it saves "
+        "nothing. Refused in deterministic or audited runs, with stages, with --average-on-gpu, and for other models "
+        "than farandole's own.",
     )
     recompute: bool = setting(
         False,
@@ -270,7 +270,7 @@ class NodeSettings:
     checkpoint_seconds: float = setting(60.0, "Interval between checkpoints.", unit="seconds", least=0.1)
     backup_seconds: float | None = setting(
         None,
-        "Interval between looks for a newer checkpoint of another node to copy, for newcomers.",
+        "Interval between checks for a newer checkpoint of another node, which this node then copies for newcomers.",
         unit="seconds",
         least=0.1,
         unset="5",

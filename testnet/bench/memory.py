@@ -303,8 +303,9 @@ def report(setting: dict[str, object], num_parameters: int, held: dict[str, dict
     ]
     words = [
         "Bytes a parameter, in fp32 and int8 on the wire, with AdamW where nothing else is said. *Peak*: with the "
-        "activations of one sequence. *Host*: vectors; the copy from which checkpoints are written, 16 bytes, and two "
-        "contributions come to that."
+        "activations of one sequence. *Host*: slow weights, momentum and the vectors of an exchange. Not included "
+        "there: the copy from which checkpoints are written (16 bytes), two contributions (2 in int8), and the test of "
+        "a mean (4)."
     ]
     data = {name: {device.type: each[device]._asdict() for device in each} for name, each in held.items()}
     header = ["", "GPU, between inner steps", "GPU, peak", "host"]

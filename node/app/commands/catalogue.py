@@ -16,16 +16,17 @@ _HEAD: Final = """\
 Every exit code of farandole, and everything that `farandole doctor` can find, with its remedy. Made by
 `make reference`; do not edit it by hand.
 
-The first line of `farandole status` says how a node that runs is; `farandole doctor INVITE` examines this machine, the
-way to the run's members, and what they see of it. Codes and causes keep their names: scripts may rely on them.
+The first line of `farandole status` shows the state of a running node; `farandole doctor INVITE` examines this machine,
+the way to the run's members, and what they see of it. Exit codes and names of causes are stable: scripts may rely on
+them.
 """
 _DOCTOR: Final = """\
 ## What the doctor finds
 
 The report shows failures first, then warnings, each with its remedy, and one line with the checks that passed. Its
-last line lists the checks that were skipped, and why; `--verbose` shows a line for every check. A node does not work
-before each `failed` is fixed; with a `warning` it works, but less well than it could. `farandole doctor --json` gives
-all findings with the names of their causes. Words *in italics* are filled in.
+last line lists the checks that were skipped, and why; `--verbose` shows a line for every check. Fix each `failed`
+first: the node does not work until then. With a `warning` it works, but not as well as it could. `farandole doctor
+--json` gives all findings with the names of their causes. Words *in italics* are filled in.
 """
 _FIELD: Final = re.compile(r"\{(\w+)[^}]*\}")
 

@@ -43,7 +43,7 @@ def init_config(
         raise ConfigError(f"{path} is there already; --force replaces it") from error
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    typer.echo(f"settings in {path}: take the # before one away, and it counts from the next start on")
+    typer.echo(f"settings in {path}: remove the # before a setting to use it; the node reads the file when it starts")
 
 
 @config_app.command("show")
@@ -78,7 +78,7 @@ def check_config(
 ) -> None:
     """Check a settings file; exit code 3 if anything is wrong; each fault is named with its line.
 
-    Example: [cyan]farandole config check config.toml[/cyan]
+    Example: [cyan]farandole config check[/cyan]
     """
     path = path or home / CONFIG_NAME
     typer.echo(f"{path} is right; it sets: {', '.join(read_config(path)) or 'nothing'}")

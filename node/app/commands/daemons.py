@@ -51,7 +51,7 @@ def relay(
         ),
     ] = None,
 ) -> None:
-    """Help runs without training: introduce newcomers, and pass on to each other peers behind NAT.
+    """Help a run without training: introduce newcomers, and relay traffic between peers behind NAT.
 
     For a machine that others can dial, with a port that stays the same; it needs neither GPU nor memory.
 

@@ -152,7 +152,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
             f"rounds    every parameter is averaged {times} in {duration(best.period)}; trainers are in inner steps "
             f"up to {best.busy:.0%} of the time"
         )
-    where = f"{size(memory.device)} on the GPU and {size(memory.host)} beside it" if has_gpu else size(memory.host)
+    where = f"{size(memory.device)} on the GPU and {size(memory.host)} of host memory" if has_gpu else size(memory.host)
     lines += [
         f"memory    {where}, for one sequence at a time",
         f"disk      {size(needs.disk_bytes)}",

@@ -48,11 +48,14 @@ def create_run(
             help="Print an invite with this multiaddr (ends in /p2p/...); repeatable.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a manifest that is there: another run.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite an existing manifest; this makes a different run.")
+    ] = False,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Cut the model into its stages by the time that its parts take here, on the GPU if any."
+            "--measure",
+            help="Cut the model into stages by times that are measured here, on the GPU if any.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -150,7 +153,7 @@ def show_run(
     source: Annotated[str, typer.Argument(metavar="MANIFEST|INVITE", help="A manifest file, or an invite.")],
     as_json: AsJson = False,
 ) -> None:
-    """Print what a manifest or an invite says, after checking it.
+    """Verify a manifest or an invite, and print its contents.
 
     Example: [cyan]farandole run show run.manifest[/cyan]
     """
@@ -210,7 +213,7 @@ def make_invite(
 
 @run_app.command("members")
 def show_members(home: Home, as_json: AsJson = False) -> None:
-    """Print the members of the run of the node that is on here, and who invited them.
+    """List the members of the running node's run, and who invited each.
 
     Example: [cyan]farandole run members[/cyan]
     """
@@ -265,7 +268,7 @@ def revoke(home: Home, who: Who) -> None:
 
 @run_app.command("admit")
 def admit(home: Home, who: Who) -> None:
-    """Take back what [cyan]farandole run revoke[/cyan] did.
+    """Undo [cyan]farandole run revoke[/cyan].
 
     Example: [cyan]farandole run admit 12D3KooW...[/cyan]
     """
@@ -286,7 +289,7 @@ def audit(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay rounds of a run's members, to see whether they train as they say; without joining the run.
+    """Replay rounds of members, without joining the run, and check that they match what the members reported.
 
     The run must have audits, and this machine the run's text and a processor like the members'. Exit code 8 if a round
     is not what its author has committed to. Without an invite it is the run of the node that runs here.

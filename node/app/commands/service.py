@@ -21,12 +21,12 @@ from ..service.systemd import Systemd
 from .options import Home, takes_settings
 from .output import split_source
 
-service_app = typer.Typer(help="Keep a node running by the machine's own service manager.", no_args_is_help=True)
+service_app = typer.Typer(help="Run a node as a service of systemd, or of launchd on macOS.", no_args_is_help=True)
 
 # Timeout of a manager's command; stopping waits until the node has left properly.
 _TIMEOUT: Final = STOP_SECONDS + 30.0
 
-Name = Annotated[str, typer.Option("--name", help="Of the service, where several nodes run on one machine.")]
+Name = Annotated[str, typer.Option("--name", help="Name of the service; needed if several nodes run on one machine.")]
 
 
 @service_app.command("install")
@@ -42,9 +42,9 @@ def install_service(
     name: Name = "farandole",
     only_print: Annotated[bool, typer.Option("--print", help="Show what would be written, and do nothing.")] = False,
 ) -> None:
-    """Have systemd (launchd on macOS) run a node of yours: from now on, after each login, and again when it fails.
+    """Install a service of systemd (launchd on macOS): it starts the node now and at each login, and when it fails.
 
-    It sees neither flags nor variables of this terminal: what it shall do otherwise stands in the settings file.
+    The service sees neither flags nor variables of this terminal: put settings into the settings file.
 
     Examples: [cyan]farandole service install farandole1...[/cyan]; [cyan]farandole service install --print[/cyan];
     [cyan]farandole service install --as-relay farandole1... --name relay[/cyan]
@@ -94,7 +94,7 @@ def uninstall_service(name: Name = "farandole") -> None:
 
 @service_app.command("status")
 def service_status(name: Name = "farandole") -> None:
-    """Print what the service manager says of the service; exit code 4 if it does not run.
+    """Show the service's state, from the service manager; exit code 4 if it does not run.
 
     Example: [cyan]farandole service status[/cyan]
     """
@@ -105,10 +105,10 @@ def service_status(name: Name = "farandole") -> None:
 def service_logs(
     home: Home,
     name: Name = "farandole",
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last.")] = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Number of lines to print.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until Ctrl-C.")] = False,
 ) -> None:
-    """Print what the service's node has said.
+    """Print the log of the service's node.
 
     Example: [cyan]farandole service logs --follow[/cyan]
     """

@@ -21,7 +21,7 @@ From = Annotated[
     typer.Option(
         "--from",
         metavar="FILE",
-        help="Of another machine's node: lines of its `farandole status --json --watch`, - for standard input.",
+        help="Show another node, from what `farandole status --json --watch` prints there; - is standard input.",
         allow_dash=True,
         dir_okay=False,
     ),
@@ -31,14 +31,14 @@ From = Annotated[
 def status(
     home: Home,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="On the whole screen, every second: q quits, p pauses.")
+        bool, typer.Option("--watch", "-w", help="Full-screen view, updated every second: q quits, p pauses.")
     ] = False,
     as_json: AsJson = False,
     source: From = None,
 ) -> None:
-    """Say what the node that runs here is doing: in or not, with whom it exchanged, whether the loss falls.
+    """Show the state of the node on this machine: whether it is in the run, its last exchange, its loss.
 
-    With --json and --watch, a line a second, which names the 64 members closest to the node at most.
+    With --json and --watch, prints a line of JSON a second, with at most 64 members, those closest to the node.
 
     Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan];
     [cyan]ssh host farandole status --json --watch | farandole status --watch --from -[/cyan]

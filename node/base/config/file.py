@@ -24,9 +24,9 @@ CONFIG_VARIABLE: Final = "FARANDOLE_CONFIG"
 SETTINGS: Final = settings_of(NodeSettings)
 _WIDTH: Final = 100
 _HEAD: Final = """\
-# Settings of a farandole node. Take the # before a setting away, and it counts from the next start on.
-# A flag goes before the environment variable, that before this file, and that before the default.
-# Relative paths start at this file's folder. To look it over: farandole config check
+# Settings of a farandole node. Remove the # before a setting to use it; the node reads this file when it starts.
+# Order of precedence: flag, environment variable, this file, default.
+# Relative paths start at this file's folder. To check this file: farandole config check
 """
 
 
