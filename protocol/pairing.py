@@ -40,18 +40,12 @@ when ready (each exchange would then wait for its matching).
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, field
-
-from blake3 import blake3
 
 from . import pairing_messages as messages
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import RoundConfig
-from .pairing_backoff import MeetingLimit, PartnerBackoff
 from .pairing_events import (
     FOLLOWING,
     ContributionReady,
@@ -72,6 +66,8 @@ from .pairing_events import (
     TrafficSaved,
     failure,
 )
+from .pairing_order import PeerOrder
+from .pairing_round import Bond, Round
 from .trainer_messages import FinishRound, UseFragment
 
 # A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
@@ -107,11 +103,6 @@ MAX_PROPOSALS = 64
 MAX_GIVEN_UP = 1
 # In this last share of a round no partner is given up: it would not find another before the round ends.
 SWAP_SHARE = 0.25
-# Messages taken from one peer in METER_SECONDS. An honest one sends its proposals and answers, a few a round, and asks
-# a busy peer at most every MIN_RETRY.
-MAX_MESSAGES, METER_SECONDS = 64, 1.0
-# Peers counted in one such period; messages of further ones are dropped.
-MAX_METERED_PEERS = 4_096
 NOT_READY = "the partner was not ready in time"
 _ORDER_BYTES = 32  # a key of BLAKE3
 
@@ -126,74 +117,6 @@ class _Timer(enum.Enum):
     PATIENCE = "patience"
 
 
-@dataclass(slots=True)
-class _Bond:
-    """A proposal of ours that is outstanding, or the agreement with a partner."""
-
-    peer: bytes
-    session: bytes
-    is_proposer: bool
-    is_partner_ready: bool = False
-    due_at: float = 0.0
-    """When the partner should be ready, by its word and ours; known once we have agreed."""
-
-
-@dataclass(slots=True)
-class _Round:
-    """State of one round."""
-
-    fragment: int = 0
-    order: bytes = b""
-    """Key of the coins that decide whose proposal comes first; drawn at random."""
-    started_at: float = 0.0
-    ends_at: float | None = None
-    """End of the box; without boxes the expected end, if known."""
-    ready_at: float = math.inf
-    propose_at: float = 0.0
-    num_proposals: int = 0
-    has_broken: bool = False
-    """Whether the first exchange broke."""
-    failure: str = ""
-    """What first went wrong in this round, for people."""
-    ask_at: dict[bytes, float] = field(default_factory=dict)
-    """Live peer -> not before; infinity: not in this round."""
-    lost: set[bytes] = field(default_factory=set)
-    """Peers whose connection broke: it may be made again once."""
-    matched: set[bytes] = field(default_factory=set)
-    """Peers in turn that declined a proposal because they have a partner: they may be asked once more."""
-    asked_again: set[bytes] = field(default_factory=set)
-    """Peers that were asked once more."""
-    declined: set[bytes] = field(default_factory=set)
-    """Peers in turn whose proposal this node declined because it has a partner."""
-    num_given_up: int = 0
-    """Partners given up for peers that asked a second time."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Return whether the contribution is made."""
-        return self.ready_at < math.inf
-
-
-class _Meter:
-    """Counts messages by peer, in periods of `METER_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._since = -math.inf
-        self._counts: dict[bytes, int] = {}
-
-    def has_room(self, peer: bytes, now: float) -> bool:
-        """Count a message; return False if it must be dropped unread. Raise `RemoteProtocolError` on a flood."""
-        if now - self._since >= METER_SECONDS:
-            self._since = now
-            self._counts.clear()
-        if peer not in self._counts and len(self._counts) >= MAX_METERED_PEERS:
-            return False
-        self._counts[peer] = self._counts.get(peer, 0) + 1
-        if self._counts[peer] > MAX_MESSAGES:
-            raise RemoteProtocolError(f"more than {MAX_MESSAGES} pairing messages within {METER_SECONDS:g} s")
-        return True
-
-
 class Pairing:
     """One node's pairing, round after round.
 
@@ -205,20 +128,17 @@ class Pairing:
     def __init__(self, own: bytes, config: RoundConfig, rng: random.Random, num_fragments: int = 1) -> None:
         self.state = State.IDLE
         self.round = -1
-        self._own = own
         self._config = config
         self._rng = rng
-        self._peers: frozenset[bytes] = frozenset()
-        self._meter = _Meter()
-        self._backoff = PartnerBackoff()
-        self._meetings = MeetingLimit(own)
-        self._bond: _Bond | None = None
+        self._meter = messages.MessageMeter()
+        self._order = PeerOrder(own)
+        self._bond: Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
         self._outputs: list[Output] = []
         self._is_saving = False
         self._num_exchanged = [0] * num_fragments  # by fragment, alone or not
-        self._current = _Round()
+        self._current = Round()
         # Measured:
         self._inner_seconds: float | None = config.round_seconds or None
         self._exchange_started_at = 0.0
@@ -285,8 +205,8 @@ class Pairing:
         self._bond = None
         self._move(State.SEEKING)
         self.round = round_
-        self._meetings.begin(round_)
-        self._current = current = _Round(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
+        self._order.begin(round_)
+        self._current = current = Round(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
         takes_steps = self._config.takes_steps(round_)
         current.ends_at = None if self._inner_seconds is None else at + self._inner_seconds
         if not takes_steps:
@@ -316,7 +236,7 @@ class Pairing:
         elif self.state is State.SEEKING:
             self._seek(now)
 
-    def _await_partner(self, bond: _Bond, now: float) -> None:
+    def _await_partner(self, bond: Bond, now: float) -> None:
         """Tell the partner that this node is ready, and wait for it."""
         self._send(bond.peer, messages.Ready(bond.session))
         if self._config.takes_steps(self.round) and not self._config.overlap:
@@ -329,21 +249,21 @@ class Pairing:
             self._send(bond.peer, messages.Begin(bond.session))
             self._exchange(bond, now)
 
-    def _exchange(self, bond: _Bond, now: float) -> None:
+    def _exchange(self, bond: Bond, now: float) -> None:
         self._timers.clear()
         self._move(State.EXCHANGING)
         self._num_exchanged[self._current.fragment] += 1
         self._exchange_started_at = now
-        self._meetings.note_meeting(bond.peer, self.round, len(self._peers))
+        self._order.note_meeting(bond.peer)
         deadline = self._current.ready_at + self._config.exchange_seconds
         offer_by = math.inf if self._config.overlap else now + OFFER_SHARE * (deadline - now)
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
         if end.committed and end.has_counted:
-            self._backoff.note_success(end.peer)
+            self._order.note_success(end.peer)
         else:
-            self._put_off(end.peer)
+            self._order.note_failure(end.peer)
         if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
             return  # the round has been given up, or another one runs already
         self._last_exchange_seconds = now - self._exchange_started_at
@@ -389,18 +309,18 @@ class Pairing:
     def _why_alone(self) -> str:
         if self._is_saving:
             return "this node saves its traffic"
-        return "no peer is free" if self._peers else "no peer is live"
+        return "no peer is free" if self._order.peers else "no peer is live"
 
     def _next_ask_at(self, now: float) -> float:
-        if self._is_saving or not self._peers or self._current.num_proposals >= MAX_PROPOSALS:
+        if self._is_saving or not self._order.peers or self._current.num_proposals >= MAX_PROPOSALS:
             return math.inf
         current = self._current
-        has_unasked = len(current.ask_at) < len(self._peers) or bool(self._to_ask_again(now))
+        has_unasked = len(current.ask_at) < len(self._order.peers) or bool(self._to_ask_again(now))
         return current.propose_at if has_unasked else max(current.propose_at, min(current.ask_at.values()))
 
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
-        best, nearest = self._nearest(not_yet)
+        best, nearest = self._order.nearest(not_yet)
         if best > 0 and (again := self._to_ask_again(now)):
             peer = self._rng.choice(sorted(again))
             self._current.matched.discard(peer)
@@ -410,14 +330,14 @@ class Pairing:
         else:
             self._seek(now)
             return
-        self._bond = _Bond(peer, self._draw_session(), is_proposer=True)
+        self._bond = Bond(peer, self._draw_session(), is_proposer=True)
         self._current.num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
         self._timers[_Timer.ANSWER] = now + min(max(patience, MIN_ANSWER), MAX_ANSWER)
         self._move(State.PROPOSED)
-        self._send(peer, messages.Propose(self._bond.session, self._seconds_left(now)))
+        self._send(peer, messages.Propose(self._bond.session, self._current.seconds_left(now)))
 
-    def _agree(self, bond: _Bond, seconds_left: float | None, now: float) -> None:
+    def _agree(self, bond: Bond, seconds_left: float | None, now: float) -> None:
         self._bond = bond
         if (fragment := self._fragment_of(bond.session)) != self._current.fragment:
             self._use_fragment(fragment)
@@ -438,7 +358,7 @@ class Pairing:
         """Drop a failed proposal or a lost partner; this peer is not asked again before ``ask_again_at``."""
         if self._bond is None:
             raise LocalProtocolError("nobody to part from")
-        if self._bond.peer in self._peers:
+        if self._bond.peer in self._order.peers:
             self._current.ask_at[self._bond.peer] = ask_again_at
         self._bond = None
         self._timers.pop(_Timer.ANSWER, None)
@@ -454,11 +374,6 @@ class Pairing:
         if self._bond and self.state in (State.PROPOSED, State.MATCHED):
             self._send(self._bond.peer, messages.Withdraw(self._bond.session))
 
-    def _seconds_left(self, now: float) -> float | None:
-        if self._current.is_ready:
-            return 0.0
-        return None if self._current.ends_at is None else max(0.0, self._current.ends_at - now)
-
     def _end_box_at(self, at: float) -> None:
         length = self._config.round_seconds
         earliest = self._current.started_at + (1 - MAX_BOX_SHIFT) * length
@@ -468,7 +383,7 @@ class Pairing:
 
     def _wait_between(self, seconds_left: float | None, now: float) -> float:
         """Return the seconds for which one node would wait for the other at the end, if they became partners."""
-        own = self._seconds_left(now)
+        own = self._current.seconds_left(now)
         if own is None or seconds_left is None:
             return 0.0
         if not self._config.round_seconds:
@@ -524,8 +439,8 @@ class Pairing:
     # Peers
 
     def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
-        self._peers = peers - {self._own}
-        self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._peers}
+        self._order.set_peers(peers)
+        self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._order.peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
             self._seek_another(now)
@@ -565,7 +480,7 @@ class Pairing:
             case messages.Agree(session=session) if bond is None:
                 self._send(peer, messages.Withdraw(session))
             case messages.Decline(reason=reason) if is_answer:
-                if reason == "matched" and self._tier(peer) == 0 and peer not in self._current.asked_again:
+                if reason == "matched" and self._order.tier(peer) == 0 and peer not in self._current.asked_again:
                     self._current.matched.add(peer)
                 self._seek_another(now)
             case messages.Busy(retry_after=retry_after) if is_answer:
@@ -574,7 +489,7 @@ class Pairing:
                 self._seek_another(now)
             case messages.Withdraw() if bond is not None and self.state is State.MATCHED:
                 if not self._is_early(now):
-                    self._put_off(peer)
+                    self._order.note_failure(peer)
                 self._seek_another(now)
             case messages.Ready(session=session) if bond is None or is_answer:
                 self._send(peer, messages.Withdraw(session))
@@ -601,7 +516,7 @@ class Pairing:
                 self._part(math.inf)
         self._send(peer, answer)
         if isinstance(answer, messages.Agree):
-            self._agree(_Bond(peer, proposal.session, is_proposer=False), proposal.seconds_left, now)
+            self._agree(Bond(peer, proposal.session, is_proposer=False), proposal.seconds_left, now)
 
     def _answer_to(self, peer: bytes, proposal: messages.Propose, now: float) -> messages.Message:
         session = proposal.session
@@ -609,7 +524,7 @@ class Pairing:
             case State.AWAY:
                 return messages.Decline(session, "away")
             case State.MATCHED if not self._gives_partner_up_for(peer, now):
-                if self._tier(peer) == 0:
+                if self._order.tier(peer) == 0:
                     self._current.declined.add(peer)
                 return messages.Decline(session, "matched")
             case State.EXCHANGING | State.IDLE:
@@ -618,7 +533,9 @@ class Pairing:
                 if self._wait_for_next_round(proposal.seconds_left, left) > self._patience():
                     return messages.Decline(session, "matched")
                 return messages.Busy(session, max(left, self._retry_after()))
-            case State.PROPOSED if self._bond and self._bond.peer != peer and not self._comes_first(peer):
+            case State.PROPOSED if (
+                self._bond and self._bond.peer != peer and not self._current.comes_first(peer, self._bond)
+            ):
                 return messages.Busy(session, self._retry_after())
             case _ if self._is_of_another_fragment(session):
                 return messages.Decline(session, "fragment")
@@ -631,14 +548,9 @@ class Pairing:
         if wait > patience:
             return messages.Busy(session, max(wait - patience, self._retry_after()))
         # a peer that this node has not heard of yet may be of another stage
-        if peer not in self._peers or self._may_meet_another(peer, now):
+        if peer not in self._order.peers or self._may_meet_another(peer, now):
             return messages.Busy(session, self._retry_after())
-        return messages.Agree(session, self._seconds_left(now))
-
-    def _comes_first(self, peer: bytes) -> bool:
-        """Return whether a peer's proposals come before our outstanding one: half do; asking again changes nothing."""
-        assert self._bond is not None
-        return blake3(peer + self._bond.session, key=self._current.order).digest()[0] % 2 == 0
+        return messages.Agree(session, self._current.seconds_left(now))
 
     def _gives_partner_up_for(self, peer: bytes, now: float) -> bool:
         """Return whether to swap: a peer in turn asks a second time, so it has no other left, and there is time."""
@@ -648,42 +560,21 @@ class Pairing:
 
     def _is_early(self, now: float) -> bool:
         """Return whether a partner that is given up now has time to find another."""
-        seconds_left = self._seconds_left(now)
+        seconds_left = self._current.seconds_left(now)
         return seconds_left is not None and seconds_left > SWAP_SHARE * (self._inner_seconds or 0.0)
-
-    def _tier(self, peer: bytes) -> float:
-        """Return a peer's tier: lower tiers are met first, and peers with failed exchanges last."""
-        if self._backoff.puts_off(peer, self.round):
-            return math.inf
-        return self._meetings.tier(peer, self.round, len(self._peers))
-
-    def _in_turn(self, besides: Set[bytes]) -> Iterator[tuple[float, bytes]]:
-        """Yield (tier, peer) of the live peers ``besides`` some, lowest tier first, without peers that are put off."""
-        for _, peer in self._meetings.by_turn(self._peers):
-            if peer not in besides and (tier := self._tier(peer)) < math.inf:
-                yield tier, peer
-
-    def _nearest(self, besides: Set[bytes]) -> tuple[float, Iterable[bytes]]:
-        """Return the lowest tier of the live peers ``besides`` some, and its peers."""
-        for tier, peers in itertools.groupby(self._in_turn(besides), key=lambda each: each[0]):
-            return tier, [peer for _, peer in peers]
-        return math.inf, self._peers - besides
-
-    def _put_off(self, peer: bytes) -> None:
-        self._backoff.note_failure(peer, self.round)
 
     def _may_meet_another(self, peer: bytes, now: float) -> bool:
         """Return whether a peer of a lower tier may still be free in this round."""
-        if not (tier := self._tier(peer)):
+        if not (tier := self._order.tier(peer)):
             return False
         taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
-        return bool(self._to_ask_again(now)) or next(self._in_turn(taken), (math.inf,))[0] < tier
+        return bool(self._to_ask_again(now)) or next(self._order.in_turn(taken), (math.inf,))[0] < tier
 
     def _to_ask_again(self, now: float) -> frozenset[bytes]:
         """Return peers in turn that have a partner, and may give it up while there is time for that."""
-        return self._peers & self._current.matched if self._is_early(now) else frozenset()
+        return self._order.peers & self._current.matched if self._is_early(now) else frozenset()
 
-    def _note_readiness(self, bond: _Bond, now: float) -> None:
+    def _note_readiness(self, bond: Bond, now: float) -> None:
         """Note that the partner is ready, and end the box soon."""
         bond.is_partner_ready = True
         if self._config.round_seconds and self._current.ends_at is not None:
@@ -718,15 +609,15 @@ class Pairing:
 
     def _may_find_another(self) -> bool:
         """Return whether a peer besides the partner can still be asked."""
-        others = self._peers - {self.partner}
+        others = self._order.peers - {self.partner}
         return any(self._current.ask_at.get(peer, -math.inf) < self.wait_ends_at for peer in others)
 
     def _give_partner_up(self) -> None:
         """Withdraw from a partner that is late; its turn is used."""
         assert self._bond is not None, "the timer runs while there is a partner"
         self._current.failure = self._current.failure or NOT_READY
-        self._put_off(self._bond.peer)
-        self._meetings.note_meeting(self._bond.peer, self.round, len(self._peers))
+        self._order.note_failure(self._bond.peer)
+        self._order.note_meeting(self._bond.peer)
         self._withdraw()
 
     def _give_up_waiting(self) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.pairing import MAX_MESSAGES
-from farandole.protocol.pairing_messages import Agree, Begin, Propose, Ready, Withdraw
+from farandole.protocol.pairing_messages import MAX_MESSAGES, Agree, Begin, Propose, Ready, Withdraw
 
 from .nodes import BOB, CAROL, LOW, MALLORY, MIDDLE, matched, started
 
