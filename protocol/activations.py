@@ -154,7 +154,7 @@ def shape_hash(manifest: Manifest) -> bytes:
     return hashlib.sha256(f"farandole/activations/1\n{shape}".encode()).digest()
 
 
-class Step(enum.Enum):
+class Transit(enum.Enum):
     """The progress of a microbatch of a link."""
 
     FORWARD = "going forward"  # its data move downstream
@@ -165,10 +165,10 @@ class Step(enum.Enum):
 
 # (Sender, message) -> step of a microbatch -> its next step; None: it has ended.
 UPSTREAM, DOWNSTREAM = True, False
-TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Step, Step | None]] = {
-    (DOWNSTREAM, Gradient): {Step.THERE: Step.BACK},
-    (DOWNSTREAM, Dropped): {Step.FORWARD: None, Step.THERE: None, Step.BACK: None},
-    (UPSTREAM, Settled): dict.fromkeys(Step),
+TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Transit, Transit | None]] = {
+    (DOWNSTREAM, Gradient): {Transit.THERE: Transit.BACK},
+    (DOWNSTREAM, Dropped): {Transit.FORWARD: None, Transit.THERE: None, Transit.BACK: None},
+    (UPSTREAM, Settled): dict.fromkeys(Transit),
 }
 
 _decode_control = MessageDecoder[Control](Control, "a message of a link")
@@ -196,7 +196,7 @@ class Link:
         self.pipe = Pipe(is_upstream, max_message_bytes=MAX_CONTROL_BYTES, is_large=size >= BULK_FROM)
         self._hello = hello
         self._has_hello = False
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, Transit] = {}
         self._sending: int | None = None  # the microbatch whose data are being sent
         self._landing = bytearray()
         """Data arrive here, and are copied to their place once complete: before, the place may go to others' data."""
@@ -204,7 +204,7 @@ class Link:
         self._places: dict[int, memoryview] = {}  # of wanted microbatches; at most `farandole.protocol.pipe.MAX_OPEN`
 
     @property
-    def open(self) -> dict[int, Step]:
+    def open(self) -> dict[int, Transit]:
         """Return the microbatches in flight; at most `MAX_OPEN`, and no more than there were credits."""
         if self._sending is not None and not self.is_sending:
             sent, self._sending = self._sending, None
@@ -332,7 +332,7 @@ class Link:
         if len(self.open) >= MAX_OPEN:
             raise _error(by_us)(f"microbatch {self.num_forwarded}, {MAX_OPEN} have not ended")
         self._begin_data(self.num_forwarded, by_us)
-        self._steps[self.num_forwarded] = Step.FORWARD
+        self._steps[self.num_forwarded] = Transit.FORWARD
         self.num_forwarded += 1
 
     def _move(self, index: int, message: Gradient | Dropped | Settled, by_us: bool) -> bool:
@@ -347,7 +347,7 @@ class Link:
             raise LocalProtocolError(f"{type(message).__name__} of microbatch {index}, which has ended")
         if step is not None and step not in transitions:
             raise _error(by_us)(f"{type(message).__name__} of microbatch {index}, which is {step.value}")
-        if isinstance(message, Settled) and message.is_kept and step not in (None, Step.RETURNED):
+        if isinstance(message, Settled) and message.is_kept and step not in (None, Transit.RETURNED):
             raise _error(by_us)(f"microbatch {index} is kept, but its gradient has not returned")
         if isinstance(message, Gradient):
             self._begin_data(index, by_us)
@@ -380,7 +380,7 @@ class Link:
 
     def _arrive(self, index: int) -> None:
         """Move a microbatch to its next step, now that its data are complete."""
-        following = {Step.FORWARD: Step.THERE, Step.BACK: Step.RETURNED}
+        following = {Transit.FORWARD: Transit.THERE, Transit.BACK: Transit.RETURNED}
         if index in self._steps:
             self._steps[index] = following[self._steps[index]]
 

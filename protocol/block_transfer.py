@@ -34,7 +34,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
     pass
 
 
-class Question(_Message, frozen=True):
+class BlockQuestion(_Message, frozen=True):
     """A question to a peer: does it have this checkpoint."""
 
     run_id: Sha256
@@ -83,9 +83,9 @@ class Give(_Message, frozen=True):
 
 
 Asked = Want | Forget
-"""Messages of the node that needs blocks, after its `Question`."""
+"""Messages of the node that needs blocks, after its `BlockQuestion`."""
 Answered = Here | Busy | Absent
-"""The answer to a `Question`."""
+"""The answer to a `BlockQuestion`."""
 Given = Give | Busy
 """Messages of the node that has blocks, after `Here`."""
 
@@ -98,7 +98,7 @@ def max_answer_bytes(max_size: int) -> int:
 encode = wire.encode
 """Encode a message: at most `MAX_MESSAGE_BYTES`, and a `Here` at most `max_answer_bytes`."""
 _NAME = "a message about blocks"
-decode_question = wire.MessageDecoder[Question](Question, _NAME)
+decode_question = wire.MessageDecoder[BlockQuestion](BlockQuestion, _NAME)
 decode_answered = wire.MessageDecoder[Answered](Answered, _NAME)
 decode_asked = wire.MessageDecoder[Asked](Asked, _NAME)
 decode_given = wire.MessageDecoder[Given](Given, _NAME)

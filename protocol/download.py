@@ -127,7 +127,7 @@ class AskBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetBlock:
     """A donor need not give this block, unless it has begun."""
 
     donor: bytes
@@ -155,7 +155,7 @@ class Complete:
     """The download has every block that is needed."""
 
 
-Output = DialDonor | AskBlocks | Forget | HangUp | Accuse | Complete
+Output = DialDonor | AskBlocks | ForgetBlock | HangUp | Accuse | Complete
 
 
 class _Standing(enum.Enum):
@@ -336,7 +336,7 @@ class Download:
         for name in self._asked.pop(block, ()):
             self._donors[name].owed.pop(block)
             if name != giver.name:
-                outputs.append(Forget(name, block))
+                outputs.append(ForgetBlock(name, block))
         return outputs
 
     def _open_by_pace(self, now: float) -> list[_Donor]:

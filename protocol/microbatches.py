@@ -14,7 +14,7 @@ MAX_REASONS = 32
 MAX_OUTCOMES = 4_096
 
 
-class MicrobatchStep(enum.Enum):
+class LinkStep(enum.Enum):
     """The stages of a microbatch's way through this node."""
 
     COMING = "coming"  # its activations arrive
@@ -31,12 +31,12 @@ class MicrobatchStep(enum.Enum):
     ENDED = "ended"  # the trainer keeps its gradient, or takes it out of the sum
 
 
-UNTOUCHED = frozenset({MicrobatchStep.COMING, MicrobatchStep.QUEUED, MicrobatchStep.STARTING, MicrobatchStep.ROUTING})
+UNTOUCHED = frozenset({LinkStep.COMING, LinkStep.QUEUED, LinkStep.STARTING, LinkStep.ROUTING})
 """No later stage has seen it."""
-SUMMED = frozenset({MicrobatchStep.HOME_OUT, MicrobatchStep.DONE})
+SUMMED = frozenset({LinkStep.HOME_OUT, LinkStep.DONE})
 """Some of its gradient is in the sum."""
 
-GIVEN_BACK = frozenset({MicrobatchStep.RETURNED, MicrobatchStep.DONE})
+GIVEN_BACK = frozenset({LinkStep.RETURNED, LinkStep.DONE})
 """The gradient is here: later stages have no more to give."""
 
 Hop = tuple[int, int]
@@ -51,7 +51,7 @@ class Microbatch:
     origin: bytes
     slot: int
     deadline: float
-    step: MicrobatchStep
+    step: LinkStep
     is_held_out: bool = False
     """Whether only its loss is measured: it trains nothing, belongs to no inner step, and never comes back."""
     number: int = 0
@@ -94,11 +94,11 @@ class Microbatches:
         """Number of free slots."""
         return len(self._free_slots)
 
-    def at(self, *steps: MicrobatchStep) -> list[Microbatch]:
+    def at(self, *steps: LinkStep) -> list[Microbatch]:
         """Return the microbatches that are at any of these steps."""
         return [microbatch for microbatch in self.by_ticket.values() if microbatch.step in steps]
 
-    def add(self, ticket: bytes, origin: bytes, deadline: float, step: MicrobatchStep) -> Microbatch:
+    def add(self, ticket: bytes, origin: bytes, deadline: float, step: LinkStep) -> Microbatch:
         """Add a microbatch in the first free slot. There must be one."""
         microbatch = Microbatch(ticket, origin, min(self._free_slots), deadline, step)
         self._free_slots.remove(microbatch.slot)

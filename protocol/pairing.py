@@ -67,7 +67,7 @@ from .pairing_events import (
     failure,
 )
 from .pairing_order import PeerOrder
-from .pairing_round import Bond, Round
+from .pairing_round import Bond, PairingRound
 from .trainer_messages import FinishRound, UseFragment
 
 # A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
@@ -138,7 +138,7 @@ class Pairing:
         self._outputs: list[Output] = []
         self._is_saving = False
         self._num_exchanged = [0] * num_fragments  # by fragment, alone or not
-        self._current = Round()
+        self._current = PairingRound()
         # Measured:
         self._inner_seconds: float | None = config.round_seconds or None
         self._exchange_started_at = 0.0
@@ -206,7 +206,7 @@ class Pairing:
         self._move(State.SEEKING)
         self.round = round_
         self._order.begin(round_)
-        self._current = current = Round(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
+        self._current = current = PairingRound(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
         takes_steps = self._config.takes_steps(round_)
         current.ends_at = None if self._inner_seconds is None else at + self._inner_seconds
         if not takes_steps:

@@ -21,7 +21,7 @@ class Bond:
 
 
 @dataclass(slots=True)
-class Round:
+class PairingRound:
     """State of one round; times are monotonic seconds."""
 
     fragment: int = 0

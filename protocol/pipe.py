@@ -38,7 +38,7 @@ from .errors import LocalProtocolError, RemoteProtocolError
 from .framing import LENGTH_BYTES
 from .incoming import Incoming
 from .pairing_messages import Session
-from .pipe_steps import TRANSITIONS, Facts, Sent, Step, problem_of
+from .pipe_steps import TRANSITIONS, Facts, RouteMessage, RouteStep, problem_of
 from .wire import MessageDecoder, encode
 
 # Smaller transfers are done over the stream before a channel is open (milliseconds locally, round trips elsewhere).
@@ -183,7 +183,7 @@ class Pipe:
         self.is_opener = is_opener
         self.is_large = is_large
         self.is_hashed = is_hashed
-        self.step = Step.IDLE
+        self.step = RouteStep.IDLE
         self.channel: bytes | None = None
         """The bulk channel that both ends have named."""
         self.num_routes = 0
@@ -214,7 +214,7 @@ class Pipe:
 
     def begin(self) -> None:
         """Allow transfers from now on, over the stream at once unless the pipe is large."""
-        self.step = Step.UNROUTED if self.is_large else Step.STREAM
+        self.step = RouteStep.UNROUTED if self.is_large else RouteStep.STREAM
 
     def end(self) -> None:
         """Note that the other end sends nothing more."""
@@ -226,7 +226,7 @@ class Pipe:
     def can_offer(self) -> bool:
         """Return whether a transfer may be announced: the ones before it were sent, and both ends know the route."""
         is_sent = self.num_sent >= self.outgoing.end and len(self.outgoing.open) < MAX_OPEN
-        return is_sent and self.step in (Step.UNROUTED, Step.CHANNEL, Step.STREAM)
+        return is_sent and self.step in (RouteStep.UNROUTED, RouteStep.CHANNEL, RouteStep.STREAM)
 
     def offer(self, name: int, size: int) -> None:
         """Add a transfer that this end sends and has announced to the other."""
@@ -243,7 +243,7 @@ class Pipe:
         """
         if memory.readonly:
             raise LocalProtocolError("a transfer needs writable memory")
-        most = MAX_OPEN if self.step in (Step.CHANNEL, Step.LOST, Step.REPLACING) else 1
+        most = MAX_OPEN if self.step in (RouteStep.CHANNEL, RouteStep.LOST, RouteStep.REPLACING) else 1
         if len(self.incoming.open) >= most:
             raise RemoteProtocolError("a transfer is announced before the one before it was sent")
         memory = memory.cast("B")
@@ -287,7 +287,7 @@ class Pipe:
     def _send_chunk(self, chunk: Chunk) -> bytes:
         size, flow = chunk.data.nbytes, self.outgoing
         end = chunk.offset + size
-        if self.step is not Step.STREAM:
+        if self.step is not RouteStep.STREAM:
             raise LocalProtocolError(f"a chunk while the pipe is {self.step.value}")
         if not 0 < size <= CHUNK_BYTES or chunk.offset != self.num_sent or end > flow.head_end:
             raise LocalProtocolError(f"a chunk of {size} bytes at {chunk.offset}, {self.num_sent} bytes are sent")
@@ -357,7 +357,7 @@ class Pipe:
     def _begin_chunk(self, size: int) -> None:
         offset = int.from_bytes(self._head[HEADER_BYTES:], "big")
         self._head.clear()
-        if self.step is not Step.STREAM:
+        if self.step is not RouteStep.STREAM:
             raise RemoteProtocolError(f"a chunk while the pipe is {self.step.value}")
         if not 0 < size <= CHUNK_BYTES or offset != self.num_received or offset + size > self.incoming.head_end:
             raise RemoteProtocolError(f"a chunk of {size} bytes at {offset}, {self.num_received} were received")
@@ -380,18 +380,18 @@ class Pipe:
         if problem is not None:
             raise (LocalProtocolError if by_us else RemoteProtocolError)(problem)
 
-    def _kind_of(self, message: Control, by_us: bool) -> Sent:
+    def _kind_of(self, message: Control, by_us: bool) -> RouteMessage:
         match message:
             case Route() if self.is_opener is by_us:
-                return Sent.PROPOSE
+                return RouteMessage.PROPOSE
             case Route(channel):
-                return Sent.DECLINE if channel is None else Sent.AGREE
+                return RouteMessage.DECLINE if channel is None else RouteMessage.AGREE
             case Reroute():
-                return Sent.REROUTE
+                return RouteMessage.REROUTE
             case Sealed():
-                return Sent.SEALED
+                return RouteMessage.SEALED
             case Received():
-                return Sent.RECEIVED
+                return RouteMessage.RECEIVED
 
     def _apply(self, message: Control, by_us: bool) -> None:
         kind = self._kind_of(message, by_us)
@@ -407,11 +407,11 @@ class Pipe:
                 self.num_sent = max(self.num_sent, self.outgoing.settled)
         self.step = TRANSITIONS[self.step][kind][1]
 
-    def _route(self, route: Route, kind: Sent, by_us: bool) -> None:
+    def _route(self, route: Route, kind: RouteMessage, by_us: bool) -> None:
         """Apply a `Route`: the opener names a channel, the answerer confirms it; then both know the route."""
         if not by_us:
             self.num_sent = route.received
-        if kind is Sent.PROPOSE:
+        if kind is RouteMessage.PROPOSE:
             self.num_routes += 1
             self.proposed = route.channel
         else:

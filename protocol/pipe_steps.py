@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 MAX_ROUTES = 4
 
 
-class Step(enum.Enum):
+class RouteStep(enum.Enum):
     """The route that two ends have agreed on, or are about to agree on."""
 
     IDLE = "idle"  # nothing may move yet
@@ -27,7 +27,7 @@ class Step(enum.Enum):
     STREAM = "on the stream"  # the last one
 
 
-class Sent(enum.Enum):
+class RouteMessage(enum.Enum):
     """Kinds of messages, as the table needs them."""
 
     PROPOSE = "Route of the opener"
@@ -42,38 +42,38 @@ class Sent(enum.Enum):
 OPENER, ANSWERER = True, False
 _EITHER = frozenset({OPENER, ANSWERER})
 # Step -> messages that may be sent in it: each with its senders and the following step.
-TRANSITIONS: dict[Step, dict[Sent, tuple[frozenset[bool], Step]]] = {
-    Step.IDLE: {},
-    Step.UNROUTED: {
-        Sent.PROPOSE: (frozenset({OPENER}), Step.PROPOSED),
-        Sent.SEALED: (_EITHER, Step.UNROUTED),
+TRANSITIONS: dict[RouteStep, dict[RouteMessage, tuple[frozenset[bool], RouteStep]]] = {
+    RouteStep.IDLE: {},
+    RouteStep.UNROUTED: {
+        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.PROPOSED),
+        RouteMessage.SEALED: (_EITHER, RouteStep.UNROUTED),
     },
-    Step.PROPOSED: {
-        Sent.AGREE: (frozenset({ANSWERER}), Step.CHANNEL),
-        Sent.DECLINE: (frozenset({ANSWERER}), Step.STREAM),
-        Sent.SEALED: (_EITHER, Step.PROPOSED),
+    RouteStep.PROPOSED: {
+        RouteMessage.AGREE: (frozenset({ANSWERER}), RouteStep.CHANNEL),
+        RouteMessage.DECLINE: (frozenset({ANSWERER}), RouteStep.STREAM),
+        RouteMessage.SEALED: (_EITHER, RouteStep.PROPOSED),
     },
-    Step.CHANNEL: {
-        Sent.PROPOSE: (frozenset({OPENER}), Step.REPLACING),
-        Sent.REROUTE: (frozenset({ANSWERER}), Step.LOST),
-        Sent.SEALED: (_EITHER, Step.CHANNEL),
-        Sent.RECEIVED: (_EITHER, Step.CHANNEL),
+    RouteStep.CHANNEL: {
+        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.REPLACING),
+        RouteMessage.REROUTE: (frozenset({ANSWERER}), RouteStep.LOST),
+        RouteMessage.SEALED: (_EITHER, RouteStep.CHANNEL),
+        RouteMessage.RECEIVED: (_EITHER, RouteStep.CHANNEL),
     },
-    Step.LOST: {
-        Sent.PROPOSE: (frozenset({OPENER}), Step.REPLACING),
-        Sent.SEALED: (_EITHER, Step.LOST),
-        Sent.RECEIVED: (frozenset({OPENER}), Step.LOST),
+    RouteStep.LOST: {
+        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.REPLACING),
+        RouteMessage.SEALED: (_EITHER, RouteStep.LOST),
+        RouteMessage.RECEIVED: (frozenset({OPENER}), RouteStep.LOST),
     },
-    Step.REPLACING: {
-        Sent.AGREE: (frozenset({ANSWERER}), Step.CHANNEL),
-        Sent.DECLINE: (frozenset({ANSWERER}), Step.STREAM),
-        Sent.REROUTE: (frozenset({ANSWERER}), Step.REPLACING),
-        Sent.SEALED: (_EITHER, Step.REPLACING),
-        Sent.RECEIVED: (frozenset({ANSWERER}), Step.REPLACING),
+    RouteStep.REPLACING: {
+        RouteMessage.AGREE: (frozenset({ANSWERER}), RouteStep.CHANNEL),
+        RouteMessage.DECLINE: (frozenset({ANSWERER}), RouteStep.STREAM),
+        RouteMessage.REROUTE: (frozenset({ANSWERER}), RouteStep.REPLACING),
+        RouteMessage.SEALED: (_EITHER, RouteStep.REPLACING),
+        RouteMessage.RECEIVED: (frozenset({ANSWERER}), RouteStep.REPLACING),
     },
-    Step.STREAM: {
-        Sent.SEALED: (_EITHER, Step.STREAM),
-        Sent.CHUNK: (_EITHER, Step.STREAM),
+    RouteStep.STREAM: {
+        RouteMessage.SEALED: (_EITHER, RouteStep.STREAM),
+        RouteMessage.CHUNK: (_EITHER, RouteStep.STREAM),
     },
 }
 
@@ -105,7 +105,7 @@ class Flow(Protocol):
 class Facts(NamedTuple):
     """The inputs of conditions, seen from the sender of a message."""
 
-    step: Step
+    step: RouteStep
     num_routes: int
     proposed: bytes | None
     """The channel that the opener has named."""
@@ -131,27 +131,27 @@ def _can_resume(facts: Facts) -> bool:
 
 _RESUMES: Condition = ("a Route from a position where its sender cannot be", _can_resume)
 # Conditions that the table cannot express: each must hold, or the message is refused for the reason.
-CONDITIONS: dict[Sent, tuple[Condition, ...]] = {
-    Sent.PROPOSE: (
+CONDITIONS: dict[RouteMessage, tuple[Condition, ...]] = {
+    RouteMessage.PROPOSE: (
         ("a Route beyond those of a pipe", lambda facts: facts.num_routes < MAX_ROUTES),
-        ("a Route that nobody needs", lambda facts: facts.step is not Step.CHANNEL or facts.receiving.is_open),
+        ("a Route that nobody needs", lambda facts: facts.step is not RouteStep.CHANNEL or facts.receiving.is_open),
         _RESUMES,
     ),
-    Sent.AGREE: (
+    RouteMessage.AGREE: (
         ("a channel that the opener has not named", lambda facts: facts.channel == facts.proposed),
         _RESUMES,
     ),
-    Sent.DECLINE: (_RESUMES,),
-    Sent.REROUTE: (("a Reroute by an end that lacks nothing", lambda facts: facts.receiving.is_open),),
-    Sent.SEALED: (("a second hash, or one of nothing", lambda facts: facts.sending.awaits_hash),),
-    Sent.RECEIVED: (
+    RouteMessage.DECLINE: (_RESUMES,),
+    RouteMessage.REROUTE: (("a Reroute by an end that lacks nothing", lambda facts: facts.receiving.is_open),),
+    RouteMessage.SEALED: (("a second hash, or one of nothing", lambda facts: facts.sending.awaits_hash),),
+    RouteMessage.RECEIVED: (
         ("Received by an end that lacks nothing", lambda facts: facts.receiving.is_open),
         ("Received before the other's hash was said", lambda facts: facts.receiving.is_head_sealed),
     ),
 }
 
 
-def problem_of(sent: Sent, is_opener: bool, facts: Facts) -> str | None:
+def problem_of(sent: RouteMessage, is_opener: bool, facts: Facts) -> str | None:
     """Return why an end may not send this now; None if it may."""
     senders, _ = TRANSITIONS[facts.step].get(sent, (frozenset[bool](), facts.step))
     if is_opener not in senders:

@@ -38,10 +38,10 @@ from .microbatches import (
     UNTOUCHED,
     Counts,
     Hop,
+    LinkStep,
     Microbatch,
     Microbatches,
     MicrobatchLink,
-    MicrobatchStep,
 )
 from .pairing_events import SetTimer, TimerFired
 from .pipeline_events import (
@@ -195,11 +195,11 @@ class Pipeline:
     def _give_up_routing(self) -> None:
         """Drop microbatches that wait for a hop if no link to the next stage is left: another node may have one."""
         if self._settings.stage and not any(link.is_upstream for link in self._links.values()):
-            for microbatch in self._microbatches.at(MicrobatchStep.ROUTING):
+            for microbatch in self._microbatches.at(LinkStep.ROUTING):
                 self._drop(microbatch, "no node of the next stage takes it")
 
     def _lose_origin(self, peer: bytes) -> None:
-        for microbatch in self._microbatches.at(MicrobatchStep.ROUTING):
+        for microbatch in self._microbatches.at(LinkStep.ROUTING):
             if microbatch.origin == peer:
                 self._drop(microbatch, "its origin cannot be reached")
 
@@ -226,7 +226,7 @@ class Pipeline:
                 self._drop(microbatch, "the last stage's node was lost")
             else:
                 microbatch.inward = None
-                if microbatch.step is MicrobatchStep.DONE:  # its origin may have its gradient
+                if microbatch.step is LinkStep.DONE:  # its origin may have its gradient
                     microbatch.ask_at = self._now
                 else:
                     self._drop(microbatch, "an earlier stage's node was lost")
@@ -243,7 +243,7 @@ class Pipeline:
         self._outputs += [Send(number, wire.Credits(self._links[number].credits)) for number in granted]
 
     def _num_coming(self) -> int:
-        return len(self._microbatches.at(MicrobatchStep.COMING, MicrobatchStep.QUEUED))
+        return len(self._microbatches.at(LinkStep.COMING, LinkStep.QUEUED))
 
     def _leave(self, hop: Hop | None) -> None:
         """Remove a microbatch from a link."""
@@ -260,7 +260,7 @@ class Pipeline:
     def _dial(self) -> None:
         links = self._links.values()
         if self._is_last:
-            origins = {microbatch.origin for microbatch in self._microbatches.at(MicrobatchStep.ROUTING)}
+            origins = {microbatch.origin for microbatch in self._microbatches.at(LinkStep.ROUTING)}
             peers = self._dialling.origins(links, origins)
         else:
             hops = frozenset(hop for hop in self._nodes.next_hops if not self._avoidance.is_avoided(hop, self._now))
@@ -297,12 +297,12 @@ class Pipeline:
             return
         if link.is_return:
             microbatch = self._microbatches.by_ticket[forward.ticket]
-            microbatch.homeward, microbatch.step = (number, index), MicrobatchStep.HOME_COMING
+            microbatch.homeward, microbatch.step = (number, index), LinkStep.HOME_COMING
         else:
             seconds = min(forward.seconds_left, self._settings.microbatch_seconds)
             self._schedule.note_arrival(self._settings.microbatch_seconds - seconds, self._now)
             deadline = self._now + seconds + GRACE_SECONDS
-            microbatch = self._microbatches.add(forward.ticket, forward.origin, deadline, MicrobatchStep.COMING)
+            microbatch = self._microbatches.add(forward.ticket, forward.origin, deadline, LinkStep.COMING)
             microbatch.is_held_out = forward.is_held_out
             microbatch.inward = (number, index)
         link.open[index], microbatch.sender = microbatch, link.peer
@@ -314,7 +314,7 @@ class Pipeline:
         if link.is_return:
             if known is None or known.origin != self._settings.author:
                 return "it is not mine"
-            return "" if known.step is MicrobatchStep.OUT else "it has come already"
+            return "" if known.step is LinkStep.OUT else "it has come already"
         if abs(forward.round - self._schedule.round) > MAX_ROUNDS_APART:
             return f"of round {forward.round}, this is round {self._schedule.round}"
         if known is not None:
@@ -324,21 +324,21 @@ class Pipeline:
         return "" if self._microbatches.num_free else "no slot is free"
 
     def _gradient_arrives(self, microbatch: Microbatch, number: int, index: int) -> None:
-        is_due = microbatch.step is (MicrobatchStep.OUT if self._settings.stage else MicrobatchStep.HOME_OUT)
+        is_due = microbatch.step is (LinkStep.OUT if self._settings.stage else LinkStep.HOME_OUT)
         if not is_due:
             self._leave(microbatch.onward)
             microbatch.onward = None
             self._hang_up(number)  # a gradient of nothing
             self._drop(microbatch, "a gradient that cannot be")
             return
-        microbatch.step, microbatch.sender = MicrobatchStep.RETURNING, self._links[number].peer
+        microbatch.step, microbatch.sender = LinkStep.RETURNING, self._links[number].peer
         self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
     def _arrived(self, microbatch: Microbatch) -> None:
-        following: dict[MicrobatchStep, tuple[MicrobatchStep, Job]] = {
-            MicrobatchStep.COMING: (MicrobatchStep.QUEUED, "forward"),
-            MicrobatchStep.HOME_COMING: (MicrobatchStep.HOME, "tail"),
-            MicrobatchStep.RETURNING: (MicrobatchStep.RETURNED, "backward"),
+        following: dict[LinkStep, tuple[LinkStep, Job]] = {
+            LinkStep.COMING: (LinkStep.QUEUED, "forward"),
+            LinkStep.HOME_COMING: (LinkStep.HOME, "tail"),
+            LinkStep.RETURNING: (LinkStep.RETURNED, "backward"),
         }
         if microbatch.step in following:
             microbatch.step, job = following[microbatch.step]
@@ -363,7 +363,7 @@ class Pipeline:
             return
         self._leave(microbatch.inward)
         microbatch.inward = None
-        if is_kept and microbatch.step is MicrobatchStep.DONE:
+        if is_kept and microbatch.step is LinkStep.DONE:
             self._end(microbatch, is_kept=True)
         else:
             self._drop(microbatch, "dropped on its way")
@@ -375,13 +375,13 @@ class Pipeline:
         vain, and whole steps wait. So the microbatch is dropped.
         """
         microbatch = self._microbatches.by_ticket.get(ticket)
-        if microbatch is not None and microbatch.step is MicrobatchStep.HOME_OUT:
+        if microbatch is not None and microbatch.step is LinkStep.HOME_OUT:
             self._drop(microbatch, "its way back was lost")
         self._outputs.append(Tell(peer, wire.Answer(ticket, self._microbatches.outcome(ticket))))
 
     def _be_told(self, peer: bytes, ticket: bytes, is_kept: bool | None) -> None:
         microbatch = self._microbatches.by_ticket.get(ticket)
-        if microbatch is None or microbatch.step is not MicrobatchStep.DONE or microbatch.origin != peer:
+        if microbatch is None or microbatch.step is not LinkStep.DONE or microbatch.origin != peer:
             return
         if is_kept is None:
             microbatch.ask_at = self._now + ASK_INTERVAL
@@ -393,7 +393,7 @@ class Pipeline:
     # Routes
 
     def _route(self) -> None:
-        for microbatch in self._microbatches.at(MicrobatchStep.ROUTING):
+        for microbatch in self._microbatches.at(LinkStep.ROUTING):
             links = self._links
             if self._is_last:
                 links = {number: link for number, link in links.items() if link.peer == microbatch.origin}
@@ -403,7 +403,7 @@ class Pipeline:
 
     def _send_on(self, microbatch: Microbatch, number: int) -> None:
         link = self._links[number]
-        microbatch.onward, microbatch.step = (number, link.num_forwarded), MicrobatchStep.OUT
+        microbatch.onward, microbatch.step = (number, link.num_forwarded), LinkStep.OUT
         microbatch.sent_at = self._now
         link.open[link.num_forwarded] = microbatch
         link.num_forwarded += 1
@@ -417,11 +417,11 @@ class Pipeline:
         """Seek another next hop, if no gradient has come back yet."""
         microbatch.tried.add(peer)
         microbatch.num_lost += 1
-        is_ahead = microbatch.step is MicrobatchStep.OUT or (
-            microbatch.step is MicrobatchStep.RETURNING and self._settings.stage > 0
+        is_ahead = microbatch.step is LinkStep.OUT or (
+            microbatch.step is LinkStep.RETURNING and self._settings.stage > 0
         )
         if is_ahead and not self._is_last and microbatch.num_lost < MAX_ATTEMPTS:
-            microbatch.step = MicrobatchStep.ROUTING
+            microbatch.step = LinkStep.ROUTING
             self.counts.rerouted += 1
         else:
             self._drop(microbatch, reason)
@@ -436,7 +436,7 @@ class Pipeline:
             elif self._can_draw() and (self._held_out.is_waiting or self._schedule.may_begin(self._now)):
                 ticket = self._rng.randbytes(wire.TICKET_BYTES)
                 deadline = self._now + self._settings.microbatch_seconds
-                microbatch = self._microbatches.add(ticket, self._settings.author, deadline, MicrobatchStep.QUEUED)
+                microbatch = self._microbatches.add(ticket, self._settings.author, deadline, LinkStep.QUEUED)
                 if self._held_out.is_waiting:
                     microbatch.is_held_out, microbatch.number = True, self._held_out.next()
                 self._work("draw", microbatch)
@@ -449,14 +449,14 @@ class Pipeline:
             return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
-        return num_credits > len(self._microbatches.at(MicrobatchStep.STARTING, MicrobatchStep.ROUTING))
+        return num_credits > len(self._microbatches.at(LinkStep.STARTING, LinkStep.ROUTING))
 
     def _work(self, job: Job, microbatch: Microbatch) -> None:
         if job in ("draw", "forward"):
             if not microbatch.is_held_out:
                 microbatch.inner_step = self._schedule.begin(self._now)
                 self.counts.begun += 1
-            microbatch.step, microbatch.has_begun, microbatch.begun_at = MicrobatchStep.STARTING, True, self._now
+            microbatch.step, microbatch.has_begun, microbatch.begun_at = LinkStep.STARTING, True, self._now
         self._jobs.give(job, microbatch)
         is_following = microbatch.inner_step is self._schedule.following
         sender = microbatch.sender if job in JUDGED else b""
@@ -489,17 +489,17 @@ class Pipeline:
 
     def _go_on(self, job: Job, microbatch: Microbatch) -> None:
         if job in ("draw", "forward"):
-            microbatch.step = MicrobatchStep.ROUTING
+            microbatch.step = LinkStep.ROUTING
         elif job == "tail" and microbatch.is_held_out:
             self._held_out.note_measured(microbatch.number)
             self._end(microbatch, is_kept=False)
         elif job == "tail":
-            microbatch.step = MicrobatchStep.HOME_OUT
+            microbatch.step = LinkStep.HOME_OUT
             self._send_back(microbatch.homeward, microbatch)
         elif microbatch.origin == self._settings.author:
             self._end(microbatch, is_kept=True)
         else:
-            microbatch.step = MicrobatchStep.DONE
+            microbatch.step = LinkStep.DONE
             self._send_back(microbatch.inward, microbatch)
 
     def _send_back(self, hop: Hop | None, microbatch: Microbatch) -> None:
@@ -535,7 +535,7 @@ class Pipeline:
         self._end(microbatch, is_kept=False)
 
     def _end(self, microbatch: Microbatch, *, is_kept: bool) -> None:
-        microbatch.is_kept, microbatch.step = is_kept, MicrobatchStep.ENDED
+        microbatch.is_kept, microbatch.step = is_kept, LinkStep.ENDED
         microbatch.deadline = microbatch.ask_at = math.inf
         self.counts.kept += is_kept
         if is_kept:
@@ -598,11 +598,11 @@ class Pipeline:
         if not microbatch.has_begun or not self._schedule.is_of_round(microbatch.inner_step):
             return False
         # The origin decides about a microbatch that has gone back; its own round ends as well.
-        return microbatch.step is not MicrobatchStep.DONE or self._schedule.is_draining_over(self._now - GRACE_SECONDS)
+        return microbatch.step is not LinkStep.DONE or self._schedule.is_draining_over(self._now - GRACE_SECONDS)
 
     def _leave_if_silent(self, microbatch: Microbatch) -> None:
         """Close the link to a next hop that is silent since it got the microbatch: it is frozen, and others reroute."""
-        if microbatch.onward is None or microbatch.step is not MicrobatchStep.OUT:
+        if microbatch.onward is None or microbatch.step is not LinkStep.OUT:
             return
         number = microbatch.onward[0]
         if self._links[number].heard_at < microbatch.sent_at:

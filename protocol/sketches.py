@@ -57,7 +57,7 @@ Sketch = tuple[float, ...]
 """`NUM_BUCKETS` finite numbers."""
 
 
-class Question(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SketchQuestion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Asks for the sketch of the other's own newest weights of a stage."""
 
     run_id: Sha256
@@ -65,25 +65,25 @@ class Question(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     seed: Sha256
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SketchAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The sketch, fp32, little-endian; empty: the other has no weights of the stage, or no time."""
 
     sketch: Annotated[bytes, msgspec.Meta(max_length=SKETCH_BYTES)] = b""
 
 
-decode_question: Final = MessageDecoder[Question](Question, "a question for a sketch")
-_decode_answer: Final = MessageDecoder[Answer](Answer, "a sketch")
+decode_question: Final = MessageDecoder[SketchQuestion](SketchQuestion, "a question for a sketch")
+_decode_answer: Final = MessageDecoder[SketchAnswer](SketchAnswer, "a sketch")
 _FLOATS: Final = struct.Struct(f"<{NUM_BUCKETS}f")
 
 
-def encode_question(question: Question) -> bytes:
+def encode_question(question: SketchQuestion) -> bytes:
     """Encode a question, in at most `MAX_QUESTION_BYTES`."""
     return encode(question)
 
 
 def encode_answer(sketch: bytes) -> bytes:
     """Encode an answer, in at most `MAX_ANSWER_BYTES`; ``sketch`` is empty where there is none."""
-    return encode(Answer(sketch))
+    return encode(SketchAnswer(sketch))
 
 
 def decode_answer(payload: bytes) -> Sketch | None:
@@ -128,7 +128,7 @@ def choose_judges(members: Sequence[bytes], suspects: Collection[bytes], network
     return sorted(judges, key=order.__getitem__)[:MAX_JUDGES]
 
 
-class Verdict(enum.Enum):
+class SketchVerdict(enum.Enum):
     """The result of a comparison."""
 
     UNKNOWN = "no member answered"
@@ -142,7 +142,7 @@ class Verdict(enum.Enum):
 class Judgement:
     """A verdict, with the distances that it is based on."""
 
-    verdict: Verdict
+    verdict: SketchVerdict
     distances: tuple[float, ...] = ()
     """From the checkpoint to each member's weights, the least first."""
     bound: float = FAR
@@ -161,13 +161,13 @@ def judge(checkpoint: Sketch, members: Sequence[Sketch]) -> Judgement:
     keeps it from making the bound too small by copying another's sketch.
     """
     if not members:
-        return Judgement(Verdict.UNKNOWN)
+        return Judgement(SketchVerdict.UNKNOWN)
     distances = tuple(sorted((distance(checkpoint, each) for each in members), key=_finite_first))
     bound = FAR if len(members) == 1 else min(max(NEAR, TIMES_USUAL * usual_distance(members)), FAR)
     num_near = sum(each <= bound for each in distances)
     if 2 * num_near >= len(members):
-        return Judgement(Verdict.FIT, distances, bound)
-    return Judgement(Verdict.DISPUTED if len(members) == 1 else Verdict.UNFIT, distances, bound)
+        return Judgement(SketchVerdict.FIT, distances, bound)
+    return Judgement(SketchVerdict.DISPUTED if len(members) == 1 else SketchVerdict.UNFIT, distances, bound)
 
 
 def usual_distance(members: Sequence[Sketch]) -> float:

@@ -236,11 +236,11 @@ def compare(
     Examples: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan];
     [cyan]farandole testnet compare --model 0.5M --seeds 5 --rates 0.5,1,2,4 --methods DiLoCo --methods Muon[/cyan]
     """
-    from .compare import Comparison, run_compare
+    from .compare import MethodComparison, run_compare
     from .section import Section
 
     section = Section(write, "compare") if write else None
-    comparison = Comparison(
+    comparison = MethodComparison(
         nodes,
         steps,
         seeds,

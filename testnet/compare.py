@@ -109,7 +109,7 @@ def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class MethodComparison:
     """The settings of a comparison."""
 
     nodes: int = 8
@@ -183,7 +183,7 @@ class Comparison:
         return replace(preset(self.model), context=MODEL.context) if self.model else MODEL
 
 
-def run_compare(comparison: Comparison, out: Path | None = None, section: Section | None = None) -> list[Result]:
+def run_compare(comparison: MethodComparison, out: Path | None = None, section: Section | None = None) -> list[Result]:
     """Train with every method and seed, with progress and a table on the terminal.
 
     With the defaults a method takes some ten minutes per seed and core. ``out`` is a JSON file, updated after each
@@ -284,7 +284,7 @@ def _split(documents: Sequence[bytes]) -> Text:
     return Text(tokens[:cut], tokens[cut:], Found(len(documents), int(tokens.max()), b""))
 
 
-def measure(comparison: Comparison, method: Method, seed: int, texts: Mapping[str, Text]) -> Result:
+def measure(comparison: MethodComparison, method: Method, seed: int, texts: Mapping[str, Text]) -> Result:
     """Train with one method and seed, on one thread."""
     torch.set_num_threads(1)
     samplers = comparison.samplers(texts, seed)
@@ -303,7 +303,10 @@ def measure(comparison: Comparison, method: Method, seed: int, texts: Mapping[st
 
 
 def measure_at_once(
-    comparison: Comparison, plays: Sequence[tuple[Method, int]], texts: Mapping[str, Text], say: Callable[[str], None]
+    comparison: MethodComparison,
+    plays: Sequence[tuple[Method, int]],
+    texts: Mapping[str, Text],
+    say: Callable[[str], None],
 ) -> list[Result]:
     """Train with one method, all seeds and rates at once; each result's seconds are its share of the time.
 

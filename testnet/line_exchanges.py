@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .simulation import SimulatedTimer, Simulation
-from .transfers import Line, Transfers
+from .transfers import SimulatedLine, Transfers
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class SimulatedHome:
     """A member's line, and its speed."""
 
-    line: Line
+    line: SimulatedLine
     step_seconds: float
 
 
@@ -22,7 +22,7 @@ class LineExchanges:
 
     def __init__(self, simulation: Simulation, size: float, draw_latency: Callable[[], float]) -> None:
         """``size`` of a contribution in bytes; ``draw_latency`` returns seconds for one message."""
-        self.lines: dict[object, Line] = {}
+        self.lines: dict[object, SimulatedLine] = {}
         self._simulation = simulation
         self._size = size
         self._draw_latency = draw_latency

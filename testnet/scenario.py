@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from farandole.node.base.config.faults import Fault as FileFault
 from farandole.node.base.config.faults import FaultyError, did_you_mean, faults_in, faults_of
+from farandole.node.base.config.faults import FileFault as FileFault
 from farandole.node.base.config.toml_file import TomlFile, read_toml
 from farandole.node.base.settings import MIN_CAP_MBIT
 from farandole.node.store.run_file import manifest_of

@@ -33,7 +33,7 @@ from farandole.protocol.pairing_backoff import MeetingLimit
 from farandole.protocol.supervisor import Supervisor
 from farandole.protocol.training_loop import LoopConfig, TrainingLoop
 
-from .line_exchanges import Home, LineExchanges
+from .line_exchanges import LineExchanges, SimulatedHome
 from .simulation import Network, SimulatedTimer, Simulation
 
 # The outer step, between an exchange's end and the next round.
@@ -71,7 +71,7 @@ class PairingScenario:
     num_capturing: int = 0
     """Number of hostile members, in addition to the others: see `_Coalition`."""
     do_capturing_exchange: bool = False
-    homes: Sequence[Home] = ()
+    homes: Sequence[SimulatedHome] = ()
     """Lines and speeds of the nodes, in turns. They replace ``step_seconds`` and ``transfer_seconds``."""
     contribution_bytes: float = 0.0
     latency: tuple[float, float] | None = None

@@ -27,9 +27,9 @@ import numpy as np
 from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.needs import TRANSFER_SHARE
 
-from .line_exchanges import Home
+from .line_exchanges import SimulatedHome
 from .simulate_pairing import DEATH_SECONDS, OUTER_STEP_SECONDS, PairingScenario, simulate
-from .transfers import Latencies, Line, gathered_seconds, ring_seconds, tree_seconds
+from .transfers import Latencies, SimulatedLine, gathered_seconds, ring_seconds, tree_seconds
 
 MBIT: Final = 125_000.0
 # Scale in minutes and shape of the Weibull distribution of sessions in KAD: M. Steiner, T. En-Najjary, E. W. Biersack,
@@ -84,7 +84,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RunPace:
     """The pace of a simulated run."""
 
     round_seconds: float
@@ -96,7 +96,7 @@ class Pace:
     """Share of rounds without a partner or a mean."""
 
 
-def draw_homes(num_nodes: int, lines: Lines, timing: Timing, seed: int) -> list[Home]:
+def draw_homes(num_nodes: int, lines: Lines, timing: Timing, seed: int) -> list[SimulatedHome]:
     """Draw the members: lines that the run admits, and evenly spaced speeds in random order."""
     rng = random.Random(f"homes {seed}")
     shares = [index / max(num_nodes - 1, 1) for index in range(num_nodes)]
@@ -109,12 +109,14 @@ def draw_homes(num_nodes: int, lines: Lines, timing: Timing, seed: int) -> list[
 
     fastest, slowest = 1 / timing.fastest_step, 1 / (timing.fastest_step * timing.ratio)
     return [
-        Home(Line(rate(lines.up_mbit), rate(lines.down_mbit)), 1 / (fastest + share * (slowest - fastest)))
+        SimulatedHome(
+            SimulatedLine(rate(lines.up_mbit), rate(lines.down_mbit)), 1 / (fastest + share * (slowest - fastest))
+        )
         for share in shares
     ]
 
 
-def pairs(homes: Sequence[Home], lines: Lines, timing: Timing, seed: int, *, overlap: bool) -> Pace:
+def pairs(homes: Sequence[SimulatedHome], lines: Lines, timing: Timing, seed: int, *, overlap: bool) -> RunPace:
     """Simulate farandole's rounds."""
     speed = sum(1 / home.step_seconds for home in homes) / len(homes)
     box = timing.interval / speed
@@ -136,10 +138,10 @@ def pairs(homes: Sequence[Home], lines: Lines, timing: Timing, seed: int, *, ove
     per_step = report.node_seconds / report.inner_steps
     # Mean over members' speeds, so that the unit is a step of an average member.
     round_seconds = report.node_seconds / max(report.rounds, 1)
-    return Pace(round_seconds, per_step, report.utilisation, report.alone / max(report.rounds, 1))
+    return RunPace(round_seconds, per_step, report.utilisation, report.alone / max(report.rounds, 1))
 
 
-Averaging = Callable[[Sequence[Line], float, Latencies], float]
+Averaging = Callable[[Sequence[SimulatedLine], float, Latencies], float]
 AVERAGINGS: Final[dict[str, Averaging]] = {
     "ring": ring_seconds,
     "tree": tree_seconds,
@@ -147,7 +149,7 @@ AVERAGINGS: Final[dict[str, Averaging]] = {
 }
 
 
-def barrier(homes: Sequence[Home], lines: Lines, timing: Timing, seed: int, averaging: str) -> Pace:
+def barrier(homes: Sequence[SimulatedHome], lines: Lines, timing: Timing, seed: int, averaging: str) -> RunPace:
     """Simulate rounds at whose end all members wait for the slowest, and average over all."""
     rng = np.random.default_rng(seed)
     inner = timing.interval * max(home.step_seconds for home in homes)
@@ -172,4 +174,4 @@ def barrier(homes: Sequence[Home], lines: Lines, timing: Timing, seed: int, aver
             num_failed += 1
     trained = sum(timing.interval * home.step_seconds for home in homes) / len(homes)
     each = total / ROUNDS
-    return Pace(each, each / timing.interval, trained / each, num_failed / ROUNDS)
+    return RunPace(each, each / timing.interval, trained / each, num_failed / ROUNDS)

@@ -29,7 +29,7 @@ TREE_PIECES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SimulatedLine:
     """A node's connection to the Internet, in bytes per second."""
 
     up: float
@@ -52,7 +52,7 @@ class _Flow:
 class Transfers:
     """Flows between nodes that share their lines."""
 
-    def __init__(self, lines: Mapping[Hashable, Line]) -> None:
+    def __init__(self, lines: Mapping[Hashable, SimulatedLine]) -> None:
         """``lines``: by node; it may grow."""
         self._lines = lines
         self._flows: dict[Hashable, _Flow] = {}
@@ -107,7 +107,7 @@ class Transfers:
                 heapq.heappush(self._ends, (now + flow.left / rate, self._num_pushed, name, flow, rate))
 
 
-def ring_seconds(lines: Sequence[Line], size: float, latencies: Latencies) -> float:
+def ring_seconds(lines: Sequence[SimulatedLine], size: float, latencies: Latencies) -> float:
     """Return how long a ring all-reduce takes: reduce-scatter, then all-gather, 2 (n - 1) steps of size / n.
 
     With equal lines and latencies, 2 (n - 1) / n size / rate + 2 (n - 1) latency.
@@ -122,7 +122,7 @@ def ring_seconds(lines: Sequence[Line], size: float, latencies: Latencies) -> fl
     return float(arrived.max())
 
 
-def tree_seconds(lines: Sequence[Line], size: float, latencies: Latencies, pieces: int = TREE_PIECES) -> float:
+def tree_seconds(lines: Sequence[SimulatedLine], size: float, latencies: Latencies, pieces: int = TREE_PIECES) -> float:
     """Return how long an all-reduce over a binary tree takes: up to the root, then down from it, in pieces.
 
     With equal lines and a full tree of depth d, each direction takes (d + pieces - 1) 2 size / pieces / rate + d
@@ -153,7 +153,7 @@ def _follow(ready: Seconds, seconds: float) -> Seconds:
     return sent
 
 
-def gathered_seconds(lines: Sequence[Line], size: float, latencies: Latencies) -> float:
+def gathered_seconds(lines: Sequence[SimulatedLine], size: float, latencies: Latencies) -> float:
     """Return the least time in which a group averages part by part: each member sums one part and sends it to all.
 
     Each member sends (n - 1) / n of a contribution and receives as much, twice. This is a lower bound: all flows of a
@@ -165,5 +165,5 @@ def gathered_seconds(lines: Sequence[Line], size: float, latencies: Latencies) -
     return 2 * (count - 1) / count * size / slowest + sum(phases)
 
 
-def _rates(lines: Sequence[Line]) -> tuple[Seconds, Seconds]:
+def _rates(lines: Sequence[SimulatedLine]) -> tuple[Seconds, Seconds]:
     return np.array([line.up for line in lines]), np.array([line.down for line in lines])

@@ -316,10 +316,10 @@ def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring
             raise DataError("--data and --stream are two kinds of text: name one of them")
         if bring.weights:
             raise DataError("--data-weight is for --data: streams take turns, each with the same share; leave it out")
-        from .streaming import Stream, StreamSampler
+        from .streaming import DataStream, StreamSampler
 
         return StreamSampler(
-            [Stream(name, bring.field) for name in bring.streams],
+            [DataStream(name, bring.field) for name in bring.streams],
             loaded,
             data.held_out,
             key=(run_id, author),

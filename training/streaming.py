@@ -48,7 +48,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?", r
 _SPLIT: Final = "train"
 
 
-class Stream:
+class DataStream:
     """A data set by its name on the Hugging Face Hub (``OWNER/NAME``, ``OWNER/NAME:CONFIG``), or a folder that has one.
 
     ``field`` has the text. Raises `DataError` if there is no such data set, or it cannot be read without its own code.
@@ -136,7 +136,7 @@ def _from(read: Callable[[], Iterator[bytes]], skipped: int) -> Iterator[bytes]:
 
 
 def read_held_out(
-    streams: Sequence[Stream], tokenizer: Tokenizer, share: float, num_tokens: int, progress: Progress
+    streams: Sequence[DataStream], tokenizer: Tokenizer, share: float, num_tokens: int, progress: Progress
 ) -> Batch:
     """Return tokens (n,) of the first held-out documents: at least ``num_tokens`` of each stream, if it has them."""
     parts = [np.empty(0, np.int64)]
@@ -161,7 +161,7 @@ class StreamSampler(Batches):
 
     def __init__(
         self,
-        streams: Sequence[Stream],
+        streams: Sequence[DataStream],
         tokenizer: Tokenizer,
         share: float,
         *,

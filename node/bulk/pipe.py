@@ -33,7 +33,7 @@ from farandole.protocol.pipe import (
     Sealed,
     TransferReceived,
 )
-from farandole.protocol.pipe_steps import MAX_ROUTES, Step
+from farandole.protocol.pipe_steps import MAX_ROUTES, RouteStep
 
 from ..base.bandwidth import Shaping
 from ..base.nurseries import open_service_nursery
@@ -140,7 +140,7 @@ class BulkPipe:
     def begin(self, patience: Patience) -> None:
         """Let transfers move from now on."""
         self._patience = patience
-        if self.pipe.step is Step.IDLE:
+        if self.pipe.step is RouteStep.IDLE:
             self.pipe.begin()
         self._notify()
 
@@ -228,7 +228,7 @@ class BulkPipe:
 
     async def wait_routed(self) -> None:
         """Wait until both ends have agreed on a route."""
-        await self._until(lambda: self.pipe.step in (Step.CHANNEL, Step.STREAM))
+        await self._until(lambda: self.pipe.step in (RouteStep.CHANNEL, RouteStep.STREAM))
 
     def close(self, is_clean: bool = True) -> None:
         """Keep the channel for other pipes if nothing more can come over it; otherwise close it."""
@@ -267,7 +267,7 @@ class BulkPipe:
                     case TransferReceived(name):
                         on_received(name)
                 self._notify()
-            if pipe.step is Step.STREAM and pipe.num_received > so_far:
+            if pipe.step is RouteStep.STREAM and pipe.num_received > so_far:
                 self.seconds_held_up += await down.wait(len(received))
             else:
                 down.charge(len(received))
@@ -322,12 +322,12 @@ class BulkPipe:
             self._settle_whole(on_received)
             self._send(Route(name, pipe.num_received))
             with trio.fail_after(patience.answer):
-                await self._until(lambda: pipe.step in (Step.CHANNEL, Step.STREAM))
+                await self._until(lambda: pipe.step in (RouteStep.CHANNEL, RouteStep.STREAM))
             if pipe.channel is None:
                 self._transport.discard()  # the answerer does not have it
         else:
             with trio.fail_after(patience.route + patience.answer):
-                await self._until(lambda: pipe.step in (Step.PROPOSED, Step.REPLACING))
+                await self._until(lambda: pipe.step in (RouteStep.PROPOSED, RouteStep.REPLACING))
             self._settle_whole(on_received)
             self._send(Route(self._transport.take(pipe.proposed), pipe.num_received))
 
@@ -344,8 +344,8 @@ class BulkPipe:
 
     def _needs_route(self) -> bool:
         if not self.pipe.is_opener:
-            return self.pipe.step is Step.REPLACING
-        return self._is_stuck or self.pipe.step is Step.LOST
+            return self.pipe.step is RouteStep.REPLACING
+        return self._is_stuck or self.pipe.step is RouteStep.LOST
 
     # Receiving over a channel
 
@@ -361,7 +361,7 @@ class BulkPipe:
             await self._until(lambda: flow.is_head_sealed)
             self._settle_whole(on_received)
         self._is_stuck = True
-        if not self.pipe.is_opener and self.pipe.step is Step.CHANNEL:
+        if not self.pipe.is_opener and self.pipe.step is RouteStep.CHANNEL:
             self._send(Reroute())
         self._notify()
 
@@ -448,7 +448,7 @@ class BulkPipe:
                 piece = await self._next_piece(self._piece_bytes(is_channel=True))
                 began_at, end, self._is_sending = trio.current_time(), self.pipe.num_sent + piece.nbytes, True
                 await channel.send(piece)
-                if self.pipe.step is not Step.REPLACING:  # else the other end has said where to continue
+                if self.pipe.step is not RouteStep.REPLACING:  # else the other end has said where to continue
                     self.pipe.num_sent = max(self.pipe.num_sent, end)  # it may have reported all of it already
                 self._is_sending = False
                 self._notify()

@@ -49,7 +49,7 @@ class EvaluationError(FarandoleError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EvaluationPlan:
     """What to evaluate a model on, and how."""
 
     tasks: tuple[str, ...]
@@ -110,7 +110,7 @@ class Evaluation:
 
 
 def evaluate_model(
-    settings: NodeSettings, folder: Path | None, wanted: Wanted, device: str, say: Callable[[str], None]
+    settings: NodeSettings, folder: Path | None, wanted: EvaluationPlan, device: str, say: Callable[[str], None]
 ) -> Evaluation:
     """Evaluate the newest weights (see `open_weights`) on tasks; it may take hours, and shows its progress.
 
@@ -158,7 +158,7 @@ def _quiet_harness() -> Iterator[None]:
         yield
 
 
-def _load_tasks(wanted: Wanted, say: Callable[[str], None]) -> Any:
+def _load_tasks(wanted: EvaluationPlan, say: Callable[[str], None]) -> Any:
     """Return the tasks with their data. Raises `EvaluationError`."""
     manager = _task_manager(wanted, say)
     names = list(dict.fromkeys(name for task in wanted.tasks for name in _matching(manager, task, wanted.include)))
@@ -172,7 +172,7 @@ def _load_tasks(wanted: Wanted, say: Callable[[str], None]) -> Any:
         ) from error
 
 
-def _task_manager(wanted: Wanted, say: Callable[[str], None]) -> TaskManager:
+def _task_manager(wanted: EvaluationPlan, say: Callable[[str], None]) -> TaskManager:
     """Return what knows the tasks. The harness reads all of its 14,000 files first, which it need not for a user's."""
     from lm_eval.tasks import TaskManager
 
@@ -200,7 +200,7 @@ def _matching(manager: TaskManager, task: str, include: Path | None) -> list[str
     )
 
 
-def _evaluate(asked: Any, loaded: Any, wanted: Wanted) -> dict[str, Any]:
+def _evaluate(asked: Any, loaded: Any, wanted: EvaluationPlan) -> dict[str, Any]:
     """Ask the model, and return the harness's results. Raises `EvaluationError`, and `TrainingError`."""
     import lm_eval
     import numpy as np

@@ -20,9 +20,9 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.sketches import (
     SEED_BYTES,
     Judgement,
-    Question,
     Sketch,
-    Verdict,
+    SketchQuestion,
+    SketchVerdict,
     choose_judges,
     judge,
     values_of,
@@ -45,7 +45,7 @@ class Comparison:
     def __init__(self, downloads: Downloads, index: Index, judges: list[bytes]) -> None:
         self.num_asked = len(judges)
         self._downloads = downloads
-        self._question = Question(index.run_id, index.stage, secrets.token_bytes(SEED_BYTES))
+        self._question = SketchQuestion(index.run_id, index.stage, secrets.token_bytes(SEED_BYTES))
         self._judges = judges
         self._sketches: list[Sketch] = []
         self._has_all = trio.Event()
@@ -75,12 +75,12 @@ class Comparison:
         """
         await self._has_all.wait()
         if not self._sketches:
-            return Judgement(Verdict.UNKNOWN)
+            return Judgement(SketchVerdict.UNKNOWN)
         try:
             sketch = await sketch_path(path, self._question.seed)
         except (OSError, RemoteProtocolError) as error:
             self._downloads.journal.note(f"{path} cannot be compared: {error}")
-            return Judgement(Verdict.UNKNOWN)
+            return Judgement(SketchVerdict.UNKNOWN)
         return judge(values_of(sketch), self._sketches)
 
 

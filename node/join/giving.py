@@ -14,7 +14,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import short_name
@@ -67,7 +67,7 @@ class Giving:
         self._has_saved = trio.Event()
         self._save_wanted = trio.Event()
 
-    async def find(self, question: Question) -> Holding | None:
+    async def find(self, question: BlockQuestion) -> Holding | None:
         """Return what is asked for, held for the peer that asks; the newest is saved again when it is old."""
         if question.id is not None:
             found = self._library.find(question.id)

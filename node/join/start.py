@@ -17,7 +17,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index, encode_signed_index
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.errors import RemoteProtocolError
@@ -81,7 +81,7 @@ class Start:
             await self._membership.announcer.tell_start(notice)
             await trio.sleep(TELL_INTERVAL)
 
-    def find(self, question: Question) -> Holding | None:
+    def find(self, question: BlockQuestion) -> Holding | None:
         """Return the whole checkpoint, held for the peer that asks for its id; None if it is another or not here."""
         return self._held.hold() if self._held is not None and question.id == self._start.checkpoint else None
 

@@ -27,7 +27,7 @@ from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import short_name
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.records import shard_key
-from farandole.protocol.sketches import Verdict
+from farandole.protocol.sketches import SketchVerdict
 
 from ..base.errors import JoinError, PeerUnreachableError
 from ..status.journal import Journal
@@ -317,12 +317,12 @@ class Weights:
             self._membership.credit.lose([index.author], trio.current_time())
             return False
         verdict = await self._compare(comparison, index, tuple(fetched.num_by_donor))
-        if verdict is Verdict.DISPUTED:
+        if verdict is SketchVerdict.DISPUTED:
             self._disputed[index.author] = found
             return is_last_resort
-        return verdict is not Verdict.UNFIT
+        return verdict is not SketchVerdict.UNFIT
 
-    async def _compare(self, comparison: Comparison, index: Index, donors: Sequence[bytes]) -> Verdict:
+    async def _compare(self, comparison: Comparison, index: Index, donors: Sequence[bytes]) -> SketchVerdict:
         """Compare weights that were fetched with other members', and report the result.
 
         If most of these are far, the author is doubted. If the only answering member's are, that member may be the
@@ -334,15 +334,15 @@ class Weights:
         whose = f"the weights of round {index.round} from {short_name(index.author)}"
         judgement = await comparison.judge(self.files.fetched(index.stage))
         match judgement.verdict:
-            case Verdict.FIT:
+            case SketchVerdict.FIT:
                 journal.note(f"{whose} are {judgement}")
-            case Verdict.UNKNOWN:
+            case SketchVerdict.UNKNOWN:
                 judges = "their loss on held-out text" if self.files.num_stages == 1 else "their magnitude"
                 why = f"none of {comparison.num_asked} members answered" if comparison.num_asked else "there is none"
                 journal.warn(f"{whose} are not compared with another member's: {why}. Only {judges} is judged")
-            case Verdict.DISPUTED:
+            case SketchVerdict.DISPUTED:
                 journal.warn(f"{whose} are {judgement}: they are taken only if there are no others")
-            case Verdict.UNFIT:
+            case SketchVerdict.UNFIT:
                 self._refused.add(index.author)
                 names = self._doubt(index, donors)
                 journal.warn(f"{whose} are {judgement}: {names} is not believed for a while")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.invitations import Roster
 from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
 from farandole.protocol.pairing import Pairing
@@ -244,7 +244,7 @@ class _Assembly:
     def serve_blocks(self, store: _Stored, audits: AuditKeeper | None, exchanges: ExchangeService) -> None:
         giving, start = store.weights.giving, store.start
 
-        async def find(question: Question) -> Holding | None:
+        async def find(question: BlockQuestion) -> Holding | None:
             found = (start and start.find(question)) or (audits and audits.starts.find(question))
             return found or await giving.find(question)
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import trio
 
-from .libp2p_stream import Stream
+from .libp2p_stream import Libp2pStream
 from .raw_link import RawLink
 
 # Fraction of a relay's limits: what is left then, three of 16 GiB and an hour of six, is for transfers under way.
@@ -22,7 +22,7 @@ class Circuit(RawLink):
 
     is_relayed = True
 
-    def __init__(self, stream: Stream, address: str, max_bytes: int = 0, max_seconds: int = 0) -> None:
+    def __init__(self, stream: Libp2pStream, address: str, max_bytes: int = 0, max_seconds: int = 0) -> None:
         """``address``: the other end, a multiaddr with ``/p2p-circuit`` at its end; the limits, 0 for none.
 
         The relay states the limits, and breaks the circuit off when one is reached.

@@ -14,7 +14,7 @@ from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.token_bucket import TokenBucket
 
 from ..base.errors import PeerUnreachableError
-from .libp2p_stream import Stream
+from .libp2p_stream import Libp2pStream
 from .protocol_handlers import propose
 from .yamux import MuxedConn
 
@@ -34,7 +34,7 @@ MAX_HANDLERS_PER_CONNECTION = 256
 # Handlers may read what came before a connection ended; then they are cancelled.
 HANDLER_GRACE = 5.0
 
-ServeStream = Callable[[Stream, Callable[[], None]], Awaitable[None]]
+ServeStream = Callable[[Libp2pStream, Callable[[], None]], Awaitable[None]]
 """Serves a stream that the peer has opened; calls back exactly once, when its protocol is agreed or refused."""
 
 
@@ -96,7 +96,7 @@ class Connection:
         self._pool.remove(self)
         await self.link.close()
 
-    async def open_stream(self, protocol: str) -> Stream:
+    async def open_stream(self, protocol: str) -> Libp2pStream:
         """Open a stream of this protocol; raise `PeerUnreachableError` if that fails."""
         if self._pool.gate is not None:
             await self._pool.gate.introduce(self, protocol)

@@ -38,7 +38,7 @@ from .known_addresses import MAX_ADDRESSES
 
 if TYPE_CHECKING:
     from .host import Host
-    from .libp2p_stream import Stream
+    from .libp2p_stream import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class Dht:
 
     # Answering
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Libp2pStream) -> None:
         peer = stream.peer
         if self._num_served[peer] >= MAX_STREAMS_PER_PEER:
             raise RemoteProtocolError("too many questions at once")

@@ -40,7 +40,7 @@ from farandole.protocol.wire import PRINTABLE, MessageDecoder, encode
 from ..base.errors import NotAdmittedError, PeerUnreachableError
 from ..base.streams import receive_frame
 from .identify import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL
-from .libp2p_stream import Stream
+from .libp2p_stream import Libp2pStream
 
 if TYPE_CHECKING:
     from .connection import Connection
@@ -231,7 +231,7 @@ class Gate:
 
     # The other side
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Libp2pStream) -> None:
         with trio.fail_after(INTRODUCTION_TIMEOUT):
             introduction = decode_introduction(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
             await stream.send_all(frame(encode(self._judge(stream.peer, introduction)), MAX_INTRODUCTION_BYTES))

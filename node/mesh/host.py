@@ -34,7 +34,7 @@ from .dialler import DIAL_TIMEOUT, Dialler
 from .gate import Gate
 from .identify import IdentifyService
 from .known_addresses import KnownAddresses
-from .libp2p_stream import Stream
+from .libp2p_stream import Libp2pStream
 from .own_addresses import OwnAddresses
 from .protocol_handlers import Handler, ProtocolHandlers
 from .reach.probe_connections import ProbeConnections
@@ -136,7 +136,7 @@ class Host:
 
     async def open_stream(
         self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT, *, may_dial: bool = True
-    ) -> Stream:
+    ) -> Libp2pStream:
         """Open a stream, connecting if needed; raise `PeerUnreachableError` if that takes over `timeout` seconds."""
         with _deadline(peer, timeout):
             if may_dial:

@@ -16,7 +16,7 @@ from ..base.errors import PeerUnreachableError
 from ..base.release import VERSION
 from .addresses import multiaddr_of
 from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
-from .libp2p_stream import Stream
+from .libp2p_stream import Libp2pStream
 
 if TYPE_CHECKING:
     from .host import Host
@@ -57,7 +57,7 @@ class IdentifyService:
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             logger.debug("a peer does not identify itself: %r", error)
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Libp2pStream) -> None:
         own = (address.rpartition("/p2p/")[0] for address in self._host.addresses)
         remote = stream.remote_address
         message = Identify(
@@ -71,7 +71,7 @@ class IdentifyService:
         with trio.fail_after(IDENTIFY_TIMEOUT):
             await stream.send_all(encode_delimited(message))
 
-    async def _take(self, stream: Stream) -> None:
+    async def _take(self, stream: Libp2pStream) -> None:
         try:
             with trio.fail_after(IDENTIFY_TIMEOUT):
                 message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
@@ -82,7 +82,7 @@ class IdentifyService:
         self._host.add_hearsay(stream.peer, multiaddr_texts(message.listen_addrs))
 
 
-async def _answer_pings(stream: Stream) -> None:
+async def _answer_pings(stream: Libp2pStream) -> None:
     data = b""
     while True:
         with trio.fail_after(PING_PAUSE):

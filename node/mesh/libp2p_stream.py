@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .yamux import MuxedConn
 
 
-class Stream(trio.abc.HalfCloseableStream):
+class Libp2pStream(trio.abc.HalfCloseableStream):
     """One libp2p stream. `BrokenResourceError` means that the peer, or the connection to it, is gone.
 
     Every wait may be cancelled and repeated without losing a byte. A cancelled `send_all` has sent an unknown part of

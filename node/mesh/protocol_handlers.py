@@ -9,12 +9,12 @@ import trio
 
 from farandole.protocol.errors import RemoteProtocolError
 
-from .libp2p_stream import Stream
+from .libp2p_stream import Libp2pStream
 from .multistream import NEGOTIATION_TIMEOUT, Negotiation
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Stream], Awaitable[None]]
+Handler = Callable[[Libp2pStream], Awaitable[None]]
 
 
 class ProtocolHandlers:
@@ -38,7 +38,7 @@ class ProtocolHandlers:
         """Stop serving a protocol."""
         self._handlers.pop(protocol, None)
 
-    async def serve(self, stream: Stream, note_negotiated: Callable[[], None]) -> None:
+    async def serve(self, stream: Libp2pStream, note_negotiated: Callable[[], None]) -> None:
         """Agree on a protocol for a stream that a peer has opened, and run its handler. Raises nothing.
 
         The stream is closed when the handler returns, and reset when it raises, which is logged unless the error is
@@ -64,7 +64,7 @@ class ProtocolHandlers:
             stream.reset()
 
 
-async def propose(stream: Stream, protocol: str) -> Stream:
+async def propose(stream: Libp2pStream, protocol: str) -> Libp2pStream:
     """Negotiate a protocol for a stream that we have opened; raise as `Negotiation.propose`, and reset it then."""
     try:
         with trio.fail_after(NEGOTIATION_TIMEOUT):

@@ -33,7 +33,7 @@ from .delimited import encode_delimited, multiaddr_texts, receive_message
 
 if TYPE_CHECKING:
     from .host import Host
-    from .libp2p_stream import Stream
+    from .libp2p_stream import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class RelayClient:
         """Accept nothing more from a relay, without notifying it; its reservation lapses."""
         self._reservations.pop(relay, None)
 
-    async def _ask(self, relay: bytes, question: HopMessage) -> tuple[Stream, HopMessage]:
+    async def _ask(self, relay: bytes, question: HopMessage) -> tuple[Libp2pStream, HopMessage]:
         """Return the stream on which a relay has agreed, and its answer; raise `PeerUnreachableError` if it refuses."""
         stream = await self._host.open_stream(relay, HOP_PROTOCOL)
         try:
@@ -144,7 +144,7 @@ class RelayClient:
         where = address.partition("/p2p-circuit")[0] + "/p2p-circuit"
         return Circuit(stream, where, answer.limit.data, answer.limit.duration)
 
-    async def _accept(self, stream: Stream) -> None:
+    async def _accept(self, stream: Libp2pStream) -> None:
         """Accept a circuit that a relay offers: do the handshake, and keep the circuit while the connection lasts."""
         relay = stream.peer
         is_busy = self._shaking_hands[relay] >= MAX_HANDSHAKES_PER_RELAY

@@ -21,7 +21,7 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.yamux import MAX_WINDOW, PingAnswered, StreamChanged, StreamOpened, Yamux, YamuxStream
 
 from ..base.bandwidth import Shaping
-from .libp2p_stream import Stream
+from .libp2p_stream import Libp2pStream
 from .raw_link import RawLink
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class MuxedConn:
         self._shaping = shaping or Shaping()
         self._budget = budget or UnreadBudget()
         self._num_unread_budgeted = 0
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Libp2pStream] = {}
         self._pongs: dict[int, trio.Event] = {}
         self._scope = trio.CancelScope()
         self._opened = trio.Event()  # by the peer, or the connection is over
@@ -100,7 +100,7 @@ class MuxedConn:
         return self._state.num_unread
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[Libp2pStream]:
         """The streams, accepted or opened here, that are not over."""
         return list(self._streams.values())
 
@@ -193,14 +193,14 @@ class MuxedConn:
             del self._pongs[number]
         return self.round_trip or 0.0
 
-    async def open_stream(self) -> Stream:
+    async def open_stream(self) -> Libp2pStream:
         """Open a stream; raise `trio.BrokenResourceError` if the connection is over."""
         await trio.lowlevel.checkpoint()
         if self.event_closed.is_set() or self._state.has_ended:
             raise trio.BrokenResourceError("connection closed")
         return self._add(self._state.open_stream())
 
-    async def accept_stream(self) -> Stream:
+    async def accept_stream(self) -> Libp2pStream:
         """Return the next stream that the peer opens; raise `trio.BrokenResourceError` if the connection is over."""
         await trio.lowlevel.checkpoint()
         while (state := self._state.accept_stream()) is None:
@@ -210,8 +210,8 @@ class MuxedConn:
             await self._opened.wait()
         return self._add(state)
 
-    def _add(self, state: YamuxStream) -> Stream:
-        stream = Stream(state, self)
+    def _add(self, state: YamuxStream) -> Libp2pStream:
+        stream = Libp2pStream(state, self)
         if self._state.is_open(state.stream_id):
             self._streams[state.stream_id] = stream
         self.note_change()
@@ -225,7 +225,7 @@ class MuxedConn:
         else:
             self.note_change(self._streams.get(stream_id))
 
-    def note_change(self, stream: Stream | None = None) -> None:
+    def note_change(self, stream: Libp2pStream | None = None) -> None:
         """Handle a change of the state, and of this stream: wake its users and the writer, count unread data."""
         if stream is not None:
             stream.wake()

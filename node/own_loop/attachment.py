@@ -31,7 +31,7 @@ from farandole.training.ranks import ALONE, Order, Ranks
 
 from ..base.system.endpoint import connect
 from ..trainer.channel import TrainerSocket
-from ..trainer_process.process import Stopped, TrainerProcess
+from ..trainer_process.process import StopAsked, TrainerProcess
 
 logger = logging.getLogger("farandole")
 
@@ -228,7 +228,7 @@ class Attachment:
                 trainer.handle(trainer.next_command())
         except LoopEnded:
             trainer.end()
-        except Stopped as stopped:
+        except StopAsked as stopped:
             if isinstance(stopped.command, Dismiss):
                 self._take_dismissal(stopped.command)
         except (EOFError, ConnectionError):

@@ -24,7 +24,7 @@ from ..base.nurseries import open_service_nursery
 
 if TYPE_CHECKING:
     from ..mesh.host import Host
-    from ..mesh.libp2p_stream import Stream
+    from ..mesh.libp2p_stream import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Messenger:
         if on_failed is not None:
             self._on_failed[protocol] = on_failed
 
-        async def handle(stream: Stream) -> None:
+        async def handle(stream: Libp2pStream) -> None:
             await self._receive_stream(stream, max_bytes, receive)
 
         self._host.set_handler(protocol, handle)
@@ -142,7 +142,7 @@ class Messenger:
         if outgoing.frames:
             self._fail(peer, protocol)
 
-    async def _send_queued(self, stream: Stream, outgoing: _Outgoing) -> None:
+    async def _send_queued(self, stream: Libp2pStream, outgoing: _Outgoing) -> None:
         """Send until the queue has been empty for `IDLE_TIMEOUT`, or the peer has closed its side."""
 
         async def watch_for_end() -> None:
@@ -177,7 +177,7 @@ class Messenger:
         if protocol in self._on_failed:
             self._on_failed[protocol](peer, protocol)
 
-    async def _receive_stream(self, stream: Stream, max_bytes: int, receive: Receive) -> None:
+    async def _receive_stream(self, stream: Libp2pStream, max_bytes: int, receive: Receive) -> None:
         key = (stream.peer, stream.protocol)
         if self._incoming[key] >= MAX_INCOMING_PER_PEER:
             stream.reset()
@@ -195,7 +195,7 @@ class Messenger:
             if not self._incoming[key]:
                 del self._incoming[key]
 
-    async def _receive_frames(self, stream: Stream, max_bytes: int, receive: Receive) -> None:
+    async def _receive_frames(self, stream: Libp2pStream, max_bytes: int, receive: Receive) -> None:
         parser = FrameParser(max_bytes)
         frame_ends_by = trio.current_time() + FRAME_TIMEOUT
         while True:

@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from farandole.protocol import download
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, SignedIndex, blocks_between, select
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
@@ -110,7 +110,7 @@ async def ask_for_index(
     ``made_by`` is the run that made it, if that is not the donor's own. Raises `PeerUnreachableError`, of which
     `DonorBusyError` is a subclass.
     """
-    question = Question(conditions.run_id, stage, checkpoint_id)
+    question = BlockQuestion(conditions.run_id, stage, checkpoint_id)
     try:
         async with open_taking(conditions, donor, question, max_size) as taking:
             signed, index = taking.signed_index(made_by or conditions.run_id, max_size)
@@ -323,7 +323,7 @@ class _Fetch:
                 self._nursery.start_soon(self._converse, contact)
             case download.AskBlocks(donor, first, count):
                 self._say(donor, lambda taking: taking.want(first, count))
-            case download.Forget(donor, block):
+            case download.ForgetBlock(donor, block):
                 self._say(donor, lambda taking: taking.forget(block))
             case download.HangUp(donor, reason):
                 self._note_problem(donor, reason)
@@ -348,7 +348,7 @@ class _Fetch:
     async def _converse(self, contact: _Contact) -> None:
         """Take blocks from a donor until it has nothing more to give."""
         donor, size = contact.donor, self._file.index.size
-        question = Question(self._conditions.run_id, self._file.index.stage, self._signed.id, has_index=True)
+        question = BlockQuestion(self._conditions.run_id, self._file.index.stage, self._signed.id, has_index=True)
         ended = download.DonorLost(donor)
         try:
             with contact.scope:

@@ -168,7 +168,7 @@ class Taking:
 
 @contextlib.asynccontextmanager
 async def open_taking(
-    conditions: Conditions, donor: bytes, question: messages.Question, max_size: int
+    conditions: Conditions, donor: bytes, question: messages.BlockQuestion, max_size: int
 ) -> AsyncIterator[Taking]:
     """Ask a donor for a checkpoint of at most ``max_size`` bytes; without an id for its newest, maybe saved again.
 

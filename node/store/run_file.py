@@ -19,7 +19,7 @@ from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dic
 from farandole.protocol.outer_rules import with_kind
 from farandole.protocol.presets import PRESETS, preset
 
-from ..base.config.faults import Context, Fault, FaultyError, Place, did_you_mean, faults_in, faults_of
+from ..base.config.faults import Context, FaultyError, FileFault, Place, did_you_mean, faults_in, faults_of
 from ..base.config.toml_file import TomlFile
 from .hf_file import hf_model, hf_tokenizer
 from .own_model import own_model
@@ -55,7 +55,7 @@ def manifest_of(
     """
     model, tokenizer = _table(settings.get("model")), settings.get("tokenizer", {})
     complete = {"created_at": int(now), **settings, "outer": with_kind(settings.get("outer", {}))}
-    found: list[Fault] = []
+    found: list[FileFault] = []
     doubtful: list[str] = []
     try:
         if "model" in settings:
@@ -110,7 +110,7 @@ def _preset(name: object) -> ModelConfig:
     except ManifestError as error:
         near = did_you_mean(str(name), PRESETS)
         hint = f"; did you mean {near}?" if near else ""
-        raise FaultyError([Fault(("model", "preset"), f"{error}{hint}")]) from error
+        raise FaultyError([FileFault(("model", "preset"), f"{error}{hint}")]) from error
 
 
 def _without_source(model: object) -> dict[str, Any]:

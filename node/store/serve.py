@@ -23,7 +23,7 @@ from farandole.protocol.download import BLOCK_TIMEOUT
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.pipe import BULK_FROM, CHUNK_BYTES, Pipe
-from farandole.protocol.pipe_steps import Step
+from farandole.protocol.pipe_steps import RouteStep
 
 from ..base.bandwidth import Shaping
 from ..base.streams import Stream, receive_frame
@@ -64,7 +64,7 @@ FORGETTING: Final = 0.9
 # The peer that needs blocks opens the channel, and takes what it has asked for.
 PATIENCE: Final = Patience(route=ANSWER_TIMEOUT, answer=ANSWER_TIMEOUT, write=BLOCK_TIMEOUT)
 
-Find = Callable[[messages.Question], Awaitable[Holding | None]]
+Find = Callable[[messages.BlockQuestion], Awaitable[Holding | None]]
 """Returns the checkpoint that is asked for, held for the peer that asks; None if it is not here."""
 
 
@@ -123,7 +123,9 @@ class BlockService:
         finally:
             del self._served[peer]
 
-    async def _give(self, stream: Stream, parser: FrameParser, question: messages.Question, turn: _Service) -> None:
+    async def _give(
+        self, stream: Stream, parser: FrameParser, question: messages.BlockQuestion, turn: _Service
+    ) -> None:
         stream.is_bulk = False
         shaping = self._conditions.shaping
         holding = await self._find(question)
@@ -224,7 +226,7 @@ class _Giver:
     async def _hear(self, payload: bytes) -> None:
         message = messages.decode_asked(payload)
         match message:
-            case _ if self._bulk.pipe.step is Step.UNROUTED:
+            case _ if self._bulk.pipe.step is RouteStep.UNROUTED:
                 raise RemoteProtocolError(f"{type(message).__name__} before the route")
             case messages.Want():
                 self._wanted.add(message)

@@ -17,8 +17,8 @@ from farandole.protocol.sketches import (
     MAX_ANSWER_BYTES,
     MAX_QUESTION_BYTES,
     SKETCH_PROTOCOL,
-    Question,
     Sketch,
+    SketchQuestion,
     decode_answer,
     decode_question,
     encode_answer,
@@ -81,7 +81,7 @@ class SketchService:
         now = trio.current_time()
         return self._meters.of(peer, now).take(now)
 
-    async def _wait_for_sketch(self, question: Question) -> bytes:
+    async def _wait_for_sketch(self, question: SketchQuestion) -> bytes:
         """Return a sketch; empty if this node has no weights of the stage, or others' sketches take too long."""
         self._num_waiting += 1
         try:
@@ -94,7 +94,7 @@ class SketchService:
         finally:
             self._num_waiting -= 1
 
-    async def _sketch_own(self, question: Question) -> bytes:
+    async def _sketch_own(self, question: SketchQuestion) -> bytes:
         holding = await self._find_own(question.stage)
         if holding is None:
             return b""
@@ -135,7 +135,7 @@ async def sketch_path(path: Path, seed: bytes) -> bytes:
         os.close(descriptor)
 
 
-async def ask_for_sketch(host: StreamHost, member: bytes, question: Question) -> Sketch | None:
+async def ask_for_sketch(host: StreamHost, member: bytes, question: SketchQuestion) -> Sketch | None:
     """Ask a member for a sketch; None if it gives none. The caller sets a deadline.
 
     Raises `PeerUnreachableError` if it cannot be asked, or does not answer as it must.

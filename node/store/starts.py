@@ -15,7 +15,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol import blocks
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.trainer_messages import KEPT_STARTS, Saved
 
 from .consolidated.tensors import ConsolidatedError
@@ -48,7 +48,7 @@ class Starts:
         _keep(self._own, holding, KEPT_STARTS)
         return holding.id
 
-    def find(self, question: Question) -> Holding | None:
+    def find(self, question: BlockQuestion) -> Holding | None:
         """Return the start that is asked for, held for the peer that asks."""
         found = next((holding for holding in (*self._own, *self._proofs) if holding.id == question.id), None)
         return None if found is None else found.hold()

@@ -24,7 +24,7 @@ from ..base.nurseries import open_service_nursery
 from ..base.streams import read_exactly
 from ..base.system.endpoint import Endpoint, bound_endpoint
 from ..base.system.memory import open_shared_memory, remove_leftovers
-from .trainer import STOP_TIMEOUT, Memory, Trainer, TrainerError, TrainerStream
+from .trainer import STOP_TIMEOUT, Trainer, TrainerError, TrainerMemory, TrainerStream
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class ScriptDoor:
         remove_leftovers(folder)
         with contextlib.ExitStack() as held:
             try:
-                places = [open_shared_memory(name, folder, is_inherited=False) for name in Memory._fields]
-                memory = Memory(*map(held.enter_context, places))
+                places = [open_shared_memory(name, folder, is_inherited=False) for name in TrainerMemory._fields]
+                memory = TrainerMemory(*map(held.enter_context, places))
             except OSError as error:
                 await _dismiss(stream, messages.Dismiss(f"the node has no memory to share: {error}"))
                 raise TrainerError(f"there is no memory to share: {error}", "detached") from error

@@ -85,7 +85,7 @@ class TrainerStream:
         return messages.decode_report(payload)
 
 
-class Memory(NamedTuple):
+class TrainerMemory(NamedTuple):
     """The memory that is shared with a trainer."""
 
     outgoing: SharedFile
@@ -96,7 +96,7 @@ class Memory(NamedTuple):
 class Trainer(abc.ABC):
     """A trainer that has reported `Prepared`."""
 
-    def __init__(self, stream: TrainerStream, memory: Memory) -> None:
+    def __init__(self, stream: TrainerStream, memory: TrainerMemory) -> None:
         self.outgoing: mmap.mmap
         """The contribution that this node sends, and a counter of its encoded bytes."""
         self.incoming: mmap.mmap
@@ -178,7 +178,9 @@ class Trainer(abc.ABC):
 class ChildTrainer(Trainer):
     """A trainer process that this node has started. If it hangs, it writes its stacks to ``tracebacks``."""
 
-    def __init__(self, process: trio.Process, stream: TrainerStream, memory: Memory, tracebacks: SharedFile) -> None:
+    def __init__(
+        self, process: trio.Process, stream: TrainerStream, memory: TrainerMemory, tracebacks: SharedFile
+    ) -> None:
         super().__init__(stream, memory)
         self.pid = process.pid
         self._process = process
@@ -243,7 +245,9 @@ async def open_trainer(
     remove_leftovers(folder)
     with contextlib.ExitStack() as held:
         try:
-            memory = Memory(*(held.enter_context(open_shared_memory(name, folder)) for name in Memory._fields))
+            memory = TrainerMemory(
+                *(held.enter_context(open_shared_memory(name, folder)) for name in TrainerMemory._fields)
+            )
             tracebacks = held.enter_context(open_shared_memory("tracebacks", folder))
             output = held.enter_context(log.open("ab")) if log else None
             child = await start_child(

@@ -24,7 +24,7 @@ from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size,
 _draw = random.SystemRandom().random
 
 
-class Exchange:
+class EngineExchange:
     """The exchanges of one engine, one after the other. ``report`` may be called from another thread."""
 
     def __init__(

@@ -27,7 +27,7 @@ from farandole.training.replay import replay_round
 
 from ..trainer.channel import TrainerSocket
 from .checkpoints import Checkpoints
-from .exchange import Exchange
+from .exchange import EngineExchange
 from .recorder import recorder_of
 
 PROGRESS_INTERVAL = 0.5
@@ -49,7 +49,7 @@ class _Round:
     reported_at: float
 
 
-class Stopped(EOFError):
+class StopAsked(EOFError):
     """The mesh process has asked this trainer to stop."""
 
     def __init__(self, command: messages.Command) -> None:
@@ -57,7 +57,7 @@ class Stopped(EOFError):
         self.command = command
 
 
-class Pace:
+class StepPace:
     """Pauses after inner steps, and the time spent in both.
 
     ``slow`` is the duration of a step with its pause, in steps. ``least_seconds`` is its least duration, for steps that
@@ -126,13 +126,13 @@ class TrainerProcess:
         self._channel = channel
         self._manifest = manifest
         self._engine = engine
-        self._pace = Pace(prepare.slow, prepare.step_seconds)
+        self._pace = StepPace(prepare.slow, prepare.step_seconds)
         self._fragment = 0
         self._num_skipped = 0
         self._round = _Round(messages.Train(0, 0), 0, 0, 0.0, 0.0, 0.0)
         self._checkpoints = Checkpoints(prepare, engine, channel.send)
         resumed, problem = self._checkpoints.begin(prepare, manifest)
-        self._exchange = Exchange(prepare, engine, channel.send)
+        self._exchange = EngineExchange(prepare, engine, channel.send)
         self._recorder = recorder_of(prepare, manifest, engine, channel.send)
         channel.send(
             messages.Prepared(
@@ -193,7 +193,7 @@ class TrainerProcess:
             case messages.FinishRound() | messages.UseFragment() | messages.Work() | messages.TakeInnerStep():
                 pass  # it crossed our contribution: the round was over by its steps already
             case messages.Prepare() | messages.Stop() | messages.Dismiss():
-                raise Stopped(command)
+                raise StopAsked(command)
 
     def _train(self, command: messages.Train) -> None:
         engine, pace = self._engine, self._pace
@@ -253,7 +253,7 @@ class TrainerProcess:
                 case messages.Ping() | messages.Save():
                     self.handle(command)
                 case messages.Stop() | messages.Dismiss():
-                    raise Stopped(command)
+                    raise StopAsked(command)
                 case _:
                     self._channel.put_off(command)
         self._pace.end_pause()
@@ -313,7 +313,7 @@ class TrainerProcess:
             case messages.Screen() | messages.TakeOuterStep() if self._engine.awaits_outer_step:  # of the round before
                 self.handle(command)
             case messages.Stop() | messages.Dismiss():
-                raise Stopped(command)
+                raise StopAsked(command)
             case _:
                 self._channel.put_off(command)
         return False

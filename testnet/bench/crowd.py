@@ -85,7 +85,7 @@ class Extra:
         return Progress(rounds * 100, rounds, int(seconds) * TOKENS_PER_SECOND, rounds * 1_000_000, rounds * 1_000_000)
 
 
-class Turns:
+class MemberTurns:
     """Takes all members in turn, ``per_second`` of them each second."""
 
     def __init__(self, members: Sequence[Extra], per_second: float) -> None:
@@ -109,8 +109,8 @@ class Crowd:
         self._partners: dict[bytes, bytes] = {}
         self._round = -1
         period = max(BASE_PERIOD, num_members / PEERS_A_SECOND)
-        self._beats = Turns(self.members, num_members / period)
-        self._progresses = Turns(self.members, num_members / PROGRESS_PERIOD)
+        self._beats = MemberTurns(self.members, num_members / period)
+        self._progresses = MemberTurns(self.members, num_members / PROGRESS_PERIOD)
 
     def all_at_once(self) -> list[Entry]:
         """Return the entries that a newcomer receives."""

@@ -28,7 +28,7 @@ START_SPREAD: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Crowd:
+class GreedyCrowd:
     """Members of a run of which some are greedy."""
 
     members: int
@@ -57,7 +57,7 @@ class Captured:
     """Share of honest members."""
 
 
-def play(crowd: Crowd, rounds: int, seed: int) -> Captured:
+def play(crowd: GreedyCrowd, rounds: int, seed: int) -> Captured:
     """Simulate a run in which some members are greedy; equal seeds give equal results."""
     scenario = PairingScenario(
         crowd.members - crowd.greedy,
@@ -89,7 +89,7 @@ def run(
     [cyan]farandole testnet bench greedy --members 16,64 --greedy 25 --seeds 1[/cyan]
     """
     crowds = [
-        Crowd(size, max(1, round(size * percent / 100)), do_follow_through)
+        GreedyCrowd(size, max(1, round(size * percent / 100)), do_follow_through)
         for size in numbers(members, "--members")
         for percent in numbers(greedy, "--greedy")
         for do_follow_through in (True, False)
@@ -110,7 +110,7 @@ def numbers(text: str, option: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def report(setting: dict[str, object], captured: dict[Crowd, list[Captured]], rounds: int) -> BenchReport:
+def report(setting: dict[str, object], captured: dict[GreedyCrowd, list[Captured]], rounds: int) -> BenchReport:
     """Return the table and its data."""
     rows, data = [], {}
     for crowd, plays in captured.items():

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import open_host
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.protocol.identity import public_key_of
 
 from .hostile_attacks import AttackTarget, attack
@@ -80,7 +80,7 @@ class AttackedNode(HostileProcess):
         }
 
 
-async def echo(stream: Stream) -> None:
+async def echo(stream: Libp2pStream) -> None:
     """Send back all data."""
     with trio.fail_after(DIAL_TIMEOUT):
         while data := await stream.receive_some():

@@ -26,7 +26,7 @@ from farandole.node.store.folder import index_of
 from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index
 from farandole.protocol.identity import public_key_of
 from farandole.protocol.outer_rules import NoLoCoConfig
@@ -58,7 +58,7 @@ class JoinNode:
         BlockService(conditions, self._find, self._exchanges).register()
         return {"address": self._host.addresses[0], "pid": os.getpid()}
 
-    async def _find(self, question: Question) -> Holding | None:
+    async def _find(self, question: BlockQuestion) -> Holding | None:
         await trio.lowlevel.checkpoint()
         return None if self._holding is None else self._holding.hold()
 

@@ -51,7 +51,7 @@ class Held(NamedTuple):
     """At the peak, activations included."""
 
 
-class Loop(NamedTuple):
+class MeasuredLoop(NamedTuple):
     """A model in training."""
 
     inner_step: Callable[[], object]
@@ -69,7 +69,7 @@ class Way(NamedTuple):
     is_lean: bool = False
     recomputes: bool = False
 
-    def start(self, device: Device = _NO_DEVICE) -> Loop:
+    def start(self, device: Device = _NO_DEVICE) -> MeasuredLoop:
         """Make the model there."""
         if self.is_plain:
             return plain_loop(self.manifest, device)
@@ -117,7 +117,7 @@ class _NoText(Batches):
         return np.zeros((1, self.context + 1), np.int64)
 
 
-def plain_loop(manifest: Manifest, device: Device = _NO_DEVICE) -> Loop:
+def plain_loop(manifest: Manifest, device: Device = _NO_DEVICE) -> MeasuredLoop:
     """Return a plain training loop: `torch.optim.AdamW`, all gradients kept."""
     where = device.torch_device
     module = _module_of(manifest.model, where)
@@ -131,7 +131,7 @@ def plain_loop(manifest: Manifest, device: Device = _NO_DEVICE) -> Loop:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    return Loop(step)
+    return MeasuredLoop(step)
 
 
 def trainer(
@@ -141,7 +141,7 @@ def trainer(
     averages_on_host: bool,
     is_lean: bool = False,
     recomputes: bool = False,
-) -> Loop:
+) -> MeasuredLoop:
     """Return the loop of a node's trainer."""
     learner = Learner(
         _module_of(manifest.model, device.torch_device),
@@ -154,7 +154,7 @@ def trainer(
         recomputes=recomputes,
     )
 
-    return Loop(learner.learn, learner.contribution)
+    return MeasuredLoop(learner.learn, learner.contribution)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.protocol.bulk import SESSION_BYTES
 from farandole.protocol.identity import public_key_of
 from farandole.protocol.yamux import PIECE_BYTES
@@ -212,7 +212,7 @@ async def open_node(
 
 
 @contextlib.asynccontextmanager
-async def _meet(host: Host, address: str | None, announce: Announce) -> AsyncIterator[Stream]:
+async def _meet(host: Host, address: str | None, announce: Announce) -> AsyncIterator[Libp2pStream]:
     """Open a stream to the other host, which stays open until the block ends."""
     if address is not None:
         peer = public_key_of(address.rpartition("/p2p/")[2])
@@ -220,10 +220,10 @@ async def _meet(host: Host, address: str | None, announce: Announce) -> AsyncIte
         async with await host.open_stream(peer, PROTOCOL) as stream:
             yield stream
         return
-    opened, coming = trio.open_memory_channel[Stream](1)
+    opened, coming = trio.open_memory_channel[Libp2pStream](1)
     is_over = trio.Event()
 
-    async def serve(stream: Stream) -> None:
+    async def serve(stream: Libp2pStream) -> None:
         await opened.send(stream)
         await is_over.wait()
 
@@ -235,7 +235,7 @@ async def _meet(host: Host, address: str | None, announce: Announce) -> AsyncIte
         is_over.set()
 
 
-async def _negotiate(channels: BulkService, stream: Stream, is_asker: bool) -> BulkChannel:
+async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool) -> BulkChannel:
     """Return this end of a new bulk channel, negotiated over a stream."""
     if is_asker:
         await stream.receive_some(len(_READY))

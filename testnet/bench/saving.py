@@ -47,7 +47,7 @@ WAYS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TimedRound:
     """One round of one trainer."""
 
     way: str
@@ -81,7 +81,7 @@ class WayCost:
         return None if self.write_seconds is None else self.size / 1e6 / self.write_seconds
 
 
-def rows_of(rounds: Sequence[Round]) -> list[WayCost]:
+def rows_of(rounds: Sequence[TimedRound]) -> list[WayCost]:
     """Return a row for each way that shares a turn with a round that saves nothing, in the order of `WAYS`."""
     base = {each.turn: each.seconds for each in rounds if each.way == NONE}
     rows = []
@@ -105,7 +105,7 @@ def rows_of(rounds: Sequence[Round]) -> list[WayCost]:
     return rows
 
 
-def chance_share(rounds: Sequence[Round]) -> float | None:
+def chance_share(rounds: Sequence[TimedRound]) -> float | None:
     """Return the median difference between two consecutive rounds that save nothing, as a share of a round.
 
     Returns None if there are fewer than two rounds. A cost below this share cannot be measured here.
@@ -122,7 +122,7 @@ class SavingFigures:
 
     num_parameters: int = 0
     steps: int = 0
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[TimedRound] = field(default_factory=list)
 
     def grid(self) -> Grid:
         """Return the table of each way's cost."""
@@ -201,7 +201,7 @@ def measure(
             bench.say(f"warming up: {WAYS[way]}")
             trainer.ask("play", steps=1)
         for turn, way, played in trainers.play(turns, figures.steps):
-            figures.rounds.append(msgspec.convert({"way": way, "turn": turn, **played}, Round))
+            figures.rounds.append(msgspec.convert({"way": way, "turn": turn, **played}, TimedRound))
             bench.write(figures.report(bench.setting))
     return figures
 

@@ -22,7 +22,7 @@ from farandole.training.baselines import Method, methods
 
 from ..grid import Grid, cell
 from ..plays import play_all
-from ..simulate_time import AVERAGINGS, Lines, Pace, Timing, barrier, draw_homes, pairs
+from ..simulate_time import AVERAGINGS, Lines, RunPace, Timing, barrier, draw_homes, pairs
 from .greedy import numbers
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
@@ -49,7 +49,7 @@ class Case:
         return f"{self.nodes} nodes, {WAYS[self.way]}"
 
 
-def play(case: Case, timing: Timing, admits: Timing, seed: int) -> Pace:
+def play(case: Case, timing: Timing, admits: Timing, seed: int) -> RunPace:
     """Simulate some rounds; ``admits`` decides which lines are members'. Equal seeds give equal results."""
     lines = Lines()
     homes = draw_homes(case.nodes, lines, admits, seed)
@@ -132,7 +132,7 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{mean} [{form.format(min(values))}, {form.format(max(values))}]" if len(values) > 1 else mean
 
 
-def pace_grid(paces: Mapping[Case, Sequence[Pace]], steps: int) -> Grid:
+def pace_grid(paces: Mapping[Case, Sequence[RunPace]], steps: int) -> Grid:
     """Return a row for each case."""
     rows = []
     for case, each in paces.items():
@@ -215,7 +215,7 @@ def loss_jobs(
     return jobs
 
 
-def loss_grid(losses: Losses, found: Mapping[tuple[str, str], Sequence[Pace]]) -> Grid:
+def loss_grid(losses: Losses, found: Mapping[tuple[str, str], Sequence[RunPace]]) -> Grid:
     """Return the hours to the best loss that every method reaches, and to each method's own best."""
     best = {name: min(loss for _, loss in losses.curves[name]) for name, _ in found}
     common = max(best.values())

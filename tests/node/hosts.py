@@ -8,7 +8,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 ECHO = "/echo/1"
@@ -18,6 +18,6 @@ def host_at_loopback(**settings: Any) -> AbstractAsyncContextManager[Host]:
     return open_host(Ed25519PrivateKey.generate(), LOOPBACK, **settings)
 
 
-async def echo(stream: Stream) -> None:
+async def echo(stream: Libp2pStream) -> None:
     while data := await stream.receive_some():
         await stream.send_all(data)

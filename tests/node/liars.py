@@ -19,7 +19,7 @@ from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
 from farandole.node.store.sketches import SketchService
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload
 from farandole.protocol.manifest import Manifest
@@ -106,7 +106,7 @@ async def open_liar(
     notice = CheckpointNotice(index.round, index.stage, held, index.size, index.tokens, index.inner_steps)
     holding = Holding.open(path, made, index)
 
-    async def find(question: Question) -> Holding | None:
+    async def find(question: BlockQuestion) -> Holding | None:
         await trio.lowlevel.checkpoint()
         return holding.hold() if question.id in (None, made.id) else None
 
@@ -118,7 +118,7 @@ async def open_liar(
         messenger.set_receiver(PROTOCOL, MAX_PUSH_BYTES, lambda peer, payload: None)
         BlockService(Conditions(host, run_id), find).register()
         if is_judge:
-            SketchService(host, run_id, lambda stage: find(Question(run_id, stage))).register()
+            SketchService(host, run_id, lambda stage: find(BlockQuestion(run_id, stage))).register()
         addresses = tuple(address.rpartition("/p2p/")[0] for address in host.addresses)
         beat = Beat(index.inner_steps, index.round, 1_000_000, 1_000)
 

@@ -14,11 +14,11 @@ from farandole.protocol.block_transfer import (
     MAX_MESSAGE_BYTES,
     MAX_WANTED,
     Absent,
+    BlockQuestion,
     Busy,
     Forget,
     Give,
     Here,
-    Question,
     Want,
     Wanted,
     decode_answered,
@@ -39,8 +39,8 @@ LAST = MAX_BLOCKS - 1
 @pytest.mark.parametrize(
     ("decode", "message"),
     [
-        (decode_question, Question(b"r" * 32, 511, b"i" * 32, True)),
-        (decode_question, Question(b"r" * 32, 0)),
+        (decode_question, BlockQuestion(b"r" * 32, 511, b"i" * 32, True)),
+        (decode_question, BlockQuestion(b"r" * 32, 0)),
         (decode_answered, Here(MAX_BLOCKS, b"index")),
         (decode_answered, Busy(1.5)),
         (decode_answered, Absent()),

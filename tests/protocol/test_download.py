@@ -29,7 +29,7 @@ from farandole.protocol.download import (
     DonorsKnown,
     Download,
     Event,
-    Forget,
+    ForgetBlock,
     HangUp,
     Needed,
     Output,
@@ -90,7 +90,7 @@ class World:
                 assert count > 0
                 self.donors[name].queue += [(self.now, block) for block in range(first, first + count)]
                 assert len(self.donors[name].queue) <= 2 * MAX_WINDOW
-            case Forget(name, block):
+            case ForgetBlock(name, block):
                 self.donors[name].queue = [item for item in self.donors[name].queue if item[1] != block]
             case HangUp(name):
                 self.hung_up.append((name, self.now))

@@ -24,7 +24,7 @@ from farandole.protocol.pipe import (
     Sealed,
     TransferReceived,
 )
-from farandole.protocol.pipe_steps import MAX_ROUTES, TRANSITIONS, Step
+from farandole.protocol.pipe_steps import MAX_ROUTES, TRANSITIONS, RouteStep
 
 CHANNEL = b"c" * 16
 MAX_MESSAGE_BYTES = 100
@@ -153,9 +153,9 @@ def test_on_the_stream_one_transfer_is_announced_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("message", [Sealed(bytes(32)), Received(), Reroute(), Route(None, 0)])
-@pytest.mark.parametrize("step", [Step.IDLE, Step.STREAM])
+@pytest.mark.parametrize("step", [RouteStep.IDLE, RouteStep.STREAM])
 def test_what_the_table_does_not_have_is_refused_at_both_ends(
-    step: Step, message: Sealed | Received | Reroute | Route
+    step: RouteStep, message: Sealed | Received | Reroute | Route
 ) -> None:
     alice, bob, liar = End(True), End(False), End(True)
     for end in (alice, bob):
@@ -172,12 +172,12 @@ def test_what_the_table_does_not_have_is_refused_at_both_ends(
 
 
 def test_every_step_of_the_table_can_be_reached_and_the_stream_is_the_last() -> None:
-    reached, fresh = {Step.UNROUTED}, {Step.UNROUTED}
+    reached, fresh = {RouteStep.UNROUTED}, {RouteStep.UNROUTED}
     while fresh:
         fresh = {after for step in fresh for _, after in TRANSITIONS[step].values()} - reached
         reached |= fresh
-    assert reached == set(Step) - {Step.IDLE}
-    assert {after for _, after in TRANSITIONS[Step.STREAM].values()} == {Step.STREAM}
+    assert reached == set(RouteStep) - {RouteStep.IDLE}
+    assert {after for _, after in TRANSITIONS[RouteStep.STREAM].values()} == {RouteStep.STREAM}
 
 
 @settings(max_examples=300)

@@ -17,9 +17,9 @@ from farandole.protocol.sketches import (
     NEAR,
     NUM_BUCKETS,
     SKETCH_BYTES,
-    Question,
     Sketch,
-    Verdict,
+    SketchQuestion,
+    SketchVerdict,
     choose_judges,
     decode_answer,
     distance,
@@ -65,27 +65,27 @@ def test_distances_are_relative_to_the_larger_norm() -> None:
 @pytest.mark.parametrize("num_members", [1, 2, 3, 7])
 def test_honest_weights_are_fit_and_noise_and_scaled_ones_are_not(num_members: int) -> None:
     members = MEMBERS[:num_members]
-    assert judge(near(HONEST, 0.05), members).verdict is Verdict.FIT
+    assert judge(near(HONEST, 0.05), members).verdict is SketchVerdict.FIT
     for poison in POISONS:
         judgement = judge(poison, members)
-        assert judgement.verdict is (Verdict.UNFIT if num_members > 1 else Verdict.DISPUTED)
+        assert judgement.verdict is (SketchVerdict.UNFIT if num_members > 1 else SketchVerdict.DISPUTED)
         assert "far from" in str(judgement)
 
 
 def test_where_no_member_answers_nothing_is_known() -> None:
-    assert judge(HONEST, []).verdict is Verdict.UNKNOWN
+    assert judge(HONEST, []).verdict is SketchVerdict.UNKNOWN
 
 
 def test_members_that_have_just_averaged_do_not_make_a_third_one_unfit() -> None:
     copies = [HONEST, HONEST, HONEST]
-    assert judge(near(HONEST, 0.2), copies).verdict is Verdict.FIT
-    assert judge(near(HONEST, 0.5), copies).verdict is Verdict.UNFIT
+    assert judge(near(HONEST, 0.2), copies).verdict is SketchVerdict.FIT
+    assert judge(near(HONEST, 0.5), copies).verdict is SketchVerdict.UNFIT
 
 
 def test_members_that_are_far_apart_allow_for_more() -> None:
     members = [near(HONEST, 0.12) for _ in range(5)]  # 0.17 from each other
-    assert judge(near(HONEST, 0.4), members).verdict is Verdict.FIT
-    assert judge(near(HONEST, 0.4), MEMBERS[:5]).verdict is Verdict.UNFIT
+    assert judge(near(HONEST, 0.4), members).verdict is SketchVerdict.FIT
+    assert judge(near(HONEST, 0.4), MEMBERS[:5]).verdict is SketchVerdict.UNFIT
 
 
 # Liars among the members that answer
@@ -95,9 +95,9 @@ def test_members_that_are_far_apart_allow_for_more() -> None:
 def test_liars_that_are_half_or_fewer_cannot_make_honest_weights_unfit(num_honest: int, num_liars: int) -> None:
     for lie in POISONS[:4]:
         members = [*MEMBERS[:num_honest], *[lie] * num_liars]
-        assert judge(near(HONEST, 0.05), members).verdict is Verdict.FIT
+        assert judge(near(HONEST, 0.05), members).verdict is SketchVerdict.FIT
     apart = [*MEMBERS[:num_honest], *(drawn() for _ in range(num_liars))]
-    assert judge(near(HONEST, 0.05), apart).verdict is Verdict.FIT
+    assert judge(near(HONEST, 0.05), apart).verdict is SketchVerdict.FIT
 
 
 @pytest.mark.parametrize(("num_honest", "num_liars"), [(2, 1), (3, 2), (4, 3)])
@@ -105,7 +105,7 @@ def test_liars_that_are_fewer_than_half_cannot_make_poison_fit(num_honest: int, 
     honest = MEMBERS[:num_honest]
     for poison in POISONS[:4]:
         for lie in (poison, near(poison, 0.3), scaled(poison, 10.0), drawn()):
-            assert judge(poison, [*honest, *[lie] * num_liars]).verdict is Verdict.UNFIT
+            assert judge(poison, [*honest, *[lie] * num_liars]).verdict is SketchVerdict.UNFIT
 
 
 def test_one_liar_cannot_say_what_is_usual() -> None:
@@ -117,7 +117,7 @@ def test_one_liar_cannot_say_what_is_usual() -> None:
 
 
 def test_the_only_member_that_answers_neither_makes_weights_unfit_nor_has_them_taken() -> None:
-    assert judge(HONEST, [NOISE]).verdict is Verdict.DISPUTED
+    assert judge(HONEST, [NOISE]).verdict is SketchVerdict.DISPUTED
 
 
 # Which members are asked
@@ -155,7 +155,7 @@ def test_answers_have_a_size_and_finite_values() -> None:
     assert len(encode_answer(raw)) <= MAX_ANSWER_BYTES
     assert decode_answer(encode_answer(raw)) == values_of(raw)
     assert decode_answer(encode_answer(b"")) is None
-    assert len(encode_question(Question(bytes(32), 511, bytes(32)))) <= MAX_QUESTION_BYTES
+    assert len(encode_question(SketchQuestion(bytes(32), 511, bytes(32)))) <= MAX_QUESTION_BYTES
     infinite = struct.pack(f"<{NUM_BUCKETS}f", math.inf, *HONEST[1:])
     for lie in (encode([raw[1:]]), encode([raw + b"\0"]), encode_answer(infinite), b"", b"\x91\xc0"):
         with pytest.raises(RemoteProtocolError):

@@ -17,7 +17,7 @@ from farandole.node.store.fetch import ask_for_index, fetch_checkpoint
 from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.identity import public_key_of
 
 from ..node.store.files import RUN, checkpoint_bytes, hold
@@ -29,7 +29,7 @@ async def give(ip: str, mbit: float, folder: Path) -> None:
     shaping = Shaping.of_mbit(mbit, 0)
     holding = hold(folder / "theirs", checkpoint_bytes(NUM_ELEMENTS))
 
-    async def find(question: Question) -> Holding:
+    async def find(question: BlockQuestion) -> Holding:
         await trio.lowlevel.checkpoint()
         return holding.hold()
 

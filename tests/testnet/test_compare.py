@@ -7,7 +7,7 @@ import pytest
 
 from farandole.testnet.compare import (
     TUNING_SEED,
-    Comparison,
+    MethodComparison,
     Result,
     best_of,
     choose_methods,
@@ -32,7 +32,7 @@ def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pyt
     figures = tmp_path / "FIGURES.md"
     figures.write_text("<!-- begin compare -->\n<!-- end compare -->\n")
 
-    comparison = Comparison(nodes=2, steps=2, seeds=1, interval=1)
+    comparison = MethodComparison(nodes=2, steps=2, seeds=1, interval=1)
 
     results = run_compare(comparison, out, Section(figures, "compare"))
 
@@ -50,14 +50,14 @@ def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pyt
 
 def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "compare.json"
-    run_compare(Comparison(nodes=2, steps=1, seeds=1, words=["DiLoCo, heavy", "nobody"]), out)
+    run_compare(MethodComparison(nodes=2, steps=1, seeds=1, words=["DiLoCo, heavy", "nobody"]), out)
     document = json.loads(out.read_text())
     document["results"][0]["loss"] = 0.5
     out.write_text(json.dumps(document))
     name = document["results"][0]["method"]
     capsys.readouterr()
 
-    results = run_compare(Comparison(nodes=2, steps=1, seeds=2, words=[name]), out)
+    results = run_compare(MethodComparison(nodes=2, steps=1, seeds=2, words=[name]), out)
 
     assert [result.loss == 0.5 for result in results] == [True, False]
     assert "1 of 1 plays" in capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
-    comparison = Comparison(nodes=2, steps=20, interval=2)
+    comparison = MethodComparison(nodes=2, steps=20, interval=2)
     texts, said = texts_by_kind(2), list[str]()
     plays = [(Method("pairs", "pairs", 2, rate=rate), seed) for rate in (1.0, 2.0) for seed in (0, 1)]
 
@@ -88,17 +88,17 @@ def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
 def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, content: str | None, says: str) -> None:
     out = tmp_path / "compare.json"
     if content is None:
-        run_compare(Comparison(nodes=2, steps=1, seeds=1, words=["nobody"]), out)
+        run_compare(MethodComparison(nodes=2, steps=1, seeds=1, words=["nobody"]), out)
         content = out.read_text()
     out.write_text(content)
     with pytest.raises(DataError, match=says):
-        run_compare(Comparison(nodes=2, steps=2, seeds=1, words=["nobody"]), out)
+        run_compare(MethodComparison(nodes=2, steps=2, seeds=1, words=["nobody"]), out)
     assert out.read_text() == content
 
 
 def test_a_document_without_the_section_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(SectionError, match="cannot read"):
-        run_compare(Comparison(), section=Section(tmp_path / "FIGURES.md", "compare"))
+        run_compare(MethodComparison(), section=Section(tmp_path / "FIGURES.md", "compare"))
 
 
 def test_some_methods_are_chosen_by_words_of_their_names() -> None:

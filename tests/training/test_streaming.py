@@ -15,7 +15,7 @@ from farandole.training.batches import is_held_out
 from farandole.training.data import Bring, build_sampler
 from farandole.training.errors import DataError
 from farandole.training.learner import build_learner
-from farandole.training.streaming import Stream, StreamSampler
+from farandole.training.streaming import DataStream, StreamSampler
 from farandole.training.tokenizer import ByteTokenizer
 
 SHARE = 0.2
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 def sampler(folder: Path, author: bytes = b"alice", share: float = SHARE, field: str = "text") -> StreamSampler:
     return StreamSampler(
-        [Stream(str(folder), field)],
+        [DataStream(str(folder), field)],
         ByteTokenizer(),
         share,
         key=(b"run", author),
@@ -150,7 +150,7 @@ def test_what_is_wrong_with_a_stream_is_said(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["", "nowhere", "../up/down", "https://example.org/data", "a/b/c", "a/b:c/d", "csv"])
 def test_what_is_no_data_sets_name_is_refused_before_anything_is_asked_for(name: str) -> None:
     with pytest.raises(DataError, match="this is no folder, and no OWNER/NAME"):
-        Stream(name, "text")
+        DataStream(name, "text")
 
 
 def test_no_data_sets_code_is_run(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_no_data_sets_code_is_run(tmp_path: Path) -> None:
         f"open({str(trap)!r}, 'w')\nimport datasets\nclass A(datasets.GeneratorBasedBuilder): pass"
     )
     with pytest.raises(DataError, match="farandole runs no code of a data set"):
-        Stream(str(folder), "text")
+        DataStream(str(folder), "text")
     assert not trap.exists()
 
 

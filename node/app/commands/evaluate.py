@@ -80,7 +80,7 @@ def evaluate(
     from rich.console import Console
 
     from ...base.system.priority import TRAINING_NICENESS, lower_thread_priority
-    from ...inspect.evaluation import Wanted, evaluate_model
+    from ...inspect.evaluation import EvaluationPlan, evaluate_model
 
     names = tuple(name for name in (word.strip() for word in tasks.split(",")) if name)
     if not names:
@@ -89,7 +89,7 @@ def evaluate(
         _require_new(out)
     if folder is None:
         lower_thread_priority(TRAINING_NICENESS)
-    wanted = Wanted(names, include, num_fewshot, limit, batch_size)
+    wanted = EvaluationPlan(names, include, num_fewshot, limit, batch_size)
     evaluation = evaluate_model(settings, folder, wanted, computes_on, partial(typer.echo, err=True))
     if out is not None:
         _write(out, evaluation)

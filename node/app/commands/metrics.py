@@ -105,14 +105,14 @@ def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
     from random import Random
 
     from ...base.interrupts import gently_interruptible
-    from ...ui.metrics.report import Patience, report_rounds
+    from ...ui.metrics.report import ReportPatience, report_rounds
     from ...ui.metrics.tracker import open_tracker
 
     run = _reported_run(settings)
     tracker = open_tracker(target)
     try:
         with gently_interruptible() as interruption:
-            patience = Patience(interruption.wait, partial(typer.echo, err=True), Random(), is_once)
+            patience = ReportPatience(interruption.wait, partial(typer.echo, err=True), Random(), is_once)
             report = report_rounds(settings.rounds, tracker, run, patience)
     except OSError as error:
         raise FarandoleError(f"cannot report: {error}") from error

@@ -28,7 +28,7 @@ from .causes import CHECKS, NO_ADDRESS, found
 from .dial_probe import examine_egress, has_route, judge_doors, knock_at_all, make_doors, resolve
 from .finding import Diagnosis, Finding, Level, conclude
 from .inputs import check_data, check_models
-from .invite import Invitation, read_invitation
+from .invite import RunToJoin, read_invitation
 from .machine import check_disk, check_home, check_key, check_memory, check_ports, check_torch, is_node_running
 from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, check_udp, meet
 from .router import check_upnp
@@ -58,7 +58,7 @@ class Examination:
     """Whether a node runs with this folder."""
     caps: tuple[float, float] = (0.0, 0.0)
     """Its caps in Mbit/s up and down; 0 for none."""
-    _invitation: Invitation | None = None
+    _invitation: RunToJoin | None = None
 
     async def run(self) -> Diagnosis:
         """Run all checks."""
@@ -111,7 +111,7 @@ class Examination:
         self.caps = (status.upload_mbit, status.download_mbit)
         return found("node-running", kind=status.reachability)
 
-    async def _read_invitation(self) -> Invitation:
+    async def _read_invitation(self) -> RunToJoin:
         """Read the invitation once; its manifest, if the folder has it, is the run's."""
         if self._invitation is None:
             settings = self.settings
@@ -145,13 +145,13 @@ class Examination:
             async with open_host(key, [DEFAULT_LISTEN], network_key=invitation.network_key) as host:
                 await self._look_out(host, invitation)
 
-    async def _look_out(self, host: Host, invitation: Invitation) -> None:
+    async def _look_out(self, host: Host, invitation: RunToJoin) -> None:
         async with trio.open_nursery() as nursery:
             port = host.own.listening[0][1]
             nursery.start_soon(self._check, "upnp", check_upnp, port)
             await self._look_for_peers(host, invitation)
 
-    async def _look_for_peers(self, host: Host, invitation: Invitation) -> None:
+    async def _look_for_peers(self, host: Host, invitation: RunToJoin) -> None:
         doors = make_doors(invitation.doors)
         await self._check("dns", resolve, doors)
         await knock_at_all(host, doors)
@@ -179,7 +179,7 @@ class Examination:
             why = "no peer could be reached" if has_route() else "no peer could be reached without the internet"
         self.findings += [found(f"{check}-untold", why=why) for check in OF_PEERS]
 
-    async def _ask_peers(self, host: Host, peers: Sequence[bytes], invitation: Invitation) -> None:
+    async def _ask_peers(self, host: Host, peers: Sequence[bytes], invitation: RunToJoin) -> None:
 
         async def look_at_reachability() -> list[Finding]:
             nat, kind = await check_nat(host, peers)

@@ -22,7 +22,7 @@ from .finding import Finding
 
 
 @dataclass
-class Invitation:
+class RunToJoin:
     """The run to join, as far as it is known, and peers that may know it."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -39,9 +39,9 @@ class Invitation:
     """Multiaddr with port 0 -> the port on which the folder's node listened there before."""
 
 
-async def read_invitation(text: str | None, bootstrap: list[str], store: Path, listen: Sequence[str]) -> Invitation:
+async def read_invitation(text: str | None, bootstrap: list[str], store: Path, listen: Sequence[str]) -> RunToJoin:
     """Read the invite and the folder; ``listen``: the node's multiaddrs. Raises nothing: a fault is a finding."""
-    invitation = Invitation()
+    invitation = RunToJoin()
     if text is not None:
         _read_invite(text, invitation)
     for address in bootstrap:
@@ -61,7 +61,7 @@ async def read_invitation(text: str | None, bootstrap: list[str], store: Path, l
     return invitation
 
 
-def _read_invite(text: str, invitation: Invitation) -> None:
+def _read_invite(text: str, invitation: RunToJoin) -> None:
     clean = "".join(text.split()).lower()
     try:
         invite = decode_invite(text)
@@ -78,7 +78,7 @@ def _read_invite(text: str, invitation: Invitation) -> None:
 
 
 async def _read_store(
-    path: trio.Path, listen: Sequence[str], invitation: Invitation
+    path: trio.Path, listen: Sequence[str], invitation: RunToJoin
 ) -> tuple[Manifest, SignedManifest] | None:
     if not await path.exists():
         return None

@@ -31,22 +31,22 @@ _SETTING: Final = re.compile(r"\w+(?:\.\w+|\[\d+\])*")
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class FileFault:
     """One thing that is wrong in a file."""
 
     place: Place
     text: str
     """Begins with the name of the setting."""
 
-    def within(self, section: str) -> Fault:
+    def within(self, section: str) -> FileFault:
         """Return the fault as one of a file that has these settings in a section."""
-        return Fault((section, *self.place), f"{section}.{self.text}")
+        return FileFault((section, *self.place), f"{section}.{self.text}")
 
 
 class FaultyError(ManifestError):
     """Settings have faults; the message has all of them."""
 
-    def __init__(self, faults: Iterable[Fault]) -> None:
+    def __init__(self, faults: Iterable[FileFault]) -> None:
         self.faults = tuple(faults)
         super().__init__(*(fault.text for fault in self.faults))
 
@@ -68,7 +68,7 @@ class Context:
 _NO_CONTEXT: Final = Context()
 
 
-def faults_of(value: object, kind: Any, context: Context = _NO_CONTEXT, place: Place = ()) -> list[Fault]:
+def faults_of(value: object, kind: Any, context: Context = _NO_CONTEXT, place: Place = ()) -> list[FileFault]:
     """Return all faults of ``value``, parsed from a file, as a ``kind``: a msgspec struct, or the type of a field."""
     try:
         msgspec.convert(value, kind)
@@ -77,7 +77,7 @@ def faults_of(value: object, kind: Any, context: Context = _NO_CONTEXT, place: P
     return []
 
 
-def faults_in(error: ManifestError) -> list[Fault]:
+def faults_in(error: ManifestError) -> list[FileFault]:
     """Return the faults that an error reports; each problem of a plain `ManifestError` begins with its setting."""
     return list(error.faults) if isinstance(error, FaultyError) else [_named(str(text)) for text in error.args]
 
@@ -99,13 +99,13 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - len(_MORE)] + _MORE
 
 
-def _explained(value: object, kind: Any, context: Context, place: Place) -> Iterator[Fault]:
+def _explained(value: object, kind: Any, context: Context, place: Place) -> Iterator[FileFault]:
     bare, _ = _split(kind)
     structs = [part for part in _members(bare) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
     if structs and isinstance(value, Mapping):
         yield from _of_section(value, structs, context, place)
         return
-    items: list[Fault] = []
+    items: list[FileFault] = []
     if (item := _item_kind(bare)) is not None and isinstance(value, list):
         items = [fault for index, part in enumerate(value) for fault in faults_of(part, item, context, (*place, index))]
     yield from items or [_unexpected(value, kind, context, place)]
@@ -113,7 +113,7 @@ def _explained(value: object, kind: Any, context: Context, place: Place) -> Iter
 
 def _of_section(
     value: Mapping[str, Any], structs: Sequence[type[msgspec.Struct]], context: Context, place: Place
-) -> Iterator[Fault]:
+) -> Iterator[FileFault]:
     """Yield the faults of a section; of several structs, its tag names the one that it is."""
     (tag_field,) = {struct.__struct_config__.tag_field for struct in structs}
     if tag_field is None or len(structs) == 1:
@@ -131,7 +131,7 @@ def _of_section(
 
 def _of_struct(
     value: Mapping[str, Any], struct: type[msgspec.Struct], context: Context, place: Place
-) -> Iterator[Fault]:
+) -> Iterator[FileFault]:
     fields = {known.encode_name: known for known in msgspec.structs.fields(struct)}
     tag_field = struct.__struct_config__.tag_field
     known = [*([tag_field] if tag_field else []), *fields, *context.shortcuts.get(place, ())]
@@ -149,7 +149,7 @@ def _of_struct(
     rest = {name: part for name, part in value.items() if name not in wrong}
     for problem in _relations({**context.stand_ins, **rest} if not place else rest, struct):
         if not any(re.search(rf"\b{re.escape(name)}\b", problem) for name in {*wrong, *context.doubtful}):
-            yield Fault(place, f"{_name(place)}: {problem}") if place else _named(problem)
+            yield FileFault(place, f"{_name(place)}: {problem}") if place else _named(problem)
 
 
 def _relations(value: Mapping[str, Any], struct: type[msgspec.Struct]) -> Iterator[str]:
@@ -161,31 +161,31 @@ def _relations(value: Mapping[str, Any], struct: type[msgspec.Struct]) -> Iterat
             yield from map(str, error.__cause__.args)
 
 
-def _named(problem: str) -> Fault:
+def _named(problem: str) -> FileFault:
     """Return a problem that begins with the name of its setting (`_name`) as a fault there."""
     setting = _SETTING.match(problem)
     keys = re.findall(r"\w+", setting[0]) if setting else []
-    return Fault(tuple(int(key) if key.isdigit() else key for key in keys), problem)
+    return FileFault(tuple(int(key) if key.isdigit() else key for key in keys), problem)
 
 
-def _unknown(name: str, value: object, near: str | None, known: Collection[str], place: Place) -> Fault:
+def _unknown(name: str, value: object, near: str | None, known: Collection[str], place: Place) -> FileFault:
     where = f"[{_name(place)}]" if place else "the file"
     hint = f"did you mean {near}?" if near else f"{where} may have {', '.join(known)}"
     noun = "section" if isinstance(value, Mapping) else "setting"
-    return Fault((*place, name), f"{_name((*place, name))} is no {noun}; {hint}")
+    return FileFault((*place, name), f"{_name((*place, name))} is no {noun}; {hint}")
 
 
-def _missing(kind: Any, context: Context, place: Place) -> Fault:
-    return Fault(place, f"{_name(place)} is missing: expected {context.forms.get(place) or expected(kind)}")
+def _missing(kind: Any, context: Context, place: Place) -> FileFault:
+    return FileFault(place, f"{_name(place)} is missing: expected {context.forms.get(place) or expected(kind)}")
 
 
-def _unexpected(value: object, kind: Any, context: Context, place: Place) -> Fault:
+def _unexpected(value: object, kind: Any, context: Context, place: Place) -> FileFault:
     bare, _ = _split(kind)
     choices = [str(choice) for part in _members(bare) if get_origin(part) is Literal for choice in get_args(part)]
     near = did_you_mean(value, choices) if isinstance(value, str) else None
     hint = f"; did you mean {near}?" if near else ""
     form = context.forms.get(place) or expected(kind)
-    return Fault(place, f"{_name(place)}: expected {form}, got {shown(value)}{hint}")
+    return FileFault(place, f"{_name(place)}: expected {form}, got {shown(value)}{hint}")
 
 
 def _name(place: Place) -> str:

@@ -17,7 +17,7 @@ from ..settings import NodeSettings
 from .setting import Setting, settings_of
 
 if TYPE_CHECKING:
-    from .faults import Fault
+    from .faults import FileFault
 
 CONFIG_NAME: Final = "config.toml"
 CONFIG_VARIABLE: Final = "FARANDOLE_CONFIG"
@@ -54,16 +54,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return {name: _placed(known[name], value, path.parent) for name, value in file.values.items()}
 
 
-def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[Fault]:
-    from .faults import Fault, did_you_mean, shown
+def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[FileFault]:
+    from .faults import FileFault, did_you_mean, shown
 
     for name, value in values.items():
         if name not in known:
             near = did_you_mean(name, known)
             hint = f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
-            yield Fault((name,), f"{name} is no setting; {hint}")
+            yield FileFault((name,), f"{name} is no setting; {hint}")
         elif not known[name].is_valid(value):
-            yield Fault((name,), f"{name}: expected {known[name].expected}, got {shown(value)}")
+            yield FileFault((name,), f"{name}: expected {known[name].expected}, got {shown(value)}")
 
 
 def _placed(setting: Setting, value: Any, folder: Path) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from farandole.protocol.errors import ManifestError
 
 from ..system.terminal import without_controls
-from .faults import Fault, FaultyError, Place, shortened
+from .faults import FaultyError, FileFault, Place, shortened
 
 # Ten times as much as the longest file of settings: a larger one is probably a wrong path.
 MAX_FILE_BYTES: Final = 256 * 1024
@@ -87,7 +87,7 @@ def key_lines(text: str) -> dict[Place, int]:
     return _Lines(text).found
 
 
-def _line_of(fault: Fault, lines: Mapping[Place, int]) -> int:
+def _line_of(fault: FileFault, lines: Mapping[Place, int]) -> int:
     """Return the line of a setting or, if it is not in the file, of its section; 0 for the file as a whole."""
     prefixes = (fault.place[:length] for length in range(len(fault.place), 0, -1))
     return next((lines[place] for place in prefixes if place in lines), 0)

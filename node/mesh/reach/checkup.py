@@ -40,7 +40,7 @@ from .messages import MESSAGE_TIMEOUT, answered, hear, tell
 
 if TYPE_CHECKING:
     from ..host import Host
-    from ..libp2p_stream import Stream
+    from ..libp2p_stream import Libp2pStream
 
 # Datagrams are repeated, since any may be lost; each waits for its echo.
 NUM_DATAGRAMS: Final = 4
@@ -71,10 +71,10 @@ class CheckupService:
         host.set_handler(ECHO_PROTOCOL, self._echo)
         host.set_handler(SPEED_PROTOCOL, self._measure)
 
-    async def _tell_time(self, stream: Stream) -> None:
+    async def _tell_time(self, stream: Libp2pStream) -> None:
         await tell(stream, ClockAnswer(max(0, int(self._clock() * 1_000))), MAX_MESSAGE_BYTES)
 
-    async def _echo(self, stream: Stream) -> None:
+    async def _echo(self, stream: Libp2pStream) -> None:
         token = secrets.token_bytes(TOKEN_BYTES)
         if stream.remote_address is None or self._num_echoing >= MAX_ECHOING:
             await tell(stream, EchoAnswer(0, token), MAX_MESSAGE_BYTES)
@@ -91,7 +91,7 @@ class CheckupService:
         finally:
             self._num_echoing -= 1
 
-    async def _measure(self, stream: Stream) -> None:
+    async def _measure(self, stream: Libp2pStream) -> None:
         request = decode_speed_request(await hear(stream, MAX_MESSAGE_BYTES))
         is_dear = not self._shaping.may_spend(MAX_SPEED_BYTES)
         if stream.is_relayed or self._is_busy or is_dear or not self._leave.take(trio.current_time()):
@@ -156,7 +156,7 @@ async def _is_echoed(socket: trio.socket.SocketType, token: bytes, target: tuple
     return False
 
 
-async def _send(stream: Stream, size: int, shaper: Shaper) -> None:
+async def _send(stream: Libp2pStream, size: int, shaper: Shaper) -> None:
     """Send ``size`` bytes, or as many as the time allows; then end the stream."""
     with trio.move_on_after(SPEED_SECONDS):
         while size > 0:
@@ -168,7 +168,7 @@ async def _send(stream: Stream, size: int, shaper: Shaper) -> None:
         await stream.send_eof()
 
 
-async def _receive(stream: Stream, size: int, shaper: Shaper) -> SpeedAnswer:
+async def _receive(stream: Libp2pStream, size: int, shaper: Shaper) -> SpeedAnswer:
     """Receive until the end, or until the time is over; the first piece starts the clock, and does not count."""
     num_received, began_at, ended_at = 0, None, 0.0
     with trio.move_on_after(SPEED_SECONDS + GRACE):

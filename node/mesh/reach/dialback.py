@@ -33,7 +33,7 @@ from .messages import MESSAGE_TIMEOUT, answered, hear, tell
 
 if TYPE_CHECKING:
     from ..host import Host
-    from ..libp2p_stream import Stream
+    from ..libp2p_stream import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Dialback:
 
     # Answering
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Libp2pStream) -> None:
         request = decode_request(await hear(stream, MAX_MESSAGE_BYTES))
         ip, port = stream.remote_address or ("", 0)
         reached: Sequence[int] = ()
@@ -170,7 +170,7 @@ class Dialback:
         return reached
 
 
-async def _ask_over(stream: Stream, request: Request) -> Witness:
+async def _ask_over(stream: Libp2pStream, request: Request) -> Witness:
     remote = stream.remote_address
     with answered(stream):
         await tell(stream, request, MAX_MESSAGE_BYTES)

@@ -15,25 +15,25 @@ from farandole.protocol.wire import encode
 
 from ...base.errors import PeerUnreachableError
 from ...base.streams import receive_frame
-from ..libp2p_stream import Stream
+from ..libp2p_stream import Libp2pStream
 
 MESSAGE_TIMEOUT: Final = 5.0
 
 
-async def tell(stream: Stream, message: msgspec.Struct, max_bytes: int) -> None:
+async def tell(stream: Libp2pStream, message: msgspec.Struct, max_bytes: int) -> None:
     """Send a message; raise `trio.TooSlowError` if the peer does not take it."""
     with trio.fail_after(MESSAGE_TIMEOUT):
         await stream.send_all(frame(encode(message), max_bytes))
 
 
-async def hear(stream: Stream, max_bytes: int, timeout: float = MESSAGE_TIMEOUT) -> bytes:
+async def hear(stream: Libp2pStream, max_bytes: int, timeout: float = MESSAGE_TIMEOUT) -> bytes:
     """Return the payload of the next frame; raise `trio.TooSlowError` if there is none in ``timeout`` seconds."""
     with trio.fail_after(timeout):
         return await receive_frame(stream, FrameParser(max_bytes))
 
 
 @contextmanager
-def answered(stream: Stream) -> Iterator[None]:
+def answered(stream: Libp2pStream) -> Iterator[None]:
     """Ask a peer over a stream, which is reset at the end; raise `PeerUnreachableError` if it fails to answer."""
     try:
         yield

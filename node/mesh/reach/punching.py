@@ -36,7 +36,7 @@ from .reachability import Reachability
 
 if TYPE_CHECKING:
     from ..host import Host
-    from ..libp2p_stream import Stream
+    from ..libp2p_stream import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Puncher:
 
     # The caller
 
-    async def _answer(self, stream: Stream) -> None:
+    async def _answer(self, stream: Libp2pStream) -> None:
         peer = stream.peer
         if not stream.is_relayed or not self._may_begin(peer):
             raise RemoteProtocolError("there is nothing to punch")
@@ -187,7 +187,7 @@ class Puncher:
 
     # Both
 
-    async def _send_offer(self, stream: Stream, observed: Sequence[Address]) -> None:
+    async def _send_offer(self, stream: Libp2pStream, observed: Sequence[Address]) -> None:
         """Send the addresses where this node can be met."""
         addresses = multiaddr_bytes(multiaddr_of(*address) for address in offer(observed, self._host.own.interfaces))
         await stream.send_all(encode_delimited(HolePunch(type=HolePunch.CONNECT, ObsAddrs=addresses)))

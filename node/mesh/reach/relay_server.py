@@ -32,7 +32,7 @@ from ..known_addresses import MAX_ADDRESSES
 
 if TYPE_CHECKING:
     from ..host import Host
-    from ..libp2p_stream import Stream
+    from ..libp2p_stream import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class RelayServer:
         finally:
             self._host.handlers.remove(HOP_PROTOCOL)
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Libp2pStream) -> None:
         try:
             with trio.fail_after(REQUEST_TIMEOUT):
                 request = await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
@@ -98,7 +98,7 @@ class RelayServer:
             await self._connect(stream, peer)
 
     async def _answer(
-        self, stream: Stream, status: Status, reservation: Reservation | None = None, limit: Limit | None = None
+        self, stream: Libp2pStream, status: Status, reservation: Reservation | None = None, limit: Limit | None = None
     ) -> None:
         answer = HopMessage(
             type=HopMessage.STATUS,
@@ -117,7 +117,7 @@ class RelayServer:
 
     # Reservations
 
-    async def _reserve(self, stream: Stream) -> None:
+    async def _reserve(self, stream: Libp2pStream) -> None:
         ip, _ = stream.remote_address or ("", 0)
         status = self.table.reserve(stream.peer, site_of(ip).address, trio.current_time())
         reservation = None
@@ -138,7 +138,7 @@ class RelayServer:
 
     # Circuits
 
-    async def _connect(self, source: Stream, peer: bytes) -> None:
+    async def _connect(self, source: Libp2pStream, peer: bytes) -> None:
         status = self.table.open_circuit(source.peer, peer, trio.current_time())
         if status is not Status.OK:
             await self._answer(source, status)
@@ -159,7 +159,7 @@ class RelayServer:
         finally:
             self.table.close_circuit(source.peer, peer)
 
-    async def _call(self, peer: bytes, source: bytes, limit: Limit) -> Stream:
+    async def _call(self, peer: bytes, source: bytes, limit: Limit) -> Libp2pStream:
         """Open a stream to a peer with a reservation that accepts the circuit, or raise `PeerUnreachableError`."""
         if not self._host.is_direct(peer):
             raise PeerUnreachableError("it has gone")
@@ -182,7 +182,7 @@ class RelayServer:
             raise
         return stream
 
-    async def _relay(self, first: Stream, second: Stream, limits: Limits) -> None:
+    async def _relay(self, first: Libp2pStream, second: Libp2pStream, limits: Limits) -> None:
         """Copy two streams to each other until both have ended, or one breaks, or a limit is reached.
 
         Both are reset at the end unless they ended by themselves.
@@ -190,7 +190,7 @@ class RelayServer:
         num_moved = 0
         first.is_bulk = second.is_bulk = True
 
-        async def copy(source: Stream, target: Stream) -> None:
+        async def copy(source: Libp2pStream, target: Libp2pStream) -> None:
             nonlocal num_moved
             try:
                 while data := await source.receive_some(self._piece_bytes):

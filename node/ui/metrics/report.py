@@ -39,7 +39,7 @@ LONGEST_PAUSE: Final = 300.0
 _Result = TypeVar("_Result")
 
 
-class Sent(msgspec.Struct, frozen=True):
+class LastSent(msgspec.Struct, frozen=True):
     """The round that was sent last."""
 
     place: str
@@ -58,7 +58,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Patience:
+class ReportPatience:
     """How a report waits, and tells people why."""
 
     wait: Callable[[float], bool]
@@ -87,7 +87,7 @@ class _EndedError(Exception):
     """The report must end, and what is left to send is for a later one."""
 
 
-def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: Patience) -> Report:
+def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: ReportPatience) -> Report:
     """Send the rounds in a file, and then each that is added, until ``patience.wait`` returns True.
 
     With ``patience.is_once``, send what is there and return. The tracker is finished in any case. Raises `TrackerError`
@@ -129,7 +129,7 @@ def _line(batch: Sequence[RoundFigures]) -> str:
     return f"round {last} sent" if len(batch) == 1 else f"rounds {first} to {last} sent"
 
 
-def _after(records: list[RoundRecord], sent: Sent | None) -> list[RoundRecord]:
+def _after(records: list[RoundRecord], sent: LastSent | None) -> list[RoundRecord]:
     """Return the rounds after the one that was sent last; by time, if that is no longer in the file."""
     if sent is None:
         return records
@@ -146,10 +146,10 @@ class _Memory:
     path: Path
     place: str
 
-    def read(self) -> Sent | None:
+    def read(self) -> LastSent | None:
         """Return it; None if there is none. Raises `TrackerError` if the file is damaged."""
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=Sent)
+            return msgspec.json.decode(self.path.read_bytes(), type=LastSent)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
@@ -157,7 +157,7 @@ class _Memory:
 
     def write(self, last: RoundFigures) -> None:
         """Replace the file."""
-        sent = Sent(self.place, last.record.round, last.record.at, last.tokens_in_all)
+        sent = LastSent(self.place, last.record.round, last.record.at, last.tokens_in_all)
         with replacing(self.path) as file:
             file.write(msgspec.json.encode(sent))
 

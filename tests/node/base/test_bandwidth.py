@@ -35,7 +35,7 @@ from farandole.node.store.fetch import fetch_checkpoint
 from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import MAX_SERVED, BlockService
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.bulk import Secrets
 from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
@@ -328,7 +328,7 @@ async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> Non
     alices, bobs = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
     keys = [Ed25519PrivateKey.generate() for _ in range(2)]
 
-    async def find(question: Question) -> Holding:
+    async def find(question: BlockQuestion) -> Holding:
         await trio.lowlevel.checkpoint()
         return holding.hold()
 

@@ -21,7 +21,7 @@ from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.resume import resumed_manifest
 from farandole.node.store.provider import Conditions
 from farandole.node.store.weight_files import WeightFiles
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.vectors import required_vectors
@@ -60,7 +60,7 @@ def start_at(home: Path, model: Consolidated, journal: Journal, *, is_named: boo
 async def test_what_was_kept_and_is_damaged_is_taken_anew_from_the_folder_that_was_named(
     tmp_path: Path, model: Consolidated, journal: Journal
 ) -> None:
-    question = Question(model.index.run_id, 0, model.id)
+    question = BlockQuestion(model.index.run_id, 0, model.id)
     for _ in range(2):
         start = start_at(tmp_path, model, journal, is_named=True)
         await start.open()

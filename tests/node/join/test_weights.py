@@ -48,7 +48,7 @@ from farandole.node.store.weight_files import WeightFiles
 from farandole.protocol import sketches
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.believing import Credit
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.copies import ranked
 from farandole.protocol.entries import RULES, CheckpointNotice, Kind
@@ -180,7 +180,7 @@ class World:
         await trio.lowlevel.checkpoint()
         self.provided.append(key)
 
-    async def sketch(self, host: object, member: bytes, question: sketches.Question) -> sketches.Sketch | None:
+    async def sketch(self, host: object, member: bytes, question: sketches.SketchQuestion) -> sketches.Sketch | None:
         """Return a member's answer, by `sketch_of`; None if it does not answer."""
         await trio.lowlevel.checkpoint()
         self.compared_with.append(member)
@@ -240,7 +240,7 @@ class World:
         return ranked(RUN, 2, [ANN, BOB])
 
     async def given(self, weights: Weights, stage: int) -> Holding | None:
-        return await weights.giving.find(Question(RUN, stage))
+        return await weights.giving.find(BlockQuestion(RUN, stage))
 
 
 async def run_here(function: Any, *args: object) -> object:
@@ -472,8 +472,8 @@ async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_st
     given = await world.given(world.weights, 1)
     assert given is not None
     assert given.read(0) == content
-    assert await world.weights.giving.find(Question(RUN, 1, given.id)) is given
-    assert await world.weights.giving.find(Question(RUN, 1, bytes(32))) is None
+    assert await world.weights.giving.find(BlockQuestion(RUN, 1, given.id)) is given
+    assert await world.weights.giving.find(BlockQuestion(RUN, 1, bytes(32))) is None
     nursery.cancel_scope.cancel()
 
 
@@ -802,7 +802,7 @@ class GivingLarge:
     async def seconds_until_answered(self) -> float:
         """Return the seconds until it answers; the trainer does not save in time."""
         began_at = trio.current_time()
-        assert await self.giving.find(Question(RUN, 0)) is not None
+        assert await self.giving.find(BlockQuestion(RUN, 0)) is not None
         with trio.fail_after(1):
             await self.giving.save_wanted()
         return trio.current_time() - began_at

@@ -16,7 +16,7 @@ from farandole.node.mesh.delimited import encode_delimited
 from farandole.node.mesh.dht import MAX_QUESTION_BYTES
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.known_addresses import MAX_ADDRESSES
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.protocol.identity import peer_id_bytes, public_bytes
 from farandole.protocol.kademlia import KAD_PROTOCOL, PeerAddresses
 
@@ -81,7 +81,7 @@ async def test_addresses_that_are_none_are_passed_over() -> None:
             addresses = [b"\xff\xff\xff", Multiaddr("/ip4/192.0.2.1/tcp/1").to_bytes(), b"\x06"]
             named = Message.Peer(id=peer_id_bytes(provider), addrs=addresses)
 
-            async def lie(stream: Stream) -> None:
+            async def lie(stream: Libp2pStream) -> None:
                 await stream.receive_some()
                 await stream.send_all(
                     encode_delimited(Message(type=Message.MessageType.GET_PROVIDERS, providerPeers=[named]))

@@ -23,7 +23,7 @@ from farandole.node.mesh.gate import (
 )
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import IDENTIFY_PROTOCOL
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.identity import public_bytes
@@ -70,7 +70,7 @@ async def member_and_visitor(run: Run) -> AsyncIterator[tuple[Host, Host, list[b
         member.gate.close(RUN_ID, roster)
         member.gate.knows_members = True
 
-        async def serve(stream: Stream) -> None:
+        async def serve(stream: Libp2pStream) -> None:
             served.append(stream.peer)
             await echo(stream)
 
@@ -184,7 +184,7 @@ async def test_nor_where_a_member_speaks_first(kind: str, run: Run) -> None:
 async def test_a_refusal_that_a_terminal_would_obey_is_not_shown(refusal: str, run: Run) -> None:
     async with member_and_visitor(run) as (member, visitor, _):
 
-        async def refuse(stream: Stream) -> None:
+        async def refuse(stream: Libp2pStream) -> None:
             await stream.send_all(frame(encode((refusal, "admission", b"")), MAX_INTRODUCTION_BYTES))
 
         member.set_handler(ADMISSION_PROTOCOL, refuse)

@@ -15,7 +15,7 @@ from farandole.node.base.errors import ListenError, PeerUnreachableError
 from farandole.node.mesh.dial_plan import Dial, dial_target
 from farandole.node.mesh.host import open_host
 from farandole.node.mesh.known_addresses import MAX_ADDRESSES, MAX_KNOWN_PEERS
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
 from ...patience import PATIENCE
@@ -28,11 +28,11 @@ def new_key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
 
 
-async def hold(stream: Stream) -> None:
+async def hold(stream: Libp2pStream) -> None:
     await trio.sleep_forever()
 
 
-async def receive_all(stream: Stream) -> bytes:
+async def receive_all(stream: Libp2pStream) -> bytes:
     received = bytearray()
     while data := await stream.receive_some():
         received += data
@@ -77,7 +77,7 @@ async def test_the_listener_knows_who_dialled() -> None:
             callers: list[bytes] = []
             is_done = trio.Event()
 
-            async def note_caller(stream: Stream) -> None:
+            async def note_caller(stream: Libp2pStream) -> None:
                 callers.append(stream.peer)
                 is_done.set()
 
@@ -91,7 +91,7 @@ async def test_the_listener_knows_who_dialled() -> None:
 async def test_a_connection_has_a_name_that_its_ends_share_and_no_other_connection_has() -> None:
     names: list[bytes] = []
 
-    async def note(stream: Stream) -> None:
+    async def note(stream: Libp2pStream) -> None:
         names.append(stream.handshake_hash)
 
     with trio.fail_after(PATIENCE):
@@ -133,7 +133,7 @@ async def test_a_slow_reader_slows_its_own_stream_and_no_other() -> None:
             may_read = trio.Event()
             total = 0
 
-            async def read_late(stream: Stream) -> None:
+            async def read_late(stream: Libp2pStream) -> None:
                 nonlocal total
                 await may_read.wait()
                 total = len(await receive_all(stream))
@@ -183,7 +183,7 @@ async def test_what_was_sent_before_the_connection_ended_is_still_read() -> None
             heard = bytearray()
             is_done = trio.Event()
 
-            async def read_late(stream: Stream) -> None:
+            async def read_late(stream: Libp2pStream) -> None:
                 await may_read.wait()
                 heard.extend(await receive_all(stream))
                 is_done.set()
@@ -207,11 +207,11 @@ async def test_a_reset_is_an_error_and_a_close_is_an_end() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
 
-            async def break_off(stream: Stream) -> None:
+            async def break_off(stream: Libp2pStream) -> None:
                 await stream.receive_some()
                 stream.reset()
 
-            async def close(stream: Stream) -> None:
+            async def close(stream: Libp2pStream) -> None:
                 await stream.receive_some()
 
             bob.set_handler("/reset/1", break_off)

@@ -24,7 +24,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import read_exactly
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import PING_PROTOCOL
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.protocol.identity import public_key_of
 from farandole.protocol.kademlia import KAD_PROTOCOL
 
@@ -109,24 +109,24 @@ async def open_js(folder: Path, **settings: Any) -> AsyncIterator[JsPeer]:
         await process.wait()
 
 
-async def echo(stream: Stream) -> None:
+async def echo(stream: Libp2pStream) -> None:
     while data := await stream.receive_some():
         await stream.send_all(data)
 
 
-async def sink(stream: Stream) -> None:
+async def sink(stream: Libp2pStream) -> None:
     size = 0
     while data := await stream.receive_some():
         size += len(data)
     await stream.send_all(f"{size} bytes".encode())
 
 
-async def source(stream: Stream) -> None:
+async def source(stream: Libp2pStream) -> None:
     for _ in range(0, LARGE, len(PIECE)):
         await stream.send_all(PIECE)
 
 
-async def reset(stream: Stream) -> None:
+async def reset(stream: Libp2pStream) -> None:
     await stream.receive_some()
     stream.reset()
 
@@ -136,7 +136,7 @@ def serve(host: Host) -> None:
         host.set_handler(f"/interop/{name}", handler)
 
 
-async def receive_all(stream: Stream) -> int:
+async def receive_all(stream: Libp2pStream) -> int:
     size = 0
     while data := await stream.receive_some():
         size += len(data)

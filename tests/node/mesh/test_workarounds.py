@@ -42,7 +42,7 @@ from farandole.node.mesh.delimited import receive_message
 from farandole.node.mesh.dht import Dht
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import IDENTIFY_PROTOCOL, MAX_IDENTIFY_BYTES, PING_PROTOCOL
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.multistream import Negotiation, ProtocolRefusedError
 from farandole.node.mesh.sockets import Socket
 from farandole.protocol.identity import public_bytes, public_key_of
@@ -270,7 +270,7 @@ async def test_the_library_ends_with_its_handler() -> None:
 
 
 async def test_a_handler_that_fails_costs_its_stream(caplog: pytest.LogCaptureFixture) -> None:
-    async def fail(stream: Stream) -> None:
+    async def fail(stream: Libp2pStream) -> None:
         await stream.receive_some()
         raise ZeroDivisionError
 
@@ -369,7 +369,7 @@ async def first_line(stdout: trio.abc.ReceiveStream) -> str:
     return line.decode().strip()
 
 
-async def _send_until_broken(stream: Stream) -> None:
+async def _send_until_broken(stream: Libp2pStream) -> None:
     with pytest.raises(trio.BrokenResourceError):
         while True:
             await stream.send_all(os.urandom(65536))

@@ -11,7 +11,7 @@ from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
 from farandole.node.mesh import yamux as driver
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.yamux import MuxedConn, UnreadBudget
 from farandole.protocol import yamux
 from farandole.protocol.yamux import (
@@ -77,7 +77,7 @@ async def receive_frame(far: trio.StapledStream) -> tuple[int, int, int, int]:
     return kind, flags, stream_id, length
 
 
-async def accept(conn: MuxedConn, far: trio.StapledStream, stream_id: int = 1) -> Stream:
+async def accept(conn: MuxedConn, far: trio.StapledStream, stream_id: int = 1) -> Libp2pStream:
     await far.send_all(encode(WINDOW_UPDATE, SYN, stream_id, 0))
     stream = await conn.accept_stream()
     assert await receive_frame(far) == (WINDOW_UPDATE, ACK, stream_id, 0)

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.state import messenger as messenger_module
 from farandole.node.state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, Messenger, open_messenger
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -175,7 +175,7 @@ async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyP
         async with host_at_loopback() as alice, host_at_loopback() as bob, open_messenger(alice) as from_alice:
             is_reported = trio.Event()
 
-            async def never_read(stream: Stream) -> None:
+            async def never_read(stream: Libp2pStream) -> None:
                 await trio.sleep_forever()
 
             bob.set_handler(TALK, never_read)

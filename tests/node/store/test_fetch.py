@@ -26,7 +26,7 @@ from farandole.node.store.partial_file import PartialFile, partial_path
 from farandole.node.store.provider import Conditions, DonorError
 from farandole.node.store.serve import BlockService
 from farandole.protocol import download
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import BlockQuestion
 from farandole.protocol.blocks import BLOCK_BYTES, num_blocks
 from farandole.protocol.identity import short_name
 
@@ -47,7 +47,7 @@ class Member:
     conditions: Conditions
     holding: Holding | None = None
 
-    async def find(self, question: Question) -> Holding | None:
+    async def find(self, question: BlockQuestion) -> Holding | None:
         await trio.lowlevel.checkpoint()
         if self.holding is None or question.id not in (None, self.holding.id):
             return None

@@ -17,11 +17,11 @@ from farandole.node.store.provider import Conditions, DonorError, open_taking
 from farandole.node.store.serve import BlockService
 from farandole.protocol.block_transfer import (
     MAX_WANTED,
+    BlockQuestion,
     Busy,
     Forget,
     Give,
     Here,
-    Question,
     Want,
     decode_answered,
     decode_given,
@@ -90,7 +90,7 @@ async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[A
     """Return an honest donor's answers, until it closes the stream or is silent."""
     holding = hold(tmp_path / "theirs", CONTENT)
 
-    async def find(question: Question) -> Any:
+    async def find(question: BlockQuestion) -> Any:
         await trio.lowlevel.checkpoint()
         return holding.hold()
 
@@ -128,7 +128,7 @@ def given(event: PipeEvent) -> Any:
     return decode_given(event.payload) if isinstance(event, Message) else event
 
 
-QUESTION = say(Question(RUN, 0, has_index=True))
+QUESTION = say(BlockQuestion(RUN, 0, has_index=True))
 HERE = Here(2)
 
 
@@ -162,7 +162,7 @@ async def test_whoever_breaks_the_protocol_loses_the_stream(
 
 
 async def test_another_runs_newcomer_gets_nothing(tmp_path: Path, nursery: trio.Nursery) -> None:
-    heard = await answers(tmp_path, nursery, say(Question(b"x" * 32, 0)))
+    heard = await answers(tmp_path, nursery, say(BlockQuestion(b"x" * 32, 0)))
     assert [type(message).__name__ for message in heard] == ["Absent"]
 
 
@@ -170,7 +170,7 @@ async def test_one_peer_has_one_turn(tmp_path: Path, nursery: trio.Nursery) -> N
     holding = hold(tmp_path / "theirs", CONTENT)
     num_found = 0
 
-    async def find(question: Question) -> Any:
+    async def find(question: BlockQuestion) -> Any:
         nonlocal num_found
         num_found += 1
         await trio.lowlevel.checkpoint()
@@ -245,7 +245,7 @@ async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, 
 )
 async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nursery, said: bytes) -> None:
     host: Any = MemoryHost(nursery, answer(say(Here(2)), say_in_pipe(Route(None, 0)), said))
-    question = Question(RUN, 0, SIGNED.id, has_index=True)
+    question = BlockQuestion(RUN, 0, SIGNED.id, has_index=True)
 
     async def take(block: int, data: memoryview) -> None:
         raise AssertionError("nothing came")

@@ -16,7 +16,7 @@ from farandole.node.store import serve as giving
 from farandole.node.store.fetch import fetch_checkpoint
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
-from farandole.protocol.block_transfer import MAX_MESSAGE_BYTES, Question, Want, encode
+from farandole.protocol.block_transfer import MAX_MESSAGE_BYTES, BlockQuestion, Want, encode
 from farandole.protocol.download import BLOCK_TIMEOUT
 from farandole.protocol.framing import frame
 from farandole.protocol.pipe import Pipe, Route
@@ -59,7 +59,7 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     holding = hold(tmp_path / "theirs", CONTENT)
 
-    async def find(question: Question) -> Any:
+    async def find(question: BlockQuestion) -> Any:
         await trio.lowlevel.checkpoint()
         return holding.hold()
 
@@ -91,7 +91,7 @@ class Reluctant:
     def __init__(self) -> None:
         pipe = Pipe(True, max_message_bytes=MAX_MESSAGE_BYTES, is_large=True)
         pipe.begin()
-        question = frame(encode(Question(RUN, 0)), MAX_MESSAGE_BYTES)
+        question = frame(encode(BlockQuestion(RUN, 0)), MAX_MESSAGE_BYTES)
         self._said = deque([question, pipe.send(Route(None, 0)), pipe.send_message(encode(Want(0, 1)))])
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
@@ -115,7 +115,7 @@ async def test_who_takes_nothing_of_what_he_wants_is_left_and_that_is_all(
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     holding = hold(tmp_path / "theirs", CONTENT)
 
-    async def find(question: Question) -> Any:
+    async def find(question: BlockQuestion) -> Any:
         await trio.lowlevel.checkpoint()
         return holding.hold()
 

@@ -20,7 +20,7 @@ from farandole.node.store.holdings import Holding
 from farandole.node.store.sketches import PEER_BURST, REST, SketchService, ask_for_sketch, sketch_path
 from farandole.protocol.framing import frame
 from farandole.protocol.safetensors import encode_header
-from farandole.protocol.sketches import SKETCH_PROTOCOL, Question, encode_answer, values_of
+from farandole.protocol.sketches import SKETCH_PROTOCOL, SketchQuestion, encode_answer, values_of
 
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback
@@ -30,7 +30,7 @@ from .test_liars import MemoryHost
 WEIGHTS = np.random.default_rng(1).standard_normal(600_000, np.float32)
 CONTENT = encode_header({}, [("slow/w", WEIGHTS.shape), ("momentum/w", WEIGHTS.shape)]) + 2 * WEIGHTS.tobytes()
 SEED = b"s" * 32
-QUESTION = Question(RUN, 0, SEED)
+QUESTION = SketchQuestion(RUN, 0, SEED)
 
 
 def finding(holding: Holding) -> Callable[[int], Awaitable[Holding | None]]:
@@ -57,9 +57,9 @@ async def test_a_members_sketch_is_that_of_its_file(tmp_path: Path) -> None:
         with trio.fail_after(PATIENCE):
             sketch = await ask_for_sketch(newcomer, member.author, QUESTION)
             assert sketch == values_of(await sketch_path(tmp_path / "theirs", SEED))
-            assert await ask_for_sketch(newcomer, member.author, Question(RUN, 0, b"t" * 32)) != sketch
-            assert await ask_for_sketch(newcomer, member.author, Question(RUN, 1, SEED)) is None
-            assert await ask_for_sketch(newcomer, member.author, Question(b"x" * 32, 0, SEED)) is None
+            assert await ask_for_sketch(newcomer, member.author, SketchQuestion(RUN, 0, b"t" * 32)) != sketch
+            assert await ask_for_sketch(newcomer, member.author, SketchQuestion(RUN, 1, SEED)) is None
+            assert await ask_for_sketch(newcomer, member.author, SketchQuestion(b"x" * 32, 0, SEED)) is None
 
 
 async def test_a_file_that_has_been_replaced_is_still_what_was_announced(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ class Donor:
 
     async def answers(self, peer: bytes, seed: bytes) -> bool:
         host: Any = MemoryHost(self._nursery, self.serve)
-        return await ask_for_sketch(host, peer, Question(RUN, 0, seed)) is not None
+        return await ask_for_sketch(host, peer, SketchQuestion(RUN, 0, seed)) is not None
 
 
 @pytest.fixture

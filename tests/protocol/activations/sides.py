@@ -19,7 +19,7 @@ from farandole.protocol.activations import (
     Gradient,
     Hello,
     Link,
-    Step,
+    Transit,
     Welcome,
 )
 from farandole.protocol.framing import frame
@@ -111,14 +111,14 @@ def give_back(alice: Side, bob: Side, index: int) -> None:
     assert alice.hear(bob.say(Gradient(index)) + bob.rest()) == [Gradient(index), DataReceived(index)]
 
 
-def bring_to(alice: Side, bob: Side, step: Step) -> None:
+def bring_to(alice: Side, bob: Side, step: Transit) -> None:
     """Bring microbatch 0 to this step, at both ends."""
-    if step is Step.FORWARD:
+    if step is Transit.FORWARD:
         bob.hear(alice.say(FORWARD) + alice.next_data())
     else:
         forward(alice, bob)
-    if step is Step.BACK:
+    if step is Transit.BACK:
         alice.hear(bob.say(Gradient(0)) + bob.next_data())
-    elif step is Step.RETURNED:
+    elif step is Transit.RETURNED:
         give_back(alice, bob, 0)
     assert alice.link.open == bob.link.open == {0: step}

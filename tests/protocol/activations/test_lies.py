@@ -22,7 +22,7 @@ from farandole.protocol.activations import (
     Dropped,
     Gradient,
     Settled,
-    Step,
+    Transit,
     Welcome,
 )
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -55,7 +55,7 @@ def test_each_message_has_its_side(message: Control, who: bool) -> None:
         wrong.link.send(message)
     with pytest.raises(RemoteProtocolError):
         receiver.hear(lie(message))
-    assert alice.link.open == bob.link.open == {0: Step.THERE}
+    assert alice.link.open == bob.link.open == {0: Transit.THERE}
 
 
 @pytest.mark.parametrize("index", [1, 2, 2**53])
@@ -156,7 +156,7 @@ def test_data_of_one_microbatch_at_a_time() -> None:
             sender.link.send(message)
         with pytest.raises(RemoteProtocolError):
             receiver.hear(lie(message))
-    assert alice.link.open == bob.link.open == {0: Step.BACK, 1: Step.THERE, 2: Step.FORWARD}
+    assert alice.link.open == bob.link.open == {0: Transit.BACK, 1: Transit.THERE, 2: Transit.FORWARD}
 
 
 @pytest.mark.parametrize("header", [b"\xff\xff\xff\xff", (CHUNK_FRAME_BYTES - 3).to_bytes(4, "big")])
@@ -193,7 +193,7 @@ def test_what_is_no_message_is_refused(payload: bytes) -> None:
     for side in (alice, bob):
         with pytest.raises(RemoteProtocolError):
             side.hear(frame(payload, DATA_BYTES))
-        assert side.link.open == {0: Step.THERE}
+        assert side.link.open == {0: Transit.THERE}
         assert side.link.credits == 4
 
 

@@ -15,7 +15,7 @@ from farandole.protocol.activations import (
     Dropped,
     Gradient,
     Settled,
-    Step,
+    Transit,
     shape_hash,
 )
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -133,7 +133,7 @@ def test_dropped_and_settled_cross() -> None:
     assert alice.hear(dropped) == []
     assert bob.hear(settled) == []
     forward(alice, bob)
-    assert alice.link.open == bob.link.open == {1: Step.THERE}
+    assert alice.link.open == bob.link.open == {1: Transit.THERE}
 
 
 def test_a_gradient_and_settled_cross() -> None:
@@ -180,13 +180,13 @@ def test_a_refusal_needs_no_place() -> None:
 def test_what_is_placed_nowhere_is_not_told_of() -> None:
     alice, bob = pair()
     assert bob.hear(alice.say(FORWARD) + alice.rest(), place=False) == [FORWARD]
-    assert bob.link.open == {0: Step.THERE}
+    assert bob.link.open == {0: Transit.THERE}
     assert alice.hear(bob.say(Dropped(0, "no slot is free", is_untouched=True)))
 
 
 def test_settled_on_its_way_back_ends_it_at_both() -> None:
     alice, bob = pair()
-    bring_to(alice, bob, Step.BACK)
+    bring_to(alice, bob, Transit.BACK)
     before = bytes(alice.memory)
     assert bob.hear(alice.say(Settled(0, is_kept=False))) == [Settled(0, is_kept=False)]
     assert alice.hear(bob.rest()) == []
@@ -197,7 +197,7 @@ def test_settled_on_its_way_back_ends_it_at_both() -> None:
 def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
     """Bob's round ends before his line has sent the whole gradient: its memory then goes to another microbatch."""
     alice, bob = pair()
-    bring_to(alice, bob, Step.BACK)
+    bring_to(alice, bob, Transit.BACK)
     dropped = Dropped(0, "the round is over", is_untouched=False)
     assert bob.link.may_drop(0)
     assert alice.hear(bob.say(dropped)) == [dropped]

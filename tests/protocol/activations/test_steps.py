@@ -14,7 +14,7 @@ from farandole.protocol.activations import (
     Dropped,
     Gradient,
     Settled,
-    Step,
+    Transit,
     Welcome,
 )
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -22,9 +22,11 @@ from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from .sides import FORWARD, HELLO, Side, bring_to, lie, lying_data, pair, send_data
 
 
-@pytest.mark.parametrize("step", Step)
+@pytest.mark.parametrize("step", Transit)
 @pytest.mark.parametrize(("who", "kind"), TRANSITIONS)
-def test_a_microbatch_goes_as_the_table_says(who: bool, kind: type[Gradient | Dropped | Settled], step: Step) -> None:
+def test_a_microbatch_goes_as_the_table_says(
+    who: bool, kind: type[Gradient | Dropped | Settled], step: Transit
+) -> None:
     messages: dict[type, Control] = {
         Gradient: Gradient(0),
         Dropped: Dropped(0, "", is_untouched=False),
@@ -48,12 +50,12 @@ def test_a_microbatch_goes_as_the_table_says(who: bool, kind: type[Gradient | Dr
     assert receiver.memory == before
 
 
-@pytest.mark.parametrize("step", Step)
-def test_only_what_has_returned_is_kept(step: Step) -> None:
+@pytest.mark.parametrize("step", Transit)
+def test_only_what_has_returned_is_kept(step: Transit) -> None:
     alice, bob = pair()
     bring_to(alice, bob, step)
     kept = Settled(0, is_kept=True)
-    if step is Step.RETURNED:
+    if step is Transit.RETURNED:
         assert bob.hear(alice.say(kept)) == [kept]
         return
     with pytest.raises(LocalProtocolError):
@@ -66,10 +68,10 @@ def test_only_what_has_returned_is_kept(step: Step) -> None:
 def test_no_gradient_before_the_activations_nor_twice_and_no_drop_after_it() -> None:
     dropped = Dropped(0, "", is_untouched=False)
     for step, message in (
-        (Step.FORWARD, Gradient(0)),
-        (Step.BACK, Gradient(0)),
-        (Step.RETURNED, Gradient(0)),
-        (Step.RETURNED, dropped),
+        (Transit.FORWARD, Gradient(0)),
+        (Transit.BACK, Gradient(0)),
+        (Transit.RETURNED, Gradient(0)),
+        (Transit.RETURNED, dropped),
     ):
         alice, bob = pair()
         bring_to(alice, bob, step)
@@ -80,7 +82,7 @@ def test_no_gradient_before_the_activations_nor_twice_and_no_drop_after_it() -> 
 
 
 def test_whatever_its_step_a_microbatch_can_be_ended_by_its_upstream_node() -> None:
-    for step in Step:
+    for step in Transit:
         alice, bob = pair()
         bring_to(alice, bob, step)
         assert bob.hear(alice.say(Settled(0, is_kept=False))) == [Settled(0, is_kept=False)]

@@ -19,7 +19,7 @@ from farandole.protocol.activations import (
     Hello,
     Link,
     Settled,
-    Step,
+    Transit,
     Welcome,
 )
 
@@ -70,7 +70,7 @@ class End:
         if memory is not None:
             memory.clear()  # raises BufferError if anything still refers to it
 
-    def in_step(self, *steps: Step) -> list[int]:
+    def in_step(self, *steps: Transit) -> list[int]:
         return [index for index, step in self.link.open.items() if step in steps]
 
 
@@ -78,7 +78,7 @@ class End:
 _PIECES = st.one_of(st.none(), st.none(), st.integers(1, 120))
 _DATA_SIZES = st.one_of(st.just(LINK_SIZE), st.integers(1, LINK_SIZE))
 _CHOICES = st.sampled_from(["take"] * 8 + ["leave", "drop"])
-_DROPPABLE = (Step.FORWARD, Step.THERE, Step.BACK)
+_DROPPABLE = (Transit.FORWARD, Transit.THERE, Transit.BACK)
 _PATIENCE = st.integers(0, 5)
 
 
@@ -163,10 +163,10 @@ class TwoNodes(RuleBasedStateMachine):
     def bob_sends_data(self, size: int) -> None:
         self.bob.send_data(size)
 
-    @precondition(lambda self: not self.bob.outgoing and set(self.bob.in_step(Step.THERE)) & self.bob.received)
+    @precondition(lambda self: not self.bob.outgoing and set(self.bob.in_step(Transit.THERE)) & self.bob.received)
     @rule(data=st.data())
     def bob_gives_back(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from(sorted(set(self.bob.in_step(Step.THERE)) & self.bob.received)))
+        index = data.draw(st.sampled_from(sorted(set(self.bob.in_step(Transit.THERE)) & self.bob.received)))
         self.bob.say(Gradient(index), gradient(index))
 
     @precondition(lambda self: self.bob.in_step(*_DROPPABLE))
@@ -179,12 +179,12 @@ class TwoNodes(RuleBasedStateMachine):
     @rule(data=st.data(), patience=_PATIENCE)
     def alice_gives_up(self, data: st.DataObject, patience: int) -> None:
         if not patience:
-            self.give_up(self.alice, data.draw(st.sampled_from(self.alice.in_step(*Step))))
+            self.give_up(self.alice, data.draw(st.sampled_from(self.alice.in_step(*Transit))))
 
-    @precondition(lambda self: set(self.alice.in_step(Step.RETURNED)) & self.alice.received)
+    @precondition(lambda self: set(self.alice.in_step(Transit.RETURNED)) & self.alice.received)
     @rule(data=st.data())
     def alice_keeps(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from(sorted(set(self.alice.in_step(Step.RETURNED)) & self.alice.received)))
+        index = data.draw(st.sampled_from(sorted(set(self.alice.in_step(Transit.RETURNED)) & self.alice.received)))
         self.alice.say(Settled(index, is_kept=True))
         self.alice.end(index, is_kept=True)
 
@@ -207,7 +207,7 @@ class TwoNodes(RuleBasedStateMachine):
         """Alice ends all microbatches, and everything arrives: both ends agree."""
         alice, bob = self.alice, self.bob
         for _ in range(2):
-            for index in alice.in_step(*Step):
+            for index in alice.in_step(*Transit):
                 self.give_up(alice, index)
             for end in (alice, bob):
                 if end.outgoing:

@@ -18,7 +18,7 @@ from farandole.protocol.exchange_messages import (
 )
 from farandole.protocol.outcomes import decode_resolution, decode_resolve
 from farandole.protocol.pipe import BULK_FROM, Received, Reroute, Route, Sealed, TransferReceived
-from farandole.protocol.pipe_steps import MAX_ROUTES, Step
+from farandole.protocol.pipe_steps import MAX_ROUTES, RouteStep
 
 from .sides import CHANNEL, Side, move_over, share_offers, tell
 
@@ -110,7 +110,10 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
                 case "alice moves" | "bob moves":
                     sender, receiver = (alice, bob) if move == "alice moves" else (bob, alice)
                     exchange = receiver.exchange
-                    is_open = exchange.pipe.step in (Step.CHANNEL, Step.LOST, Step.REPLACING) and not exchange.is_whole
+                    is_open = (
+                        exchange.pipe.step in (RouteStep.CHANNEL, RouteStep.LOST, RouteStep.REPLACING)
+                        and not exchange.is_whole
+                    )
                     if is_open and not (is_asked and receiver is alice):
                         # No honest side sends the last byte before the hash.
                         move_over(

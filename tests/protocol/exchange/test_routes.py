@@ -8,7 +8,7 @@ import pytest
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.exchange_messages import Accepted, Commit
 from farandole.protocol.pipe import BULK_FROM, CONTROL_KIND, Control, Received, Reroute, Route
-from farandole.protocol.pipe_steps import MAX_ROUTES, Step
+from farandole.protocol.pipe_steps import MAX_ROUTES, RouteStep
 
 from .sides import (
     CHANNEL,
@@ -123,7 +123,7 @@ def test_a_session_has_so_many_routes(large: tuple[Side, Side]) -> None:
     with pytest.raises(LocalProtocolError, match="beyond"):
         alice.send(Route(CHANNEL, 0))
     forged = Side(True, BULK_FROM)
-    forged.exchange.pipe.step = Step.CHANNEL
+    forged.exchange.pipe.step = RouteStep.CHANNEL
     forged.exchange.pipe.incoming.add(0, BULK_FROM)
     with pytest.raises(RemoteProtocolError, match="beyond"):
         tell(forged, bob, Route(CHANNEL, 0))

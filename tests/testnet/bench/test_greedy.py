@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import typer
 
-from farandole.testnet.bench.greedy import Crowd, numbers, play
+from farandole.testnet.bench.greedy import GreedyCrowd, numbers, play
 
 
 def test_greedy_members_that_exchange_are_met_and_those_that_do_not_are_not() -> None:
-    met, left = (play(Crowd(16, 3, do_follow_through), 10, seed=1) for do_follow_through in (True, False))
+    met, left = (play(GreedyCrowd(16, 3, do_follow_through), 10, seed=1) for do_follow_through in (True, False))
     assert 0 < met.in_all < 0.5
     assert met.alone < left.alone
     assert met.honest_pairs > 0.5

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.saving import NONE, WAYS, Round, SavingFigures, chance_share, measure, rows_of
+from farandole.testnet.bench.saving import NONE, WAYS, SavingFigures, TimedRound, chance_share, measure, rows_of
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 
 
-def rounds(way: str, *seconds: float, held: float = 0.0, write: float | None = None) -> list[Round]:
-    return [Round(way, turn, each, held, 5.0, write, 100_000_000) for turn, each in enumerate(seconds)]
+def rounds(way: str, *seconds: float, held: float = 0.0, write: float | None = None) -> list[TimedRound]:
+    return [TimedRound(way, turn, each, held, 5.0, write, 100_000_000) for turn, each in enumerate(seconds)]
 
 
 def test_what_is_lost_is_told_turn_by_turn() -> None:

@@ -21,10 +21,10 @@ from farandole.testnet.bench.walltime import (
     read_losses,
     run,
 )
-from farandole.testnet.line_exchanges import Home
+from farandole.testnet.line_exchanges import SimulatedHome
 from farandole.testnet.simulate_pairing import PairingScenario, simulate
-from farandole.testnet.simulate_time import MBIT, Lines, Pace, Timing, draw_homes
-from farandole.testnet.transfers import Line
+from farandole.testnet.simulate_time import MBIT, Lines, RunPace, Timing, draw_homes
+from farandole.testnet.transfers import SimulatedLine
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_four_homes_are_as_busy_as_the_measured_ones(
     overlap: bool, exchange_seconds: float, size: float, busy: float
 ) -> None:
     rounds = RoundConfig(round_seconds=10.0, exchange_seconds=exchange_seconds, overlap=overlap)
-    homes = [Home(Line(20 * MBIT, 100 * MBIT), 0.12)] * 4
+    homes = [SimulatedHome(SimulatedLine(20 * MBIT, 100 * MBIT), 0.12)] * 4
     scenario = PairingScenario(
         4, rounds, 600.0, start_spread=2.0, homes=homes, contribution_bytes=size, latency=(0.05, 0.001)
     )
@@ -78,7 +78,7 @@ def test_hours_to_a_loss_are_steps_to_it_times_the_seconds_of_one() -> None:
     losses = Losses(8, 10, {"DiLoCo": [(10, 4.0), (20, 2.0)], "pairs": [(10, 3.0), (20, 2.5)]})
     assert losses.steps_to("DiLoCo", 3.0) == 15.0
     assert losses.steps_to("DiLoCo", 1.0) is None
-    paces = [Pace(0.0, 720.0, 1.0)]
+    paces = [RunPace(0.0, 720.0, 1.0)]
     grid = loss_grid(losses, {("DiLoCo", "ring"): paces, ("pairs", BLOCKING): paces})
     assert [row[3:5] for row in grid.rows] == [["18", "3.50"], ["20", "4.00"]]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farandole.node.base.config.faults import Fault, FaultyError, Place, shown
+from farandole.node.base.config.faults import FaultyError, FileFault, Place, shown
 from farandole.node.base.config.toml_file import key_lines, read_toml
 from farandole.protocol.errors import ManifestError
 
@@ -111,7 +111,7 @@ def read_and_refuse(path: Path) -> None:
     """Read a file, and report each of its values as a fault."""
     file = read_toml(path)
     with file.naming_lines():
-        raise FaultyError(Fault((name,), f"{name} is wrong: {shown(value)}") for name, value in file.values.items())
+        raise FaultyError(FileFault((name,), f"{name} is wrong: {shown(value)}") for name, value in file.values.items())
 
 
 def test_a_long_value_is_cut_at_a_width_even_if_it_is_one_word(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from trio_typing import TaskStatus
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.reach import dialback as dialback_module
 from farandole.node.mesh.reach import reachability as reachability_module
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
@@ -85,7 +85,7 @@ async def test_relays_are_kept_while_witnesses_still_try() -> None:
     with trio.fail_after(PATIENCE):
         async with open_node(verdict=PUBLIC) as (relay, _), open_node() as (home, connectivity):
 
-            async def hesitate(stream: Stream) -> None:
+            async def hesitate(stream: Libp2pStream) -> None:
                 await trio.sleep_forever()
 
             relay.set_handler(DIALBACK_PROTOCOL, hesitate)
@@ -99,7 +99,7 @@ async def test_nothing_makes_holes_while_a_witness_dials() -> None:
         async with open_public() as alice, open_public() as bob, trio.open_nursery() as nursery:
             begun, done = trio.Event(), trio.Event()
 
-            async def hesitate(stream: Stream) -> None:
+            async def hesitate(stream: Libp2pStream) -> None:
                 begun.set()
                 await done.wait()
 
@@ -259,7 +259,7 @@ async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
             with pytest.raises(trio.BrokenResourceError):
                 await stream.receive_some()
 
-            async def lie(stream: Stream) -> None:
+            async def lie(stream: Libp2pStream) -> None:
                 await stream.receive_some()
                 await stream.send_all(raw)
 

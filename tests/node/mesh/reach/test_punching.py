@@ -13,7 +13,7 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.delimited import encode_delimited
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Reachability
@@ -43,7 +43,7 @@ async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
         async with open_relay() as relay, open_puncher() as (alice, _), open_puncher() as (bob, _):
             Dialback(relay.host)
 
-            async def echo(stream: Stream) -> None:
+            async def echo(stream: Libp2pStream) -> None:
                 stream.is_bulk = True
                 while data := await stream.receive_some():
                     await stream.send_all(data)

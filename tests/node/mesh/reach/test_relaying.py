@@ -17,7 +17,7 @@ from farandole.node.mesh.circuit import Circuit
 from farandole.node.mesh.delimited import encode_delimited, receive_message
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.known_addresses import MAX_ADDRESSES
-from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_bytes, public_bytes
 from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, STRANGERS_CIRCUIT_BYTES, Limits
@@ -30,12 +30,12 @@ RESERVE = encode_delimited(HopMessage(type=HopMessage.RESERVE))
 AGREED = encode_delimited(HopMessage(type=HopMessage.STATUS, status=Status.OK))
 
 
-async def echo(stream: Stream) -> None:
+async def echo(stream: Libp2pStream) -> None:
     while data := await stream.receive_some():
         await stream.send_all(data)
 
 
-async def hear(stream: Stream) -> HopMessage:
+async def hear(stream: Libp2pStream) -> HopMessage:
     return await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
 
 
@@ -111,7 +111,7 @@ async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None
         ):
             seen: list[bool] = []
 
-            async def note(stream: Stream) -> None:
+            async def note(stream: Libp2pStream) -> None:
                 seen.append(stream.is_relayed)
                 await echo(stream)
 
@@ -306,7 +306,7 @@ async def test_a_target_that_is_frozen_costs_the_caller_its_dial_and_the_relay_n
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             address = await reserve(bob, relay.host)
 
-            async def freeze(stream: Stream) -> None:
+            async def freeze(stream: Libp2pStream) -> None:
                 await trio.sleep_forever()
 
             bob.set_handler(STOP_PROTOCOL, freeze)
@@ -342,7 +342,7 @@ async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
         with trio.fail_after(PATIENCE):
             async with open_public() as mallory, open_home() as bob:
 
-                async def answer(stream: Stream, raw: bytes = raw) -> None:
+                async def answer(stream: Libp2pStream, raw: bytes = raw) -> None:
                     await stream.receive_some()
                     await stream.send_all(raw)
 
@@ -376,7 +376,7 @@ async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
             open_home() as bob,
         ):
 
-            async def speak_for_bob(stream: Stream) -> None:
+            async def speak_for_bob(stream: Libp2pStream) -> None:
                 await hear(stream)
                 await stream.send_all(AGREED)
                 await mallory.upgrader.accept(Circuit(stream, f"{mallory.addresses[0]}/p2p-circuit"))

@@ -11,7 +11,7 @@ import pytest
 from farandole.node.app.belongings import belongings_of
 from farandole.node.base.system.locking import locked_file
 from farandole.node.ui.metrics.figures import RoundFigures
-from farandole.node.ui.metrics.report import MAX_BATCH, Patience, Report, report_rounds
+from farandole.node.ui.metrics.report import MAX_BATCH, Report, ReportPatience, report_rounds
 from farandole.node.ui.metrics.tracker import (
     OpenedRun,
     ReportedRun,
@@ -74,7 +74,7 @@ class Story:
 
     def report(self, *steps: Callable[[], object], is_once: bool = False) -> Report:
         left = iter(steps)
-        patience = Patience(lambda seconds: self._wait(left, seconds), self.said.append, Random(0), is_once)
+        patience = ReportPatience(lambda seconds: self._wait(left, seconds), self.said.append, Random(0), is_once)
         return report_rounds(self.node.rounds, self.tracker, RUN, patience)
 
     def _wait(self, left: Iterator[Callable[[], object]], seconds: float) -> bool:
