@@ -18,7 +18,7 @@ SESSION_BYTES = 16
 # The longest message, a proposal, has 29 bytes; the rest is room for one more field.
 MAX_MESSAGE_BYTES = 64
 # Messages taken from one peer in METER_SECONDS. An honest one sends its proposals and answers, a few a round, and asks
-# a busy peer at most every 0.05 s (`farandole.protocol.pairing.MIN_RETRY`).
+# a busy peer at most every 0.05 s.
 MAX_MESSAGES, METER_SECONDS = 64, 1.0
 # Peers counted in one such period; messages of further ones are dropped.
 MAX_METERED_PEERS = 4_096
