@@ -133,7 +133,13 @@ def build(scenario: SybilScenario, seed: int) -> tuple[World, Delta]:
     sponsors = invite_members(creator, RUN_ID, b"sponsor".ljust(32), range(1), _FOR_EVER, quota=QUOTA)
     sponsor = sponsors.admit(RUN_ID, public_bytes(key_of(liar)), 0)
     invites = [
-        invite_members(creator, RUN_ID, f"honest {index}".encode().ljust(32), range(_SEATS), _FOR_EVER)
+        invite_members(
+            creator,
+            RUN_ID,
+            f"honest {index}".encode().ljust(32),
+            range(index * _SEATS, (index + 1) * _SEATS),  # a creator's invites share no seat; 0 is the sponsor's
+            _FOR_EVER,
+        )
         for index in range(2 * scenario.honest // _SEATS + 1)  # up to the same number again join as replacements
     ]
 
@@ -141,8 +147,8 @@ def build(scenario: SybilScenario, seed: int) -> tuple[World, Delta]:
     def admission_of(author_number: int) -> bytes:
         if author_number == liar:
             return encode(sponsor)
-        invite, seat = divmod(author_number, _SEATS)
-        return encode(invites[invite].admit(RUN_ID, public_bytes(key_of(author_number)), seat))
+        invite = invites[author_number // _SEATS]
+        return encode(invite.admit(RUN_ID, public_bytes(key_of(author_number)), author_number))
 
     numbers = {public_bytes(key_of(number)): number for number in range(1, 2 * scenario.honest)}
     world = World(

@@ -81,3 +81,10 @@ def test_entries_reach_all_honest_nodes_of_an_open_run_while_invented_authors_fi
     assert outcome.delay(0.99) <= MOST_SECONDS
     assert outcome.messages <= MOST_MESSAGES
     assert outcome.num_bytes <= MOST_BYTES
+
+
+def test_members_of_several_invites_of_the_creator_all_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seats are the creator's, not an invite's: two invites to the same seats would let members displace each other."""
+    monkeypatch.setattr("farandole.testnet.simulate_sybils._SEATS", 8)
+    outcome = play(SybilScenario(20, 0, "uninvited", replaced_a_minute=0.3), seed=1)
+    assert (outcome.kept, outcome.are_equal) == (1.0, True)
