@@ -42,6 +42,7 @@ SMALL: Final = {
     "testnet bench nat": "--pairs open/open",
     "testnet bench nat-recovery": "",
     "testnet bench recipe": "--plays 1 --seeds 2",
+    "testnet bench sybils --only": "--honest 30 --sybils 120",
     "testnet bench trainer": "--device cpu --model tiny --batch-size 4 --rounds 5 --round-seconds 3",
     "-s -m soak": "--collect-only -q",
 }
