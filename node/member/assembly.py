@@ -97,7 +97,6 @@ def make_member(
     require_trainable_model(manifest, daemon.settings.allow_model, by_loop=daemon.door is not None)
     if daemon.settings.start is not None and manifest.start is None:
         raise JoinError(f"--start {daemon.settings.start}: this run starts from its seed, not from a checkpoint")
-    serve_manifest(mesh.host, signed.run_id, raw_manifest)
     assembly = _Assembly(daemon, mesh, messenger, channels, manifest, signed, random.Random())
     roster = close_gate(mesh.host, manifest, signed)
     gossip = assembly.gossip(roster)
@@ -115,6 +114,7 @@ def make_member(
     store = assembly.store(membership)
     audits = assembly.audits(gossip, store)
     exchanges = ExchangeService(mesh.host, channels, mesh.shaping)
+    serve_manifest(mesh.host, signed.run_id, raw_manifest)
     assembly.serve_blocks(store, audits, exchanges)
     pipeline = assembly.pipeline(membership) if membership.num_stages > 1 else None
     leases = assembly.leases(gossip, membership) if manifest.data.epochs else None

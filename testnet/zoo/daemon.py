@@ -27,7 +27,10 @@ async def start_hostile_child(module: str, *arguments: Any) -> Child:
 if __name__ == "__main__":
     plan = plan_of()
     tame()
+    # The daemon has no place for such parts, so they replace names that its modules import: to mypy these names are not
+    # exported, and the types are others.
     trainer.start_child = start_hostile_child  # type: ignore[attr-defined, assignment]
     if plan.pairing != "honest":
-        assembly.Pairing = partial(GreedyPairing, does_exchange=plan.pairing == "greedy")  # type: ignore[attr-defined, assignment]
+        greedy = partial(GreedyPairing, does_exchange=plan.pairing == "greedy")
+        assembly.Pairing = greedy  # type: ignore[attr-defined, assignment]
     main()
