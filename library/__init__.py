@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from farandole.node.own_loop.create import create_run
     from farandole.node.own_loop.noloco import NoLoCo
     from farandole.node.own_loop.run_model import model_of
+    from farandole.node.programs.local import MeshError
+    from farandole.node.programs.mesh import Mesh
     from farandole.protocol.errors import FarandoleError
 
-__all__ = ["FarandoleError", "NoLoCo", "NodeError", "create_run", "model_of"]
+__all__ = ["FarandoleError", "Mesh", "MeshError", "NoLoCo", "NodeError", "create_run", "model_of"]
 
 _PLACES = {
     "FarandoleError": "farandole.protocol.errors",
+    "Mesh": "farandole.node.programs.mesh",
+    "MeshError": "farandole.node.programs.local",
     "NoLoCo": "farandole.node.own_loop.noloco",
     "NodeError": "farandole.node.own_loop.attachment",
     "create_run": "farandole.node.own_loop.create",

@@ -53,6 +53,7 @@ from .member.run_member import PARTNERS_FACT, RunMember
 from .mesh.host import Host, open_host
 from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity
+from .programs.service import ProgramService, open_programs
 from .state.credentials import ADMISSION_FACT
 from .state.messenger import open_messenger
 from .state.store import MANIFEST_FACT, open_store
@@ -328,7 +329,13 @@ async def be_node(daemon: Daemon) -> None:
                 _check_fit(daemon, raw)
             if raw != stored:
                 await store.put_fact(MANIFEST_FACT, raw)
-            async with open_member(daemon, mesh, messenger, raw) as member:
+            async with (
+                open_member(daemon, mesh, messenger, raw) as member,
+                open_programs(
+                    settings.programs,
+                    ProgramService(mesh.host, target.run_id, mesh.shaping, member.gossip, member.membership.notes),
+                ),
+            ):
                 desk.reporter = replace(
                     desk.reporter,
                     run_name=member.preparation.manifest.name,

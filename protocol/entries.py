@@ -49,6 +49,12 @@ MAX_SUSPECTS = 48
 """The number of 8-byte prefixes that a payload of 512 bytes holds."""
 REVOKED_PER_ENTRY = 14
 """The number of 32-byte keys that a payload of 512 bytes holds."""
+MAX_NOTES = 8
+"""The notes of all programs of one author."""
+MAX_NOTE_BYTES = 448
+"""One note with a name of 48 characters fits in a payload of 512 bytes."""
+NoteName = Annotated[str, msgspec.Meta(min_length=1, max_length=48, pattern=r"\A[0-9A-Za-z._/-]*\Z")]
+"""A name that programs choose, of a note or of a protocol of theirs."""
 KeyPrefix = Annotated[bytes, msgspec.Meta(max_length=PARTNER_BYTES)]
 """The first bytes of a public key: enough to distinguish a run's members, too few to prove anything."""
 LossMicros = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -70,6 +76,7 @@ class Kind(enum.IntEnum):
     REVOCATION = 12
     COMMITMENT = 16
     ACCUSATION = 17
+    NOTES = 18
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -224,6 +231,15 @@ class Commitment(Payload, frozen=True):
     """Class of the processor (`farandole.training.determinism.device_class`)."""
 
 
+class ProgramNotes(Payload, frozen=True):
+    """Short notes of programs of the author's owner (`farandole.protocol.program_messages`): name and value."""
+
+    notes: Annotated[
+        tuple[tuple[NoteName, Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]], ...],
+        msgspec.Meta(max_length=MAX_NOTES),
+    ] = ()
+
+
 class Accusation(Payload, frozen=True):
     """A signed commitment that the accuser replayed twice with another result. Others replay it themselves."""
 
@@ -274,10 +290,12 @@ RULES: dict[Kind, Rule] = {
         Commitment, slots=4, quantum=1, ttl=_HOUR, max_bytes=MAX_COMMITMENT_BYTES, is_metered=False, checked=12
     ),
     Kind.ACCUSATION: Rule(Accusation, slots=4, quantum=60, ttl=_DAY, max_bytes=448, is_metered=True, checked=3),
+    # The first kind that was later than a release: nodes of that one pass it on unread, so no field is checked.
+    Kind.NOTES: Rule(ProgramNotes, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0),
 }
 _SHORT_LATER = Rule(Payload, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0)
 _LONG_LATER = Rule(Payload, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True, checked=0)
-LATER_KINDS: Final[dict[int, Rule]] = dict.fromkeys(range(18, 26), _SHORT_LATER) | dict.fromkeys((26, 27), _LONG_LATER)
+LATER_KINDS: Final[dict[int, Rule]] = dict.fromkeys(range(19, 26), _SHORT_LATER) | dict.fromkeys((26, 27), _LONG_LATER)
 """Kinds for later releases. A kind that takes a number here keeps its limits, `checked` included, so releases agree on
 which of its entries are valid, and for how long. Each reader of such a kind checks its author's rights itself. They
 hold at most 8 kB an author."""

@@ -8,7 +8,6 @@ A socket for its owner alone (`farandole.node.base.system.endpoint`); one JSON o
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,8 @@ import trio
 
 from farandole.protocol.errors import FarandoleError
 
-from .system.endpoint import Endpoint, bound_endpoint, connect
+from .doors import serve_door
+from .system.endpoint import bound_endpoint, connect
 
 # Requests name a method and a few settings.
 MAX_REQUEST_BYTES: Final = 64 * 1024
@@ -29,10 +29,6 @@ MAX_RESPONSE_BYTES: Final = 16 * 1024 * 1024
 MAX_CONNECTIONS: Final = 32
 REQUEST_TIMEOUT: Final = 30.0
 IDLE_TIMEOUT: Final = 300.0
-# Pause after a failed accept: if no descriptor is free, one may be soon.
-ACCEPT_PAUSE: Final = 0.1
-# A client that needs a token sends it at once.
-TOKEN_TIMEOUT: Final = 5.0
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing's stubs, which hide trio's own types from checkers and keep this one elsewhere.
@@ -81,47 +77,21 @@ async def serve_control(
     The caller holds the home's lock. A handler refuses with `ControlError`; whatever else it raises is logged, and
     costs the request only.
     """
-    with bound_endpoint(path) as endpoint:
-        endpoint.listener.listen(MAX_CONNECTIONS)
-        slots = trio.CapacityLimiter(MAX_CONNECTIONS)
-        async with trio.open_nursery() as nursery:
-            task_status.started()
-            while True:
-                try:
-                    accepted, _ = await endpoint.listener.accept()
-                except OSError as error:  # out of descriptors, or the client is gone again
-                    _log.warning("cannot accept a connection of a program: %s", error)
-                    await trio.sleep(ACCEPT_PAUSE)
-                    continue
-                nursery.start_soon(_serve_connection, trio.SocketStream(accepted), endpoint, handlers, slots)
 
-
-async def _serve_connection(
-    stream: trio.SocketStream, endpoint: Endpoint, handlers: Mapping[str, Handler], slots: trio.CapacityLimiter
-) -> None:
-    # A client that goes away in the middle is no event.
-    with contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError):
-        async with stream, slots:
+    async def serve(connection: trio.SocketStream) -> None:
+        async with connection:
             buffer = bytearray()
-            if endpoint.token and not await _is_owner(stream, buffer, endpoint):
-                return
             while True:
                 with trio.fail_after(IDLE_TIMEOUT):
-                    line = await _receive_line(stream, buffer)
+                    line = await _receive_line(connection, buffer)
                 if line is None:
                     return
                 with trio.fail_after(REQUEST_TIMEOUT + 5.0):
-                    await stream.send_all(await answer(line, handlers))
+                    await connection.send_all(await answer(line, handlers))
 
-
-async def _is_owner(stream: trio.SocketStream, buffer: bytearray, endpoint: Endpoint) -> bool:
-    """Return whether the first line is the token; if not, nothing that follows is read."""
-    with trio.fail_after(TOKEN_TIMEOUT):
-        line = await _receive_line(stream, buffer)
-        if line is not None and hmac.compare_digest(line, endpoint.token):
-            return True
-        await stream.send_all(_refusal(ControlError("unauthorized", "say the token of this node's folder first")))
-    return False
+    unauthorized = _refusal(ControlError("unauthorized", "say the token of this node's folder first"))
+    with bound_endpoint(path) as endpoint:
+        await serve_door(endpoint, serve, MAX_CONNECTIONS, unauthorized, task_status)
 
 
 async def _receive_line(stream: trio.SocketStream, buffer: bytearray) -> bytes | None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 import trio
 
 from farandole.protocol.believing import Credit, Partners
-from farandole.protocol.entries import Beat, CheckpointNotice, Kind, StageLease, Suspects
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind, ProgramNotes, StageLease, Suspects
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.node_state import NodeState, speed_of
@@ -275,6 +275,11 @@ class Membership:
     def speed(self) -> float:
         """Return the tokens a second that this node could take through its stage; 0: not measured yet."""
         return speed_of(self._journal.state, self.num_stages)
+
+    def notes(self) -> dict[bytes, dict[str, bytes]]:
+        """Return the notes of the programs of the present members, and of this node's own."""
+        found = self._payloads({*self.everyone, self._host.author}, ProgramNotes)
+        return {author: dict(payload.notes) for author, payload in found.items()}
 
     def start_holders(self, checkpoint_id: bytes) -> list[bytes]:
         """Return the live members that have announced this starting checkpoint."""

@@ -9,7 +9,6 @@ for the next one.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,11 +17,10 @@ from typing import Final
 import trio
 
 from farandole.protocol import trainer_messages as messages
-from farandole.protocol.errors import RemoteProtocolError
 
+from ..base.doors import serve_door
 from ..base.nurseries import open_service_nursery
-from ..base.streams import read_exactly
-from ..base.system.endpoint import Endpoint, bound_endpoint
+from ..base.system.endpoint import bound_endpoint
 from ..base.system.memory import open_shared_memory, remove_leftovers
 from .trainer import STOP_TIMEOUT, Trainer, TrainerError, TrainerMemory, TrainerStream
 
@@ -30,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 # Loops that have connected and are not yet accepted: a person starts one, and perhaps another by mistake.
 MAX_WAITING: Final = 8
-# A token is sent as soon as a connection is there.
-GREETING_SECONDS: Final = 5.0
 # A dismissal fits into the socket's buffer.
 DISMISS_SECONDS: Final = 1.0
 _STOP: Final = messages.Stop()
@@ -116,12 +112,10 @@ class ScriptDoor:
                 await trainer.stop(messages.Dismiss(self.dismissal, is_over=True) if self.dismissal else _STOP)
                 trainer.close()
 
-    async def let_in(self, connection: trio.SocketStream, token: bytes) -> None:
+    async def let_in(self, connection: trio.SocketStream) -> None:
         """Take in a loop that has connected, or dismiss it."""
         stream = TrainerStream(connection)
-        if token and not await _is_owners(connection, token):
-            await stream.aclose()
-        elif self.dismissal:
+        if self.dismissal:
             await _dismiss(stream, messages.Dismiss(self.dismissal, is_over=True))
         elif self.has_loop:
             await _dismiss(stream, messages.Dismiss(ANOTHER))
@@ -139,12 +133,6 @@ class ScriptDoor:
         return stream
 
 
-async def _is_owners(connection: trio.SocketStream, token: bytes) -> bool:
-    with trio.move_on_after(GREETING_SECONDS), contextlib.suppress(trio.BrokenResourceError, RemoteProtocolError):
-        return hmac.compare_digest(await read_exactly(connection.receive_some, len(token) + 1), token + b"\n")
-    return False
-
-
 async def _dismiss(stream: TrainerStream, reason: messages.Dismiss) -> None:
     with trio.move_on_after(DISMISS_SECONDS), contextlib.suppress(trio.BrokenResourceError):
         await stream.send(reason)
@@ -156,33 +144,10 @@ async def open_script_door(path: Path) -> AsyncIterator[ScriptDoor]:
     """Listen at ``path`` for loops of this node's owner; the caller holds the home's lock."""
     door = ScriptDoor()
     with bound_endpoint(path) as endpoint:
-        endpoint.listener.listen(MAX_WAITING)
         try:
             async with open_service_nursery() as nursery:
-                nursery.start_soon(_listen, door, endpoint)
+                await nursery.start(serve_door, endpoint, door.let_in, MAX_WAITING)
                 yield door
         finally:  # once no further loop is let in
             with trio.CancelScope(shield=True):  # it closes a socket, and waits for nothing
                 await door.close()
-
-
-async def _listen(door: ScriptDoor, endpoint: Endpoint) -> None:
-    slots = trio.CapacityLimiter(MAX_WAITING)
-
-    async def greet(connection: trio.SocketStream) -> None:
-        try:
-            async with slots:
-                await door.let_in(connection, endpoint.token)
-        except BaseException:  # cancelled: nobody has taken it
-            connection.socket.close()
-            raise
-
-    async with trio.open_nursery() as nursery:
-        while True:
-            try:
-                connection, _ = await endpoint.listener.accept()
-            except OSError as error:  # out of descriptors, or the loop is gone again
-                logger.warning("cannot accept a loop's connection: %s", error)
-                await trio.sleep(DISMISS_SECONDS)
-                continue
-            nursery.start_soon(greet, trio.SocketStream(connection))

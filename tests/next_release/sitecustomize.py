@@ -19,7 +19,7 @@ ENTRIES = "farandole.protocol.entries"
 # Module -> pieces of its source, each unique there, and what the next release has in their place.
 EDITS = {
     ENTRIES: {
-        "    ACCUSATION = 17\n": "    ACCUSATION = 17\n    PLAN = 18\n",
+        "    NOTES = 18\n": "    NOTES = 18\n    PLAN = 19\n",
         "\n\nclass Beat(Payload": '    mood: Annotated[str, msgspec.Meta(max_length=8)] = ""\n\n\nclass Beat(Payload',
         "\n\n@dataclass(frozen=True, slots=True)\nclass Rule:": (
             "\n\nclass Plan(Payload, frozen=True):\n    words: Annotated[str, msgspec.Meta(max_length=64)]\n"

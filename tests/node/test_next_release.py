@@ -27,7 +27,7 @@ from .daemons import Daemon, joined
 from .small_runs import small_manifest, write_run
 
 FOLDER = Path(sitecustomize.__file__).parent
-PLAN = 18
+PLAN = 19
 
 
 @pytest.fixture

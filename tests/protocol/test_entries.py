@@ -11,6 +11,7 @@ from farandole.protocol.entries import (
     MAX_BODY_BYTES,
     MAX_COMMITMENT_BODY_BYTES,
     MAX_DELTA_BYTES,
+    MAX_NOTE_BYTES,
     MAX_SUSPECTS,
     REVOKED_PER_ENTRY,
     RULES,
@@ -27,6 +28,7 @@ from farandole.protocol.entries import (
     Member,
     Notice,
     Payload,
+    ProgramNotes,
     Progress,
     Proof,
     Revocation,
@@ -62,6 +64,7 @@ LARGEST: dict[Kind, Payload] = {
     ),
     Kind.ACCUSATION: Accusation(b"a" * 32, bytes(MAX_COMMITMENT_BODY_BYTES), b"s" * 64),
     Kind.REVOCATION: Revocation((b"k" * 32,) * REVOKED_PER_ENTRY),
+    Kind.NOTES: ProgramNotes((("n" * 48, b"v" * MAX_NOTE_BYTES),)),
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import trio
 
-from farandole.node.base import control
+from farandole.node.base import control, doors
 from farandole.node.base.control import ControlError, NoNodeError, call, serve_control
 from farandole.node.base.system import endpoint
 from farandole.node.base.system.unix_socket import MAX_SOCKET_PATH_BYTES, socket_path
@@ -98,7 +98,7 @@ async def test_a_moment_without_descriptors_ends_neither_the_node_nor_its_contro
             yield replace(bound, listener=listener)
 
     monkeypatch.setattr(control, "bound_endpoint", starved)
-    monkeypatch.setattr(control, "ACCEPT_PAUSE", 0.0)
+    monkeypatch.setattr(doors, "ACCEPT_PAUSE", 0.0)
     await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
     assert await ask(tmp_path, "echo", tokens=3) == {"tokens": 3}
     assert num_refused == 3
@@ -149,7 +149,7 @@ async def test_a_token_of_before_is_no_token(home: Path, tmp_path: Path, nursery
 
 @pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
 async def test_who_is_silent_on_a_port_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "TOKEN_TIMEOUT", 0.01)
+    monkeypatch.setattr(doors, "TOKEN_TIMEOUT", 0.01)
     port = json.loads((home / "control.port").read_bytes())["port"]
     with trio.fail_after(PATIENCE):
         stream = await trio.open_tcp_stream("127.0.0.1", port)

@@ -1,0 +1,265 @@
+"""`Mesh`: a node's mesh, for programs of its owner with protocols of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+from farandole.protocol.program_messages import (
+    MAX_WAIT_SECONDS,
+    Done,
+    FindNotes,
+    FindProviders,
+    HoldNote,
+    Listen,
+    NotesFound,
+    Open,
+    Opened,
+    Provide,
+    ProvidersFound,
+    Request,
+    Ringing,
+    Take,
+)
+
+from ..base.control import NoNodeError, call
+from ..base.settings import NodeSettings, default_home
+from ..base.system.endpoint import connect
+from .files import Progress, SharedFile, fetch
+from .local import AnswerType, MeshError, ask, close, receive_answer
+from .stream import MeshStream
+
+# The node answers at once, unless it dials or searches; then it has its own limit.
+LOCAL_SECONDS: Final = 30.0
+OPEN_SECONDS: Final = 30.0
+# A message must arrive within this time after its stream was opened.
+MESSAGE_SECONDS: Final = 60.0
+# Messages that have arrived and not been taken: further senders wait.
+MAX_UNTAKEN: Final = 64
+
+
+class Run(Protocol):
+    """A run that this process has joined, such as a `NoLoCo`."""
+
+    home: Path
+
+
+class MeshListener:
+    """Accepts streams under one name while it is open: ``for stream in listener``; made by `Mesh.listen`."""
+
+    def __init__(self, connection: socket.socket, take: Callable[[int], MeshStream]) -> None:
+        self._connection = connection
+        self._take = take
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def accept(self, timeout: float | None = None) -> MeshStream:
+        """Wait for a peer's stream; raise `MeshError` if the listener is closed, and `TimeoutError`."""
+        while True:
+            ringing = receive_answer(self._connection, Ringing, timeout)
+            with contextlib.suppress(MeshError):  # the peer is gone again
+                return self._take(ringing.ticket)
+
+    def __iter__(self) -> Iterator[MeshStream]:
+        """Yield streams until `close`."""
+        with contextlib.suppress(MeshError):
+            while True:
+                yield self.accept()
+
+    def close(self) -> None:
+        """Accept no more, from any thread."""
+        close(self._connection)
+
+
+class Mesh:
+    """The mesh of a running node, for programs with protocols of their own: messages, streams, files and notes.
+
+        with farandole.Mesh() as mesh:
+            for peer in mesh.members():
+                mesh.send(peer, "chat", b"hello")
+
+    Names of protocols and notes are the programs' own: letters, digits and ``. _ / -``, 48 characters at most. Peers
+    are named by their peer ids, and are who they say they are. In a run of invited members they are members; in an open
+    run they are whoever finds it. What they say is their own word.
+
+    ``run``: the `NoLoCo` of this process. Without it, ``home`` is the node's data directory, by default the usual one.
+    Bytes count towards the node's bandwidth caps. Raises `MeshError` if no node runs there.
+    """
+
+    def __init__(self, run: Run | None = None, *, home: str | Path | None = None) -> None:
+        self.home = run.home if run is not None else Path(home) if home is not None else default_home()
+        self._notes: dict[str, socket.socket] = {}
+        self._held: set[socket.socket] = set()
+        status = self.status(0)
+        self.peer_id: str = status["peer_id"]
+        """This node's peer id."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close listeners and shared files, and withdraw notes; streams stay open."""
+        for connection in (*self._held, *self._notes.values()):
+            close(connection)
+        self._held.clear()
+        self._notes.clear()
+
+    def status(self, max_members: int | None = None) -> dict[str, Any]:
+        """Return the JSON of ``farandole status``, with at most ``max_members`` members."""
+        try:
+            answer: dict[str, Any] = call(
+                self.home, "status", **({} if max_members is None else {"max_members": max_members})
+            )
+        except NoNodeError as error:
+            raise MeshError(str(error)) from error
+        return answer
+
+    def members(self) -> list[str]:
+        """Return the peer ids of the other present members."""
+        members = self.status()["members"]
+        return [member["peer_id"] for member in members if not (member["has_left"] or member["is_self"])]
+
+    # Streams and messages
+
+    def open(self, peer: str, name: str, timeout: float = OPEN_SECONDS) -> MeshStream:
+        """Open a stream to a peer whose program listens to ``name``. Raises `MeshError`."""
+        return self._stream(Open(peer, name, min(timeout, MAX_WAIT_SECONDS)), timeout + LOCAL_SECONDS)
+
+    def listen(self, name: str) -> MeshListener:
+        """Accept streams that peers open under ``name``. Raises `MeshError` if another program here listens to it."""
+        return MeshListener(self._hold(Listen(name)), lambda ticket: self._stream(Take(ticket), LOCAL_SECONDS))
+
+    def send(self, peer: str, name: str, message: bytes, timeout: float = OPEN_SECONDS) -> None:
+        """Send one message; return when the peer's program has taken it from `messages`.
+
+        ``timeout`` in seconds for each step. Raises `MeshError`, and `TimeoutError`.
+        """
+        with self.open(peer, name, timeout) as stream:
+            stream.send(message, timeout)
+            stream.end()
+            if stream.receive(timeout) is not None:
+                raise MeshError(f"{peer} answers under the name {name}: its program expects a stream, not messages")
+
+    def messages(self, name: str) -> Iterator[tuple[str, bytes]]:
+        """Yield messages that peers `send` under ``name``, each with its sender's peer id, until `close`."""
+        arrived: queue.Queue[tuple[MeshStream, bytes] | None] = queue.Queue(MAX_UNTAKEN)
+        listener = self.listen(name)
+
+        def read(stream: MeshStream) -> None:
+            with contextlib.suppress(MeshError, TimeoutError):
+                if (message := stream.receive(MESSAGE_SECONDS)) is not None:
+                    arrived.put((stream, message))
+                    return
+            stream.close()
+
+        def accept() -> None:  # a peer that is slow to send holds up no other's message
+            for stream in listener:
+                threading.Thread(target=read, args=(stream,), name="farandole-message", daemon=True).start()
+            arrived.put(None)
+
+        threading.Thread(target=accept, name="farandole-messages", daemon=True).start()
+        try:
+            while (found := arrived.get()) is not None:
+                stream, message = found
+                with stream:
+                    pass  # its end says that the message was taken
+                yield stream.peer, message
+        finally:
+            listener.close()
+
+    # Notes in the run state
+
+    def note(self, name: str, value: bytes) -> None:
+        """Publish a note in the run state, or replace it: 8 notes, and 500 bytes with their names, for each node.
+
+        It reaches all members within seconds, and is withdrawn when the mesh is closed or this process ends. Raises
+        `MeshError` if there is no room.
+        """
+        request = HoldNote(name, value)
+        if (held := self._notes.get(name)) is not None:
+            ask(held, request, Done, LOCAL_SECONDS)
+        else:
+            self._notes[name] = self._connected(request, Done, LOCAL_SECONDS)[0]
+
+    def notes(self, name: str) -> dict[str, bytes]:
+        """Return the notes of this name of all present members, by peer id."""
+        return self._answer(FindNotes(name), NotesFound, LOCAL_SECONDS).notes
+
+    # Files
+
+    def share(self, path: str | Path, progress: Progress = lambda done, total: None) -> str:
+        """Offer a file to everybody in the run until the mesh is closed; return its id, with which others `fetch` it.
+
+        ``progress`` is called with the bytes read so far, and the file's. Raises `OSError`.
+        """
+        shared = SharedFile(Path(path), progress)
+        listener = self.listen(shared.name)
+        threading.Thread(target=shared.serve, args=(listener,), name="farandole-file", daemon=True).start()
+        self._hold(Provide(bytes.fromhex(shared.id)))
+        return shared.id
+
+    def fetch(
+        self,
+        file_id: str,
+        path: str | Path,
+        progress: Progress = lambda done, total: None,
+        timeout: float = OPEN_SECONDS,
+    ) -> None:
+        """Fetch the file of this id to ``path``, from any member that shares it.
+
+        Each block is checked. A fetch that is interrupted, also by an exception of ``progress``, keeps its blocks in
+        ``path`` with ``.part`` behind its name, and goes on from there. ``progress`` is called with the bytes that are
+        there, and the file's. ``timeout``: seconds that a peer may take to answer, or for a mebibyte.
+
+        Raises `MeshError` if no peer gives the file, and `OSError`.
+        """
+        providers = self._answer(
+            FindProviders(bytes.fromhex(file_id), min(timeout, MAX_WAIT_SECONDS)),
+            ProvidersFound,
+            timeout + LOCAL_SECONDS,
+        ).peers
+        fetch(file_id, Path(path), providers, lambda peer, name: self.open(peer, name, timeout), progress, timeout)
+
+    # Requests
+
+    def _stream(self, request: Request, timeout: float) -> MeshStream:
+        return MeshStream(*self._connected(request, Opened, timeout))
+
+    def _hold(self, request: Request) -> socket.socket:
+        connection, _ = self._connected(request, Done, LOCAL_SECONDS)
+        self._held.add(connection)
+        return connection
+
+    def _answer(self, request: Request, kind: type[AnswerType], timeout: float) -> AnswerType:
+        connection, answer = self._connected(request, kind, timeout)
+        connection.close()
+        return answer
+
+    def _connected(self, request: Request, kind: type[AnswerType], timeout: float) -> tuple[socket.socket, AnswerType]:
+        """Make a request over a connection of its own; return both."""
+        try:
+            connection = connect(NodeSettings(home=self.home).programs, timeout)
+        except OSError as error:
+            raise MeshError(f"the node in {self.home} is in no run yet, or has ended: see farandole status") from error
+        try:
+            return connection, ask(connection, request, kind, timeout)
+        except BaseException:  # Ctrl-C too: nobody else has the connection
+            connection.close()
+            raise

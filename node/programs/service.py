@@ -1,0 +1,327 @@
+"""The node's side of `farandole.Mesh`: streams, notes and providers for programs of this node's owner.
+
+A program's connection carries one stream to a peer, or one thing that holds while it is open
+(`farandole.protocol.program_messages`). So a program that dies leaves nothing behind. The node reads nothing of what
+programs say to each other; it applies the caps: their bytes wait for the owner's limits, and for the run's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Final, Protocol
+
+import trio
+
+from farandole.protocol.entries import MAX_NOTES, RULES, Kind, Payload, ProgramNotes, payload_size
+from farandole.protocol.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.identity import peer_id_of, public_key_of, short_name
+from farandole.protocol.program_messages import (
+    LENGTH,
+    MAX_REQUEST_BYTES,
+    PROGRAMS_PROTOCOL,
+    Answer,
+    Done,
+    FindNotes,
+    FindProviders,
+    HoldNote,
+    Listen,
+    NotesFound,
+    Open,
+    Opened,
+    Provide,
+    ProvidersFound,
+    Refused,
+    Request,
+    Ringing,
+    Take,
+    decode_request,
+    framed_answer,
+)
+from farandole.protocol.records import blob_key
+
+from ..base.bandwidth import Shaping
+from ..base.doors import serve_door
+from ..base.nurseries import open_service_nursery
+from ..base.streams import read_exactly
+from ..base.system.endpoint import bound_endpoint
+from ..mesh.host import Host
+from ..mesh.libp2p_stream import Libp2pStream
+
+# Each is a socket, and two pumps while it carries a stream; programs have a handful.
+MAX_CONNECTIONS: Final = 256
+# Streams that one peer has open at once, taken or not: a peer cannot use up all connections.
+MAX_STREAMS_OF_PEER: Final = 16
+# Streams that a listening program has not yet heard of.
+MAX_RINGING: Final = 64
+# A program takes a stream as soon as it hears of it.
+TAKE_SECONDS: Final = 10.0
+# A program's answer, and a request after a connection, are at most a few kilobytes between two processes.
+LOCAL_SECONDS: Final = 10.0
+# Blobs that the programs of one node provide: each is announced in the DHT again and again.
+MAX_PROVIDED: Final = 64
+# A note is renewed before its entry expires.
+RENEW_SECONDS: Final = RULES[Kind.NOTES].ttl / 2
+
+
+class NotesState(Protocol):
+    """The part of the run state that notes need (`farandole.node.state.gossip.GossipService`)."""
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        """Publish an entry of this node."""
+
+
+class ProgramService:
+    """Serves the programs of one node; made by `open_programs`.
+
+    ``find_notes``: returns the notes of present members, by their public keys.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        run_id: bytes,
+        shaping: Shaping,
+        publisher: NotesState,
+        find_notes: Callable[[], Mapping[bytes, Mapping[str, bytes]]],
+    ) -> None:
+        self._host = host
+        self._run_id = run_id
+        self._shaping = shaping
+        self._publisher = publisher
+        self._find_notes = find_notes
+        self._notes: dict[str, bytes] = {}
+        self._has_new_notes = trio.Event()
+        self._provided: set[bytes] = set()
+        self._names: set[str] = set()
+        """The names under which programs listen."""
+        self._calls: dict[int, _Call] = {}
+        """Streams of peers that no program has finished with, by ticket."""
+        self._tickets = count(1)
+        self._num_streams: Counter[bytes] = Counter()
+
+    async def serve(self, connection: trio.SocketStream) -> None:
+        """Serve a program's connection, and close it. Raises `trio.BrokenResourceError` if the program is gone."""
+        async with connection:
+            try:
+                with trio.fail_after(LOCAL_SECONDS):
+                    request = await _receive(connection)
+                await self._answer(connection, request)
+            except FarandoleError as error:
+                await _say(connection, Refused(str(error)))
+
+    async def _answer(self, connection: trio.SocketStream, request: Request | None) -> None:
+        match request:
+            case Open():
+                await self._open(connection, request)
+            case Listen():
+                await self._listen(connection, request.name)
+            case Take():
+                await self._take(connection, request.ticket)
+            case HoldNote():
+                await self._hold_note(connection, request)
+            case FindNotes(name):
+                found = self._find_notes().items()
+                notes = {peer_id_of(author): all_of[name] for author, all_of in found if name in all_of}
+                await _say(connection, NotesFound(notes))
+            case Provide(blob):
+                await self._provide(connection, blob)
+            case FindProviders(blob, seconds):
+                providers = await self._host.find_providers(blob_key(self._run_id, blob), seconds)
+                await _say(connection, ProvidersFound([peer_id_of(peer) for peer, _ in providers]))
+
+    # Streams
+
+    async def _open(self, connection: trio.SocketStream, request: Open) -> None:
+        peer = public_key_of(request.peer)
+        if peer == self._host.author:
+            raise FarandoleError("this is the node's own peer id: programs on one machine need no mesh between them")
+        self._require_budget()
+        stream = await self._host.open_stream(peer, PROGRAMS_PROTOCOL + request.name, request.seconds)
+        try:
+            await _say(connection, Opened(request.peer, self._host.path(peer)))
+            await self._splice(connection, stream)
+            await stream.aclose()
+        finally:
+            stream.reset()
+
+    async def _listen(self, connection: trio.SocketStream, name: str) -> None:
+        if name in self._names:
+            raise FarandoleError(f"another program of this node listens to {name}")
+        calls, ringing = trio.open_memory_channel[Ringing](MAX_RINGING)
+        self._names.add(name)
+        self._host.set_handler(PROGRAMS_PROTOCOL + name, partial(self._ring, calls))
+        try:
+            await _say(connection, Done())
+            async with open_service_nursery() as nursery:
+                nursery.start_soon(_await_end, connection, nursery.cancel_scope)
+                async for call in ringing:
+                    await _say(connection, call)
+        finally:
+            self._host.handlers.remove(PROGRAMS_PROTOCOL + name)
+            self._names.remove(name)
+
+    async def _ring(self, calls: trio.MemorySendChannel[Ringing], stream: Libp2pStream) -> None:
+        """Tell the listening program of a peer's stream, and carry its bytes once a connection takes it."""
+        if self._num_streams[stream.peer] >= MAX_STREAMS_OF_PEER:
+            raise RemoteProtocolError(
+                f"{short_name(stream.peer)} has {MAX_STREAMS_OF_PEER} streams to programs already"
+            )
+        self._num_streams[stream.peer] += 1
+        ticket, call = next(self._tickets), _Call(peer_id_of(stream.peer))
+        self._calls[ticket] = call
+        try:
+            try:
+                calls.send_nowait(Ringing(ticket, call.peer))
+            except (trio.WouldBlock, trio.BrokenResourceError) as error:
+                raise trio.TooSlowError("the listening program takes no streams") from error
+            with trio.fail_after(TAKE_SECONDS):
+                await call.taken.wait()
+            assert call.connection is not None
+            await self._splice(call.connection, stream)
+        finally:
+            call.over.set()
+            del self._calls[ticket]
+            self._num_streams[stream.peer] -= 1
+            if not self._num_streams[stream.peer]:
+                del self._num_streams[stream.peer]
+
+    async def _take(self, connection: trio.SocketStream, ticket: int) -> None:
+        call = self._calls.get(ticket)
+        if call is None or call.connection is not None:
+            raise FarandoleError("this stream is gone, or taken")
+        call.connection = connection
+        await _say(connection, Opened(call.peer, self._host.path(public_key_of(call.peer))))
+        call.taken.set()
+        await call.over.wait()
+
+    async def _splice(self, connection: trio.SocketStream, stream: Libp2pStream) -> None:
+        """Carry bytes both ways until either end closes; reset the stream if either breaks off."""
+        stream.is_bulk = True
+        up, down = self._shaping.up, self._shaping.down
+
+        async def send(scope: trio.CancelScope) -> None:
+            while data := await connection.receive_some(up.quantum):
+                self._require_budget()
+                await up.wait(len(data))
+                await stream.send_all(data)
+            scope.cancel()
+
+        async def receive(scope: trio.CancelScope) -> None:
+            while data := await stream.receive_some(down.quantum):
+                self._require_budget()
+                await down.wait(len(data))
+                await connection.send_all(data)
+            scope.cancel()
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send, nursery.cancel_scope)
+                nursery.start_soon(receive, nursery.cancel_scope)
+        except* (trio.BrokenResourceError, trio.ClosedResourceError, FarandoleError):
+            stream.reset()
+
+    def _require_budget(self) -> None:
+        if not self._shaping.may_spend(self._shaping.up.quantum):
+            raise FarandoleError("this node has spent its month's traffic for now (--monthly-traffic)")
+
+    # Notes and providers
+
+    async def _hold_note(self, connection: trio.SocketStream, request: HoldNote) -> None:
+        name = request.name
+        if name in self._notes:
+            raise FarandoleError(f"another program of this node has a note of the name {name}")
+        try:
+            following: Request | None = request
+            while following is not None:
+                if not isinstance(following, HoldNote) or following.name != name:
+                    raise FarandoleError("this connection holds one note")
+                self._set_note(name, following.value)
+                await _say(connection, Done())
+                following = await _receive(connection)
+        finally:
+            if self._notes.pop(name, None) is not None:
+                self._has_new_notes.set()
+
+    def _set_note(self, name: str, value: bytes) -> None:
+        notes, limit = {**self._notes, name: value}, RULES[Kind.NOTES].max_bytes
+        if len(notes) > MAX_NOTES or payload_size(ProgramNotes(tuple(notes.items()))) > limit:
+            raise FarandoleError(f"the notes of a node's programs are at most {MAX_NOTES}, of {limit} bytes in all")
+        self._notes = notes
+        self._has_new_notes.set()
+
+    async def keep_notes(self) -> None:
+        """Publish the notes when they change, and before they expire, until cancelled."""
+        published: dict[str, bytes] = {}
+        while True:
+            with trio.move_on_after(RENEW_SECONDS):
+                await self._has_new_notes.wait()
+            self._has_new_notes = trio.Event()
+            if self._notes or published:
+                published = dict(self._notes)
+                await self._publisher.publish(Kind.NOTES, 0, ProgramNotes(tuple(published.items())))
+
+    async def _provide(self, connection: trio.SocketStream, blob: bytes) -> None:
+        if blob in self._provided:
+            raise FarandoleError("another program of this node provides this blob")
+        if len(self._provided) >= MAX_PROVIDED:
+            raise FarandoleError(f"a node provides at most {MAX_PROVIDED} blobs")
+        key = blob_key(self._run_id, blob)
+        self._provided.add(blob)
+        try:
+            await self._host.provide(key)
+            await _say(connection, Done())
+            await _await_end(connection)
+        finally:
+            self._host.withdraw(key)
+            self._provided.remove(blob)
+
+
+class _Call:
+    """A stream that a peer has opened to a program of this node."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.connection: trio.SocketStream | None = None
+        """The program's connection that takes it."""
+        self.taken = trio.Event()
+        self.over = trio.Event()
+
+
+async def _receive(connection: trio.SocketStream) -> Request | None:
+    """Return a program's next request; None at the end."""
+    if not (first := await connection.receive_some(1)):
+        return None
+    header = first + await read_exactly(connection.receive_some, LENGTH.size - 1)
+    (length,) = LENGTH.unpack(header)
+    if length > MAX_REQUEST_BYTES:
+        raise FarandoleError(f"a request of {length} bytes; the most is {MAX_REQUEST_BYTES}")
+    return decode_request(await read_exactly(connection.receive_some, length))
+
+
+async def _say(connection: trio.SocketStream, answer: Answer) -> None:
+    with trio.fail_after(LOCAL_SECONDS):
+        await connection.send_all(framed_answer(answer))
+
+
+async def _await_end(connection: trio.SocketStream, scope: trio.CancelScope | None = None) -> None:
+    """Wait until the program closes its connection; what it still says is no request."""
+    with contextlib.suppress(trio.BrokenResourceError):
+        while await connection.receive_some(MAX_REQUEST_BYTES):
+            pass
+    if scope is not None:
+        scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def open_programs(path: Path, service: ProgramService) -> AsyncIterator[None]:
+    """Listen at ``path`` for programs of this node's owner within the block; the caller holds the home's lock."""
+    with bound_endpoint(path) as endpoint:
+        async with open_service_nursery() as nursery:
+            nursery.start_soon(service.keep_notes)
+            await nursery.start(serve_door, endpoint, service.serve, MAX_CONNECTIONS)
+            yield

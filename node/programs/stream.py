@@ -1,0 +1,138 @@
+"""A stream of messages to a program of another member."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Final, Self
+
+from farandole.protocol.program_messages import END, LENGTH, MAX_MESSAGE_BYTES, Opened
+
+from .local import READ_BYTES, MeshError, close
+
+# The end of a side is four bytes, which wait behind whatever was sent before.
+END_SECONDS: Final = 30.0
+
+
+class MeshStream:
+    """A stream of messages to a program of another member; messages arrive whole and in order.
+
+    ``peer``: the peer id of that member. ``path``: how the stream travels, such as ``direct`` or ``relayed``.
+    A sender waits while the other program does not read. One thread may send while another receives.
+
+    `send` and `receive` raise `MeshError` if the stream is gone, and `TimeoutError` if a whole message takes more than
+    ``timeout`` seconds (None: no limit). A later `receive` goes on where one has stopped; after a `send` that was not
+    finished the stream is closed.
+    """
+
+    def __init__(self, connection: socket.socket, opened: Opened) -> None:
+        self.peer = opened.peer
+        self.path = opened.path
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._received = bytearray()
+        self._has_ended = False
+        self._is_ended_here = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            with contextlib.suppress(MeshError, TimeoutError):
+                self.end()
+        self.close()
+
+    def send(self, message: bytes | bytearray | memoryview, timeout: float | None = None) -> None:
+        """Send a message of at most 16 MiB."""
+        view = memoryview(message).cast("B")
+        if view.nbytes > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {view.nbytes} bytes: the most is {MAX_MESSAGE_BYTES}; share a file instead")
+        self._send((LENGTH.pack(view.nbytes), view), timeout)
+
+    def receive(self, timeout: float | None = None) -> bytes | None:
+        """Return the next message; None when the other program has ended its side."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        received = self._received  # grows as bytes arrive, so a length that a peer has announced costs nothing
+        while not self._has_ended:
+            if len(received) >= LENGTH.size:
+                if received[: LENGTH.size] == END:
+                    self._has_ended = True
+                    break
+                end = LENGTH.size + LENGTH.unpack_from(received)[0]
+                if end > LENGTH.size + MAX_MESSAGE_BYTES:
+                    raise MeshError(f"{self.peer} announces a message that is longer than {MAX_MESSAGE_BYTES} bytes")
+                if len(received) >= end:
+                    message = bytes(memoryview(received)[LENGTH.size : end])
+                    del received[:end]
+                    return message
+            received += self._receive_some(deadline)
+        return None
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield messages until the other program ends its side."""
+        while (message := self.receive()) is not None:
+            yield message
+
+    def end(self) -> None:
+        """Say that no more messages come from here; the other side may still send."""
+        if not self._is_ended_here:
+            self._send((END,), END_SECONDS)
+            self._is_ended_here = True
+
+    def close(self) -> None:
+        """Close both sides, from any thread. Without `end` before, the other program gets a `MeshError`."""
+        close(self._connection)
+
+    def _send(self, parts: Iterable[bytes | memoryview], timeout: float | None) -> None:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    try:
+                        view = view[self._connection.send(view) :]
+                    except BlockingIOError:
+                        self._wait(selectors.EVENT_WRITE, deadline)
+        except (OSError, ValueError) as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise
+            raise self._gone() from error
+        except BaseException:  # interrupted in the middle of a message: nothing can follow it
+            self.close()
+            raise
+
+    def _receive_some(self, deadline: float) -> bytes:
+        while True:
+            try:
+                part = self._connection.recv(READ_BYTES)
+            except BlockingIOError:
+                self._wait(selectors.EVENT_READ, deadline)
+                continue
+            except OSError as error:
+                raise self._gone() from error
+            if not part:
+                raise self._gone()
+            return part
+
+    def _wait(self, event: int, deadline: float) -> None:
+        """Wait for the socket, which a second thread may use meanwhile: its own timeout would be for both."""
+        with selectors.DefaultSelector() as selector:
+            try:
+                selector.register(self._connection, event)
+            except ValueError as error:  # closed by another thread
+                raise self._gone() from error
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            if not selector.select(left):
+                raise TimeoutError(f"{self.peer} takes too long")
+
+    def _gone(self) -> MeshError:
+        return MeshError(f"the stream to {self.peer} is gone: its program, that node or the connection has ended")

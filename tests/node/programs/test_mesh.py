@@ -1,0 +1,415 @@
+"""Programs of two nodes' owners use the mesh: real hosts and sockets, with clients in threads as programs are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import trio
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.control import serve_control
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.base.settings import NodeSettings
+from farandole.node.base.system import endpoint
+from farandole.node.mesh.host import Host
+from farandole.node.programs import service as service_module
+from farandole.node.programs.local import MeshError
+from farandole.node.programs.mesh import Mesh
+from farandole.node.programs.service import MAX_STREAMS_OF_PEER, ProgramService, open_programs
+from farandole.protocol.entries import Kind, Payload, ProgramNotes
+from farandole.protocol.program_messages import LENGTH, MAX_MESSAGE_BYTES, PROGRAMS_PROTOCOL, Provide
+from farandole.protocol.shared_files import BLOCK_BYTES, Index, stream_name
+from farandole.protocol.wire import encode
+
+from ...patience import PATIENCE
+from ..hosts import host_at_loopback
+
+T = TypeVar("T")
+RUN_ID = b"r" * 32
+
+
+class Notes:
+    """What the nodes of a test have published: the run state that they share."""
+
+    def __init__(self) -> None:
+        self.of: dict[bytes, dict[str, bytes]] = {}
+
+    def __call__(self) -> Mapping[bytes, Mapping[str, bytes]]:
+        return self.of
+
+    def publisher(self, author: bytes) -> _Publisher:
+        return _Publisher(self, author)
+
+
+class _Publisher:
+    def __init__(self, notes: Notes, author: bytes) -> None:
+        self._notes = notes
+        self._author = author
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        assert isinstance(payload, ProgramNotes)
+        assert (kind, index) == (Kind.NOTES, 0)
+        self._notes.of[self._author] = dict(payload.notes)
+
+
+@asynccontextmanager
+async def node(home: Path, notes: Notes, **shaping: float) -> AsyncIterator[Host]:
+    """Run a host whose owner's programs find it in ``home``, as a daemon's do."""
+    home.mkdir()
+    async with host_at_loopback() as host, trio.open_nursery() as nursery:
+
+        async def status(params: dict[str, Any]) -> object:
+            members = [{"peer_id": host.peer_id, "has_left": False, "is_self": True}]
+            return {"peer_id": host.peer_id, "members": members}
+
+        await nursery.start(serve_control, home / "control.sock", {"status": status})
+        programs = ProgramService(host, RUN_ID, Shaping.of_mbit(**shaping), notes.publisher(host.author), notes)
+        async with open_programs(NodeSettings(home=home).programs, programs):
+            yield host
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Host, Host]]:
+    notes = Notes()
+    async with node(tmp_path / "a", notes, up=0, down=0) as a, node(tmp_path / "b", notes, up=0, down=0) as b:
+        await connect(a, b)
+        yield a, b
+
+
+async def connect(a: Host, b: Host) -> None:
+    a.add_addresses(b.author, b.addresses)
+    await a.connect(b.author)
+
+
+async def program(function: Callable[[], T]) -> T:
+    """Run a program in a thread."""
+    with trio.fail_after(PATIENCE):
+        return await trio.to_thread.run_sync(function)
+
+
+async def mesh_at(home: Path) -> Mesh:
+    return await program(lambda: Mesh(home=home))
+
+
+async def both(first: Callable[[], object], second: Callable[[], object]) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(program, first)
+        nursery.start_soon(program, second)
+
+
+async def test_streams_carry_messages_both_ways_until_each_side_ends(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+    large = os.urandom(3_000_000)
+    listening = threading.Event()
+    heard: list[bytes] = []
+
+    def serve() -> None:
+        with Mesh(home=tmp_path / "b") as mesh, mesh.listen("echo/1") as listener:
+            listening.set()
+            with listener.accept(PATIENCE) as stream:
+                assert stream.peer == nodes[0].peer_id
+                for message in stream:
+                    heard.append(message)
+                    stream.send(message[::-1])
+
+    def call() -> None:
+        assert listening.wait(PATIENCE)
+        with Mesh(home=tmp_path / "a") as mesh, mesh.open(nodes[1].peer_id, "echo/1") as stream:
+            assert (stream.peer, stream.path) == (nodes[1].peer_id, "direct")
+            for message in (b"", b"hello", large):
+                stream.send(message)
+                assert stream.receive(PATIENCE) == message[::-1]
+            stream.end()
+            assert stream.receive(PATIENCE) is None
+            assert stream.receive(PATIENCE) is None
+
+    await both(serve, call)
+    assert heard == [b"", b"hello", large]
+
+
+async def test_a_sender_waits_while_the_other_program_does_not_read(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+    """Backpressure: what waits is in bounded buffers, so the sender stops after some megabytes, not at 100."""
+    listening, stuck = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with Mesh(home=tmp_path / "b") as mesh, mesh.listen("slow") as listener:
+            listening.set()
+            with listener.accept(PATIENCE) as stream:
+                assert stuck.wait(PATIENCE)
+                assert stream.receive(PATIENCE) == b"first"
+                with pytest.raises(MeshError, match="gone"):
+                    list(stream)
+
+    def call() -> None:
+        assert listening.wait(PATIENCE)
+        with Mesh(home=tmp_path / "a") as mesh:
+            stream, num_sent = mesh.open(nodes[1].peer_id, "slow"), 0
+            stream.send(b"first")
+            with pytest.raises(TimeoutError):
+                while num_sent < 100:
+                    stream.send(bytes(1_000_000), timeout=2.0)
+                    num_sent += 1
+            assert num_sent < 40
+            stuck.set()
+            with pytest.raises(MeshError, match="gone"):  # nothing can follow half a message
+                stream.send(b"more")
+
+    await both(serve, call)
+
+
+async def test_a_program_that_dies_breaks_its_streams_off(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+    listening, asked = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with Mesh(home=tmp_path / "b") as mesh, mesh.listen("echo") as listener:
+            listening.set()
+            stream = listener.accept(PATIENCE)
+            assert stream.receive(PATIENCE) == b"hello"
+            with pytest.raises(TimeoutError):
+                stream.receive(0.01)
+            asked.set()
+            with pytest.raises(MeshError, match="gone"):
+                stream.receive(PATIENCE)
+            stream.close()
+
+    def call() -> None:
+        assert listening.wait(PATIENCE)
+        stream = Mesh(home=tmp_path / "a").open(nodes[1].peer_id, "echo")
+        stream.send(b"hello")
+        assert asked.wait(PATIENCE)
+        stream.close()  # as the kernel closes the sockets of a process that is killed
+
+    await both(serve, call)
+    with pytest.raises(MeshError):  # its listener is closed, too
+        await program(lambda: Mesh(home=tmp_path / "a").open(nodes[1].peer_id, "echo"))
+
+
+async def test_messages_are_acknowledged_when_they_are_taken(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+    listening = threading.Event()
+    taken: list[tuple[str, bytes]] = []
+
+    def serve() -> None:
+        with Mesh(home=tmp_path / "b") as mesh:
+            messages = mesh.messages("chat")
+            threading.Timer(0.2, listening.set).start()
+            for sender, message in messages:
+                taken.append((sender, message))
+                if message == b"bye":
+                    return
+
+    def call() -> None:
+        assert listening.wait(PATIENCE)
+        with Mesh(home=tmp_path / "a") as mesh:
+            idle = mesh.open(nodes[1].peer_id, "chat")  # a member that says nothing holds up no message
+            mesh.send(nodes[1].peer_id, "chat", b"hello")
+            assert [message for _, message in taken] == [b"hello"]
+            mesh.send(nodes[1].peer_id, "chat", b"bye")
+            idle.close()
+
+    await both(serve, call)
+    assert taken == [(nodes[0].peer_id, b"hello"), (nodes[0].peer_id, b"bye")]
+
+
+async def test_notes_are_seen_by_others_while_their_program_runs(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+    a, b = [await mesh_at(tmp_path / name) for name in "ab"]
+
+    async def shows(expected: dict[str, bytes]) -> None:
+        with trio.fail_after(PATIENCE):
+            while await program(partial(b.notes, "offer")) != expected:  # noqa: ASYNC110 (programs poll, too)
+                await trio.sleep(0.01)
+
+    await program(lambda: a.note("offer", b"3 rollouts"))
+    await shows({nodes[0].peer_id: b"3 rollouts"})
+    await program(lambda: a.note("offer", b"4 rollouts"))
+    await shows({nodes[0].peer_id: b"4 rollouts"})
+    with pytest.raises(MeshError, match="another program"):
+        await program(lambda: Mesh(home=tmp_path / "a").note("offer", b"mine"))
+    with pytest.raises(MeshError, match="512 bytes"):
+        for name in ("more", "again"):
+            await program(partial(a.note, name, bytes(440)))
+    with pytest.raises(MeshError, match="request of a program"):
+        await program(lambda: a.note("a name with spaces", b""))
+    await shows({nodes[0].peer_id: b"4 rollouts"})
+    await program(a.close)
+    await shows({})
+
+
+async def test_a_name_has_one_listener_and_a_peer_few_streams(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+    """The attack: a member opens streams that nobody needs, to keep others from a program."""
+    a, b = nodes
+    mesh = await mesh_at(tmp_path / "b")
+    listener = await program(lambda: mesh.listen("work"))
+    with pytest.raises(MeshError, match="another program"):
+        await program(lambda: mesh.listen("work"))
+    streams = [await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work") for _ in range(MAX_STREAMS_OF_PEER)]
+    with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
+        await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).receive_some()
+    await streams[0].send_all(LENGTH.pack(2) + b"hi")
+    taken = await program(lambda: listener.accept(PATIENCE))
+    assert await program(lambda: taken.receive(PATIENCE)) == b"hi"
+    await program(taken.close)
+    with trio.fail_after(PATIENCE):
+        assert await streams[0].receive_some() == b""
+    # One of its streams is over: the peer may open another.
+    await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).send_all(b"?")
+    await program(mesh.close)
+
+
+async def test_a_stream_that_no_program_takes_is_reset(
+    tmp_path: Path, nodes: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "TAKE_SECONDS", 0.1)
+    a, b = nodes
+    mesh = await mesh_at(tmp_path / "b")
+    listener = await program(lambda: mesh.listen("work"))
+    with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
+        await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).receive_some()
+    with pytest.raises(TimeoutError):  # it passes over the stream that is gone
+        await program(lambda: listener.accept(0.1))
+    await program(mesh.close)
+
+
+async def test_an_announced_length_costs_nothing_and_too_long_a_one_the_stream(
+    tmp_path: Path, nodes: tuple[Host, Host]
+) -> None:
+    a, b = nodes
+    mesh = await mesh_at(tmp_path / "b")
+    listener = await program(lambda: mesh.listen("work"))
+    for length, error in ((MAX_MESSAGE_BYTES + 1, "longer"), (MAX_MESSAGE_BYTES, "gone")):
+        liar = await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")
+        await liar.send_all(LENGTH.pack(length) + b"x")
+        stream = await program(partial(listener.accept, PATIENCE))
+        if length == MAX_MESSAGE_BYTES:
+            with pytest.raises(TimeoutError):
+                await program(partial(stream.receive, 0.1))
+            liar.reset()
+        with pytest.raises(MeshError, match=error):
+            await program(partial(stream.receive, PATIENCE))
+        stream.close()
+    await program(mesh.close)
+
+
+async def test_what_programs_send_keeps_to_the_caps(tmp_path: Path) -> None:
+    notes = Notes()
+    listening = threading.Event()
+    size = 400_000
+    async with node(tmp_path / "a", notes, up=4, down=0) as a, node(tmp_path / "b", notes, up=0, down=0) as b:
+        await connect(a, b)
+
+        def serve() -> None:
+            with Mesh(home=tmp_path / "b") as mesh, mesh.listen("work") as listener:
+                listening.set()
+                with listener.accept(PATIENCE) as stream:
+                    assert stream.receive(PATIENCE) == bytes(size)
+
+        def call() -> None:
+            assert listening.wait(PATIENCE)
+            with Mesh(home=tmp_path / "a") as mesh, mesh.open(b.peer_id, "work") as stream:
+                stream.send(bytes(size))
+                stream.end()
+                assert stream.receive(PATIENCE) is None
+
+        began_at = trio.current_time()
+        await both(serve, call)
+        assert trio.current_time() - began_at > size / 500_000 - 0.1, "4 Mbit/s, after a burst of 50 ms"
+
+
+async def test_a_file_is_fetched_and_resumed_and_a_liar_is_passed_over(tmp_path: Path) -> None:
+    notes = Notes()
+    contents = os.urandom(3 * BLOCK_BYTES + 17)
+    (tmp_path / "weights").write_bytes(contents)
+    async with (
+        node(tmp_path / "a", notes, up=0, down=0) as a,
+        node(tmp_path / "b", notes, up=0, down=0) as b,
+        node(tmp_path / "liar", notes, up=0, down=0) as liar,
+    ):
+        for one, other in ((a, b), (a, liar), (b, liar)):
+            await connect(one, other)
+        honest, fetching, lying = [await mesh_at(tmp_path / name) for name in ("a", "b", "liar")]
+        seen: list[tuple[int, int]] = []
+        file_id = await program(lambda: honest.share(tmp_path / "weights"))
+        # The liar is a provider too, with the right index and one wrong block.
+        (tmp_path / "lie").write_bytes(contents[:BLOCK_BYTES] + bytes(len(contents) - BLOCK_BYTES))
+        await program(lambda: _share_falsely(lying, tmp_path / "weights", tmp_path / "lie", file_id))
+
+        def stop(done: int, total: int) -> None:
+            if done >= BLOCK_BYTES:
+                raise KeyboardInterrupt
+
+        target = tmp_path / "fetched"
+        with pytest.raises(KeyboardInterrupt):
+            await program(lambda: fetching.fetch(file_id, target, stop))
+        assert not target.exists()
+        await program(lambda: fetching.fetch(file_id, target, lambda done, total: seen.append((done, total))))
+        assert target.read_bytes() == contents
+        assert seen[0][0] >= BLOCK_BYTES, "what was there is kept"
+        assert seen[-1] == (len(contents), len(contents))
+        assert not list(tmp_path.glob("*.part"))
+        await program(honest.close)
+        with pytest.raises(MeshError, match="is not the file's"):  # only the liar is left
+            await program(lambda: fetching.fetch(file_id, tmp_path / "again"))
+        with pytest.raises(MeshError, match="no member that can be reached shares"):
+            await program(lambda: fetching.fetch("00" * 32, tmp_path / "other"))
+        for mesh in (fetching, lying):
+            await program(mesh.close)
+
+
+def _share_falsely(mesh: Mesh, true: Path, false: Path, file_id: str) -> None:
+    shared = true.read_bytes()
+    true.write_bytes(false.read_bytes())
+    try:
+        assert mesh.share(true) != file_id
+    finally:
+        true.write_bytes(shared)
+    served = mesh.listen(stream_name(file_id))
+    index = _index_of(shared)
+    assert index.id == file_id
+    mesh._hold(Provide(bytes.fromhex(file_id)))
+
+    def serve() -> None:
+        for stream in served:
+            with suppress(MeshError), stream:
+                stream.receive(PATIENCE)
+                stream.send(encode(index))
+                while (number := stream.receive(PATIENCE)) is not None:
+                    stream.send(false.read_bytes()[int.from_bytes(number, "big") * BLOCK_BYTES :][:BLOCK_BYTES])
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def _index_of(contents: bytes) -> Index:
+    blocks = [contents[at : at + BLOCK_BYTES] for at in range(0, len(contents), BLOCK_BYTES)]
+    return Index(len(contents), tuple(hashlib.sha256(block).digest() for block in blocks))
+
+
+async def test_without_a_node_the_error_says_so(tmp_path: Path) -> None:
+    with pytest.raises(MeshError, match="no node runs in"):
+        await program(lambda: Mesh(home=tmp_path))
+
+
+async def test_who_is_not_the_owner_is_served_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "HAS_UNIX_SOCKETS", False)
+    async with node(tmp_path / "a", Notes(), up=0, down=0):
+        port = json.loads((tmp_path / "a" / "programs.port").read_bytes())["port"]
+
+        def intrude() -> bytes:
+            with socket.create_connection(("127.0.0.1", port), PATIENCE) as stranger:
+                stranger.sendall(b"x" * 65 + b"\n")
+                with suppress(ConnectionResetError):  # closed while bytes were unread
+                    return stranger.recv(100)
+                return b""
+
+        assert await program(intrude) == b""
+        mesh = await mesh_at(tmp_path / "a")
+        await program(lambda: mesh.note("offer", b"by the owner"))
+        await program(mesh.close)
