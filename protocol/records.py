@@ -28,7 +28,7 @@ def relay_key(run_id: bytes) -> bytes:
 
 
 def blob_key(run_id: bytes, blob_id: bytes) -> bytes:
-    """Return 32 bytes, provided by nodes whose owners' programs serve this blob (`farandole.node.programs.blobs`)."""
+    """Return 32 bytes, provided by nodes whose owners' programs serve this blob (`farandole.node.programs.files`)."""
     return hashlib.sha256(framed(b"farandole/blob/1", run_id, blob_id)).digest()
 
 

@@ -1,4 +1,4 @@
-"""Files that programs share (`farandole.Mesh`): a file's id is the hash of its index, which has a hash of each block.
+"""Files that programs share (farandole.Mesh): a file's id is the hash of its index, which has a hash of each block.
 
 So whoever has the id, a text of 64 hexadecimal digits, can check every block that any peer gives.
 

@@ -1,1 +1,1 @@
-"""Programs of a node's owner that use its mesh for protocols of their own: `farandole.Mesh`."""
+"""Programs of a node's owner that use its mesh for protocols of their own: farandole.Mesh."""

@@ -1,4 +1,4 @@
-"""The node's side of `farandole.Mesh`: streams, notes and providers for programs of this node's owner.
+"""The node's side of farandole.Mesh: streams, notes and providers for programs of this node's owner.
 
 A program's connection carries one stream to a peer, or one thing that holds while it is open
 (`farandole.protocol.program_messages`). So a program that dies leaves nothing behind. The node reads nothing of what

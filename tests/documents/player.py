@@ -27,7 +27,8 @@ Comments before blocks (`tests.documents.markdown`) say what cannot be seen:
 | long                    | not played with its page: each of its commands by itself (`tests.documents.test_long`) |
 | file=run.toml           | for a block that is not a command: its text is written to this file |
 
-At the end all commands that still run get SIGTERM, and must exit with code 0.
+At the end all commands that still run get SIGTERM, and must exit with code 0. A reader's own Python program may die
+of it.
 """
 
 from __future__ import annotations
@@ -247,12 +248,13 @@ class Player:
         await self.end()
 
     async def end(self) -> None:
-        """End the commands that still run; each must exit with code 0."""
+        """End the commands that still run; each must exit with code 0, but a reader's own program may die of it."""
         going = [shell for shell in self.shells if not shell.has_ended.is_set()]
         for shell in going:
             shell.process.send_signal(signal.SIGTERM)
         for shell in going:
-            await shell.ends(Exit.OK)
+            own = (-signal.SIGTERM,) if shell.command.text.startswith("python ") else ()
+            await shell.ends(Exit.OK, *own)
 
     def machine(self) -> Machine:
         """Return the machine that the current block is for."""

@@ -32,6 +32,25 @@ farandole1...
 $ farandole --version
 ```
 """
+# A reader of the page on protocols has a node in a run, and another member has one too.
+TWO_MEMBERS = """
+<!-- play: on=first stays="trainer ready" -->
+```console
+$ farandole run create examples/run.toml
+$ farandole join examples/run.manifest
+```
+
+<!-- play: until -->
+```console
+$ farandole run invite
+farandole1...
+```
+
+<!-- play: on=second stays="trainer ready" -->
+```console
+$ farandole join farandole1...
+```
+"""
 # A reader of the page on data has some data.
 DATA = """
 <!-- play: on={name} file=make_data.py -->
@@ -84,7 +103,7 @@ QUICK, *SLOW = CHANGING_THE_CODE = (
 
 
 def test_every_page_with_commands_is_played() -> None:
-    played = {*AS_THEY_ARE, *CHANGING_THE_CODE, "docs/volunteer.md", "docs/your-data.md"}
+    played = {*AS_THEY_ARE, *CHANGING_THE_CODE, "docs/volunteer.md", "docs/your-data.md", "docs/your-own-protocol.md"}
     with_commands = {name_of(page) for page in PAGES if any(block.commands for block in blocks(page.read_text()))}
     assert with_commands - ELSEWHERE == played
 
@@ -99,6 +118,11 @@ async def test_a_page_is_played(name: str, tmp_path: Path) -> None:
 async def test_the_volunteers_guide_is_played_beside_a_run(tmp_path: Path) -> None:
     async with open_player(tmp_path) as player:
         await player.play(A_RUN + (ROOT / "docs" / "volunteer.md").read_text())
+
+
+async def test_the_guide_on_protocols_is_played_by_two_members(tmp_path: Path) -> None:
+    async with open_player(tmp_path) as player:
+        await player.play(TWO_MEMBERS + (ROOT / "docs" / "your-own-protocol.md").read_text())
 
 
 @soak

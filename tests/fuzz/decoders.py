@@ -10,6 +10,7 @@ import zlib
 from base64 import b32encode
 from collections.abc import Callable, Coroutine
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -36,8 +37,10 @@ from farandole.protocol import (
     outcomes,
     pairing_messages,
     pipe,
+    program_messages,
     push,
     reachability,
+    shared_files,
     sketches,
 )
 from farandole.protocol.bulk import Proposal, decode_proposal
@@ -382,6 +385,8 @@ DECODERS: dict[str, Decoder] = {
         [bytes((number,)) + frame(b"\0" + message, 1_000) for number in (3, 251) for message in samples(pipe.Control)],
     ),
     "pipe-control": of(pipe.decode_control, pipe.Control),
+    "program-answer": of(program_messages.decode_answer, program_messages.Answer),
+    "program-request": of(program_messages.decode_request, program_messages.Request),
     "protobuf-dht": protobuf(DhtMessage, DhtMessage(type=DhtMessage.FIND_NODE, key=bytes(34))),
     "protobuf-hop": protobuf(
         HopMessage,
@@ -398,6 +403,10 @@ DECODERS: dict[str, Decoder] = {
     ),
     "safetensors": Decoder(lambda raw: parse_header(raw, len(_HEADER) + 100), [_HEADER]),
     "safetensors-any": Decoder(lambda raw: parse_tensors(raw, 10_000), [encode_header({}, [("w", (3, 8))])]),
+    "shared-file-index": Decoder(
+        lambda raw: shared_files.decode_index(raw, sha256(raw).hexdigest()),
+        [msgspec.msgpack.encode(shared_files.Index(shared_files.BLOCK_BYTES + 1, (bytes(32), bytes(32))))],
+    ),
     "sketch-answer": Decoder(sketches.decode_answer, [sketches.encode_answer(bytes(size)) for size in (0, 1_024)]),
     "sketch-question": of(sketches.decode_question, sketches.SketchQuestion),
     "visitor-pass": of(invitations.decode_pass, invitations.VisitorPass),
