@@ -201,7 +201,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="WORDS",
-            help="Method with this name, or all that contain it; repeatable. A wrong name lists all.",
+            help="Method with this name, or all that contain it; repeatable. `--methods ?` lists all.",
         ),
     ] = None,
     rates: Annotated[

@@ -179,7 +179,7 @@ class Testnet:
                 for node in self._nodes:
                     node.kill()
             else:
-                self._say("interrupted: ending all nodes in good order (again to kill them)")
+                self._say("interrupted: ending all nodes cleanly (again to kill them)")
             self.is_interrupted = True
             self._stage.cancel()
 

@@ -49,8 +49,6 @@ EXEMPT: Final = {
     "testnet/zoo": "hostile members are limited where there are limits",
 }
 ALLOWED: Final = {
-    "node/app/doctor/machine.py: /dev/nvidiactl": "where there is none, it is not there",
-    "node/base/requirements.py: /dev/nvidiactl": "where there is none, it is not there",
     "node/mesh/mapping/gateway.py: /sbin/route": "asked on macOS and the BSDs alone",
     "node/mesh/reuse.py: socket.SO_REUSEADDR": "asked for where ports are shared alone",
     "node/loop/pause/idle_service.py: /proc": "where there is none, nothing is known",

@@ -28,7 +28,7 @@ class Learner(Replica):
 
     ``microbatch_size``: sequences that go through the model at once, 0: the whole batch. Smaller ones need less memory,
     and their gradients are summed to the batch's own, within rounding. ``is_compiled``: whether inner steps run through
-    `torch.compile`, which takes a minute here and pays on a GPU; raises `TrainingError` where it fails.
+    `torch.compile`, which takes a minute here and pays off on a GPU; raises `TrainingError` where it fails.
     ``recomputes``: see `Transformer.recomputes`. ``averages_on_host``, ``lean_author``: as in `Replica`. The last two
     raise `TrainingError` for other models than farandole's own, and a lean one does in a deterministic run.
     """

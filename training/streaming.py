@@ -105,7 +105,7 @@ def _no_column(name: str, field: str, columns: Iterable[str]) -> str:
 def _open(name: str) -> IterableDataset:
     if not is_data_set(name):
         raise DataError(
-            f"--stream {name}: this is no folder, and no OWNER/NAME or OWNER/NAME:CONFIG of the Hugging Face Hub"
+            f"--stream {name}: this is neither a folder nor OWNER/NAME or OWNER/NAME:CONFIG on the Hugging Face Hub"
         )
     try:
         from datasets import load_dataset

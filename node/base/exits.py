@@ -21,7 +21,7 @@ class Exit(enum.IntEnum):
         member.remedy = remedy
         return member
 
-    OK = 0, "Done; of `join` and `relay`: left in good order."
+    OK = 0, "Done; of `join` and `relay`: left cleanly."
     NOT_WELL = (
         1,
         "`farandole doctor` found a fault that keeps a node from working.",

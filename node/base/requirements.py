@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from farandole.protocol.errors import FarandoleError
@@ -20,14 +19,13 @@ from farandole.protocol.planning import STAGES, Machine, changes, plan, remedy
 
 from .figures import BYTES_PER_MBIT, mbit, size
 from .settings import NodeSettings
+from .system.nvidia import has_nvidia_driver
 
 # A run that has more parameters to a stage than machines have memory for can be cut so that it fits these.
 _USUAL: Final = Machine(USUAL_RATE, USUAL_RATE, memory=USUAL_MEMORY)
 # Share of a trainer's computed memory that must be there at least: the computation is not more accurate than this.
 LEAST_SHARE: Final = 0.9
 CAPS: Final = ("--upload-mbit", "--download-mbit")
-# Where this is, an NVIDIA GPU and its driver are.
-_NVIDIA: Final = Path("/dev/nvidiactl")
 
 
 class MemoryTooSmallError(FarandoleError):
@@ -90,7 +88,7 @@ def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
     device, stage = settings.device, settings.stage
     model = manifest.model
     stages = range(model.num_stages) if stage is None or stage >= model.num_stages else [stage]
-    has_gpu = device.startswith("cuda") or (device == "auto" and _NVIDIA.exists())
+    has_gpu = device.startswith("cuda") or (device == "auto" and has_nvidia_driver())
     needs = (needs_of_stage(manifest, each, recomputes=settings.recompute) for each in stages)
     memories = (
         each.memory(has_gpu=has_gpu, averages_on_gpu=settings.average_on_gpu, is_lean=settings.lean) for each in needs

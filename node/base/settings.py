@@ -229,7 +229,7 @@ class NodeSettings:
     )
     compile: bool = setting(
         False,
-        "Compile inner steps with torch.compile: takes a minute at the start, and pays on a GPU. Needs a C++ "
+        "Compile inner steps with torch.compile: takes a minute at the start, and pays off on a GPU. Needs a C++ "
         "compiler. Only for models that are not cut into stages.",
     )
     average_on_gpu: bool = setting(

@@ -22,9 +22,12 @@ BENCHES: Final = {
     "members": ("members", "What hostile members cost a run's loss, attack by attack, in simulation."),
     "honest": ("honest", "How often the guard refuses or clips honest members, in simulation."),
     "recipe": ("recipe", "Whether real nodes learn what the simulation of their run does."),
-    "greedy": ("greedy", "What share of the rounds members get that propose to everybody all the time, in simulation."),
+    "greedy": (
+        "greedy",
+        "Share of the rounds that greedy members get, which propose to all nodes at once; in simulation.",
+    ),
     "time": ("walltime", "Seconds a round takes on home lines: pairs, all-reduce and DiLoCo's barrier, in simulation."),
-    "memory": ("memory", "What a trainer holds of a GPU's memory and of the host's, beside a plain loop."),
+    "memory": ("memory", "What a trainer holds of a GPU's memory and of the host's, compared with a plain loop."),
     "sybils": ("sybils", "What invented authors do to the run state of honest members, in simulation."),
     "zoo": ("zoo", "What hostile members cost a run of real daemons, scenario by scenario (20 minutes)."),
     "faults": ("faults", "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime)."),
@@ -35,7 +38,9 @@ BENCHES: Final = {
 }
 """Command -> module, and what it measures."""
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure one thing, compared with others (from the source only).")
+bench_app = typer.Typer(
+    no_args_is_help=True, help="Measure one thing, compared with others (only in a copy of the repository)."
+)
 
 
 def command_of(name: str) -> Any:

@@ -25,6 +25,7 @@ EXTERNAL = {**dict.fromkeys(SIZES, 0), "num_layers": 1, "external": {"parameters
         ({"inner": {"deterministic": True}, "audits": 0.1}, "audits"),
         ({"data": {"epochs": 2}}, "data.epochs"),
         ({"outer": {"drift": 0.1}}, "outer.drift"),
+        ({"rounds": {"partners": 2}}, "rounds.partners"),
     ],
 )
 def test_a_run_that_depends_on_inner_steps_or_batches_takes_no_loops(settings: dict[str, Any], setting: str) -> None:

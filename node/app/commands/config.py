@@ -17,7 +17,7 @@ from ...base.settings import HOME_VARIABLE, NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import print_json
 
-config_app = typer.Typer(help="Settings: a file of them, and where each value comes from.", no_args_is_help=True)
+config_app = typer.Typer(help="Write, check and show settings.", no_args_is_help=True)
 
 # By click's names for them.
 _SOURCES: Final = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}

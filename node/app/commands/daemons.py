@@ -17,11 +17,11 @@ from .output import split_source
 
 @takes_settings()
 def join(settings: NodeSettings) -> None:
-    """Join a run and train until Ctrl-C (or `farandole leave`), saying what happens.
+    """Join a run and train until Ctrl-C (or `farandole leave`), and print each step.
 
     Examples: [cyan]farandole join farandole1...[/cyan]; [cyan]farandole join run.manifest[/cyan] (a run's first node);
     [cyan]farandole join[/cyan] (comes back to the run of this folder);
-    [cyan]farandole join farandole1... --stage 2[/cyan] (holds that stage, where the node would else choose one)
+    [cyan]farandole join farandole1... --stage 2[/cyan] (holds stage 2; otherwise the node chooses)
     """
     invite, manifest = split_source(settings.invite)
     settings = replace(settings, invite=invite, manifest=manifest)

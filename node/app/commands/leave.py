@@ -17,7 +17,7 @@ LEAVE_TIMEOUT: Final = 250.0
 
 
 def leave(home: Home) -> None:
-    """Tell the node that runs here to leave the run in good order, and wait until it is gone.
+    """Tell the node that runs here to leave the run cleanly, and wait until it is gone.
 
     Example: [cyan]farandole leave[/cyan]
     """

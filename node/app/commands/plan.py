@@ -43,12 +43,16 @@ def plan_run(
         str, typer.Argument(metavar="MODEL|RUN.TOML", help="A preset such as 125M, hf:FOLDER, or a run file.")
     ],
     upload: Annotated[
-        float, typer.Option("--upload", parser=parse_rate, metavar="RATE", help="The slowest member's line up.")
+        float, typer.Option("--upload", parser=parse_rate, metavar="RATE", help="The slowest member's upload rate.")
     ] = "20Mbit",  # type: ignore[assignment]  # typer parses it
     download: Annotated[
         float | None,
         typer.Option(
-            "--download", parser=parse_rate, metavar="RATE", help="Its line down.", show_default="as --upload"
+            "--download",
+            parser=parse_rate,
+            metavar="RATE",
+            help="The slowest member's download rate.",
+            show_default="as --upload",
         ),
     ] = None,
     gpu: Annotated[
@@ -57,11 +61,15 @@ def plan_run(
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option("--memory", parser=parse_size, metavar="SIZE", help="Of each machine.", show_default="any"),
+        typer.Option("--memory", parser=parse_size, metavar="SIZE", help="Memory of each machine.", show_default="any"),
     ] = None,
-    lean: Annotated[bool, typer.Option("--lean", help="Members join with --lean.")] = False,
+    lean: Annotated[
+        bool,
+        typer.Option("--lean", help="Plan for members that join with --lean (half of the GPU memory for weights)."),
+    ] = False,
     members: Annotated[
-        int | None, typer.Option("--members", min=1, metavar="N", help="Bounds the stages: two members to each.")
+        int | None,
+        typer.Option("--members", min=1, metavar="N", help="Number of members; limits the stages to half of it."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="RUN.TOML", help="Write the run file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a run file that is there, without asking.")] = False,

@@ -29,7 +29,7 @@ Who = Annotated[
     list[str], typer.Argument(metavar="PEER_ID|INVITE...", help="Members by their peer ids, or whole invites.")
 ]
 
-run_app = typer.Typer(help="Start a run, look at one, invite to one.", no_args_is_help=True)
+run_app = typer.Typer(help="Create a run, inspect it, invite others.", no_args_is_help=True)
 
 
 @run_app.command("create")
@@ -170,11 +170,13 @@ def show_run(
 def make_invite(
     home: Home,
     manifest: Annotated[
-        Path | None, typer.Option("--manifest", help="Of this manifest's run, instead of the running node's.")
+        Path | None, typer.Option("--manifest", help="Invite to this manifest's run, not to the running node's.")
     ] = None,
     address: Annotated[
         list[str] | None,
-        typer.Option("--address", metavar="MULTIADDR", help="To dial first (ends in /p2p/...); repeatable."),
+        typer.Option(
+            "--address", metavar="MULTIADDR", help="Address that newcomers dial first (ends in /p2p/...); repeatable."
+        ),
     ] = None,
     uses: Annotated[
         int, typer.Option("--uses", min=1, help="In a run of invited members: how many may join with it.")
@@ -188,7 +190,7 @@ def make_invite(
 ) -> None:
     """Print an invite: one line, all that others need to join.
 
-    Examples: [cyan]farandole run invite[/cyan] on a machine where a node of the run is on;
+    Examples: [cyan]farandole run invite[/cyan] (where a node of the run is running);
     [cyan]farandole run invite --uses 5 --expires 2d[/cyan] (in a run of invited members)
     """
     from farandole.protocol.invite import Invite, decode_invite, encode_invite

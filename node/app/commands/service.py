@@ -78,7 +78,7 @@ def install_service(
 
 @service_app.command("uninstall")
 def uninstall_service(name: Name = "farandole") -> None:
-    """Stop the service in good order, and remove it; the node's folder stays.
+    """Stop the service cleanly, and remove it; the node's folder stays.
 
     Example: [cyan]farandole service uninstall[/cyan]
     """

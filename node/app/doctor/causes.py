@@ -29,8 +29,8 @@ class Cause:
 _ok, _warning, _failed, _skipped = (partial(Cause, level) for level in Level)
 _MAKE_ROOM: Final = "free some space, or name a folder on another disk with --home"
 _OPEN_PORT: Final = (
-    "nothing needs doing: it works through relays. To be faster, switch on the router's UPnP, or forward a port of the "
-    "router to this machine's port of --listen"
+    "nothing needs doing: it works through relays. To be faster, switch on the router's UPnP; or forward its TCP port "
+    "4001 to this machine, and join with --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/PUBLIC-IP/tcp/4001"
 )
 NO_ADDRESS: Final = "no address of a peer is known"
 _NEWER_INVITE: Final = "ask for a newer invite: any member can make one (`farandole run invite`)"
@@ -72,7 +72,7 @@ CAUSES: Final = {
         "wait a minute and try again; else end its process, or use another folder with --home",
     ),
     "node-none": _ok("no node runs with this folder"),
-    "key-fine": _ok("{key} is whole, and nobody else's to read"),
+    "key-fine": _ok("{key} is intact, and only you can read it"),
     "key-missing": _ok("there is no key yet: the first `farandole join` makes one"),
     "key-unreadable": _failed("{key} cannot be read: {why}", "make it yours: sudo chown $USER {key}"),
     "key-broken": _failed(
@@ -120,7 +120,7 @@ CAUSES: Final = {
     ),
     "data-stream": _ok("{name} can be streamed, if the Hugging Face Hub has it"),
     "data-no-stream": _failed(
-        "{name} is no folder, and no data set's name",
+        "{name} is neither a folder nor a data set's name",
         "name a data set as the Hugging Face Hub does: --stream OWNER/NAME, or OWNER/NAME:CONFIG",
     ),
     "data-no-package": _failed(
@@ -135,7 +135,7 @@ CAUSES: Final = {
         "install its package into farandole's environment, with the same Python",
     ),
     "port-fine": _ok("{address} is free"),
-    "port-ours": _ok("{address} is taken, by the node that runs here as it seems"),
+    "port-ours": _ok("{address} is taken, apparently by the node that runs here"),
     "port-taken": _failed(
         "{address} is taken by another program",
         "stop that program; or choose another port, as in --listen /ip4/0.0.0.0/tcp/4002 (0: any that is free)",
@@ -181,7 +181,7 @@ CAUSES: Final = {
     "dns-unresolved": _failed("{name} does not resolve: {why}", "check this machine's DNS server; or " + _NEWER_INVITE),
     "egress-fine": _ok("outgoing TCP works, to ports {ports}"),
     "egress-only-443": _warning(
-        "a firewall lets TCP out to port 443 alone",
+        "a firewall lets TCP out to port 443 only",
         "ask for an invite with a member that listens on port 443; or use a network that lets more out",
     ),
     "egress-offline": _failed("this machine has no route to the internet", "connect it to a network, then try again"),
@@ -233,7 +233,10 @@ CAUSES: Final = {
         "its model is code of its own, {function} of {package}, which is not allowed",
         "get that package from the person who invited you, read it, install it, and use --allow-model {function}",
     ),
-    "run-needs-line": _warning("{why}", "do so if the line has as much: `farandole doctor --bandwidth` measures it"),
+    "run-needs-line": _warning(
+        "{why}",
+        "raise or remove the caps that it names, if the line is that fast: `farandole doctor --bandwidth` measures it",
+    ),
     "run-none": _skipped("no run is named"),
     "run-newer": _failed("{why}", "upgrade: docs/volunteer.md#upgrade"),
     "run-unknown": _failed(
@@ -244,7 +247,8 @@ CAUSES: Final = {
     "clock-fine": _ok("{how} compared with the peers' clocks"),
     "clock-slightly-off": _warning("this machine's clock is {how} compared with the peers' clocks", SET_CLOCK),
     "clock-off": _failed(
-        "this machine's clock is {how}, as the clocks of {num} peers show: others accept what it signs late, or never",
+        "this machine's clock is {how}, as the clocks of {num} peers show: others accept its messages only after a "
+        "delay, or never",
         SET_CLOCK,
     ),
     "clock-disputed": _warning(
@@ -255,12 +259,14 @@ CAUSES: Final = {
     "udp-fine": _ok("datagrams come back"),
     "udp-blocked": _warning(
         "UDP is blocked: datagrams to {num} peers did not come back",
-        "nothing needs doing: farandole uses TCP. To have it, let UDP out in the firewall",
+        "nothing needs doing: farandole uses TCP",
     ),
     "udp-untold": _skipped("{why}"),
     "nat-public": _ok("public: others reach this machine at {seen}"),
     "nat-port-open": _ok("public: the router has a port open, and others reach this node at {seen}"),
-    "nat-firewall": _ok("no NAT, but a firewall lets in answers alone; others punch through ({seen})"),
+    "nat-firewall": _ok(
+        "no NAT, but a firewall lets in only replies; others reach this node by hole punching ({seen})"
+    ),
     "nat-punchable": _ok("behind a NAT that can be punched through (seen as {seen})"),
     "nat-one-witness": _ok("behind NAT (seen as {seen}); it takes two peers to tell whether it is symmetric"),
     "nat-symmetric": _warning(
@@ -272,9 +278,9 @@ CAUSES: Final = {
         "have the router forward that port to the one of --listen, and the firewall let it in; or correct --announce",
     ),
     "nat-untold": _skipped("{why}"),
-    "upnp-fine": _ok("the router {ip} opens ports for those who ask; outside it is {external}"),
+    "upnp-fine": _ok("the router {ip} opens ports on request; its public address is {external}"),
     "upnp-double-nat": _warning(
-        "the router {ip} opens ports, but is itself behind NAT (as {external}): nobody outside comes to them",
+        "the router {ip} opens ports, but is itself behind NAT (as {external}), so nobody outside can reach them",
         "nothing needs doing; only the provider could give this line a public address",
     ),
     "upnp-refused": _warning(

@@ -25,6 +25,7 @@ from ...base.identity import KEY_BYTES, IdentityInUseError, locked
 from ...base.requirements import MemoryTooSmallError, memory_needed, memory_shortfall
 from ...base.settings import NodeSettings
 from ...base.system.files import others_may
+from ...base.system.nvidia import has_nvidia_driver
 from ...store.disk_space import used_bytes
 from .causes import found
 from .finding import Finding
@@ -186,7 +187,7 @@ async def check_torch(device: str) -> Finding:
             done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
     except trio.TooSlowError:
         return found("torch-slow", seconds=TORCH_TIMEOUT)
-    return judge_torch(done, has_nvidia=await trio.Path("/dev/nvidiactl").exists())
+    return judge_torch(done, has_nvidia=has_nvidia_driver())
 
 
 def judge_torch(done: subprocess.CompletedProcess[bytes], *, has_nvidia: bool) -> Finding:
