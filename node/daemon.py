@@ -42,6 +42,7 @@ from .inspect.listing import offers_of
 from .join.address_book import AddressBook
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
 from .join.kept_ports import keep_ports, load_ports
+from .join.own_invite import own_invite
 from .loop.pause.idle import IdleWatch
 from .loop.pause.idle_service import IdleKeeper
 from .loop.pause.pause import Rest
@@ -221,7 +222,17 @@ async def open_desk(
     ``questions`` are answered over the socket; ``deeds`` are done for the page as well. Both add to every daemon's own.
     """
     settings, journal, host = daemon.settings, daemon.journal, mesh.host
-    reporter = Reporter(host, journal, run_id, "", time.time(), mesh.shaping, mesh.connectivity, traffic=mesh.traffic)
+    reporter = Reporter(
+        host,
+        journal,
+        run_id,
+        "",
+        time.time(),
+        mesh.shaping,
+        mesh.connectivity,
+        traffic=mesh.traffic,
+        quiet_hours=settings.quiet_hours,
+    )
     desk = Desk(reporter)
 
     async def leave(params: dict[str, Any]) -> object:
@@ -300,9 +311,15 @@ async def be_node(daemon: Daemon) -> None:
         await rest_keeper.resume()
         return f"still resting: {rest.words}" if rest.is_on else "training again"
 
+    async def invitation(params: dict[str, Any]) -> object:
+        try:
+            return await trio.to_thread.run_sync(own_invite, settings.home)
+        except FarandoleError as error:
+            raise ControlError("cannot_invite", str(error)) from error
+
     limits = Limits() if settings.relay else None
     questions = {"checkpoints": checkpoints, **admission_handlers(lambda: member)}
-    deeds = {"pause": pause, "resume": resume}
+    deeds = {"invitation": invitation, "pause": pause, "resume": resume}
     async with (
         open_mesh(daemon, [target.run_id], target.peers, limits, target.network_key) as mesh,
         open_messenger(mesh.host) as messenger,

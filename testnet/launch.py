@@ -460,6 +460,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def play_and_report(testnet: Testnet) -> PlayReport:
+    """Play a testnet to its end, and write its report. Raises `KeyboardInterrupt` for a play that was cut short."""
+    report = trio.run(testnet.play)
+    if testnet.is_interrupted:
+        raise KeyboardInterrupt
+    write_report(report, testnet.out)
+    return report
+
+
 def write_report(report: PlayReport, out: Path) -> None:
     """Write ``report.json``."""
     (out / REPORT_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

@@ -235,6 +235,8 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     """What a person should know, newest last."""
     paths: dict[str, int] = msgspec.field(default_factory=dict)
     """``bulk`` or ``stream`` -> committed exchanges whose contributions moved so; see `ExchangeStatus.path`."""
+    quiet_hours: list[str] = msgspec.field(default_factory=list)
+    """The owner's, as in the settings."""
     upload_mbit: float = 0.0
     """The node's cap; 0: none."""
     download_mbit: float = 0.0

@@ -60,6 +60,7 @@ class Reporter:
     apart: Callable[[], Collection[bytes]] = frozenset
     """Returns the peers whose release this node cannot average with."""
     traffic: TrafficKeeper | None = None
+    quiet_hours: Sequence[str] = ()
     _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
     """Time by trio's clock, the members, and their summary at that time."""
 
@@ -103,6 +104,7 @@ class Reporter:
             relays=[peer_id_of(held.relay) for held in connectivity.keeper.held],
             relayed_peers=connectivity.num_reservations,
             relayed_circuits=connectivity.num_circuits,
+            quiet_hours=list(self.quiet_hours),
             upload_mbit=shaping.up.rate / BYTES_PER_MBIT,
             download_mbit=shaping.down.rate / BYTES_PER_MBIT,
             bytes_sent_per_second=shaping.up.per_second(),

@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import trio
 import typer
 
 from ..beside import judged, load_report
 from ..grid import Grid
-from ..launch import REPORT_NAME, Testnet, write_report
+from ..launch import REPORT_NAME, Testnet, play_and_report
 from ..live import open_view
 from ..report import PlayReport, ideal_exchange_seconds
 from ..scenario import Scenario, ScenarioError, load_scenario
@@ -104,12 +103,7 @@ def _play(name: str, folder: Path, bench: Bench, *, clean: bool) -> PlayReport:
         bench.tell(f"{name}: {folder / REPORT_NAME} is there already")
         return load_report(folder)
     with open_view(bench.console) as view:
-        testnet = Testnet(load_scenario(name, clean=clean), folder.absolute(), view)
-        play = trio.run(testnet.play)
-    if testnet.is_interrupted:
-        raise KeyboardInterrupt
-    write_report(play, folder)
-    return play
+        return play_and_report(Testnet(load_scenario(name, clean=clean), folder.absolute(), view))
 
 
 def _figures(play: PlayReport, scenario: Scenario) -> Iterator[tuple[str, str, str]]:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import msgspec
-import trio
 import typer
 
 from ..grid import Grid
-from ..launch import Testnet, write_report
+from ..launch import Testnet, play_and_report
 from ..live import LineView
 from ..plays import play_all
 from ..report import PlayReport
@@ -47,7 +45,8 @@ def run(
     with open_bench("recipe", out, write, scenario=name, plays=plays, seeds=seeds) as bench:
         outcomes = play_all(bench.say, [(name, partial(play, each)) for each in simulated])[name]
         view = LineView(bench.console)
-        reports = [_play(scenario, out / "recipe" / str(number), view) for number in range(plays)]
+        folders = [out / "recipe" / str(number) for number in range(plays)]
+        reports = [play_and_report(Testnet(scenario, folder, view)) for folder in folders]
         bench.publish(report(bench.setting, steps, outcomes, reports))
 
 
@@ -59,15 +58,6 @@ def _simulated(scenario: Scenario, seed: int) -> HostileRun:
         raise BenchError("this needs a scenario without faults, whose rounds have a number of inner steps")
     steps, num_rounds = rounds.inner_steps, scenario.rounds // rounds.partners
     return HostileRun(manifest, honest=scenario.nodes, rounds=num_rounds, steps=steps, slowest=steps, seed=seed)
-
-
-def _play(scenario: Scenario, folder: Path, view: LineView) -> PlayReport:
-    testnet = Testnet(scenario, folder, view)
-    made = trio.run(testnet.play)
-    write_report(made, folder)
-    if testnet.is_interrupted:
-        raise KeyboardInterrupt
-    return made
 
 
 def report(

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import trio
 
 from ..grid import Grid, cell
-from ..launch import Intruder, PlayView, Testnet, write_report
+from ..launch import Intruder, PlayView, Testnet, play_and_report
 from ..report import PlayReport
 from ..scenario import HostileSettings, Scenario, ScenarioError
 from .conduct import Conduct, conduct_of
@@ -95,10 +94,7 @@ def play_clean(scenario: Scenario, folder: Path, view: PlayView) -> Played:
 
 
 def _play(testnet: Testnet) -> Played:
-    report = trio.run(testnet.play)
-    write_report(report, testnet.out)
-    if testnet.is_interrupted:
-        raise KeyboardInterrupt
+    report = play_and_report(testnet)
     return Played(testnet.out, report, conduct_of(testnet.out, report))
 
 

@@ -41,6 +41,7 @@ SMALL: Final = {
     "testnet bench dashboard": "--members 50 --seconds 6",
     "testnet bench nat": "--pairs open/open",
     "testnet bench nat-recovery": "",
+    "testnet bench large": "--scenario slow-link",
     "testnet bench recipe": "--plays 1 --seeds 2",
     "testnet bench sybils --only": "--honest 30 --sybils 120",
     "testnet bench trainer": "--device cpu --model tiny --batch-size 4 --rounds 5 --round-seconds 3",
@@ -102,7 +103,7 @@ def needs_chromium() -> None:
 
 # Pattern of a command -> check whether this machine can run it.
 NEEDS: Final[dict[str, Callable[[], None]]] = {
-    r"run (slow-link|halves|bad-line|homes)|--nat|bench nat": needs_networks,
+    r"run (slow-link|halves|bad-line|homes)|--nat|bench nat|bench large": needs_networks,
     r"run chaos": needs_faketime,
     r"llama": needs_transformers,
     r"bench dashboard": needs_chromium,

@@ -5,7 +5,7 @@ must name a loopback host (an attacker's name that resolves to 127.0.0.1 is refu
 itself as its origin if the browser sends one, and carry the node's token: other users of the machine reach loopback
 too, and must not read the members' addresses. The token is not in a cookie, which a browser would also send to their
 servers on other ports. Only the empty page and ``/metrics``, which has no addresses, need no token. The page runs no
-script but its own file (Content-Security-Policy).
+script but its own files (Content-Security-Policy).
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ _PAGE: Final = {
     "/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    # Of other projects, with their licences: uPlot draws lines, qrcode-generator the invite's code.
+    "/vendor/uplot.js": ("vendor/uplot.js", "text/javascript; charset=utf-8"),
+    "/vendor/uplot.css": ("vendor/uplot.css", "text/css; charset=utf-8"),
+    "/vendor/qrcode.js": ("vendor/qrcode.js", "text/javascript; charset=utf-8"),
 }
 
 Deed = Callable[[dict[str, Any]], Awaitable[object]]

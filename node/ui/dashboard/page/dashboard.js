@@ -1,5 +1,6 @@
 // The page: events of the node come in, and what they say is shown. Text from the network only ever becomes text nodes.
-import { drawLines, drawMeetings } from "./charts.js";
+import { LineChart, drawMeetings } from "./charts.js";
+import { qrcode } from "./vendor/qrcode.js";
 
 // A page of the table: whatever the run's size, so much is drawn of it and no more.
 const ROWS = 100;
@@ -34,6 +35,16 @@ const duration = (seconds) => {
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
 };
 
+// The phases until a node trains, and what a person calls them.
+const STEPS = [["starting", "start"], ["joining", "find the run"], ["fetching weights", "fetch weights"], ["preparing", "load the model"]];
+const time = { xLabel: clock, isTime: true };
+const charts = {
+  loss: new LineChart(byId("loss"), byId("loss-at"), { xLabel: (value) => `round ${Math.round(value)}`, yLabel: loss }),
+  throughput: new LineChart(byId("throughput"), byId("throughput-at"), { ...time, yLabel: (value) => figure(value), fromZero: true }),
+  mean: new LineChart(byId("mean"), byId("mean-at"), { ...time, yLabel: loss }),
+};
+const view = () => ({ range: Number(byId("range").value), smooth: Number(byId("smooth").value), isLog: byId("log").checked });
+
 function element(name, text, className) {
   const made = document.createElement(name);
   made.textContent = text;
@@ -54,8 +65,10 @@ function showOverview() {
   byId("headline").className = headline.level;
   byId("remedy").textContent = headline.remedy;
   byId("remedy").hidden = !headline.remedy;
-  const run = `${status.run.name || "farandole"}${status.run.run_id ? `, run ${status.run.run_id.slice(0, 16)}` : ""}`;
-  byId("run").textContent = `${run}; ${rows.find(({ label }) => label === "the run").value}`;
+  byId("run").textContent = `${status.run.name}${status.run.run_id ? ` (run ${status.run.run_id.slice(0, 16)})` : ""}`;
+  byId("summary").textContent = rows.find(({ label }) => label === "the run").value;
+  showLimits(status);
+  showSteps(status);
   document.title = `${headline.level === "trouble" ? "! " : ""}${status.run.name || "farandole"} ${loss(status.loss)}`;
   byId("loss-now").textContent = status.loss === null ? "" : `${loss(status.loss)} here, ${loss(status.run.loss_mean)} on average`;
   const heldOut = overview.validation.at(-1)?.[1];
@@ -63,17 +76,33 @@ function showOverview() {
   byId("held-now").textContent = heldOut === undefined ? "" : `, ${loss(heldOut)}${bits}`;
   byId("throughput-now").textContent = `${figure(status.run.tokens_per_second)} tokens/s`;
   byId("mean-now").textContent = loss(status.run.loss_mean);
-  drawLines(byId("throughput"), [{ points: overview.throughput, colour: "own", width: 1.5 }],
-    { xLabel: clock, yLabel: (value) => figure(value), fromZero: true });
-  drawLines(byId("mean"), [{ points: overview.mean_loss, colour: "own", width: 1.5 }], { xLabel: clock, yLabel: loss });
+  const shown = { ...view(), isLog: false };
+  charts.throughput.draw([{ points: overview.throughput, colour: "own", width: 1.5, name: "tokens/s" }], shown);
+  charts.mean.draw([{ points: overview.mean_loss, colour: "own", width: 1.5, name: "mean loss" }], view());
   showNode(status, rows);
   showStages(status);
   byId("exchanges").replaceChildren(...[...status.recent_exchanges].reverse().map((exchange) => row([
     String(exchange.round), exchange.partner ? brief(exchange.partner) : "-",
-    element("td", exchange.verdict, exchange.verdict === "committed" ? "committed" : "failed"),
+    element("td", exchange.verdict, exchange.verdict.startsWith("alone") ? "" : exchange.verdict === "committed" ? "committed" : "failed"),
     size(exchange.bytes_sent), duration(exchange.seconds), exchange.path || "-", duration(now - exchange.ended_at),
   ])));
   byId("warnings").replaceChildren(...(status.warnings.length ? [...status.warnings].reverse() : ["none"]).map((text) => element("li", text)));
+}
+
+function showLimits({ upload_mbit: up, download_mbit: down, quiet_hours: hours }) {
+  const cap = (value) => (value ? `${figure(value)} Mbit/s` : "no cap");
+  const texts = [`upload: ${cap(up)}`, `download: ${cap(down)}`, `quiet hours: ${hours.join(", ") || "none"}`];
+  byId("limits").replaceChildren(...texts.map((text) => element("li", text)));
+}
+
+function showSteps({ phase }) {
+  const now = STEPS.findIndex(([name]) => name === phase);
+  byId("steps").hidden = now < 0;
+  byId("steps").replaceChildren(...STEPS.map(([, words], index) => {
+    const step = element("li", words, index < now ? "done" : index === now ? "now" : "");
+    if (index === now) step.setAttribute("aria-current", "step");
+    return step;
+  }));
 }
 
 function showNode(status, rows) {
@@ -82,6 +111,7 @@ function showNode(status, rows) {
   const isPaused = status.phase === "paused";
   byId("pause").hidden = isPaused || status.phase === "relaying"; // it does not train
   byId("resume").hidden = !isPaused;
+  byId("invite").hidden = status.phase === "relaying"; // it is in no run
 }
 
 function showStages(status) {
@@ -95,13 +125,13 @@ function showMembers() {
   const { members, curves, meetings } = membersView;
   const own = members.find((member) => member.state === "this node");
   const lines = Object.entries(curves)
-    .map(([peer, points]) => (own && peer === own.peer_id ? { points, colour: "own", width: 2 } : { points, colour: "many", width: 1 }))
+    .map(([peer, points]) => (own && peer === own.peer_id ? { points, colour: "own", width: 2, name: "this node" } : { points, colour: "many", width: 1 }))
     .sort((one, other) => one.width - other.width);
-  if (overview?.validation.length > 1) lines.push({ points: overview.validation, colour: "held", width: 2 });
-  drawLines(byId("loss"), lines, { xLabel: (value) => `round ${Math.round(value)}`, yLabel: loss });
+  if (overview?.validation.length > 1) lines.push({ points: overview.validation, colour: "held", width: 2, name: "held-out" });
+  charts.loss.draw(lines, view());
   const live = members.filter((member) => member.state === "live" || member.state === "this node");
   const fade = Math.max(30, 2 * roundSeconds(meetings));
-  drawMeetings(byId("meetings"), live.map((member) => member.peer_id).sort(), own?.peer_id, meetings, overview?.now ?? 0, fade);
+  drawMeetings(byId("meetings"), live.map((member) => member.peer_id).sort(), own?.peer_id, meetings, overview?.now ?? 0, fade, brief);
   const wanted = byId("filter").value.trim().toLowerCase();
   const found = members.filter((member) => !wanted ||
     [member.peer_id, member.state, member.device, member.link, member.reach].some((text) => text.toLowerCase().includes(wanted)));
@@ -126,20 +156,64 @@ function roundSeconds(meetings) {
   return last[1] > first[1] ? (last[0] - first[0]) / (last[1] - first[1]) : 30;
 }
 
+// What the node answers to a deed, or null: then #answer says why not.
 async function ask(deed) {
-  const answer = byId("answer");
   try {
     const response = await fetch(`api/${deed}`, { method: "POST", headers: { Authorization: `Bearer ${token}` } });
     const said = await response.json();
-    answer.textContent = response.ok ? String(said.ok) : said.error;
+    if (response.ok) return String(said.ok);
+    byId("answer").textContent = said.error;
   } catch {
-    answer.textContent = "the node does not answer";
+    byId("answer").textContent = "the node does not answer";
+  }
+  return null;
+}
+
+async function act(deed) {
+  const said = await ask(deed);
+  if (said !== null) byId("answer").textContent = said;
+}
+
+async function invite() {
+  const said = await ask("invitation");
+  if (said === null) return;
+  byId("answer").textContent = "";
+  byId("invitation-text").value = `farandole join ${said}`;
+  byId("invitation-note").textContent = "Whoever has it can join the run: send it to people whom you want there.";
+  drawCode(byId("invitation-code"), said);
+  byId("invitation").showModal();
+}
+
+function drawCode(canvas, text) {
+  const code = qrcode(0, "L"), margin = 4;
+  code.addData(text);
+  code.make();
+  const size = code.getModuleCount();
+  canvas.width = canvas.height = size + 2 * margin;
+  const context = canvas.getContext("2d");
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.fillStyle = "#000";
+  for (let row = 0; row < size; row += 1) {
+    for (let column = 0; column < size; column += 1) if (code.isDark(row, column)) context.fillRect(column + margin, row + margin, 1, 1);
   }
 }
 
-for (const deed of ["pause", "resume"]) byId(deed).addEventListener("click", () => ask(deed));
+for (const deed of ["pause", "resume"]) byId(deed).addEventListener("click", () => act(deed));
+byId("invite").addEventListener("click", invite);
+byId("close").addEventListener("click", () => byId("invitation").close());
+byId("copy").addEventListener("click", async () => {
+  byId("invitation-text").select();
+  try {
+    await navigator.clipboard.writeText(byId("invitation-text").value);
+    byId("invitation-note").textContent = "copied";
+  } catch {
+    byId("invitation-note").textContent = "the text is selected: copy it with the keyboard";
+  }
+});
+for (const id of ["range", "smooth", "log"]) byId(id).addEventListener("change", () => redraw());
 byId("leave").addEventListener("click", () => {
-  if (confirm("Leave the run? This ends the node on this machine.")) ask("leave");
+  if (confirm("Leave the run? This ends the node on this machine.")) act("leave");
 });
 function turnTo(row) {
   firstRow = row;
@@ -149,7 +223,14 @@ function turnTo(row) {
 byId("filter").addEventListener("input", () => turnTo(0));
 byId("before").addEventListener("click", () => turnTo(firstRow - ROWS));
 byId("after").addEventListener("click", () => turnTo(firstRow + ROWS));
-window.addEventListener("resize", () => { if (overview) { showOverview(); showMembers(); } });
+window.addEventListener("resize", () => redraw());
+
+function redraw() {
+  if (!overview) return;
+  showOverview();
+  showMembers();
+}
+
 
 const events = new EventSource(`events?token=${encodeURIComponent(token)}`);
 events.addEventListener("overview", (event) => { overview = JSON.parse(event.data); showOverview(); });

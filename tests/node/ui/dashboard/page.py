@@ -43,6 +43,9 @@ async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> A
     async def leave(params: dict[str, Any]) -> object:
         raise ControlError("not_now", "it is leaving already")
 
-    deeds = {"pause": pause, "leave": leave}
+    async def invitation(params: dict[str, Any]) -> object:
+        return "farandole1" + "x" * 300
+
+    deeds = {"pause": pause, "leave": leave, "invitation": invitation}
     async with open_dashboard(folder / "dashboard.json", 0, lambda: shown.status, deeds, clock) as shown.place:
         yield shown

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect, sync_playwright
 
 from farandole.node.status.status import NodeStatus
@@ -21,6 +22,11 @@ from ....patience import PATIENCE
 from ...statuses import BOB, STATUS
 from .page import Shown, open_page
 
+SHARE_OF_BLACK = """() => {
+    const code = document.getElementById("invitation-code");
+    const pixels = code.getContext("2d").getImageData(0, 0, code.width, code.height).data;
+    return pixels.filter((value, index) => index % 4 === 0 && value === 0).length / (pixels.length / 4);
+}"""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 expect.set_options(timeout=1_000 * PATIENCE)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: on Debian, apt install chromium")
@@ -95,6 +101,57 @@ async def test_pause_is_a_click(tmp_path: Path) -> None:
     assert (await in_browser(tmp_path, look)).deeds == ["pause"]
 
 
+async def test_an_invite_is_a_click_to_copy_or_to_scan(tmp_path: Path) -> None:
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link) as browser:
+            page = browser.page
+            page.click("#invite")
+            expect(page.locator("#invitation-text")).to_have_value("farandole join farandole1" + "x" * 300)
+            dark = page.evaluate(SHARE_OF_BLACK)
+            assert 0.3 < dark < 0.6
+            page.keyboard.press("Escape")
+            expect(page.locator("#invitation")).to_be_hidden()
+            assert browser.problems == []
+
+    await in_browser(tmp_path, look)
+
+
+async def test_charts_are_read_under_the_pointer_and_drawn_as_asked(tmp_path: Path) -> None:
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link) as browser:
+            page = browser.page
+            for number in range(8, 14):
+                members = [msgspec.structs.replace(each, round=number, loss=20.0 / number) for each in STATUS.members]
+                shown.status = msgspec.structs.replace(STATUS, round=number, members=members)
+                expect(page.locator("#headline")).to_contain_text(f"round {number}")
+            expect(page.locator("#loss canvas")).to_have_count(1)
+            inside, card = page.locator("#loss canvas").bounding_box(), page.locator("#loss").bounding_box()
+            assert inside is not None
+            assert card is not None
+            assert inside["width"] == pytest.approx(card["width"], abs=2)
+            page.hover("#loss .u-over")
+            expect(page.locator("#loss-at")).to_contain_text("this node")
+            page.check("#log")
+            page.select_option("#range", "0.5")
+            page.select_option("#smooth", "0.9")
+            expect(page.locator("#loss canvas")).to_have_count(1)
+            assert browser.problems == []
+
+    await in_browser(tmp_path, look)
+
+
+async def test_a_node_that_joins_shows_its_steps(tmp_path: Path) -> None:
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link) as browser:
+            expect(browser.page.locator("#steps .now")).to_have_text("fetch weights")
+            assert browser.page.locator("#steps .done").count() == 2
+            shown.status = STATUS
+            expect(browser.page.locator("#steps")).to_be_hidden()
+            assert browser.problems == []
+
+    await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, phase="fetching weights"))
+
+
 async def test_without_the_token_the_page_and_a_click_say_where_to_get_it(tmp_path: Path) -> None:
     def look(shown: Shown) -> None:
         with open_browser(shown.place.url, awaited="#headline.trouble") as browser:
@@ -128,6 +185,25 @@ async def test_it_is_readable_on_a_phone(tmp_path: Path, scheme: str) -> None:
             assert width <= phone["width"]
             ground = browser.page.evaluate("getComputedStyle(document.body).backgroundColor")
             assert (ground == "rgb(20, 22, 26)") == (scheme == "dark")
+
+    await in_browser(tmp_path, look)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_core_finds_nothing_that_keeps_people_out(tmp_path: Path, scheme: str) -> None:
+    """WCAG 2.2 A and AA, and axe-core's best practices: contrast, names for screen readers, keyboard, structure."""
+
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link, color_scheme=scheme) as browser:
+            for width, height in ((1440, 900), (360, 740)):
+                browser.page.set_viewport_size({"width": width, "height": height})
+                browser.page.click("#invite")
+                expect(browser.page.locator("#invitation")).to_be_visible()
+                assert Axe().run(browser.page).violations_count == 0
+                browser.page.click("#close")
+                result = Axe().run(browser.page)
+                assert result.violations_count == 0, result.generate_report()
+                assert len(result.response["passes"]) > 20
 
     await in_browser(tmp_path, look)
 
