@@ -15,6 +15,7 @@ from typing import Final
 
 from ..base.system.unix_socket import socket_path
 
+_SOCKETS: Final = ("control", "trainer", "programs")
 # What -> patterns below a node's folder. The lock is the last: it is held during the removal.
 PATTERNS: Final[dict[str, Sequence[str]]] = {
     "checkpoints": (
@@ -28,7 +29,7 @@ PATTERNS: Final[dict[str, Sequence[str]]] = {
         *("reports/*.json", "reports/*.lock", "reports/.*.json.*.tmp"),
     ),
     "run state": ("store.sqlite", "store.sqlite-*", "store.sqlite.*", "dashboard.json", "clock", "started-by-loop"),
-    "sockets": ("control.sock", "control.path", "trainer.sock", "trainer.path"),
+    "sockets": tuple(f"{name}.{end}" for name in _SOCKETS for end in ("sock", "path")),
     "settings": ("config.toml",),
     "identity": ("key", "key.*.new"),
     "lock": ("lock",),
@@ -101,7 +102,7 @@ def _found(home: Path, patterns: Sequence[str]) -> Iterator[Path]:
 
 def _far_sockets(home: Path) -> list[Path]:
     """Return the sockets that are elsewhere because this folder's path is too long for one."""
-    paths = (socket_path(home / name) for name in ("control.sock", "trainer.sock"))
+    paths = (socket_path(home / f"{name}.sock") for name in _SOCKETS)
     return [path for path in paths if path.parent != home.absolute()]
 
 

@@ -95,7 +95,9 @@ CAUSES: Final = {
     "memory-in-use": _ok("this run's model needs {needed}, and the node that runs has it"),
     "memory-short": _warning("{why}", "close other programs"),
     "memory-too-little": _failed(
-        "{why}", "use another machine, or ask the run's creator for a run whose model is cut into stages"
+        "{why}",
+        "use a machine with more memory or a GPU, join a run with a smaller model, or ask the creator for one whose model "
+        "is cut into stages",
     ),
     "memory-untold": _skipped("no run is known"),
     # The machine
@@ -296,7 +298,8 @@ CAUSES: Final = {
     ),
     "relay-none-needed": _failed(
         "none of the peers asked can relay to this node, and no peer reaches it otherwise",
-        "start a relay on a public machine and give its address with --bootstrap; or open a port in the router",
+        "start a relay on a public machine and give its address with --bootstrap; or forward a port of the router, as "
+        "for `nat-relay-only`",
     ),
     "speed-fine": _ok("{up} Mbit/s up and {down} Mbit/s down, to {name}"),
     "speed-enough": _ok("{up} Mbit/s up and {down} Mbit/s down, to {name}; this run needs {needed}"),

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from farandole.node.app.belongings import PATTERNS
 from farandole.node.app.commands.uninstall import INSTALL_MARK
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
+from farandole.node.base.settings import InHome, NodeSettings
 
 Run = Callable[..., tuple[int, str, str]]
 MADE = (
@@ -161,3 +163,15 @@ def test_nothing_of_a_real_node_is_foreign(tmp_path: Path) -> None:
     assert homes
     for home in homes:
         assert belongings_of(home).others == []
+
+
+def test_every_file_that_settings_name_is_known_to_be_a_nodes(tmp_path: Path) -> None:
+    """A socket that is missing here would be listed as somebody else's file, and keep the folder."""
+    patterns = [pattern.partition("/")[0] for kinds in PATTERNS.values() for pattern in kinds]
+    names = [
+        getattr(NodeSettings(home=tmp_path), name).name
+        for name, value in vars(NodeSettings).items()
+        if isinstance(value, InHome)
+    ]
+    assert "control.sock" in names
+    assert not set(names) - set(patterns)
