@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar, Final, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ from .memory import is_out_of_memory
 from .model import Transformer, language_loss
 from .replica import Recipe, Replica
 from .stages import build_module
+
+# Held-out sequences are evaluated together up to this number of tokens: below it, a forward pass takes as long as
+# reading the weights does. That is less memory than a microbatch's gradient takes.
+TOKENS_AT_ONCE: Final = 1_024
 
 
 class Learner(Replica):
@@ -128,25 +132,27 @@ class Learner(Replica):
         loss.backward()
         return loss.detach()
 
-    def _microbatches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
-        """Consecutive parts of a batch (B, T + 1), each with its share of the sequences."""
-        for first in range(0, len(batch), self.microbatch_size):
-            part = batch[first : first + self.microbatch_size]
+    def _microbatches(self, batch: Batch, size: int = 0) -> Iterator[tuple[Batch, float]]:
+        """Consecutive parts of a batch (B, T + 1), each with its share of the sequences; ``size``: of a part."""
+        size = size or self.microbatch_size
+        for first in range(0, len(batch), size):
+            part = batch[first : first + size]
             yield part, len(part) / len(batch)
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = 8) -> float:
         """Implement `Engine.evaluate` for the fast weights; the batches are always the same."""
         losses = []
+        batch = np.concatenate([self.sampler.held_out_batch(index) for index in range(num_batches)])
+        size = max(self.microbatch_size, TOKENS_AT_ONCE // self.sampler.context)
         self.module.eval()  # one's own may have dropout
         try:
-            for index in range(num_batches):
-                for part, share in self._microbatches(self.sampler.held_out_batch(index)):
-                    with self.device.autocast():
-                        losses.append(share * language_loss(self.module, self._to_device(part)))
+            for part, share in self._microbatches(batch, size):
+                with self.device.autocast():
+                    losses.append(share * language_loss(self.module, self._to_device(part)))
         finally:
             self.module.train()
-        return float(torch.stack(losses).sum()) / num_batches
+        return float(torch.stack(losses).sum())
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Implement `Engine.tokens_per_byte`."""

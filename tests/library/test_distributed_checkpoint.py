@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`, as docs/your-own-loop.md says: a run begins with what a cluster saved."""
+"""Checkpoints of `torch.distributed.checkpoint`: a run begins with what a cluster saved (docs/your-own-loop.md)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
@@ -18,12 +19,9 @@ from ..training.ranks_program import build
 
 def saved_by_two_ranks(folder: Path) -> Path:
     command = [sys.executable, "-m", "tests.library.checkpoint_program"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(folder / "meeting"), str(folder / "checkpoint")], cwd=Path(__file__).parents[2]
-        )
-        for rank in range(2)
-    ]
+    paths = [str(folder / "meeting"), str(folder / "checkpoint")]
+    root = Path(__file__).parents[2]
+    ranks = [subprocess.Popen([*command, str(rank), "2", *paths], cwd=root) for rank in range(2)]
     try:
         assert [rank.wait(PATIENCE) for rank in ranks] == [0, 0]
     finally:
@@ -33,6 +31,7 @@ def saved_by_two_ranks(folder: Path) -> Path:
     return folder / "checkpoint"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_begins_with_what_a_cluster_has_saved(tmp_path: Path) -> None:
     """Two ranks of FSDP2 save a model, and one process makes a run of it: the run's first weights are those."""
     state = {"model": {name: torch.zeros_like(value) for name, value in build().state_dict().items()}}

@@ -96,8 +96,8 @@ CAUSES: Final = {
     "memory-short": _warning("{why}", "close other programs"),
     "memory-too-little": _failed(
         "{why}",
-        "use a machine with more memory or a GPU, join a run with a smaller model, or ask the creator for one whose model "
-        "is cut into stages",
+        "use a machine with more memory or a GPU, join a run with a smaller model, or ask the creator for one whose "
+        "model is cut into stages",
     ),
     "memory-untold": _skipped("no run is known"),
     # The machine
