@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from torch import distributed
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.training.ranks_program import build, cut
 
@@ -18,5 +18,5 @@ if __name__ == "__main__":
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     model = build()
     cut(model, "fsdp", num_ranks)
-    checkpoint.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
     distributed.destroy_process_group()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_loader import load
 
 import farandole
 
@@ -35,7 +35,7 @@ def saved_by_two_ranks(folder: Path) -> Path:
 def test_a_run_begins_with_what_a_cluster_has_saved(tmp_path: Path) -> None:
     """Two ranks of FSDP2 save a model, and one process makes a run of it: the run's first weights are those."""
     state = {"model": {name: torch.zeros_like(value) for name, value in build().state_dict().items()}}
-    checkpoint.load(state, checkpoint_id=saved_by_two_ranks(tmp_path), no_dist=True)
+    load(state, checkpoint_id=saved_by_two_ranks(tmp_path), no_dist=True)
     model = build()
     with torch.no_grad():
         for parameter in model.parameters():
