@@ -113,9 +113,8 @@ bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run;
 	@.ci/packages
 	$(BIN)/farandole testnet bench faults --out out/faults --write BENCHMARKS.md
 
-bench-large: $(STAMP) ## 125 M parameters in two homes, and what moving them costs; needs root and 18 GB (30 minutes)
+bench-large: $(STAMP) ## 125 M parameters in two homes, and a newcomer that needs 1 GB; needs root and 18 GB (30 minutes)
 	$(BIN)/farandole testnet bench large --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench exchange --sizes 500 --repeats 3 --no-peers --out out/bench/500-MB
 	$(BIN)/farandole testnet bench join --size 1000 --repeats 3 --no-peers --out out/bench/1-GB
 
 bench-hostile: $(STAMP) ## What strangers and hostile members cost: connections, daemons, every attack simulated (2 hours)

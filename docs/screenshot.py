@@ -51,7 +51,7 @@ def take_picture(place: PageAddress) -> None:
     """Once the run is in its middle."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": 1180, "height": 1240})
+        page = chromium.new_page(viewport={"width": 1180, "height": 1320})
         page.goto(place.link)
         expect(page.locator("#headline")).to_contain_text(ROUND, timeout=TIMEOUT * 1_000)
         page.screenshot(path=PICTURE)

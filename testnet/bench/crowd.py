@@ -220,10 +220,21 @@ async def run_crowd(address: str, run_id: bytes, creator: bytes, num_members: in
             for neighbour in neighbours:
                 await nursery.start(neighbour.gossip.run)
                 await neighbour.host.connect(node, [address])
-            await spread(neighbours, node, crowd.all_at_once(), rng)
+            fill(neighbours, crowd.all_at_once())
             while True:
                 await trio.sleep(TICK_SECONDS)
                 await spread(neighbours, node, crowd.due(TICK_SECONDS), rng)
+
+
+def fill(neighbours: list[CrowdNeighbour], entries: list[Entry]) -> None:
+    """Give all neighbours the members of a run that is there already; the node asks for them in its syncs.
+
+    A push of so many new authors would be a flood, of which the node takes a few a second.
+    """
+    now = time.time()
+    for delta in deltas_of([entry.signed for entry in entries]):
+        for neighbour in neighbours:
+            neighbour.gossip.state.merge(delta, now)
 
 
 async def spread(neighbours: list[CrowdNeighbour], node: bytes, entries: list[Entry], rng: random.Random) -> None:

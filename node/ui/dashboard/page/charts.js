@@ -6,6 +6,12 @@ const smoothed = (points, keep) => {
   return points.map(([x, y]) => [x, (last = last === null ? y : keep * last + (1 - keep) * y)]);
 };
 
+// Distances of labels: whole rounds; whole minutes, and hours.
+const STEPS = {
+  rounds: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6],
+  time: [60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400, 7 * 86400, 30 * 86400],
+};
+
 // Lines in the element `host`, which they fill. `readout` shows the values under the pointer.
 export class LineChart {
   constructor(host, readout, { xLabel, yLabel, fromZero = false, isTime = false }) {
@@ -53,12 +59,17 @@ export class LineChart {
       cursor: { points: { show: false }, drag: { x: false, y: false } },
       scales: { x: { time: this.isTime }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (plot, low, high) => this.bounds(low, high) } },
       axes: [
-        { ...axis, values: this.isTime ? undefined : (plot, values) => values.map((value) => this.xLabel(value)) },
+        { ...axis, size: 28, space: 90, incrs: STEPS[this.isTime ? "time" : "rounds"], values: (plot, values) => values.map((value) => this.tick(value)) },
         { ...axis, size: 60, values: (plot, values) => values.map((value) => (value === null ? "" : this.yLabel(value))) },
       ],
       series: [{}, ...lines.map((line) => ({ stroke: colour(line.colour), width: line.width, spanGaps: true, points: { show: false } }))],
       hooks: { setCursor: [(plot) => this.read(plot, lines)] },
     }, [[]], this.host);
+  }
+
+  // What stands below the axis: shorter than what is read out.
+  tick(value) {
+    return this.isTime ? new Date(value * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }) : this.xLabel(value);
   }
 
   bounds(low, high) {

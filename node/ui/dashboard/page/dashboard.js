@@ -106,8 +106,11 @@ function showSteps({ phase }) {
 }
 
 function showNode(status, rows) {
-  byId("node").replaceChildren(...rows.filter(({ label }) => label !== "the run").flatMap(
-    ({ label, value, emphasis }) => [element("dt", label), element("dd", value, emphasis)]));
+  byId("node").replaceChildren(...rows.filter(({ label }) => label !== "the run").map(({ label, value, emphasis }) => {
+    const pair = document.createElement("div");
+    pair.append(element("dt", label), element("dd", value, emphasis));
+    return pair;
+  }));
   const isPaused = status.phase === "paused";
   byId("pause").hidden = isPaused || status.phase === "relaying"; // it does not train
   byId("resume").hidden = !isPaused;
