@@ -93,7 +93,7 @@ def test_the_interface_is_what_it_names(wheel: Path) -> None:
         "print(*(getattr(farandole, name).__name__ for name in farandole.__all__))\n"
     )
     shown = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=wheel).splitlines()
-    assert shown == ["False 1", "FarandoleError NoLoCo NodeError create_run model_of"]
+    assert shown == ["False 1", "FarandoleError Mesh MeshError NoLoCo NodeError create_run model_of"]
 
 
 def test_the_mesh_process_never_imports_torch_or_transformers() -> None:

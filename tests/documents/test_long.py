@@ -103,7 +103,7 @@ def needs_chromium() -> None:
 
 # Pattern of a command -> check whether this machine can run it.
 NEEDS: Final[dict[str, Callable[[], None]]] = {
-    r"run (slow-link|halves|bad-line|homes)|--nat|bench nat|bench large": needs_networks,
+    r"run (slow-link|large|halves|bad-line|homes)|--nat|bench nat|bench large": needs_networks,
     r"run chaos": needs_faketime,
     r"llama": needs_transformers,
     r"bench dashboard": needs_chromium,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -50,6 +51,11 @@ def test_a_benchmark_that_is_told_to_end_ends_what_it_has_begun(interrupt: str) 
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as bench:
         assert bench.stdout is not None
         assert bench.stdout.readline() == "begun\n"
-        bench.terminate()
-        assert bench.wait(60) == Exit.INTERRUPTED
+        # Python drops an interrupt that is raised in a finaliser (`farandole.node.base.interrupts`); people repeat it.
+        for _ in range(6):
+            bench.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                bench.wait(10)
+                break
+        assert bench.returncode == Exit.INTERRUPTED
         assert bench.stdout.readline() == "ended\n"

@@ -149,7 +149,7 @@ def test_what_is_wrong_with_a_stream_is_said(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "nowhere", "../up/down", "https://example.org/data", "a/b/c", "a/b:c/d", "csv"])
 def test_what_is_no_data_sets_name_is_refused_before_anything_is_asked_for(name: str) -> None:
-    with pytest.raises(DataError, match="this is no folder, and no OWNER/NAME"):
+    with pytest.raises(DataError, match="this is neither a folder nor OWNER/NAME"):
         DataStream(name, "text")
 
 
