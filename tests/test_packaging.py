@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]  # PyYAML comes without types
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
+DEBIANS_PYTHON = "3.11.2"
 # Benchmarks and attack tools are not part of what a volunteer installs.
 FROM_SOURCE_ALONE = {"farandole.testnet.bench", "farandole.testnet.zoo"}
 # Pinned packages, with hashes, of the image and of releases; CUDA's in a separate file.
@@ -189,3 +192,11 @@ def test_the_composed_network_is_of_this_image() -> None:
 def test_the_image_takes_no_package_from_two_indexes() -> None:
     """Given two indexes pip takes the newer version, from either of them, so an attacker could upload one."""
     assert "extra-index-url" not in (ROOT / "Dockerfile").read_text().lower()
+
+
+def test_what_is_pinned_installs_with_the_python_of_debian_12() -> None:
+    """The set-up failed there once: a package of this environment needed Python 3.11.5."""
+    key = "Requires-Python"
+    needs = {dist.name: dist.metadata[key] for dist in distributions() if key in dist.metadata}
+    assert "pymdown-extensions" in needs
+    assert [name for name, versions in needs.items() if not SpecifierSet(versions).contains(DEBIANS_PYTHON)] == []
