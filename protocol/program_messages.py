@@ -2,10 +2,11 @@
 
 A program connects to the node's socket once for each thing that it wants, and sends one request:
 
-    Open | Take      Opened, then the bytes of a stream to a peer, both ways, until either end closes
-    Listen           Done, then a Ringing for each stream that a peer opens; a further connection takes it with `Take`
-    HoldNote*        Done for each: the note is in the run state while the connection is open
-    Provide          Done: this node is found as a provider of the blob while the connection is open
+    Open | Take      StreamReady, then the bytes of a stream to a peer, both ways, until either end closes
+    Listen           RequestGranted, then a Ringing for each stream that a peer opens; another connection takes it with
+                     `Take`
+    HoldNote*        RequestGranted for each: the note is in the run state while the connection is open
+    Provide          RequestGranted: this node is found as a provider of the blob while the connection is open
     FindNotes        NotesFound
     FindProviders    ProvidersFound
 
@@ -91,7 +92,7 @@ class FindProviders(_Message, frozen=True):
     seconds: _Seconds
 
 
-class Opened(_Message, frozen=True):
+class StreamReady(_Message, frozen=True):
     """The stream is open; its bytes follow."""
 
     peer: str
@@ -105,7 +106,7 @@ class Refused(_Message, frozen=True):
     reason: str
 
 
-class Done(_Message, frozen=True):
+class RequestGranted(_Message, frozen=True):
     """The request holds."""
 
 
@@ -129,7 +130,7 @@ class ProvidersFound(_Message, frozen=True):
 
 
 Request = Open | Listen | Take | HoldNote | FindNotes | Provide | FindProviders
-Answer = Opened | Refused | Done | Ringing | NotesFound | ProvidersFound
+Answer = StreamReady | Refused | RequestGranted | Ringing | NotesFound | ProvidersFound
 
 decode_request: Final = MessageDecoder[Request](Request, "a request of a program")
 decode_answer: Final = MessageDecoder[Answer](Answer, "an answer to a program")

@@ -29,7 +29,7 @@ INDEX_QUESTION: Final = b"index"
 BLOCK_NUMBER: Final = struct.Struct(">I")
 
 
-class Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class FileIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A file's size in bytes, and the SHA-256 of each block of `BLOCK_BYTES`; the last one may be shorter."""
 
     size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS * BLOCK_BYTES)]
@@ -49,10 +49,10 @@ class Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return hashlib.sha256(data).digest() == self.hashes[number]
 
 
-_decode: Final = MessageDecoder[Index](Index, "the index of a file")
+_decode: Final = MessageDecoder[FileIndex](FileIndex, "the index of a file")
 
 
-def decode_index(raw: bytes, file_id: str) -> Index:
+def decode_index(raw: bytes, file_id: str) -> FileIndex:
     """Return the index; raise `RemoteProtocolError` if it is not the one with this id, or contradicts itself."""
     if hashlib.sha256(raw).hexdigest() != file_id:
         raise RemoteProtocolError("the index is another file's")

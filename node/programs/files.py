@@ -18,7 +18,7 @@ from farandole.protocol.shared_files import (
     INDEX_QUESTION,
     MAX_BLOCKS,
     MAX_REQUESTED,
-    Index,
+    FileIndex,
     decode_index,
     stream_name,
 )
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes so far, and all of them."""
 
 
-class SharedFile:
+class OfferedFile:
     """A file that this program shares. It must not change meanwhile: whoever fetches notices, and stops."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
@@ -48,7 +48,7 @@ class SharedFile:
                 hashes.append(hashlib.sha256(block).digest())
                 size += len(block)
                 progress(size, total)
-        self._index = Index(size, tuple(hashes))
+        self._index = FileIndex(size, tuple(hashes))
         self.id = self._index.id
         self.name = stream_name(self.id)
 
@@ -69,7 +69,7 @@ class SharedFile:
                 stream.send(file.read(self._index.block_bytes(number)), IDLE_SECONDS)
 
 
-def _block_number(question: bytes, index: Index) -> int:
+def _block_number(question: bytes, index: FileIndex) -> int:
     if len(question) != BLOCK_NUMBER.size or (number := BLOCK_NUMBER.unpack(question)[0]) >= len(index.hashes):
         raise MeshError("this is no number of a block")
     return int(number)
@@ -127,7 +127,7 @@ def _fetch(file_id: str, part: Path, stream: MeshStream, progress: Progress, tim
         os.fsync(file.fileno())
 
 
-def _is_block(data: bytes, index: Index, number: int) -> bool:
+def _is_block(data: bytes, index: FileIndex, number: int) -> bool:
     return len(data) == index.block_bytes(number) and index.is_block(number, data)
 
 

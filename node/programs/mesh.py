@@ -13,25 +13,25 @@ from typing import Any, Final, Protocol, Self
 
 from farandole.protocol.program_messages import (
     MAX_WAIT_SECONDS,
-    Done,
     FindNotes,
     FindProviders,
     HoldNote,
     Listen,
     NotesFound,
     Open,
-    Opened,
     Provide,
     ProvidersFound,
     Request,
+    RequestGranted,
     Ringing,
+    StreamReady,
     Take,
 )
 
 from ..base.control import NoNodeError, call
 from ..base.settings import NodeSettings, default_home
 from ..base.system.endpoint import connect
-from .files import Progress, SharedFile, fetch
+from .files import OfferedFile, Progress, fetch
 from .local import AnswerType, MeshError, ask, close, receive_answer
 from .stream import MeshStream
 
@@ -194,9 +194,9 @@ class Mesh:
         """
         request = HoldNote(name, value)
         if (held := self._notes.get(name)) is not None:
-            ask(held, request, Done, LOCAL_SECONDS)
+            ask(held, request, RequestGranted, LOCAL_SECONDS)
         else:
-            self._notes[name] = self._connected(request, Done, LOCAL_SECONDS)[0]
+            self._notes[name] = self._connected(request, RequestGranted, LOCAL_SECONDS)[0]
 
     def notes(self, name: str) -> dict[str, bytes]:
         """Return the notes of this name of all present members, by peer id."""
@@ -209,7 +209,7 @@ class Mesh:
 
         ``progress`` is called with the bytes read so far, and the file's. Raises `OSError`.
         """
-        shared = SharedFile(Path(path), progress)
+        shared = OfferedFile(Path(path), progress)
         listener = self.listen(shared.name)
         threading.Thread(target=shared.serve, args=(listener,), name="farandole-file", daemon=True).start()
         self._hold(Provide(bytes.fromhex(shared.id)))
@@ -240,10 +240,10 @@ class Mesh:
     # Requests
 
     def _stream(self, request: Request, timeout: float) -> MeshStream:
-        return MeshStream(*self._connected(request, Opened, timeout))
+        return MeshStream(*self._connected(request, StreamReady, timeout))
 
     def _hold(self, request: Request) -> socket.socket:
-        connection, _ = self._connected(request, Done, LOCAL_SECONDS)
+        connection, _ = self._connected(request, RequestGranted, LOCAL_SECONDS)
         self._held.add(connection)
         return connection
 

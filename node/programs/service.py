@@ -25,19 +25,19 @@ from farandole.protocol.program_messages import (
     MAX_REQUEST_BYTES,
     PROGRAMS_PROTOCOL,
     Answer,
-    Done,
     FindNotes,
     FindProviders,
     HoldNote,
     Listen,
     NotesFound,
     Open,
-    Opened,
     Provide,
     ProvidersFound,
     Refused,
     Request,
+    RequestGranted,
     Ringing,
+    StreamReady,
     Take,
     decode_request,
     framed_answer,
@@ -145,7 +145,7 @@ class ProgramService:
         self._require_budget()
         stream = await self._host.open_stream(peer, PROGRAMS_PROTOCOL + request.name, request.seconds)
         try:
-            await _say(connection, Opened(request.peer, self._host.path(peer)))
+            await _say(connection, StreamReady(request.peer, self._host.path(peer)))
             await self._splice(connection, stream)
             await stream.aclose()
         finally:
@@ -158,7 +158,7 @@ class ProgramService:
         self._names.add(name)
         self._host.set_handler(PROGRAMS_PROTOCOL + name, partial(self._ring, calls))
         try:
-            await _say(connection, Done())
+            await _say(connection, RequestGranted())
             async with open_service_nursery() as nursery:
                 nursery.start_soon(_await_end, connection, nursery.cancel_scope)
                 async for call in ringing:
@@ -197,7 +197,7 @@ class ProgramService:
         if call is None or call.connection is not None:
             raise FarandoleError("this stream is gone, or taken")
         call.connection = connection
-        await _say(connection, Opened(call.peer, self._host.path(public_key_of(call.peer))))
+        await _say(connection, StreamReady(call.peer, self._host.path(public_key_of(call.peer))))
         call.taken.set()
         await call.over.wait()
 
@@ -244,7 +244,7 @@ class ProgramService:
                 if not isinstance(following, HoldNote) or following.name != name:
                     raise FarandoleError("this connection holds one note")
                 self._set_note(name, following.value)
-                await _say(connection, Done())
+                await _say(connection, RequestGranted())
                 following = await _receive(connection)
         finally:
             if self._notes.pop(name, None) is not None:
@@ -277,7 +277,7 @@ class ProgramService:
         self._provided.add(blob)
         try:
             await self._host.provide(key)
-            await _say(connection, Done())
+            await _say(connection, RequestGranted())
             await _await_end(connection)
         finally:
             self._host.withdraw(key)

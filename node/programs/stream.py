@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Final, Self
 
-from farandole.protocol.program_messages import END, LENGTH, MAX_MESSAGE_BYTES, Opened
+from farandole.protocol.program_messages import END, LENGTH, MAX_MESSAGE_BYTES, StreamReady
 
 from .local import READ_BYTES, MeshError, close
 
@@ -30,7 +30,7 @@ class MeshStream:
     finished the stream is closed.
     """
 
-    def __init__(self, connection: socket.socket, opened: Opened) -> None:
+    def __init__(self, connection: socket.socket, opened: StreamReady) -> None:
         self.peer = opened.peer
         self.path = opened.path
         self._connection = connection

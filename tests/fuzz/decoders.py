@@ -405,7 +405,7 @@ DECODERS: dict[str, Decoder] = {
     "safetensors-any": Decoder(lambda raw: parse_tensors(raw, 10_000), [encode_header({}, [("w", (3, 8))])]),
     "shared-file-index": Decoder(
         lambda raw: shared_files.decode_index(raw, sha256(raw).hexdigest()),
-        [msgspec.msgpack.encode(shared_files.Index(shared_files.BLOCK_BYTES + 1, (bytes(32), bytes(32))))],
+        [msgspec.msgpack.encode(shared_files.FileIndex(shared_files.BLOCK_BYTES + 1, (bytes(32), bytes(32))))],
     ),
     "sketch-answer": Decoder(sketches.decode_answer, [sketches.encode_answer(bytes(size)) for size in (0, 1_024)]),
     "sketch-question": of(sketches.decode_question, sketches.SketchQuestion),

@@ -28,7 +28,7 @@ from farandole.node.programs.mesh import Mesh
 from farandole.node.programs.service import MAX_STREAMS_OF_PEER, ProgramService, open_programs
 from farandole.protocol.entries import Kind, Payload, ProgramNotes
 from farandole.protocol.program_messages import LENGTH, MAX_MESSAGE_BYTES, PROGRAMS_PROTOCOL, Provide
-from farandole.protocol.shared_files import BLOCK_BYTES, Index, stream_name
+from farandole.protocol.shared_files import BLOCK_BYTES, FileIndex, stream_name
 from farandole.protocol.wire import encode
 
 from ...patience import PATIENCE
@@ -387,9 +387,9 @@ def _share_falsely(mesh: Mesh, true: Path, false: Path, file_id: str) -> None:
     threading.Thread(target=serve, daemon=True).start()
 
 
-def _index_of(contents: bytes) -> Index:
+def _index_of(contents: bytes) -> FileIndex:
     blocks = [contents[at : at + BLOCK_BYTES] for at in range(0, len(contents), BLOCK_BYTES)]
-    return Index(len(contents), tuple(hashlib.sha256(block).digest() for block in blocks))
+    return FileIndex(len(contents), tuple(hashlib.sha256(block).digest() for block in blocks))
 
 
 async def test_without_a_node_the_error_says_so(tmp_path: Path) -> None:
