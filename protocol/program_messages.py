@@ -6,7 +6,7 @@ A program connects to the node's socket once for each thing that it wants, and s
     Listen           RequestGranted, then a Ringing for each stream that a peer opens; another connection takes it with
                      `Take`
     HoldNote*        RequestGranted for each: the note is in the run state while the connection is open
-    Provide          RequestGranted: this node is found as a provider of the blob while the connection is open
+    Provide          RequestGranted: this node is found as a provider of the file while the connection is open
     FindNotes        NotesFound
     FindProviders    ProvidersFound
 
@@ -32,7 +32,7 @@ PROGRAMS_PROTOCOL: Final = "/farandole/programs/1/"
 MAX_REQUEST_BYTES: Final = 1024
 # The notes of 4,096 authors, each at most 512 bytes, with their peer ids.
 MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
-# A message that needs more is a blob.
+# A message that needs more is a file.
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 LENGTH: Final = struct.Struct(">I")
 END: Final = b"\xff\xff\xff\xff"
@@ -80,15 +80,15 @@ class FindNotes(_Message, frozen=True):
 
 
 class Provide(_Message, frozen=True):
-    """Be found as a provider of a blob."""
+    """Be found as a provider of a file."""
 
-    blob: Sha256
+    file: Sha256
 
 
 class FindProviders(_Message, frozen=True):
-    """Find peers that say they provide a blob."""
+    """Find peers that say they provide a file."""
 
-    blob: Sha256
+    file: Sha256
     seconds: _Seconds
 
 

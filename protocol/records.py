@@ -27,9 +27,9 @@ def relay_key(run_id: bytes) -> bytes:
     return hashlib.sha256(framed(b"farandole/relay/1", run_id)).digest()
 
 
-def blob_key(run_id: bytes, blob_id: bytes) -> bytes:
-    """Return 32 bytes, provided by nodes whose owners' programs serve this blob (`farandole.node.programs.files`)."""
-    return hashlib.sha256(framed(b"farandole/blob/1", run_id, blob_id)).digest()
+def file_key(run_id: bytes, file_id: bytes) -> bytes:
+    """Return 32 bytes, provided by nodes whose owners' programs serve this file (`farandole.node.programs.files`)."""
+    return hashlib.sha256(framed(b"farandole/file/1", run_id, file_id)).digest()
 
 
 def local_name(run_id: bytes) -> str:

@@ -42,6 +42,8 @@ OPEN_SECONDS: Final = 30.0
 MESSAGE_SECONDS: Final = 60.0
 # Messages that have arrived and not been taken: further senders wait.
 MAX_UNTAKEN: Final = 64
+# Of such a message: all streams of a node together, each with one, hold 64 MiB.
+MAX_SENT_BYTES: Final = 256 * 1024
 
 
 class Run(Protocol):
@@ -147,10 +149,12 @@ class Mesh:
         return MeshListener(self._hold(Listen(name)), lambda ticket: self._stream(Take(ticket), LOCAL_SECONDS))
 
     def send(self, peer: str, name: str, message: bytes, timeout: float = OPEN_SECONDS) -> None:
-        """Send one message; return when the peer's program has taken it from `messages`.
+        """Send one message of at most 256 KiB; return when the peer's program has taken it from `messages`.
 
         ``timeout`` in seconds for each step. Raises `MeshError`, and `TimeoutError`.
         """
+        if len(message) > MAX_SENT_BYTES:
+            raise ValueError(f"a message of {len(message)} bytes: the most is {MAX_SENT_BYTES}; open a stream instead")
         with self.open(peer, name, timeout) as stream:
             stream.send(message, timeout)
             stream.end()
@@ -158,13 +162,16 @@ class Mesh:
                 raise MeshError(f"{peer} answers under the name {name}: its program expects a stream, not messages")
 
     def messages(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Yield messages that peers `send` under ``name``, each with its sender's peer id, until `close`."""
+        """Return the messages that peers `send` under ``name`` from now on, each with its sender's peer id.
+
+        They end with `close`. Raises `MeshError` if another program here listens to ``name``.
+        """
         arrived: queue.Queue[tuple[MeshStream, bytes] | None] = queue.Queue(MAX_UNTAKEN)
         listener = self.listen(name)
 
         def read(stream: MeshStream) -> None:
             with contextlib.suppress(MeshError, TimeoutError):
-                if (message := stream.receive(MESSAGE_SECONDS)) is not None:
+                if (message := stream.receive(MESSAGE_SECONDS, MAX_SENT_BYTES)) is not None:
                     arrived.put((stream, message))
                     return
             stream.close()
@@ -174,15 +181,19 @@ class Mesh:
                 threading.Thread(target=read, args=(stream,), name="farandole-message", daemon=True).start()
             arrived.put(None)
 
+        def take() -> Iterator[tuple[str, bytes]]:
+            try:
+                while (found := arrived.get()) is not None:
+                    stream, message = found
+                    with contextlib.suppress(MeshError, TimeoutError):
+                        stream.end()  # says that the message was taken
+                    stream.close()
+                    yield stream.peer, message
+            finally:
+                listener.close()
+
         threading.Thread(target=accept, name="farandole-messages", daemon=True).start()
-        try:
-            while (found := arrived.get()) is not None:
-                stream, message = found
-                with stream:
-                    pass  # its end says that the message was taken
-                yield stream.peer, message
-        finally:
-            listener.close()
+        return take()
 
     # Notes in the run state
 

@@ -42,7 +42,7 @@ from farandole.protocol.program_messages import (
     decode_request,
     framed_answer,
 )
-from farandole.protocol.records import blob_key
+from farandole.protocol.records import file_key
 
 from ..base.bandwidth import Shaping
 from ..base.doors import serve_door
@@ -64,7 +64,7 @@ MAX_RINGING: Final = 64
 TAKE_SECONDS: Final = 10.0
 # A program's answer, and a request after a connection, are at most a few kilobytes between two processes.
 LOCAL_SECONDS: Final = 10.0
-# Blobs that the programs of one node provide: each is announced in the DHT again and again.
+# Files that the programs of one node provide: each is announced in the DHT again and again.
 MAX_PROVIDED: Final = 64
 # A note is renewed before its entry expires.
 RENEW_SECONDS: Final = RULES[Kind.NOTES].ttl / 2
@@ -130,10 +130,10 @@ class ProgramService:
                 found = self._find_notes().items()
                 notes = {peer_id_of(author): all_of[name] for author, all_of in found if name in all_of}
                 await _say(connection, NotesFound(notes))
-            case Provide(blob):
-                await self._provide(connection, blob)
-            case FindProviders(blob, seconds):
-                providers = await self._host.find_providers(blob_key(self._run_id, blob), seconds)
+            case Provide(file):
+                await self._provide(connection, file)
+            case FindProviders(file, seconds):
+                providers = await self._host.find_providers(file_key(self._run_id, file), seconds)
                 await _say(connection, ProvidersFound([peer_id_of(peer) for peer, _ in providers]))
 
     # Streams
@@ -243,8 +243,14 @@ class ProgramService:
             while following is not None:
                 if not isinstance(following, HoldNote) or following.name != name:
                     raise FarandoleError("this connection holds one note")
-                self._set_note(name, following.value)
-                await _say(connection, RequestGranted())
+                try:
+                    self._set_note(name, following.value)
+                except FarandoleError as error:
+                    if name not in self._notes:
+                        raise
+                    await _say(connection, Refused(str(error)))  # the note that it holds stays
+                else:
+                    await _say(connection, RequestGranted())
                 following = await _receive(connection)
         finally:
             if self._notes.pop(name, None) is not None:
@@ -268,20 +274,20 @@ class ProgramService:
                 published = dict(self._notes)
                 await self._publisher.publish(Kind.NOTES, 0, ProgramNotes(tuple(published.items())))
 
-    async def _provide(self, connection: trio.SocketStream, blob: bytes) -> None:
-        if blob in self._provided:
-            raise FarandoleError("another program of this node provides this blob")
+    async def _provide(self, connection: trio.SocketStream, file: bytes) -> None:
+        if file in self._provided:
+            raise FarandoleError("another program of this node provides this file")
         if len(self._provided) >= MAX_PROVIDED:
-            raise FarandoleError(f"a node provides at most {MAX_PROVIDED} blobs")
-        key = blob_key(self._run_id, blob)
-        self._provided.add(blob)
+            raise FarandoleError(f"a node provides at most {MAX_PROVIDED} files")
+        key = file_key(self._run_id, file)
+        self._provided.add(file)
         try:
             await self._host.provide(key)
             await _say(connection, RequestGranted())
             await _await_end(connection)
         finally:
             self._host.withdraw(key)
-            self._provided.remove(blob)
+            self._provided.remove(file)
 
 
 class _Call:

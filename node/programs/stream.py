@@ -57,8 +57,11 @@ class MeshStream:
             raise ValueError(f"a message of {view.nbytes} bytes: the most is {MAX_MESSAGE_BYTES}; share a file instead")
         self._send((LENGTH.pack(view.nbytes), view), timeout)
 
-    def receive(self, timeout: float | None = None) -> bytes | None:
-        """Return the next message; None when the other program has ended its side."""
+    def receive(self, timeout: float | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes | None:
+        """Return the next message; None when the other program has ended its side.
+
+        Raises `MeshError` for one of more than ``max_bytes``.
+        """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         received = self._received  # grows as bytes arrive, so a length that a peer has announced costs nothing
         while not self._has_ended:
@@ -67,8 +70,8 @@ class MeshStream:
                     self._has_ended = True
                     break
                 end = LENGTH.size + LENGTH.unpack_from(received)[0]
-                if end > LENGTH.size + MAX_MESSAGE_BYTES:
-                    raise MeshError(f"{self.peer} announces a message that is longer than {MAX_MESSAGE_BYTES} bytes")
+                if end > LENGTH.size + max_bytes:
+                    raise MeshError(f"{self.peer} announces a message that is longer than {max_bytes} bytes")
                 if len(received) >= end:
                     message = bytes(memoryview(received)[LENGTH.size : end])
                     del received[:end]

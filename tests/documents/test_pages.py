@@ -33,24 +33,15 @@ $ farandole --version
 ```
 """
 # A reader of the page on protocols has a node in a run, and another member has one too.
-TWO_MEMBERS = """
-<!-- play: on=first stays="trainer ready" -->
-```console
-$ farandole run create examples/run.toml
-$ farandole join examples/run.manifest
-```
-
-<!-- play: until -->
-```console
-$ farandole run invite
-farandole1...
-```
-
+TWO_MEMBERS = (
+    A_RUN
+    + """
 <!-- play: on=second stays="trainer ready" -->
 ```console
 $ farandole join farandole1...
 ```
 """
+)
 # A reader of the page on data has some data.
 DATA = """
 <!-- play: on={name} file=make_data.py -->

@@ -201,7 +201,7 @@ async def test_messages_are_acknowledged_when_they_are_taken(tmp_path: Path, nod
     def serve() -> None:
         with Mesh(home=tmp_path / "b") as mesh:
             messages = mesh.messages("chat")
-            threading.Timer(0.2, listening.set).start()
+            listening.set()
             for sender, message in messages:
                 taken.append((sender, message))
                 if message == b"bye":
@@ -211,6 +211,11 @@ async def test_messages_are_acknowledged_when_they_are_taken(tmp_path: Path, nod
         assert listening.wait(PATIENCE)
         with Mesh(home=tmp_path / "a") as mesh:
             idle = mesh.open(nodes[1].peer_id, "chat")  # a member that says nothing holds up no message
+            with pytest.raises(ValueError, match="open a stream"):
+                mesh.send(nodes[1].peer_id, "chat", bytes(300_000))
+            with mesh.open(nodes[1].peer_id, "chat") as too_long, pytest.raises(MeshError, match="gone"):
+                too_long.send(bytes(300_000))
+                too_long.receive(PATIENCE)
             mesh.send(nodes[1].peer_id, "chat", b"hello")
             assert [message for _, message in taken] == [b"hello"]
             mesh.send(nodes[1].peer_id, "chat", b"bye")
@@ -237,6 +242,9 @@ async def test_notes_are_seen_by_others_while_their_program_runs(tmp_path: Path,
     with pytest.raises(MeshError, match="512 bytes"):
         for name in ("more", "again"):
             await program(partial(a.note, name, bytes(440)))
+    with pytest.raises(MeshError, match="512 bytes"):  # and the note that is there stays
+        await program(lambda: a.note("offer", bytes(448)))
+    await program(lambda: a.note("offer", b"4 rollouts"))
     with pytest.raises(MeshError, match="request of a program"):
         await program(lambda: a.note("a name with spaces", b""))
     await shows({nodes[0].peer_id: b"4 rollouts"})
