@@ -157,11 +157,11 @@ async def open_mesh(
     traffic = TrafficKeeper(limit, daemon.rest, daemon.store, shaping, datetime.now, daemon.journal.warn)
     await traffic.begin()
     shaping = replace(shaping, may_spend=traffic.may_spend)
-    ports = await load_ports(daemon.store, settings.listen)
+    ports = await load_ports(daemon.store, settings.listening)
     async with (
         open_host(
             daemon.key,
-            settings.listen,
+            settings.listening,
             shaping=shaping,
             network_key=network_key,
             first_ports=ports,
@@ -172,8 +172,7 @@ async def open_mesh(
         ) as connectivity,
         open_mdns(host, runs, is_on=settings.mdns),
     ):
-        bound = {address: port for address, (_, port) in zip(settings.listen, host.own.listening, strict=True)}
-        await keep_ports(daemon.store, ports, bound, daemon.journal.warn)
+        await keep_ports(daemon.store, ports, host.ports, daemon.journal.warn)
         yield Mesh(host, connectivity, shaping, traffic)
 
 

@@ -23,7 +23,7 @@ from farandole.training.durable import replacing
 
 from .base.backoff import pauses
 from .base.bandwidth import Shaping
-from .base.settings import NodeSettings
+from .base.settings import DEFAULT_LISTEN, NodeSettings
 from .inspect.observe import observe
 from .inspect.peek import VISIT_SECONDS, Visit, open_visit
 from .status.journal import Journal
@@ -137,4 +137,4 @@ def _visitor_settings(settings: NodeSettings, invite: Invite, own: list[str]) ->
     """Return the settings of a visitor that dials the relay first, and listens at a port of its own."""
     addresses = list(dict.fromkeys([*own, *invite.addresses]))[:MAX_ADDRESSES]
     named = Invite(invite.run_id, tuple(addresses), invite.admission, invite.network_key)
-    return replace(settings, invite=encode_invite(named), listen=["/ip4/0.0.0.0/tcp/0"], bootstrap=[], mdns=False)
+    return replace(settings, invite=encode_invite(named), listen=DEFAULT_LISTEN, port=0, bootstrap=[], mdns=False)

@@ -19,7 +19,8 @@ from typing import Final
 
 from .bulk import MIN_PORT, are_neighbours, unicast_ip
 
-# Failed attempts in a row at one port, and at one machine; then the pauses in seconds, which double.
+# Failed attempts in a row at one port, and at one machine or IPv6 network (one customer has 2^64 addresses); then the
+# pauses in seconds, which double.
 FREE_OF_PORT, FREE_OF_IP = 4, 16
 FIRST_PAUSE, MAX_PAUSE = 30.0, 3_600.0
 # Targets that are remembered, the latest ones.
@@ -42,11 +43,11 @@ class DialBudget:
 
     def __init__(self) -> None:
         self._vain: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
-        """(IP address, port, or 0 for all of its ports) -> (attempts in a row, time of the last one)."""
+        """(IP address, port), or (machine, 0) for all of its ports -> (attempts in a row, time of the last one)."""
 
     def take(self, ip: str, port: int, now: float) -> bool:
         """Count an attempt as failed unless `succeed` follows; return False if it is too early for another one."""
-        limits = (((ip, port), FREE_OF_PORT), ((ip, 0), FREE_OF_IP))
+        limits = (((ip, port), FREE_OF_PORT), ((_machine(ip), 0), FREE_OF_IP))
         if any(now < self._next_at(target, free) for target, free in limits):
             return False
         for target, _ in limits:
@@ -59,8 +60,13 @@ class DialBudget:
     def succeed(self, ip: str, port: int) -> None:
         """Note that a peer has proved its identity at this target."""
         self._vain.pop((ip, port), None)
-        self._vain.pop((ip, 0), None)
+        self._vain.pop((_machine(ip), 0), None)
 
     def _next_at(self, target: tuple[str, int], free: int) -> float:
         number, last_at = self._vain.get(target, (0, 0.0))
         return last_at if number < free else last_at + min(FIRST_PAUSE * 2.0 ** min(number - free, 30), MAX_PAUSE)
+
+
+def _machine(ip: str) -> str:
+    """Return an IPv4 address, or the /64 of an IPv6 address."""
+    return str(ipaddress.ip_network(f"{ip}/64", strict=False)) if ":" in ip else ip

@@ -119,8 +119,9 @@ def classify(dialled: Sequence[Witness], observed: Sequence[Witness]) -> Verdict
     """Classify by the witnesses that tried to dial, and by the ones that saw a connection from the listening port."""
     dialled = _weightiest([witness for witness in dialled if witness.answer.has_dialled])
     observed = _weightiest(observed)
-    reached = [witness.answer for witness in dialled if witness.answer.reached]
-    if 2 * len(reached) > len(dialled):
+    answers = [witness.answer for witness in dialled]
+    reached = [answer for answer in answers if answer.reached and _is_public(answers, ":" in answer.ip)]
+    if reached:
         found = ((answer.ip, port) for answer in reached for port in answer.reached if answer.ip)
         return Verdict(ReachabilityKind.PUBLIC, tuple(dict.fromkeys(found)))
     seen = tuple(dict.fromkeys((witness.answer.ip, witness.answer.port) for witness in observed if witness.answer.ip))
@@ -130,6 +131,16 @@ def classify(dialled: Sequence[Witness], observed: Sequence[Witness]) -> Verdict
     # One witness alone does not show whether the NAT's mapping depends on the endpoint; then punching is tried.
     is_punchable = bool(seen) and all(len(ports) == 1 for ports in by_ip.values())
     return Verdict(ReachabilityKind.PUNCHABLE if is_punchable else ReachabilityKind.RELAY_ONLY, seen)
+
+
+def _is_public(answers: Sequence[DialBackAnswer], is_ipv6: bool) -> bool:
+    """Return whether most witnesses have reached us, or at least two and most of those that use this version of IP.
+
+    A router may let in one version and not the other. No witness decides alone if others disagree.
+    """
+    alike = [answer for answer in answers if (":" in answer.ip) == is_ipv6]
+    num_reached, num_alike = (sum(bool(answer.reached) for answer in each) for each in (answers, alike))
+    return 2 * num_reached > len(answers) or (num_alike > 1 and 2 * num_alike > len(alike))
 
 
 def _weightiest(witnesses: Sequence[Witness]) -> list[Witness]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -19,7 +20,8 @@ from .quiet_hours import split_quiet_hours
 
 HOME_VARIABLE = "FARANDOLE_HOME"
 # Any free port on every IPv4 interface, and the same one at later starts (`farandole.node.join.kept_ports`).
-DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
+# All addresses of this machine, on any port.
+DEFAULT_LISTEN = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
 # A tighter cap cannot promise a newcomer the slowest download that it waits for: 50 kbit/s, half of what is left for
 # bulk whatever else goes on (`farandole.node.store.serve`), the other half being for an exchange.
 MIN_CAP_MBIT: Final = 0.5
@@ -71,9 +73,18 @@ class NodeSettings:
     )
     manifest: Path | None = None
     """A manifest file, for the first node of a run. With an invite too: they must be of one run."""
+    port: int = setting(
+        0,
+        "TCP port to listen on, in place of port 0 in --listen. 0: a free one at the first start, and later the same "
+        "one if free.",
+        placeholder="PORT",
+        least=0,
+        most=65_535,
+        panel="Network",
+    )
     listen: list[str] = setting(
-        [DEFAULT_LISTEN],
-        "Multiaddr to listen on; repeatable. Port 0: a free port at the first start, and later the same one if free.",
+        DEFAULT_LISTEN,
+        "Multiaddr to listen on; repeatable. By default all addresses of this machine.",
         placeholder="MULTIADDR",
         panel="Network",
     )
@@ -384,6 +395,11 @@ class NodeSettings:
         is_of_service=True,
         panel="Limits",
     )
+
+    @property
+    def listening(self) -> list[str]:
+        """The multiaddrs to listen on."""
+        return [re.sub("/tcp/0$", f"/tcp/{self.port}", address) for address in self.listen]
 
     @property
     def port_lease(self) -> int | None:

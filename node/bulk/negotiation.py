@@ -95,8 +95,8 @@ class BulkHost(StreamHost, Protocol):
         """Multiaddrs where this node can be dialled."""
 
     @property
-    def own_ips(self) -> list[str]:
-        """The IP addresses of this machine that this node listens at."""
+    def bound_ips(self) -> list[str]:
+        """The IP addresses that this node listens on, 0.0.0.0 and :: for all of this machine's."""
 
     @property
     def observed_ips(self) -> list[str]:
@@ -496,7 +496,7 @@ async def open_bulk(
     host: BulkHost, run_id: bytes, shaping: Shaping | None = None, reach: PeerReach | None = None
 ) -> AsyncIterator[BulkService]:
     """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports."""
-    listeners = _open_listeners(host.own_ips)  # an address announced by the owner is not this machine's
+    listeners = _open_listeners(host.bound_ips)
     service = BulkService(host, run_id, listeners, shaping or Shaping(), reach)
     ports = {listener.getsockname()[1] for listener in listeners.values()}
     host.bulk_ports.update(ports)
@@ -514,7 +514,11 @@ async def open_bulk(
 
 
 def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.SocketType]:
-    """Open one listener per family: on the host's one address, or on all if it has several; skip failures."""
+    """Open one listener per family, if possible on one port; skip failures.
+
+    It listens on the host's one address, or on all of the family if the host has several.
+    """
+    port = 0
     listeners: dict[socket.AddressFamily, trio.socket.SocketType] = {}
     for family, wildcard in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         own = [ip for ip in ips if _family(ip) is family]
@@ -525,8 +529,15 @@ def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.So
             share_port(listener)
             if family is socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind((own[0] if len(own) == 1 else wildcard, 0))
+            ip = own[0] if len(own) == 1 else wildcard
+            try:
+                listener.bind((ip, port))
+            except OSError:
+                if not port:
+                    raise
+                listener.bind((ip, 0))
             listener.listen(MAX_UNPROVEN)
+            port = listener.getsockname()[1]
         except OSError as error:
             logger.warning("bulk channels cannot be opened from outside over %s: %s", family.name, error)
             listener.close()

@@ -100,7 +100,7 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
     with tempfile.TemporaryDirectory(prefix="farandole-visit-") as folder:
         async with (
             open_store(Path(folder) / "store.sqlite") as store,
-            open_host(key, settings.listen, shaping=shaping, network_key=target.network_key) as host,
+            open_host(key, settings.listening, shaping=shaping, network_key=target.network_key) as host,
             open_messenger(host) as messenger,
             open_connectivity(host, key, target.run_id, shaping, peers) as connectivity,
             open_mdns(host, [target.run_id], is_on=settings.mdns),

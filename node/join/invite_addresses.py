@@ -8,7 +8,7 @@ from typing import Final
 
 from farandole.protocol.invite import MAX_ADDRESSES, InviteError, split_address
 
-from ..mesh.addresses import PRIVATE, distance_class, rank
+from ..mesh.addresses import IPV6, PRIVATE, distance_class, rank
 from ..status.status import NodeStatus
 
 # Half of an invite is for other members.
@@ -27,22 +27,32 @@ def choose_bootstrap_addresses(status: NodeStatus) -> list[str]:
         (member for member in status.members if member.is_live and not member.is_self),
         key=lambda member: not member.is_connected,
     )
-    others = [address for member in members for address in _usable(member.addresses, member.peer_id)[:1]]
-    # The node that makes the invite is there: one address of its own stays in, however many members reach farther.
-    chosen = own[:1] + sorted(own[1:MAX_OWN_ADDRESSES] + others, key=distance_class)
-    return rank(chosen[:MAX_ADDRESSES])
+    of_others = [_usable(member.addresses, member.peer_id) for member in members]
+    others = [address for addresses in of_others for address in addresses[:1]]
+    # The node that makes the invite is there: one address of its own stays in, however many members reach farther. So
+    # does one over IPv6: some newcomers have nothing else.
+    ipv6 = [address for addresses in (own, *of_others) for address in addresses if distance_class(address) == IPV6]
+    chosen = own[:1] + ipv6[:1] + sorted(own[1:MAX_OWN_ADDRESSES] + others, key=distance_class)
+    return rank(list(dict.fromkeys(chosen))[:MAX_ADDRESSES])
 
 
 def warnings_about(addresses: Sequence[str]) -> list[str]:
-    """Return a warning if no newcomer from the internet can reach any of an invite's addresses."""
-    if any(distance_class(address) < PRIVATE for address in addresses):
+    """Return a warning if few newcomers from the internet, or none, can reach any of an invite's addresses."""
+    nearest = min(map(distance_class, addresses), default=PRIVATE)
+    if nearest < IPV6:
         return []
+    if nearest == IPV6:
+        return [
+            "from the internet, this invite works over IPv6 alone: for newcomers who have it, and if the router here "
+            "lets the port in; most do not until their owner opens it. For others, use `farandole relay` on a machine "
+            "with a public IPv4 address"
+        ]
     hosts = ", ".join(dict.fromkeys(address.split("/")[2] for address in addresses if address.count("/") > 1))
     return [
         f"this invite has private addresses alone ({hosts or 'none'}): it works in this network or on this machine "
-        "only. For others: forward a TCP port of the router to this machine, start the node again with --listen "
-        "/ip4/0.0.0.0/tcp/PORT --announce /ip4/PUBLIC-IP/tcp/PORT, and make another invite; or start `farandole "
-        "relay` on a public machine, and this node with --bootstrap and the relay's address"
+        "only. For others: forward a TCP port of the router to this machine, start the node again with --port PORT "
+        "--announce /ip4/PUBLIC-IP/tcp/PORT, and make another invite; or start `farandole relay` on a public machine, "
+        "and type the `farandole dial` line that it prints here"
     ]
 
 

@@ -1,7 +1,7 @@
 """The listening ports that a node got at its first start, tried first at each later start.
 
 An invite, a router's port forwarding and the address books of other members all name a port. They remain valid after a
-restart only if the node listens on the same port again. Only port 0 in ``--listen`` leaves the choice open.
+restart only if the node listens on the same port again. Only ``--port 0``, the default, leaves the choice open.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ async def keep_ports(
     ``kept``: from `load_ports`; ``bound``: multiaddr -> the port that the node listens on now. A port that was taken
     stays the kept one: older invites name it, and the program that has it now may be gone at the next start.
     """
+    taken: dict[int, int] = {}
     for address, port in bound.items():
         if not address.endswith(_ANY_PORT):
             continue
@@ -44,9 +45,10 @@ async def keep_ports(
             except StoreError as error:
                 warn(f"{error}; the next start may use another port than {port}")
         elif kept[address] != port:
-            chosen = address.removesuffix("0")
-            warn(
-                f"port {kept[address]}, on which this node listened before, is taken: it listens on {port} now. "
-                "Invites made before may not find this node: make new ones, or stop the program that has the port. "
-                f"`--listen {chosen}PORT` sets a port for good"
-            )
+            taken[kept[address]] = port
+    for former, port in taken.items():
+        warn(
+            f"port {former}, on which this node listened before, is taken: it listens on {port} now. Invites made "
+            "before may not find this node: make new ones, or stop the program that has the port. `--port PORT` sets a "
+            "port for good"
+        )

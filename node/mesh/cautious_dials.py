@@ -23,6 +23,10 @@ class CautiousDials:
         """Return whether an address from a peer may be dialled; False for a name, which may resolve elsewhere later."""
         return may_dial(host, port, self._in_use())
 
+    def may_try(self, host: str, port: int) -> bool:
+        """Return whether an address from a peer may be dialled now, and count this as a failure until `succeed`."""
+        return self.allows(host, port) and self._budget.take(host, port, trio.current_time())
+
     async def open(self, target: tuple[str, int]) -> tuple[trio.SocketStream, tuple[str, int]]:
         """Return a TCP connection, and the IP address and port that it leads to.
 

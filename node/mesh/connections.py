@@ -300,12 +300,13 @@ class Acceptor:
         """IP addresses and ports of the listening sockets."""
         return [listener.bound for listener in self._listeners]
 
-    async def listen(self, host: str, port: int) -> None:
-        """Accept connections at an address of this machine; raise `OSError` if it is not available."""
+    async def listen(self, host: str, port: int) -> int:
+        """Accept connections at an address of this machine and return the port; raise `OSError` if it is taken."""
         listener = Listener(host, port)
         self._listeners.append(listener)
         self._nursery.start_soon(listener.serve, self._admit)
         await trio.lowlevel.checkpoint()
+        return listener.bound[1]
 
     def close(self) -> None:
         """Stop listening."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -59,7 +60,7 @@ class Dial:
         self.winner: tuple[str, MuxedConn] | None = None
         self.failures: list[str] = []
         self.error: PeerUnreachableError | None = None
-        self._num_direct = self._num_relayed = 0  # addresses of each kind tried up to now
+        self._tried: set[str] = set()
 
     def offer(self, addresses: Iterable[str]) -> None:
         """Add addresses to try."""
@@ -67,16 +68,24 @@ class Dial:
         self.addresses += fresh[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
         self.news.set()
 
+    def _alternating(self, peer: bytes) -> list[str]:
+        """Return the direct addresses as RFC 8305, section 4, orders them: IPv6 and others in turn."""
+        direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
+        ipv6 = [address for address in direct if address.startswith("/ip6/")]
+        others = [address for address in direct if not address.startswith("/ip6/")]
+        return [a for pair in itertools.zip_longest(ipv6, others) for a in pair if a is not None]
+
     def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
         """Return the next address to try now, if any; relays come after the direct ones."""
-        direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
-        if self._num_direct < len(direct):
-            self._num_direct += 1
-            return direct[self._num_direct - 1]
+        if (address := self._first_untried(self._alternating(peer))) is not None:
+            return address
         if self.is_direct or (is_trying and trio.current_time() < self.began_at + DIRECT_HEAD_START):
             return None
-        relayed = [address for address in self.addresses if is_circuit_to(address, peer)]
-        if self._num_relayed < len(relayed):
-            self._num_relayed += 1
-            return relayed[self._num_relayed - 1]
-        return None
+        return self._first_untried(address for address in self.addresses if is_circuit_to(address, peer))
+
+    def _first_untried(self, addresses: Iterable[str]) -> str | None:
+        """Return the first address that was not tried yet, which then counts as tried."""
+        address = next((address for address in addresses if address not in self._tried), None)
+        if address is not None:
+            self._tried.add(address)
+        return address

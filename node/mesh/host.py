@@ -24,6 +24,8 @@ from farandole.protocol.releases import Software
 from ..base.bandwidth import Shaping
 from ..base.errors import ListenError, PeerUnreachableError, StrangerError
 from ..base.nurseries import open_service_nursery
+from ..base.system.sockets import NO_IPV6
+from .addresses import multiaddr_of
 from .cautious_dials import CautiousDials
 from .connection import CLOSE_TIMEOUT
 from .connection_events import ConnectionEvents
@@ -75,6 +77,8 @@ class Host:
         self.rendezvous = Rendezvous()
         self.acceptor = Acceptor(nursery, self.connections, self.upgrader, self.rendezvous)
         self.own = OwnAddresses(self.peer_id, lambda: self.acceptor.bound)
+        self.ports: dict[str, int] = {}
+        """The multiaddrs to listen on, without those of a family that this system lacks -> their ports."""
         self._known = KnownAddresses()
         self._hearsay = KnownAddresses()
         self._cautious = CautiousDials(self._ips_in_use)
@@ -99,6 +103,11 @@ class Host:
     def own_ips(self) -> list[str]:
         """The IP addresses of this machine that this node listens at."""
         return list(dict.fromkeys(ip for ip, _ in self.own.interfaces))
+
+    @property
+    def bound_ips(self) -> list[str]:
+        """The IP addresses of the listening sockets, 0.0.0.0 and :: for all of this machine's."""
+        return list(dict.fromkeys(ip for ip, _ in self.own.listening))
 
     @property
     def observed_ips(self) -> list[str]:
@@ -381,6 +390,22 @@ class Host:
         targets = (dial_target(conn.link.address, peer) for conn in self.connections.of(peer) if conn.is_outbound)
         return next((target for target in targets if target is not None), None)
 
+    def ipv4_target(self, peer: bytes) -> tuple[str, int] | None:
+        """Return an IPv4 address of a peer that may be dialled now; None if none is known.
+
+        `note_proof` follows if the peer is there.
+        """
+        for address in self.addresses_of(peer):
+            target = dial_target(address, peer) if address.startswith("/ip4/") else None
+            if target and (address in self._known.of(peer) or self._cautious.may_try(*target)):
+                return target
+        return None
+
+    def note_proof(self, peer: bytes, target: tuple[str, int]) -> None:
+        """Note that a peer has authenticated itself there: the address needs no caution any more."""
+        self._cautious.succeed(*target)
+        self.add_addresses(peer, [multiaddr_of(*target)])
+
     async def close(self) -> None:
         """Stop listening and end every connection."""
         self.acceptor.close()
@@ -410,6 +435,8 @@ async def open_host(
 ) -> AsyncIterator[Host]:
     """Open a host that listens on the multiaddrs (port 0: any free one) for as long as the block runs.
 
+    Multiaddrs with port 0 get one port for both families, if it is free in both: a router's owner opens one. Without
+    IPv6 on this system, /ip6/:: is left out.
     ``first_ports``: a multiaddr with port 0 -> the port to try before any other free one; ``announce``: multiaddrs
     without a peer id that lead here from elsewhere.
     The traffic of its connections counts towards the caps of ``shaping``. With ``network_key``, 32 bytes, it connects
@@ -421,22 +448,29 @@ async def open_host(
         try:
             host.own.announced = announce
             for address in listen:
-                await _listen(host, address, (first_ports or {}).get(address))
+                kept = (first_ports or {}).get(address)
+                await _listen(host, address, [kept] if kept else list(host.ports.values()))
+            if listen and not host.ports:
+                raise ListenError(f"cannot listen on {' or '.join(listen)}: this system has no IPv6")
             yield host
         finally:
             with trio.CancelScope(deadline=trio.current_time() + 2 * CLOSE_TIMEOUT, shield=True):
                 await host.close()
 
 
-async def _listen(host: Host, address: str, first_port: int | None) -> None:
+async def _listen(host: Host, address: str, first_ports: Iterable[int]) -> None:
     match = re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d{1,5})", address)
     if match is None:
         raise ListenError(f"cannot listen on {address}: say /ip4/ADDRESS/tcp/PORT or /ip6/ADDRESS/tcp/PORT")
-    if first_port is not None:
-        with contextlib.suppress(OSError):
-            await host.acceptor.listen(match[1], first_port)
-            return
+    ip, port = match[1], int(match[2])
+    if port == 0:
+        for first in first_ports:
+            with contextlib.suppress(OSError):
+                host.ports[address] = await host.acceptor.listen(ip, first)
+                return
     try:
-        await host.acceptor.listen(match[1], int(match[2]))
+        host.ports[address] = await host.acceptor.listen(ip, port)
     except (OSError, OverflowError) as error:
-        raise ListenError(f"cannot listen on {address}: {error}") from error
+        if ip != "::" or getattr(error, "errno", None) not in NO_IPV6:
+            raise ListenError(f"cannot listen on {address}: {error}") from error
+        logger.info("not listening on %s: %s", address, error)

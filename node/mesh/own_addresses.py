@@ -41,8 +41,10 @@ class OwnAddresses:
 
     @property
     def interfaces(self) -> list[tuple[str, int]]:
-        """The addresses of `listening`, with 0.0.0.0 replaced by every interface."""
+        """The addresses of `listening`, with 0.0.0.0 and :: replaced by every interface of the family."""
         found = [(ip, port) for host, port in self._bound() for ip in self._interfaces_of(host)]
+        if not found:  # without a network there is still this machine
+            found = [("::1" if ":" in host else "127.0.0.1", port) for host, port in self._bound()]
         return list(dict.fromkeys(found))
 
     @property
@@ -63,9 +65,5 @@ class OwnAddresses:
         now = trio.current_time()
         if now >= self._valid_until:
             self._valid_until = now + INTERFACES_VALID_FOR
-            # Without a network there is still this machine.
-            self._interfaces = {
-                False: get_network_addrs(4) or ["127.0.0.1"],
-                True: get_network_addrs(6) or ["::1"],
-            }
+            self._interfaces = {False: get_network_addrs(4), True: get_network_addrs(6)}
         return self._interfaces[":" in host]

@@ -28,6 +28,7 @@ from farandole.protocol.relay import (
 )
 
 from ..base.errors import PeerUnreachableError
+from .addresses import distance_class
 from .circuit import Circuit
 from .delimited import encode_delimited, multiaddr_texts, receive_message
 
@@ -116,10 +117,13 @@ class RelayClient:
         return stream, answer
 
     def _address_of(self, relay: bytes, told: Iterable[str]) -> str | None:
-        """Return the relay's address for others: the one that we dialled, if any, else the one that it reports."""
+        """Return the relay's address for others: the one that reaches farthest of those that it reports.
+
+        Of equals it is the one that we dialled, if any. Few peers lack IPv4, and many lack IPv6.
+        """
         known = [address.partition("/p2p/")[0] for address in told]
         dialled = [address for address in self._host.remote_addresses(relay) if address in known]
-        for address in (*dialled, *known):
+        for address in sorted((*dialled, *known), key=distance_class):
             if parse_circuit(circuit_address(address, relay)) is not None:
                 return address
         return None

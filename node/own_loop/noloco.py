@@ -39,7 +39,7 @@ class NoLoCo:
     shows the loss in bits per byte too, which compares models with other tokenizers. ``tokens_per_step``: tokens that a
     step counts for; they weight a pair's mean, and by default a step is one. A run whose model built-in trainers train
     too needs them. ``recipe``: compared with the one of `create_run`.
-    ``options``: flags for ``farandole join``, such as ``["--listen", "/ip4/0.0.0.0/tcp/4001"]``.
+    ``options``: flags for ``farandole join``, such as ``["--port", "4001"]``.
 
     Several processes of `torch.distributed`, each of which enters the block, are one member, whose node is rank 0's.
     Parameters may be cut over them in any way that makes DTensors, such as `fully_shard`.

@@ -62,6 +62,8 @@ class Nat:
     """The outer port differs from the inner one, also where the mapping is endpoint-independent."""
     has_upnp: bool = False
     """The router opens ports for hosts that ask (miniupnpd: UPnP and NAT-PMP)."""
+    forwarded: str = ""
+    """TCP ports that its owner forwards to the first host, or lets in to it over IPv6: ``4001``, or ``1-65535``."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,15 @@ _SINGLE: Final = {
     "renumbering": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, is_renumbering=True),
     "upnp": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, has_upnp=True),
 }
+# What owners set up by hand. A cloud machine has a private address, to which a public one is mapped one to one; Docker
+# publishes a port of a container, here on such a machine.
+_FORWARDED: Final = Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, forwarded="4001")
+_ONE_TO_ONE: Final = Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, forwarded="1-65535")
+OWNED_KINDS: Final = {
+    "forwarded": (_FORWARDED,),
+    "one-to-one": (_ONE_TO_ONE,),
+    "docker": (_FORWARDED, _ONE_TO_ONE),
+}
 # The ten kinds of the tables, in their order; "carrier" is a home of the commonest kind behind a carrier's NAT.
 KINDS: Final = (
     "open",
@@ -134,12 +145,14 @@ CARRIER_KINDS: Final = tuple(f"{_CARRIER_PREFIX}{name}" for name in _SINGLE)
 
 
 def kind_named(name: str) -> HomeKind:
-    """Return one of `KINDS` or `CARRIER_KINDS`; raises `KindError`."""
+    """Return one of `KINDS`, `CARRIER_KINDS` or `OWNED_KINDS`; raises `KindError`."""
     if name == "carrier":
         return HomeKind(name, (_PORT_RESTRICTED, _CARRIER))
+    if name in OWNED_KINDS:
+        return HomeKind(name, OWNED_KINDS[name])
     nat = _SINGLE.get(name.removeprefix(_CARRIER_PREFIX))
     if nat is None:
-        raise KindError(f"no kind of home {name!r}: say one of {', '.join(chain(KINDS, CARRIER_KINDS))}")
+        raise KindError(f"no kind of home {name!r}: say one of {', '.join(chain(KINDS, CARRIER_KINDS, OWNED_KINDS))}")
     return HomeKind(name, (nat, _CARRIER) if name.startswith(_CARRIER_PREFIX) else (nat,))
 
 

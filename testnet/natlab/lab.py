@@ -5,8 +5,8 @@
 
 The internet has a route to the address of each home, and no other: packets to other addresses are dropped (blackhole),
 so nothing leaves the machine. The homes' public addresses count as global, for Python and for libp2p; homes use the
-same private ones, as real homes do. IPv4 only, and no router leads from the inside to its own outer address
-(hairpinning).
+same private ones, as real homes do. No router leads from the inside to its own outer address (hairpinning). A home may
+have IPv6 too, or alone: then each of its hosts has a public address, without NAT.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from ..leash import Leash
 from ..namespace import Location, Namespace, open_namespace, require
 from .home import CARRIER_IP, CUSTOMER_IP, INTERNET_IP, MAX_HOMES, Home
 from .kinds import Mapping, kind_named
-from .router import HomeRouter
+from .router import ROUTER_LINK_IP, WAN_LINK_IP, HomeRouter
 from .rules import LAN, WAN
 
 _ROUTER_IP: Final = "192.168.1.1"
 _HOST_IP: Final = "192.168.1.{host}"
 _FIRST_HOST: Final = 10
+# Each home's IPv6 network, and its hosts in it.
+_PREFIX: Final = "2a05:0:{home:x}::/64"
+_HOST_IPV6: Final = "2a05:0:{home:x}::{host:x}"
 _MAX_HOSTS: Final = 200
 
 
@@ -38,8 +41,10 @@ class Lab:
     homes: list[Home] = field(default_factory=list)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def add_home(self, kind: str, hosts: int = 1) -> Home:
+    def add_home(self, kind: str, hosts: int = 1, families: str = "4") -> Home:
         """Add a home of one of `KINDS`, with hosts on one LAN; a public host is one in an open home.
+
+        ``families``: the versions of IP that its hosts have, "4", "46" or "6". A line's delay is for IPv4 alone.
 
         Raises `KindError`, `NamespaceError` if its router needs a tool that is missing, `ValueError` for too many.
         """
@@ -50,14 +55,23 @@ class Lab:
             raise ValueError(f"a lab has up to {MAX_HOMES} homes, a home 1 to {_MAX_HOSTS} hosts")
         if hosts > 1 and home_kind.nats[0].mapping is Mapping.NONE:
             raise ValueError(f"a home of kind {kind!r} has one address, and so one host")
+        if families != "4" and len(home_kind.nats) > 1:
+            raise ValueError(f"a home of kind {kind!r} has no IPv6, with two routers in a row")
         machines = [self._stack.enter_context(open_namespace(self.leash)) for _ in range(hosts)]
         boxes = [self._stack.enter_context(open_namespace(self.leash)) for _ in home_kind.nats]
-        routers = [HomeRouter(boxes[0], home_kind.nats[0], _ROUTER_IP, machines[0], self.leash)]
+        first_host = _HOST_IP.format(host=_FIRST_HOST)
+        routers = [HomeRouter(boxes[0], home_kind.nats[0], _ROUTER_IP, machines[0], first_host, self.leash)]
         for box, nat in zip(boxes[1:], home_kind.nats[1:], strict=True):
-            routers.insert(0, HomeRouter(box, nat, CARRIER_IP, boxes[0], self.leash, customer_ip=CUSTOMER_IP))
+            routers.insert(
+                0, HomeRouter(box, nat, CARRIER_IP, boxes[0], CUSTOMER_IP, self.leash, customer_ip=CUSTOMER_IP)
+            )
+        if "6" in families:
+            routers[0].prefix = _PREFIX.format(home=index)
         home = Home(home_kind, index, [], self.internet, routers, self.leash)
         self._stack.callback(home.close)
         self._wire(home, machines)
+        if "6" in families:
+            self._wire_ipv6(home, machines, is_alone="4" not in families)
         self.homes.append(home)
         return home
 
@@ -90,6 +104,24 @@ class Lab:
             home.hosts.append(Location(ip, enter=machine.enter))
         home.start()
 
+    def _wire_ipv6(self, home: Home, machines: list[Namespace], *, is_alone: bool) -> None:
+        """Give a wired home IPv6; with ``is_alone``, take IPv4 from its hosts."""
+        link, prefix = f"to{home.index}", home.routers[0].prefix
+        self.internet.run(f"""
+            echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+            ip address replace {ROUTER_LINK_IP}/64 dev {link} nodad
+            ip route replace {prefix} via {WAN_LINK_IP} dev {link}
+        """)
+        for number, machine in enumerate(machines):
+            ip = _HOST_IPV6.format(home=home.index, host=_FIRST_HOST + number)
+            machine.run(f"""
+                {"ip -4 address flush dev eth0" if is_alone else ""}
+                ip address add {ip}/64 dev eth0 nodad
+                ip -6 route add default via {ROUTER_LINK_IP} dev eth0
+            """)
+            if is_alone:
+                home.hosts[number] = Location(ip, enter=machine.enter)
+
 
 @contextlib.contextmanager
 def open_lab(leash: Leash) -> Iterator[Lab]:
@@ -97,5 +129,7 @@ def open_lab(leash: Leash) -> Iterator[Lab]:
     require("nft")
     with contextlib.ExitStack() as stack:
         internet = stack.enter_context(open_namespace(leash))
-        internet.run("ip route add blackhole default; echo 1 > /proc/sys/net/ipv4/ip_forward")
+        internet.run(
+            "ip route add blackhole default; ip -6 route add blackhole default; echo 1 > /proc/sys/net/ipv4/ip_forward"
+        )
         yield Lab(internet, leash, _stack=stack)

@@ -19,6 +19,9 @@ from ..namespace import Namespace, held
 from .kinds import Mapping, Nat
 from .rules import LAN, TABLE, UPNP_CHAINS, WAN, router_rules
 
+# Link-local IPv6 addresses: of a router and of the internet towards those behind them, and of a router towards the
+# internet.
+ROUTER_LINK_IP, WAN_LINK_IP = "fe80::1", "fe80::2"
 # It writes its process id to a file in /run, which is a private mount here and disappears with it.
 _MINIUPNPD: Final = "mount -t tmpfs none /run && exec miniupnpd -d -f /dev/stdin"
 
@@ -33,9 +36,13 @@ class HomeRouter:
     """The router's address on the inner side."""
     inner_host: Namespace
     """The host that gets the outer address where the router does not translate."""
+    first_host: str
+    """The address to which the router forwards ports."""
     leash: Leash
     customer_ip: str | None = None
     """Address of the router behind this one, if this is a carrier's."""
+    prefix: str = ""
+    """The home's IPv6 network, if it has one."""
     is_on: bool = False
     _services: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -67,8 +74,16 @@ class HomeRouter:
             ip route add default via {gateway}
             {f"ip route replace {inner_ip} dev {LAN}" if inner_ip else ""}
         """,
-            router_rules(self.nat),
+            router_rules(self.nat, self.first_host),
         )
+        if self.prefix:
+            self.namespace.run(f"""
+                echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+                ip address replace {WAN_LINK_IP}/64 dev {WAN} nodad
+                ip address replace {ROUTER_LINK_IP}/64 dev {LAN} nodad
+                ip route replace {self.prefix} dev {LAN}
+                ip -6 route replace default via {ROUTER_LINK_IP} dev {WAN}
+            """)
         if self.nat.has_upnp:
             self._serve_upnp()
         self.is_on = True

@@ -5,6 +5,9 @@ Symmetric is the same with a random port for each connection. For the kinds that
 the inner hosts have sent: `mapped` has the host of each port, `contacted` the addresses that it has sent to. Packets to
 those ports are forwarded to the host. Where two hosts of a home use one port, it belongs to the first.
 
+Ports that the owner forwards are the first host's. Over IPv6 nothing is translated: a router lets in what it lets in
+over IPv4.
+
 What is not let in is dropped without an answer, and before connection tracking records it: so it neither ends the
 attempts of the other side, nor takes the port from an inner host that dials there a moment later.
 """
@@ -50,18 +53,22 @@ _FORBIDDEN: Final = {
 }
 _OUTWARD: Final = {
     Mapping.NONE: "",
-    Mapping.ENDPOINT_INDEPENDENT: f"oifname {WAN} masquerade",
-    Mapping.ADDRESS_AND_PORT_DEPENDENT: f"oifname {WAN} masquerade random,fully-random",
+    Mapping.ENDPOINT_INDEPENDENT: f"oifname {WAN} meta nfproto ipv4 masquerade",
+    Mapping.ADDRESS_AND_PORT_DEPENDENT: f"oifname {WAN} meta nfproto ipv4 masquerade random,fully-random",
 }
 # One outer port for each inner one, which peers cannot guess. One pair of inner ports in 40,000 shares an outer one,
 # and cannot reach the same destination at once.
 _RENUMBER: Final = (
-    f"oifname {WAN} meta l4proto {{ tcp, udp }} masquerade to :jhash th sport mod 40000 seed 0x5 offset 20000"
+    f"oifname {WAN} meta nfproto ipv4 meta l4proto {{ tcp, udp }} "
+    "masquerade to :jhash th sport mod 40000 seed 0x5 offset 20000"
 )
 
 
-def router_rules(nat: Nat) -> str:
-    """Return input for ``nft -f``: it replaces the table `TABLE`, between the interfaces `WAN` and `LAN`."""
+def router_rules(nat: Nat, first_host: str) -> str:
+    """Return input for ``nft -f``: it replaces the table `TABLE`, between the interfaces `WAN` and `LAN`.
+
+    ``first_host``: the IPv4 address to which ports are forwarded.
+    """
     forward, prerouting, postrouting = UPNP_CHAINS
     is_remembering = nat.mapping is Mapping.ENDPOINT_INDEPENDENT and nat.filtering in _INWARD
     return f"""table inet {TABLE}
@@ -78,16 +85,19 @@ table inet {TABLE} {{{_REMEMBERED if is_remembering else ""}
     iifname {LAN} accept
     ct status dnat accept
     {"accept" if nat.filtering is Filtering.NONE else ""}
+    {f"meta nfproto ipv6 tcp dport {nat.forwarded} accept" if nat.forwarded else ""}
     jump {forward}
   }}
   chain input {{
     type filter hook input priority filter
+    meta l4proto ipv6-icmp accept
     iifname {WAN} ct state != established,related drop
   }}
   chain inward {{
     type nat hook prerouting priority dstnat
     jump {prerouting}
     {_INWARD[nat.filtering] if is_remembering else ""}
+    {f"iifname {WAN} tcp dport {nat.forwarded} dnat ip to {first_host}" if nat.forwarded else ""}
   }}
   chain outward {{
     type nat hook postrouting priority srcnat

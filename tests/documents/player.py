@@ -120,7 +120,8 @@ MakeMachine = Callable[[str, Path], Machine]
 
 def on_this_computer(name: str, folder: Path) -> Machine:
     """Return a machine whose node listens on the loopback interface."""
-    ports = {"tcp/4001": f"tcp/{free_port()}", "8710": str(free_port())}
+    port = free_port()
+    ports = {"tcp/4001": f"tcp/{port}", "port 4001": f"port {port}", "8710": str(free_port())}
     return a_machine(folder / name, ports, FARANDOLE_LISTEN="/ip4/127.0.0.1/tcp/0", FARANDOLE_MDNS="false")
 
 
@@ -242,10 +243,14 @@ class Player:
     async def play(self, page: str) -> None:
         """Play the page from top to bottom."""
         for block in blocks(page):
-            self._at = block.play.get("on", self._at)
-            if not {"not-played", "long"} & block.play.keys():
-                await self._play(block)
+            await self.play_block(block)
         await self.end()
+
+    async def play_block(self, block: Block) -> None:
+        """Play one block of a page, unless it is not to be played."""
+        self._at = block.play.get("on", self._at)
+        if not {"not-played", "long"} & block.play.keys():
+            await self._play(block)
 
     async def end(self) -> None:
         """End the commands that still run; each must exit with code 0, but a reader's own program may die of it."""

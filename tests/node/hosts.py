@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -16,6 +17,15 @@ ECHO = "/echo/1"
 
 def host_at_loopback(**settings: Any) -> AbstractAsyncContextManager[Host]:
     return open_host(Ed25519PrivateKey.generate(), LOOPBACK, **settings)
+
+
+def has_ipv6() -> bool:
+    """Return whether this system can listen over IPv6."""
+    try:
+        with socket.create_server(("::", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
 
 async def echo(stream: Libp2pStream) -> None:

@@ -93,7 +93,7 @@ class MemoryHost:
     faults: Faults = field(default_factory=Faults)
     handlers: dict[str, Handler] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=lambda: ["/ip4/127.0.0.1/tcp/4001/p2p/x"])
-    own_ips: list[str] = field(default_factory=lambda: ["127.0.0.1"])
+    bound_ips: list[str] = field(default_factory=lambda: ["127.0.0.1"])
     bulk_ports: set[int] = field(default_factory=set)
     mapped: dict[int, tuple[str, int]] = field(default_factory=dict)
 

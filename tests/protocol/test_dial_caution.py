@@ -71,8 +71,17 @@ def test_a_peer_that_proves_itself_clears_its_address() -> None:
         budget.succeed("203.0.113.5", 4001)
 
 
+def test_all_addresses_of_one_ipv6_network_count_together() -> None:
+    """A customer has 2^64 addresses; who claims to be at many of one victim's gains no more attempts."""
+    budget = DialBudget()
+    assert sum(budget.take(f"2001:db8::{number:x}", 4001, 0.0) for number in range(1_000)) == FREE_OF_IP
+    assert budget.take("2001:db8:0:1::1", 4001, 0.0)
+    budget.succeed("2001:db8::1", 4001)
+    assert budget.take("2001:db8::ffff", 4001, 0.0)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     budget = DialBudget()
     for number in range(2 * MAX_TARGETS):
-        budget.take(f"2001:db8::{number:x}", 4001, 0.0)
+        budget.take(f"2001:db8:0:{number:x}::1", 4001, 0.0)
     assert len(budget._vain) == MAX_TARGETS

@@ -40,7 +40,7 @@ Out = Annotated[
 
 
 @checkpoint_app.command("list")
-@takes_settings("invite", "listen", "bootstrap", "mdns")
+@takes_settings("invite", "port", "listen", "bootstrap", "mdns")
 def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
     """Show the checkpoints in the node's folder, and what the run's members hold: by an invite, or as this node knows.
 
@@ -63,7 +63,7 @@ def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
 
 
 @checkpoint_app.command("pull")
-@takes_settings("invite", "listen", "bootstrap", "upload_mbit", "download_mbit", "mdns")
+@takes_settings("invite", "port", "listen", "bootstrap", "upload_mbit", "download_mbit", "mdns")
 def pull_model(
     settings: NodeSettings,
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder.")] = Path("model"),

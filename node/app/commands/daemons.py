@@ -32,7 +32,7 @@ def join(settings: NodeSettings) -> None:
 
 
 @takes_settings(
-    *("listen", "announce", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic", "mdns", "upnp"),
+    *("port", "listen", "announce", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic", "mdns", "upnp"),
     *("dashboard", "dashboard_port", "log_level", "log_format"),
 )
 def relay(
@@ -55,8 +55,8 @@ def relay(
 
     For a machine that others can dial, with a port that stays the same; it needs neither GPU nor memory.
 
-    Examples: [cyan]farandole relay farandole1... --listen /ip4/0.0.0.0/tcp/4001[/cyan];
-    [cyan]farandole relay farandole1... --listen /ip4/0.0.0.0/tcp/4001 --page /var/www/run[/cyan]
+    Examples: [cyan]farandole relay farandole1... --port 4001[/cyan];
+    [cyan]farandole relay farandole1... --port 4001 --page /var/www/run[/cyan]
     """
     from farandole.protocol.invite import decode_invite
 

@@ -13,7 +13,8 @@ from .output import print_json
 
 
 @takes_settings(
-    *("invite", "listen", "announce", "bootstrap", "device", "stage", "data", "tokenizer", "stream", "allow_model"),
+    *("invite", "port", "listen", "announce", "bootstrap", "device", "stage", "data", "tokenizer", "stream"),
+    "allow_model",
     *("upload_mbit", "download_mbit"),
     must_exist=False,
 )

@@ -279,7 +279,7 @@ def admit(home: Home, who: Who) -> None:
 
 
 @run_app.command("audit")
-@takes_settings("invite", "listen", "bootstrap", "mdns", "data", "data_weight", "data_field", "tokenizer")
+@takes_settings("invite", "port", "listen", "bootstrap", "mdns", "data", "data_weight", "data_field", "tokenizer")
 def audit(
     settings: NodeSettings,
     author: Annotated[

@@ -30,7 +30,7 @@ _ok, _warning, _failed, _skipped = (partial(Cause, level) for level in Level)
 _MAKE_ROOM: Final = "free some space, or name a folder on another disk with --home"
 _OPEN_PORT: Final = (
     "nothing needs doing: it works through relays. To be faster, switch on the router's UPnP; or forward its TCP port "
-    "4001 to this machine, and join with --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/PUBLIC-IP/tcp/4001"
+    "4001 to this machine, and join with --port 4001 --announce /ip4/PUBLIC-IP/tcp/4001"
 )
 NO_ADDRESS: Final = "no address of a peer is known"
 _NEWER_INVITE: Final = "ask for a newer invite: any member can make one (`farandole run invite`)"
@@ -140,20 +140,21 @@ CAUSES: Final = {
     "port-ours": _ok("{address} is taken, apparently by the node that runs here"),
     "port-taken": _failed(
         "{address} is taken by another program",
-        "stop that program; or choose another port, as in --listen /ip4/0.0.0.0/tcp/4002 (0: any that is free)",
+        "stop that program; or choose another port, as in --port 4002 (0: any that is free)",
     ),
     "port-kept-taken": _warning(
         "port {port}, on which this node listened before, is taken by another program: invites that name it do not "
         "lead to this node",
         "stop that program; or make new invites once the node runs, on another port",
     ),
-    "port-forbidden": _failed(
-        "this user may not listen on {address}", "choose a port above 1023, as in --listen /ip4/0.0.0.0/tcp/4001"
-    ),
+    "port-forbidden": _failed("this user may not listen on {address}", "choose a port above 1023, as in --port 4001"),
     "port-unusable": _failed(
         "cannot listen on {address}: {why}", "name an address of this machine with --listen, or 0.0.0.0 for all"
     ),
-    "port-no-address": _failed("{address} is no address to listen on", "write it as in --listen /ip4/0.0.0.0/tcp/4001"),
+    "port-no-ipv6": _ok("{address} is left out: this system has no IPv6"),
+    "port-no-address": _failed(
+        "{address} is no address to listen on", "write it as in --listen /ip4/192.168.1.10/tcp/4001, or say --port 4001"
+    ),
     # The invite
     "invite-fine": _ok("it leads to run {run}, by way of {names}"),
     "invite-stored": _ok("none was given: the folder knows its run"),
@@ -179,6 +180,12 @@ CAUSES: Final = {
     ),
     # The way to peers
     "dns-fine": _ok("{name} is {ips}"),
+    "dns-private": _warning(
+        "{name} is {ips} here, which is no public address: DNS answers with the address of a login page, as in hotels "
+        "and trains, or the node is in this network",
+        "open any web page in a browser and log in; or set another DNS server. Nothing needs doing if the node is in "
+        "this network",
+    ),
     "dns-none": _ok("no address has a name to resolve"),
     "dns-unresolved": _failed("{name} does not resolve: {why}", "check this machine's DNS server; or " + _NEWER_INVITE),
     "egress-fine": _ok("outgoing TCP works, to ports {ports}"),
@@ -277,7 +284,7 @@ CAUSES: Final = {
     "nat-relay-only": _warning("only relays lead to this node", _OPEN_PORT),
     "nat-announced-closed": _warning(
         "peers have tried the announced {announced}, and do not reach this node there",
-        "have the router forward that port to the one of --listen, and the firewall let it in; or correct --announce",
+        "have the router forward that port to the one of --port, and the firewall let it in; or correct --announce",
     ),
     "nat-untold": _skipped("{why}"),
     "upnp-fine": _ok("the router {ip} opens ports on request; its public address is {external}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import socket
@@ -26,8 +27,8 @@ KNOCK_TIMEOUT: Final = 4.0
 PROVE_TIMEOUT: Final = 8.0
 # Probed where a peer's own port is silent: a machine that is on answers or refuses. No service uses the last one.
 OTHER_PORTS: Final = (HTTPS_PORT, 80, 33_433)
-# A documentation address (RFC 5737): nothing is sent there, the system is only asked for the route.
-_ELSEWHERE: Final = ("192.0.2.1", 9)
+# Documentation addresses (RFC 5737, RFC 3849): nothing is sent there, the system is only asked for the route.
+_ELSEWHERE: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _NAMED: Final = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/.*)?")
 _FAMILIES: Final = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 # Doors probed at once; an invite has eight.
@@ -75,13 +76,12 @@ def make_doors(addresses: Iterable[tuple[bytes, str]]) -> list[Door]:
 
 
 def has_route() -> bool:
-    """Return whether the system has a route to the internet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-        except OSError:
-            return False
-        return True
+    """Return whether the system has a route to the internet, over IPv4 or IPv6."""
+    for family, elsewhere in _ELSEWHERE.items():
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            return True
+    return False
 
 
 async def resolve(doors: Sequence[Door]) -> list[Finding]:
@@ -101,7 +101,8 @@ async def resolve(doors: Sequence[Door]) -> list[Finding]:
             except (OSError, UnicodeError) as error:
                 why = error
         if door.ips:
-            findings[door.name] = found("dns-fine", name=door.name, ips=", ".join(door.ips))
+            cause = "dns-fine" if any(map(is_global, door.ips)) else "dns-private"
+            findings[door.name] = found(cause, name=door.name, ips=", ".join(door.ips))
         else:
             findings[door.name] = found("dns-unresolved", name=door.name, why=why)
 

@@ -21,7 +21,7 @@ from farandole.protocol.needs import needs_of
 
 from ...base.control import call
 from ...base.errors import ListenError
-from ...base.settings import DEFAULT_LISTEN, NodeSettings
+from ...base.settings import NodeSettings
 from ...mesh.host import Host, open_host
 from ...status.status import NodeStatus
 from .causes import CHECKS, NO_ADDRESS, found
@@ -88,7 +88,7 @@ class Examination:
             nursery.start_soon(self._check_room)
             nursery.start_soon(self._check, "data", in_thread, check_data, settings.data, settings.stream)
             nursery.start_soon(self._check, "model", in_thread, check_models, settings.allow_model)
-            look = partial(check_ports, settings.listen, kept_ports, is_running=is_running)
+            look = partial(check_ports, settings.listening, kept_ports, is_running=is_running)
             nursery.start_soon(self._check, "port", look)
 
     async def _check_room(self) -> None:
@@ -116,7 +116,7 @@ class Examination:
         if self._invitation is None:
             settings = self.settings
             self._invitation = await read_invitation(
-                settings.invite, settings.bootstrap, settings.store, settings.listen
+                settings.invite, settings.bootstrap, settings.store, settings.listening
             )
             self.findings += self._invitation.findings
             self.manifest = self._invitation.manifest
@@ -135,14 +135,14 @@ class Examination:
         try:
             async with open_host(
                 key,
-                settings.listen,
+                settings.listening,
                 network_key=invitation.network_key,
                 first_ports=invitation.kept_ports,
                 announce=() if self.is_running else settings.announce,
             ) as host:
                 await self._look_out(host, invitation)
         except ListenError:  # the matter of `check_ports`
-            async with open_host(key, [DEFAULT_LISTEN], network_key=invitation.network_key) as host:
+            async with open_host(key, NodeSettings().listening, network_key=invitation.network_key) as host:
                 await self._look_out(host, invitation)
 
     async def _look_out(self, host: Host, invitation: RunToJoin) -> None:

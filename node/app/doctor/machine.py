@@ -26,6 +26,7 @@ from ...base.requirements import MemoryTooSmallError, memory_needed, memory_shor
 from ...base.settings import NodeSettings
 from ...base.system.files import others_may
 from ...base.system.nvidia import has_nvidia_driver
+from ...base.system.sockets import NO_IPV6
 from ...store.disk_space import used_bytes
 from .causes import found
 from .finding import Finding
@@ -167,6 +168,8 @@ async def _check_port(address: str, *, is_running: bool) -> Finding:
             return found("port-ours" if is_running else "port-taken", address=address)
         if error.errno == errno.EACCES:
             return found("port-forbidden", address=address)
+        if match[1] == "::" and error.errno in NO_IPV6:
+            return found("port-no-ipv6", address=address)
         return found("port-unusable", address=address, why=error.strerror or error)
     return found("port-fine", address=address)
 

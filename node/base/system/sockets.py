@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 import sys
@@ -11,6 +12,8 @@ from typing import Final, Protocol
 from .features import SHARES_PORTS
 
 LOOPBACK: Final = "127.0.0.1"
+# The errors of listening on :: where a system has no IPv6, or has it turned off.
+NO_IPV6: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 # What setsockopt(2) takes for SO_LINGER: "on", and for 0 seconds; two of Windows' shorts, or two ints.
 _LINGER_NOT: Final = struct.pack("HH" if sys.platform == "win32" else "ii", 1, 0)
 

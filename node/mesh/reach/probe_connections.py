@@ -1,5 +1,8 @@
 """Probe connections: an extra connection to a peer, from a listening port, to learn how a NAT maps that port.
 
+Over IPv6 peers see the address that this machine has, and over IPv4 they see the router's. So the connection is made
+over IPv4 if there is a way, whatever the other connections with the peer use.
+
 One port can have only one connection to one address. So concurrent users share it, and new users wait while it closes.
 It is closed by RST: after an orderly close the kernel would keep it in TIME_WAIT for a minute, and refuse the next
 one.
@@ -7,6 +10,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -84,9 +88,17 @@ class ProbeConnections:
         if target is None:
             raise PeerUnreachableError("we have no connection with it that we dialled directly")
         with trio.fail_after(DIAL_TIMEOUT):
-            socket = await self._host.dial_from_listener(target, port)
-            socket.leave_nothing()
-            return Connection(await self._host.upgrader.dial(socket, peer), self._host.connections, is_outbound=True)
+            if ":" in target[0] and (other := self._host.ipv4_target(peer)) is not None:
+                with contextlib.suppress(OSError, PeerUnreachableError):
+                    conn = await self._dial_at(peer, other, port)
+                    self._host.note_proof(peer, other)
+                    return conn
+            return await self._dial_at(peer, target, port)
+
+    async def _dial_at(self, peer: bytes, target: tuple[str, int], port: int | None) -> Connection:
+        socket = await self._host.dial_from_listener(target, port)
+        socket.leave_nothing()
+        return Connection(await self._host.upgrader.dial(socket, peer), self._host.connections, is_outbound=True)
 
 
 class _Probe:

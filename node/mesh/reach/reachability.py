@@ -75,8 +75,10 @@ class Reachability:
 
     @property
     def needs_relays(self) -> bool:
-        """Return whether others cannot dial this node, or the first dials suggest it."""
-        return self.kind is not ReachabilityKind.PUBLIC and (self.is_examined or self.is_doubtful)
+        """Return whether others cannot dial this node over IPv4, or the first dials suggest it."""
+        if self.kind is ReachabilityKind.PUBLIC:
+            return bool(self.verdict.addresses) and all(":" in ip for ip, _ in self.verdict.addresses)
+        return self.is_examined or self.is_doubtful
 
     def _tell(self) -> None:
         self._changed.set()

@@ -80,6 +80,24 @@ def test_what_a_member_says_cannot_spoil_an_invite() -> None:
     assert chosen(["/ip4/8.8.8.8/tcp/4001"], *members)[0] == "/ip4/8.8.8.8/tcp/4001"
 
 
+def test_one_address_over_ipv6_stays_in_and_relays_come_before_the_others() -> None:
+    """Routers block what comes over IPv6 more often than not, and some newcomers have nothing else."""
+    own, others = "/ip6/2a05:1::a/tcp/4001", [f"/ip6/2a05:2::{i}/tcp/4001" for i in range(20)]
+    members = [member(i + 1, others[i], f"/ip4/8.8.8.{i}/tcp/4001") for i in range(20)]
+    assert chosen([own, "/ip4/192.168.1.5/tcp/4001"], *members)[-1] == own
+    found = chosen(["/ip4/192.168.1.5/tcp/4001"], *members)
+    assert others[0] in found
+    assert "/ip4/192.168.1.5/tcp/4001" in found
+    assert chosen([own, THROUGH_RELAY], member(1, others[0], THROUGH_RELAY))[:2] == [THROUGH_RELAY] * 2
+
+
+def test_an_invite_that_works_over_ipv6_alone_is_warned_about() -> None:
+    (warning,) = warnings_about([f"/ip6/2a05:1::a/tcp/4001/p2p/{ALICE}", f"/ip4/192.168.1.5/tcp/1/p2p/{ALICE}"])
+    assert "IPv6 alone" in warning
+    assert "farandole relay" in warning
+    assert warnings_about([f"/ip6/2a05:1::a/tcp/4001/p2p/{ALICE}", f"/ip4/8.8.8.8/tcp/1/p2p/{ALICE}"]) == []
+
+
 def test_an_invite_that_works_nowhere_else_is_warned_about_with_what_to_do() -> None:
     private, loopback = "/ip4/192.168.1.5/tcp/4001", "/ip4/127.0.0.1/tcp/1"
     (warning,) = warnings_about([f"{private}/p2p/{ALICE}", f"{loopback}/p2p/{ALICE}"])

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from farandole.node.base.exits import Exit
+from farandole.node.base.settings import DEFAULT_LISTEN, NodeSettings
 from farandole.node.join.kept_ports import keep_ports, load_ports
 from farandole.node.state.store import StoreError, open_store
 from farandole.protocol.identity import peer_id_of
@@ -103,3 +104,22 @@ async def test_a_disk_that_does_not_take_the_port_stops_no_node(tmp_path: Path, 
         await keep_ports(store, {}, {ANY: 40_001}, warnings.append)
     (warning,) = warnings
     assert "another port than 40001" in warning
+
+
+async def test_a_port_that_is_taken_for_both_versions_of_ip_is_warned_about_once(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    async with open_store(tmp_path / "store.sqlite") as store:
+        kept = dict.fromkeys(DEFAULT_LISTEN, 4001)
+        await keep_ports(store, kept, dict.fromkeys(DEFAULT_LISTEN, 5001), warnings.append)
+    (warning,) = warnings
+    assert "--port PORT" in warning
+
+
+def test_a_port_replaces_any_port_and_leaves_the_ports_that_are_named() -> None:
+    assert NodeSettings(port=4001).listening == ["/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/4001"]
+    assert NodeSettings(port=4001, listen=[ANY, "/ip4/10.0.0.1/tcp/80"]).listening == [
+        "/ip4/127.0.0.1/tcp/4001",
+        "/ip4/10.0.0.1/tcp/80",
+    ]
+    assert NodeSettings().listening == DEFAULT_LISTEN

@@ -1,8 +1,10 @@
 """Hosts over loopback TCP: dialling, streams, events, addresses."""
 
+import errno
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +14,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import ListenError, PeerUnreachableError
+from farandole.node.base.settings import DEFAULT_LISTEN
+from farandole.node.mesh.connections import Acceptor
 from farandole.node.mesh.dial_plan import Dial, dial_target
 from farandole.node.mesh.host import open_host
 from farandole.node.mesh.known_addresses import MAX_ADDRESSES, MAX_KNOWN_PEERS
@@ -19,7 +23,7 @@ from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, echo, host_at_loopback
+from ..hosts import ECHO, echo, has_ipv6, host_at_loopback
 
 LARGE = 16 * 1024 * 1024
 
@@ -407,14 +411,44 @@ async def test_addresses_are_real_ones() -> None:
         assert deaf.addresses == []
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="this system has no IPv6")
 async def test_ipv6_works_like_ipv4() -> None:
     with trio.fail_after(PATIENCE):
-        try:
-            async with open_host(new_key(), ["/ip6/::1/tcp/0"]) as bob, host_at_loopback() as alice:
-                await alice.connect(bob.author, bob.addresses)
-                assert bob.path(alice.author) == "direct"
-        except ListenError:
-            pytest.skip("no IPv6 here")
+        async with open_host(new_key(), ["/ip6/::1/tcp/0"]) as bob, host_at_loopback() as alice:
+            await alice.connect(bob.author, bob.addresses)
+            assert bob.path(alice.author) == "direct"
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this system has no IPv6")
+async def test_by_default_both_versions_of_ip_have_one_port() -> None:
+    async with open_host(new_key(), DEFAULT_LISTEN) as host:
+        assert {ip for ip, _ in host.own.listening} == {"0.0.0.0", "::"} == set(host.bound_ips)
+        assert len(set(host.ports.values())) == 1
+        with socket.socket() as other:
+            other.bind(("0.0.0.0", 0))
+            other.listen()
+            kept = {DEFAULT_LISTEN[0]: other.getsockname()[1], DEFAULT_LISTEN[1]: next(iter(host.ports.values()))}
+            async with open_host(new_key(), DEFAULT_LISTEN, first_ports=kept) as neighbour:
+                assert not set(neighbour.ports.values()) & set(kept.values()), "both ports are taken"
+
+
+async def test_a_system_without_ipv6_listens_over_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = Acceptor.listen
+
+    async def listen_without_ipv6(acceptor: Acceptor, host: str, port: int) -> int:
+        if ":" in host:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return await listen(acceptor, host, port)
+
+    monkeypatch.setattr(Acceptor, "listen", listen_without_ipv6)
+    async with open_host(new_key(), DEFAULT_LISTEN) as host:
+        assert list(host.ports) == DEFAULT_LISTEN[:1]
+    with pytest.raises(ListenError, match="no IPv6"):
+        async with open_host(new_key(), DEFAULT_LISTEN[1:]):
+            raise AssertionError
+    with pytest.raises(ListenError):
+        async with open_host(new_key(), ["/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0"]):
+            raise AssertionError("an address that its owner has named is not left out")
 
 
 @pytest.mark.parametrize("address", ["/ip4/127.0.0.1/udp/1/quic-v1", "nonsense", "/ip4/127.0.0.1/tcp/99999"])
@@ -455,6 +489,17 @@ async def test_leaving_closes_the_listener_and_every_connection() -> None:
             _, _, _, _, port, _, _ = address.split("/")
             with pytest.raises(OSError, match="connect"):
                 await trio.open_tcp_stream("127.0.0.1", int(port))
+
+
+async def test_ipv6_and_ipv4_are_tried_in_turn_and_no_address_twice() -> None:
+    peer = public_bytes(new_key())
+    dial = Dial(is_direct=True, own=[])
+    v4, v6 = ([form.format(i) for i in range(3)] for form in ("/ip4/1.2.3.{}/tcp/5", "/ip6/2a05::{}/tcp/5"))
+    dial.offer([*v4[:2], v6[0]])
+    tried = [dial.next_address(peer, is_trying=True) for _ in range(2)]
+    dial.offer([*v6[1:], v4[2]])
+    tried += [dial.next_address(peer, is_trying=True) for _ in range(5)]
+    assert tried == [v6[0], v4[0], v6[1], v4[1], v6[2], v4[2], None]
 
 
 def test_dial_targets() -> None:

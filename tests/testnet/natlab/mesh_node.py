@@ -1,6 +1,7 @@
 """A node's host and connectivity, without a trainer; it dials the peers named by lines of JSON, and prints changes.
 
-It listens on port 4001, and on the ports given as arguments; ``lease=SECONDS``: it requests them from its router.
+It listens on port 4001, over IPv4 and IPv6, and on the ports given as arguments; ``lease=SECONDS``: it requests them
+from its router.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ async def run() -> None:
     leases = [int(argument.removeprefix("lease=")) for argument in sys.argv[1:] if argument.startswith("lease=")]
     ports = [PORT, *(int(argument) for argument in sys.argv[1:] if argument.isdigit())]
     async with (
-        open_host(key, [f"/ip4/0.0.0.0/tcp/{port}" for port in ports]) as host,
+        open_host(key, [f"/ip6/::/tcp/{PORT}", *(f"/ip4/0.0.0.0/tcp/{port}" for port in ports)]) as host,
         open_connectivity(
             host, key, bytes(32), Shaping(), limits=Limits(), port_lease=leases[0] if leases else None
         ) as connectivity,

@@ -114,6 +114,29 @@ async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: La
             await until(lambda: hard.path(harder) == harder.path(hard) == "relayed")
 
 
+async def test_homes_with_other_versions_of_ip_meet_through_relays_with_both(lab: Lab) -> None:
+    """And each becomes direct with a home that has both, over the version that they share."""
+    homes = [lab.add_home("open", families="46") for _ in range(2)]
+    homes += [lab.add_home("port-restricted", families=families) for families in ("4", "6", "46")]
+    with trio.fail_after(PATIENCE):
+        async with open_nodes(homes, lab.leash) as nodes:
+            one, two, old, new, both = nodes
+            for node in (two, old, new, both):
+                await node.dial(one)
+            for node in (old, new, both):
+                await node.dial(two)
+            for node in (old, new, both):
+                await until(has_relays(node))
+            circuits = [address for address in both.told["addresses"] if "/p2p-circuit" in address]
+            assert all(address.startswith("/ip4/") for address in circuits), "few peers have nothing but IPv6"
+            await old.dial(new)
+            await until(lambda: old.path(new) == new.path(old) == "relayed")
+            await old.dial(both)
+            await until(lambda: old.path(both) == both.path(old) == "punched")
+            await new.dial(both)
+            await until(lambda: new.path(both) == both.path(new) == "punched")
+
+
 async def test_relays_that_die_or_freeze_are_replaced_and_peers_found_again(lab: Lab) -> None:
     kinds = ("open", "open", "open", "open", "symmetric", "symmetric")
     with trio.fail_after(PATIENCE):

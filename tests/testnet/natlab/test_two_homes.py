@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,18 +11,26 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import NamespaceError
+from farandole.testnet.namespace import NamespaceError, held
+from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab, open_lab
 
+from ...documents.markdown import blocks
 from ...documents.pages import ROOT
 from ...documents.player import Machine, MakeMachine, a_machine, on_this_computer, open_player
 
+NAME_SERVER = Path(__file__).with_name("name_server.py")
+EXAMPLE = "/ip4/203.0.113.7"
+NOT_PLAYED = 'not-played="needs a router with this port forwarded"'
 
-def in_homes(lab: Lab, kinds: dict[str, str]) -> MakeMachine:
-    """Place each machine in a home of its kind."""
+
+def in_homes(lab: Lab, kinds: dict[str, str], families: str = "4") -> MakeMachine:
+    """Place each machine in a home of its kind; pages' example of a public address becomes that of the home."""
 
     def at_home(name: str, folder: Path) -> Machine:
-        return a_machine(folder / name, {}, lab.add_home(kinds[name]).host.enter, FARANDOLE_UPNP="true")
+        home = lab.add_home(kinds[name], families=families)
+        address = f"/ip4/{home.address}" if families == "4" else f"/ip6/{home.host.ip}"
+        return a_machine(folder / name, {EXAMPLE: address}, home.host.enter, FARANDOLE_UPNP="true")
 
     return at_home
 
@@ -59,15 +69,67 @@ farandole1...
 """
 
 
-async def test_two_homes_behind_routers_that_open_no_port_meet_through_a_relay(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("families", ["4", "6"])
+async def test_two_homes_behind_routers_that_open_no_port_meet_through_a_relay(
+    lab: Lab, tmp_path: Path, families: str
+) -> None:
     """The first node's first invite leads nowhere: the relay is set up with it, and then the second home is invited."""
     page = two_machines()
     second, options = page.index("On the second machine"), page.index("`--help` after any command")
     relay, others = page.index("Or run a relay"), page.index("All others can be behind routers")
     story = page[:second] + page[relay:others] + STATUS + page[second:options]
     kinds = {"first": "symmetric", "second": "port-restricted", "helper": "open"}
-    async with open_player(tmp_path, in_homes(lab, kinds)) as player:
+    async with open_player(tmp_path, in_homes(lab, kinds, families)) as player:
         await player.play(story)
+
+
+def opened_by_hand(page: str) -> str:
+    """Return the part of the page in which the owner has opened a port and starts the first node again."""
+    start, end = page.index("Otherwise forward a TCP port"), page.index("A name is an address too")
+    part = page[start:end].replace(NOT_PLAYED, 'stays="announcing"')
+    assert 'stays="announcing"' in part
+    return part
+
+
+AGAIN = """
+<!-- play: on=first -->
+```console
+$ farandole run invite
+farandole1...
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "families"),
+    [
+        ("forwarded", "6"),
+        pytest.param("forwarded", "4", marks=pytest.mark.soak),
+        pytest.param("one-to-one", "4", marks=pytest.mark.soak),
+        ("docker", "4"),  # with a forwarded port and a machine whose address is mapped one to one
+    ],
+)
+async def test_a_port_that_its_owner_opens_lets_the_second_home_in(
+    lab: Lab, tmp_path: Path, kind: str, families: str
+) -> None:
+    """The first node knows no peer that could tell it its public address: only its owner knows it."""
+    page = two_machines()
+    second, options = page.index("On the second machine"), page.index("`--help` after any command")
+    again = opened_by_hand(page)
+    async with open_player(tmp_path, in_homes(lab, {"first": kind, "second": "port-restricted"}, families)) as player:
+        await player.play(page[:second] + again + AGAIN + page[second:options])
+
+
+def has_own_names(home: Home, folder: Path, address: str) -> tuple[list[str], list[str]]:
+    """Return the commands of a name server in the home, and of entering the home with that server.
+
+    The file "address" in the folder is where all names lead.
+    """
+    (folder / "address").write_text(address)
+    (folder / "resolv.conf").write_text("nameserver 192.168.1.1\n")
+    serve = [*home.routers[-1].namespace.enter, sys.executable, str(NAME_SERVER), str(folder / "address")]
+    mount = f'mount --bind {folder / "resolv.conf"} /etc/resolv.conf && exec "$@"'
+    return serve, [*home.host.enter, "unshare", "--mount", "sh", "-c", mount, "sh"]
 
 
 @pytest.mark.soak
@@ -75,3 +137,43 @@ async def test_so_do_two_homes_one_of_which_opens_a_port_when_asked(full_lab: La
     kinds = {"first": "upnp", "second": "symmetric", "helper": "open"}
     async with open_player(tmp_path, in_homes(full_lab, kinds)) as player:
         await player.play(two_machines())
+
+
+IN_A_HOTEL = """
+<!-- play: on=second stays="no known address answers" -->
+```console
+$ farandole join farandole1...
+```
+
+<!-- play: on=second exit=1 -->
+```console
+$ farandole doctor farandole1...
+...home.example.org is 192.168.1.1 here, which is no public address: ...
+  ...open any web page in a browser and log in...
+```
+"""
+
+
+async def test_a_hotel_whose_names_lead_to_its_login_page_is_named_and_left_as_soon_as_they_do_not(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """The invite has nothing but a name: the first node's owner announces one, and no peer has told it its address."""
+    page = two_machines()
+    first, second = lab.add_home("forwarded"), lab.add_home("port-restricted")
+    serve, enter = has_own_names(second, tmp_path, "192.168.1.1")
+    name = {EXAMPLE: "/dns/home.example.org"}
+
+    def at_home(machine: str, folder: Path) -> Machine:
+        place = first.host.enter if machine == "first" else enter
+        return a_machine(folder / machine, name, place)
+
+    with held(serve, lab.leash, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        async with open_player(tmp_path, at_home) as player:
+            again = opened_by_hand(page)
+            for block in blocks(page[: page.index("On the second machine")] + again + AGAIN + IN_A_HOTEL):
+                await player.play_block(block)
+            (tmp_path / "address").write_text(first.address)
+            await player.shells[-2].says("averaged with")
+            await player.end()

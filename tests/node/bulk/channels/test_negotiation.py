@@ -14,16 +14,19 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from farandole.node.base.settings import DEFAULT_LISTEN
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS, open_bulk
+from farandole.node.mesh.host import open_host
 from farandole.protocol.bulk import Proposal, greeting
 from farandole.protocol.framing import frame
 from farandole.protocol.wire import encode
 
 from ....patience import PATIENCE
-from ...hosts import host_at_loopback
+from ...hosts import has_ipv6, host_at_loopback
 from ...parties import ALICE, BOB, RUN_ID
 from .parties import Party, assert_no_channel, meet, move, two_parties
 
@@ -37,6 +40,14 @@ async def test_announced_addresses_leave_the_listener_where_the_node_listens() -
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), PATIENCE)
         socket.create_connection(("127.0.0.1", port), PATIENCE).close()
+
+
+async def test_a_network_that_comes_later_leads_to_the_listeners_too() -> None:
+    """A laptop has one address, and another one in the next network; or none when its node starts."""
+    async with open_host(Ed25519PrivateKey.generate(), DEFAULT_LISTEN) as host, open_bulk(host, RUN_ID):
+        (port,) = host.bulk_ports  # for both versions of IP: an owner opens one port in the router
+        for later in ["127.0.0.1", "::1"] if has_ipv6() else ["127.0.0.1"]:
+            socket.create_connection((later, port), PATIENCE).close()
 
 
 async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) -> None:

@@ -63,6 +63,13 @@ async def test_who_is_reached_by_peers_is_public_and_relays() -> None:
                 await carol.relays.reserve(alice.author)
 
 
+def test_who_can_be_dialled_over_ipv6_alone_has_relays_for_those_without_it() -> None:
+    public = ReachabilityKind.PUBLIC
+    assert Reachability(Verdict(public, (("2a05::1", 4001),))).needs_relays
+    assert not Reachability(Verdict(public, (("2a05::1", 4001), ("8.8.8.8", 4001)))).needs_relays
+    assert not Reachability(PUBLIC).needs_relays
+
+
 async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them() -> None:
     with trio.fail_after(PATIENCE):
         async with (
