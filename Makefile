@@ -11,7 +11,7 @@ NUM_TESTERS ?= 4
 PREFIX ?= $(HOME)/.local/share/farandole
 BIN_DIR ?= $(HOME)/.local/bin
 
-.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-hostile bench-large bench-nat bench-dashboard wheel install release clean
+.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-hostile bench-large bench-race bench-nat bench-dashboard wheel install release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run;
 bench-large: $(STAMP) ## 125 M parameters in two homes, and a newcomer that needs 1 GB; needs root and 18 GB (30 minutes)
 	$(BIN)/farandole testnet bench large --out out/bench --write BENCHMARKS.md
 	$(BIN)/farandole testnet bench join --size 1000 --repeats 3 --no-peers --out out/bench/1-GB
+
+bench-race: $(STAMP) ## Wall-clock to a loss in eight homes, beside DiLoCo with a barrier; needs root (20 minutes)
+	$(BIN)/farandole testnet bench race --out out/bench --write BENCHMARKS.md
 
 bench-hostile: $(STAMP) ## What strangers and hostile members cost: connections, daemons, every attack simulated (2 hours)
 	$(BIN)/farandole testnet bench hostile --out out/bench --write BENCHMARKS.md

@@ -25,6 +25,7 @@ from .app.commands.doctor import doctor
 from .app.commands.evaluate import evaluate
 from .app.commands.identity import show_id
 from .app.commands.leave import leave
+from .app.commands.limit import limit
 from .app.commands.metrics import show_metrics
 from .app.commands.pause import pause, resume
 from .app.commands.plan import plan_run
@@ -58,7 +59,7 @@ app.command("id")(show_id)
 for command in (join, relay, dial, status, dashboard, peers, sample):
     app.command()(command)
 app.command("eval")(evaluate)
-for command in (doctor, pause, resume, leave, uninstall):
+for command in (doctor, limit, pause, resume, leave, uninstall):
     app.command()(command)
 app.command("reference", hidden=True)(print_reference)
 

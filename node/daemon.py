@@ -62,6 +62,7 @@ from .status.journal import Journal
 from .store.disk_space import DiskError
 from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
+from .ui.caps import set_caps
 from .ui.chronicle import keep_chronicle
 from .ui.console import Console
 from .ui.dashboard.server import open_dashboard
@@ -241,7 +242,12 @@ async def open_desk(
     async def dial(params: dict[str, Any]) -> object:
         return await _dial(daemon, host, params.get("address"))
 
-    all_deeds = {"leave": leave, **(deeds or {})}
+    async def limit(params: dict[str, Any]) -> object:
+        words = set_caps(mesh.shaping, params)
+        journal.say(words)
+        return words
+
+    all_deeds = {"leave": leave, "limit": limit, **(deeds or {})}
     async with open_service_nursery() as nursery:
         handlers = {"status": desk.status, "peers": desk.peers, "dial": dial, **all_deeds, **(questions or {})}
         # Before anything is printed: a script that reads it may ask at once.

@@ -220,7 +220,7 @@ class Testnet:
             "--device": scenario.device,
             **({"--max-rounds": scenario.rounds} if index < scenario.nodes else {}),
             "--slow": scenario.slowness(index),
-            "--step-seconds": scenario.step_seconds,
+            "--step-seconds": scenario.seconds_of_step(index),
             "--heartbeat-seconds": scenario.heartbeat_seconds,
             "--checkpoint-seconds": scenario.checkpoint_seconds,
             "--validate-every": scenario.validate_every,

@@ -12,7 +12,7 @@ from .namespace import Location, held, open_namespace, open_tun, require
 from .scenario import LinkSettings
 
 _NETWORK: Final = "10.77.0"
-_DEVICE: Final = "link"
+LINK_DEVICE: Final = "link"
 
 
 @contextlib.contextmanager
@@ -24,9 +24,9 @@ def open_links(link: LinkSettings, count: int, leash: Leash) -> Iterator[list[Lo
         for index in range(count):
             ip = f"{_NETWORK}.{index + 1}"
             namespace = stack.enter_context(open_namespace(leash))
-            ports.append((ip, stack.enter_context(open_tun(namespace, _DEVICE))))
-            namespace.run(f"ip address add {ip}/24 dev {_DEVICE}")
-            namespace.shape(_DEVICE, link.up_mbit)
+            ports.append((ip, stack.enter_context(open_tun(namespace, LINK_DEVICE))))
+            namespace.run(f"ip address add {ip}/24 dev {LINK_DEVICE}")
+            namespace.shape(LINK_DEVICE, link.up_mbit)
             places.append(Location(ip, enter=namespace.enter))
         down, delay = link.down_mbit * 1e6 / 8, link.delay_ms / 1e3
         forwarder = [sys.executable, "-m", "farandole.testnet.link_forwarder", str(down), str(delay)]

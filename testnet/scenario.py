@@ -33,6 +33,7 @@ _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 _Caps = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0, le=1e6)], ...], msgspec.Meta(max_length=MAX_NODES)]
 
 
+_StepSeconds = Annotated[float, msgspec.Meta(ge=0, le=600)]
 _Settings = dict[str, Any]
 
 
@@ -114,8 +115,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seed of the run; replaces ``run.seed``."""
     slow: Annotated[tuple[Annotated[float, msgspec.Meta(ge=1, le=1_000)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """Slow-down factor of each node's inner steps, from node 0 on; the others are not slowed."""
-    step_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
-    """Minimum seconds of an inner step of each node: nodes become as independent as machines of their own."""
+    step_seconds: _StepSeconds | Annotated[tuple[_StepSeconds, ...], msgspec.Meta(max_length=MAX_NODES)] = 0.0
+    """Minimum seconds of an inner step, of all nodes or of each from node 0 on: nodes become as independent as machines
+    of their own."""
     stage: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=511)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """The stage that each node holds for good, from node 0 on; the others choose, and move where they are needed."""
     upload_mbit: _Caps = ()
@@ -201,8 +203,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield f"chaos.nodes names node {max(self.chaos.nodes)}, but the last is {self.nodes - 1}"
 
     def _problems_of_sizes(self) -> Iterator[str]:
-        for name in ("slow", "stage", "upload_mbit", "download_mbit"):
-            if len(entries := getattr(self, name)) > self.nodes:
+        for name in ("slow", "stage", "upload_mbit", "download_mbit", "step_seconds"):
+            entries = getattr(self, name)
+            if isinstance(entries, tuple) and len(entries) > self.nodes:
                 yield f"{name} has {len(entries)} entries for {self.nodes} nodes"
         for name in ("upload_mbit", "download_mbit"):
             if any(0 < cap < MIN_CAP_MBIT for cap in getattr(self, name)):
@@ -230,6 +233,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def slowness(self, index: int) -> float:
         """Return how many times slower node ``index`` computes."""
         return self.slow[index] if index < len(self.slow) else 1.0
+
+    def seconds_of_step(self, index: int) -> float:
+        """Return the minimum seconds of an inner step of node ``index``."""
+        if not isinstance(self.step_seconds, tuple):
+            return self.step_seconds
+        return self.step_seconds[index] if index < len(self.step_seconds) else 0.0
 
     def caps(self, index: int) -> tuple[float, float]:
         """Return the upload and download caps of node ``index`` in Mbit/s; 0: no cap."""

@@ -61,7 +61,7 @@ class Lines:
 class Timing:
     """Rounds of a run."""
 
-    interval: int = 100
+    interval: float = 100
     """Inner steps between outer steps, of an average member."""
     contribution_bytes: float = 32e6
     """Of each member, whatever averages them: a quarter of 125 M parameters in int8."""

@@ -123,19 +123,24 @@ class Shaper:
 
     def __init__(self, rate: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         """``rate``: bytes a second, 0 for no cap; ``clock``: seconds, never backwards."""
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ValueError(f"a rate of {rate} bytes a second")
-        self.rate = rate
-        self.quantum = round(min(max(QUANTUM_SECONDS * (rate or math.inf), MIN_QUANTUM), MAX_QUANTUM))
-        """Most bytes to reserve at once."""
-        self.burst = max(BURST_SECONDS * rate, self.quantum)
-        """Most bytes that move at once after a rest."""
         self.total = 0
         """Bytes so far."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._account = _Account(self.burst, rate, clock()) if rate else None
         self._meter = Meter()
+        self.set_rate(rate)
+
+    def set_rate(self, rate: float) -> None:
+        """Set the cap, from any thread. Who waits for a reservation waits as long as it required then."""
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"a rate of {rate} bytes a second")
+        with self._lock:
+            self.rate = rate
+            self.quantum = round(min(max(QUANTUM_SECONDS * (rate or math.inf), MIN_QUANTUM), MAX_QUANTUM))
+            """Most bytes to reserve at once."""
+            self.burst = max(BURST_SECONDS * rate, self.quantum)
+            """Most bytes that move at once after a rest."""
+            self._account = _Account(self.burst, rate, self._clock()) if rate else None
 
     def reserve(self, count: int) -> float:
         """Reserve ``count`` bytes (at most `quantum`) of bulk, from any thread; return the seconds to wait before.

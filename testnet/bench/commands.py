@@ -27,6 +27,10 @@ BENCHES: Final = {
         "Share of the rounds that greedy members get, which propose to all nodes at once; in simulation.",
     ),
     "time": ("walltime", "Seconds a round takes on home lines: pairs, all-reduce and DiLoCo's barrier, in simulation."),
+    "race": (
+        "race",
+        "Time to a loss in homes with slow lines, compared with DiLoCo's barrier (20 minutes; Linux, root).",
+    ),
     "memory": ("memory", "What a trainer holds of a GPU's memory and of the host's, compared with a plain loop."),
     "sybils": ("sybils", "What invented authors do to the run state of honest members, in simulation."),
     "zoo": ("zoo", "What hostile members cost a run of real daemons, scenario by scenario (20 minutes)."),

@@ -29,7 +29,7 @@ from ..live import open_view
 from ..process import NodeProcess
 from ..report import Merged
 from ..scenario import Scenario
-from .plain import PlainRate
+from .plain import EngineRate, PlainRate
 from .process import ANSWER_TIMEOUT, BenchError, get_all, open_workers
 from .report import OUT, Bench, BenchReport, Out, open_bench
 
@@ -47,6 +47,9 @@ PEAK_TFLOPS: Final = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
+# Turns of inner steps alone, of each kind.
+ENGINE_TURNS: Final = 10
+ENGINE_SECONDS: Final = 3.0
 # A slope through fewer is noise: statuses arrive once a second.
 MIN_SAMPLES: Final = 5
 
@@ -66,6 +69,8 @@ class TrainingRates(msgspec.Struct, frozen=True):
     node_tokens_per_second: float
     ratio: float
     """The nodes' rate over the plain loops'."""
+    engine: EngineRate
+    """Inner steps alone, without exchanges."""
     utilisation: list[float]
     """Utilisation of each node's trainer, by its own clock."""
     flops_per_token: float
@@ -126,6 +131,8 @@ def measure(
 
     Raises `BenchError` if the nodes did not exchange, or there was too little to measure.
     """
+    bench.say(f"inner steps of a node and of a plain loop, in {2 * ENGINE_TURNS} turns of {ENGINE_SECONDS:g} s")
+    engine = _compare_steps(bench.log, run, device)
     bench.say(f"{NUM_NODES} plain loops for {round_seconds * 2:g} s")
     plain = _run_plain(bench.log, run, device, warmup_seconds=round_seconds, seconds=2 * round_seconds)
     bench.close()
@@ -155,6 +162,7 @@ def measure(
         plain_tokens_per_second=plain_rate,
         node_tokens_per_second=rate,
         ratio=rate / plain_rate,
+        engine=engine,
         utilisation=[node.utilisation for node in report.nodes if node.utilisation is not None],
         flops_per_token=flops,
         peak_tflops=peak,
@@ -172,6 +180,13 @@ def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: fl
         "outer": {"codec": codec},
         "rounds": {"round_seconds": round_seconds, "exchange_seconds": round_seconds, "overlap": True},
     }
+
+
+def _compare_steps(log: Path, run: dict[str, Any], device: str) -> EngineRate:
+    """Compare inner steps alone."""
+    with open_workers("plain:PlainTrainer", ["inner steps"], log) as (worker,):
+        worker.put("compare", run=run, device=device, turns=ENGINE_TURNS, seconds=ENGINE_SECONDS)
+        return msgspec.convert(worker.get(ANSWER_TIMEOUT + 4 * ENGINE_TURNS * ENGINE_SECONDS), EngineRate)
 
 
 def _run_plain(log: Path, run: dict[str, Any], device: str, warmup_seconds: float, seconds: float) -> list[PlainRate]:
@@ -212,7 +227,9 @@ def summary(rates: TrainingRates) -> str:
     if rates.plain_mfu is not None and rates.node_mfu is not None:
         mfu = f"MFU {rates.plain_mfu:.1%} and {rates.node_mfu:.1%} of {rates.peak_tflops:g} TFLOP/s"
     return (
-        f"{rates.device}, {rates.model} ({rates.num_parameters:,} parameters), {rates.codec}: {NUM_NODES} plain loops "
+        f"{rates.device}, {rates.model} ({rates.num_parameters:,} parameters), {rates.codec}: inner steps alone "
+        f"{rates.engine.engine_tokens_per_second:,.0f} tokens/s, a plain loop's "
+        f"{rates.engine.plain_tokens_per_second:,.0f} (ratio {rates.engine.ratio:.3f}); {NUM_NODES} plain loops "
         f"{rates.plain_tokens_per_second:,.0f} tokens/s, {NUM_NODES} nodes with {rates.exchanges // 2} exchanges "
         f"{rates.node_tokens_per_second:,.0f} tokens/s: ratio {rates.ratio:.3f}; {mfu}"
     )

@@ -42,6 +42,7 @@ SMALL: Final = {
     "testnet bench nat": "--pairs open/open",
     "testnet bench nat-recovery": "",
     "testnet bench large": "--scenario slow-link",
+    "testnet bench race": "--scenario tests/testnet/bench/small_race.toml",
     "testnet bench recipe": "--plays 1 --seeds 2",
     "testnet bench sybils --only": "--honest 30 --sybils 120",
     "testnet bench trainer": "--device cpu --model tiny --batch-size 4 --rounds 5 --round-seconds 3",
@@ -103,7 +104,7 @@ def needs_chromium() -> None:
 
 # Pattern of a command -> check whether this machine can run it.
 NEEDS: Final[dict[str, Callable[[], None]]] = {
-    r"run (slow-link|large|halves|bad-line|homes)|--nat|bench nat|bench large": needs_networks,
+    r"run (slow-link|large|race|halves|bad-line|homes)|--nat|bench nat|bench (large|race)": needs_networks,
     r"run chaos": needs_faketime,
     r"llama": needs_transformers,
     r"bench dashboard": needs_chromium,

@@ -65,9 +65,9 @@ class Daemon:
         lines = "\n".join(self.said)
         raise AssertionError(f"did not say {words} within {PATIENCE} s, but:\n{lines}")
 
-    async def ask(self, deed: str) -> Any:
+    async def ask(self, deed: str, **params: Any) -> Any:
         """Return the answer of the node's control API."""
-        return await trio.to_thread.run_sync(lambda: call(self.home, deed, timeout=PATIENCE))
+        return await trio.to_thread.run_sync(lambda: call(self.home, deed, timeout=PATIENCE, **params))
 
     async def status(self) -> NodeStatus:
         """Return the status that `farandole status` shows."""

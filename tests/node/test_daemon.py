@@ -45,6 +45,9 @@ async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
     async with two_that_average(tmp_path, run, texts) as (alice, bob):
+        assert "upload at most 50 Mbit/s, download without a cap" in await bob.ask("limit", upload_mbit=50)
+        await bob.says("averaged with", alice.name)
+        assert (await bob.status()).upload_mbit == 50
         trainer = (await bob.ask("status"))["trainer_pid"]
 
         await bob.ask("pause")

@@ -61,9 +61,12 @@ class RelayServer:
         self.table = RelayTable(self._limits)
         shaping = shaping or Shaping()
         self._may_spend = shaping.may_spend
-        self._piece_bytes = min(PIECE_BYTES, shaping.down.quantum, shaping.up.quantum)
+        self._shaping = shaping
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
         host.protect(self.table.has_reservation)
+
+    def _piece_bytes(self) -> int:
+        return min(PIECE_BYTES, self._shaping.down.quantum, self._shaping.up.quantum)
 
     async def run(self) -> None:
         """Relay until cancelled. Circuits under way then end with the host."""
@@ -193,7 +196,7 @@ class RelayServer:
         async def copy(source: Libp2pStream, target: Libp2pStream) -> None:
             nonlocal num_moved
             try:
-                while data := await source.receive_some(self._piece_bytes):
+                while data := await source.receive_some(self._piece_bytes()):
                     in_use.deadline = trio.current_time() + limits.idle_seconds
                     num_moved += len(data)
                     if num_moved > limits.circuit_bytes or not self._may_spend(2 * len(data)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Final
@@ -40,6 +41,8 @@ MEMBERS_INTERVAL: Final = 5.0
 SMALL_RUN: Final = 64
 # Most open pages, including forgotten tabs; each is a stream that this node feeds.
 MAX_LISTENERS: Final = 8
+# Parameters of a deed: a few numbers.
+MAX_BODY_BYTES: Final = 1_024
 
 _PORT: Final = re.compile(r":\d+\Z")
 _HEADERS: Final = {
@@ -143,8 +146,17 @@ class Dashboard:
         deed = self.deeds.get(request.path_params["deed"])
         if deed is None:
             return _problem(404, f"there are: {', '.join(sorted(self.deeds))}")
+        body = b""
+        async with aclosing(request.stream()) as parts:
+            async for part in parts:
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    return _problem(413, "a deed takes a few numbers")
         try:
-            return JSONResponse({"ok": msgspec.to_builtins(await deed({}))}, headers=_HEADERS)
+            params = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+            return JSONResponse({"ok": msgspec.to_builtins(await deed(params))}, headers=_HEADERS)
+        except msgspec.MsgspecError as error:
+            return _problem(400, f"not the parameters of a deed: {error}")
         except ControlError as error:
             return _problem(409, str(error))
 

@@ -117,6 +117,25 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
         Shaper(rate)
 
 
+def test_a_cap_can_change_while_it_is_used() -> None:
+    clock = Clock()
+    shaper = Shaper(0, clock)
+    assert shaper.reserve(10**9) == 0.0
+    shaper.set_rate(125_000.0)
+    assert shaper.quantum < MAX_QUANTUM
+    moved = []
+    for _ in range(200):
+        clock.now += shaper.reserve(shaper.quantum)
+        moved.append((clock.now, shaper.quantum))
+    assert_within(shaper, moved)
+    shaper.reserve(10 * 125_000)  # as a flow does that began without a cap
+    shaper.set_rate(0.0)
+    assert shaper.reserve(10**9) == 0.0
+    with pytest.raises(ValueError, match="bytes a second"):
+        shaper.set_rate(-1.0)
+    assert shaper.rate == 0.0
+
+
 def move_bulk(shaper: Shaper, clock: Clock, seconds: float, flood: float = 0.0) -> int:
     """Return the bytes that one flow moves, while control traffic uses ``flood`` times the rate."""
     ends_at, moved = clock.now + seconds, 0

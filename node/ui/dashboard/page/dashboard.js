@@ -159,15 +159,16 @@ function roundSeconds(meetings) {
   return last[1] > first[1] ? (last[0] - first[0]) / (last[1] - first[1]) : 30;
 }
 
-// What the node answers to a deed, or null: then #answer says why not.
-async function ask(deed) {
+// What the node answers to a deed, or null: then the element `problem` says why not.
+async function ask(deed, params = {}, problem = byId("answer")) {
   try {
-    const response = await fetch(`api/${deed}`, { method: "POST", headers: { Authorization: `Bearer ${token}` } });
+    const headers = { Authorization: `Bearer ${token}`, "Content-Type": "application/json" };
+    const response = await fetch(`api/${deed}`, { method: "POST", headers, body: JSON.stringify(params) });
     const said = await response.json();
     if (response.ok) return String(said.ok);
-    byId("answer").textContent = said.error;
+    problem.textContent = said.error;
   } catch {
-    byId("answer").textContent = "the node does not answer";
+    problem.textContent = "the node does not answer";
   }
   return null;
 }
@@ -187,6 +188,23 @@ async function invite() {
   byId("invitation").showModal();
 }
 
+function limit() {
+  if (!overview) return;
+  byId("caps-up").value = overview.status.upload_mbit;
+  byId("caps-down").value = overview.status.download_mbit;
+  byId("caps-problem").textContent = "";
+  byId("caps").showModal();
+}
+
+async function setCaps(event) {
+  event.preventDefault();
+  const caps = { upload_mbit: Number(byId("caps-up").value), download_mbit: Number(byId("caps-down").value) };
+  const said = await ask("limit", caps, byId("caps-problem"));
+  if (said === null) return;
+  byId("caps").close();
+  byId("answer").textContent = said;
+}
+
 function drawCode(canvas, text) {
   const code = qrcode(0, "L"), margin = 4;
   code.addData(text);
@@ -204,6 +222,9 @@ function drawCode(canvas, text) {
 
 for (const deed of ["pause", "resume"]) byId(deed).addEventListener("click", () => act(deed));
 byId("invite").addEventListener("click", invite);
+byId("limit").addEventListener("click", limit);
+byId("caps-form").addEventListener("submit", setCaps);
+byId("caps-close").addEventListener("click", () => byId("caps").close());
 byId("close").addEventListener("click", () => byId("invitation").close());
 byId("copy").addEventListener("click", async () => {
   byId("invitation-text").select();

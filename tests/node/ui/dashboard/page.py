@@ -10,12 +10,19 @@ from typing import Any
 
 import msgspec
 
+from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.base.control import ControlError
+from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.status.status import NodeStatus
+from farandole.node.ui.caps import set_caps
 from farandole.node.ui.dashboard.place import PageAddress
 from farandole.node.ui.dashboard.server import open_dashboard
 
 from ...statuses import NOW, STATUS
+
+
+def mbit_of(shaper: Shaper) -> float:
+    return shaper.rate / BYTES_PER_MBIT
 
 
 @dataclass
@@ -46,6 +53,15 @@ async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> A
     async def invitation(params: dict[str, Any]) -> object:
         return "farandole1" + "x" * 300
 
-    deeds = {"pause": pause, "leave": leave, "invitation": invitation}
+    shaping = Shaping()
+
+    async def limit(params: dict[str, Any]) -> object:
+        words = set_caps(shaping, params)
+        shown.status = msgspec.structs.replace(
+            shown.status, upload_mbit=mbit_of(shaping.up), download_mbit=mbit_of(shaping.down)
+        )
+        return words
+
+    deeds = {"pause": pause, "leave": leave, "invitation": invitation, "limit": limit}
     async with open_dashboard(folder / "dashboard.json", 0, lambda: shown.status, deeds, clock) as shown.place:
         yield shown

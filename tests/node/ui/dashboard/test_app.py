@@ -20,19 +20,22 @@ from ....patience import PATIENCE
 from ...statuses import ALICE, NOW, STATUS
 from .page import Shown, open_page
 
+Answer = tuple[int, dict[str, str], bytes]
 
-def ask(shown: Shown, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+
+def ask(shown: Shown, method: str, path: str, body: bytes, **headers: str) -> Answer:
     connection = http.client.HTTPConnection("127.0.0.1", shown.port, timeout=10)
     try:
-        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body or None, sent)
         response = connection.getresponse()
         return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
     finally:
         connection.close()
 
 
-async def answer(shown: Shown, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    return await trio.to_thread.run_sync(lambda: ask(shown, method, path, **headers))
+async def answer(shown: Shown, method: str, path: str, **headers: str) -> Answer:
+    return await trio.to_thread.run_sync(lambda: ask(shown, method, path, b"", **headers))
 
 
 def get_events(shown: Shown) -> bytes:
@@ -140,6 +143,29 @@ async def test_who_bears_the_token_may_act(tmp_path: Path) -> None:
     assert shown.deeds == ["pause"]
     assert (refused[0], json.loads(refused[2])) == (409, {"error": "it is leaving already"})
     assert unknown[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"upload_mbit": 5}', 200),
+        (b"", 200),
+        (b'{"upload_mbit": 0.1}', 409),
+        (b'{"upload_mbit": "5"}', 409),
+        (b'{"upload_mbit": true}', 409),
+        (b'{"upload_mbit": 1e999}', 400),
+        (b"[5]", 400),
+        (b"{", 400),
+        (b'{"upload_mbit": 5, "x": "' + b"x" * 2_000 + b'"}', 413),
+    ],
+)
+async def test_a_deed_takes_a_few_numbers(tmp_path: Path, body: bytes, code: int) -> None:
+    async with open_page(tmp_path) as shown:
+        token = f"Bearer {shown.place.token}"
+        told = await trio.to_thread.run_sync(lambda: ask(shown, "POST", "/api/limit", body, Authorization=token))
+    assert told[0] == code, told[2]
+    changed = {b'{"upload_mbit": 5}': 5.0, b"": 0.0}
+    assert shown.status.upload_mbit == changed.get(body, STATUS.upload_mbit)
 
 
 @pytest.mark.parametrize(

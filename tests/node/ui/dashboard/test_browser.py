@@ -116,6 +116,27 @@ async def test_an_invite_is_a_click_to_copy_or_to_scan(tmp_path: Path) -> None:
     await in_browser(tmp_path, look)
 
 
+async def test_caps_are_set_on_the_page_and_a_cap_that_is_none_is_refused_there(tmp_path: Path) -> None:
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link) as browser:
+            page = browser.page
+            page.click("#limit")
+            page.fill("#caps-up", "0.1")
+            page.fill("#caps-down", "20")
+            page.click("#caps-set")
+            expect(page.locator("#caps-problem")).to_contain_text("0.5 Mbit/s or more")
+            page.fill("#caps-up", "2")
+            page.keyboard.press("Enter")
+            expect(page.locator("#caps")).to_be_hidden()
+            expect(page.locator("#answer")).to_contain_text("upload at most 2 Mbit/s, download at most 20 Mbit/s")
+            expect(page.locator("#limits")).to_contain_text("upload: 2 Mbit/s")
+            page.click("#limit")
+            expect(page.locator("#caps-down")).to_have_value("20")
+            assert [problem for problem in browser.problems if "409" not in problem] == []
+
+    await in_browser(tmp_path, look)
+
+
 async def test_charts_are_read_under_the_pointer_and_drawn_as_asked(tmp_path: Path) -> None:
     def look(shown: Shown) -> None:
         with open_browser(shown.place.link) as browser:
@@ -201,6 +222,10 @@ async def test_axe_core_finds_nothing_that_keeps_people_out(tmp_path: Path, sche
                 expect(browser.page.locator("#invitation")).to_be_visible()
                 assert Axe().run(browser.page).violations_count == 0
                 browser.page.click("#close")
+                browser.page.click("#limit")
+                expect(browser.page.locator("#caps")).to_be_visible()
+                assert Axe().run(browser.page).violations_count == 0
+                browser.page.click("#caps-close")
                 result = Axe().run(browser.page)
                 assert result.violations_count == 0, result.generate_report()
                 assert len(result.response["passes"]) > 20

@@ -1,0 +1,30 @@
+"""The bandwidth caps of a running node, as a person changes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..base.bandwidth import Shaping
+from ..base.control import ControlError
+from ..base.figures import BYTES_PER_MBIT
+from ..base.settings import MIN_CAP_MBIT
+
+
+def set_caps(shaping: Shaping, params: Mapping[str, object]) -> str:
+    """Set the caps in Mbit/s (0: none) that ``params`` name, until the node ends; return all caps in words.
+
+    Raises `ControlError` for anything that is no cap.
+    """
+    caps = {}
+    for name, shaper in (("upload_mbit", shaping.up), ("download_mbit", shaping.down)):
+        cap = params.get(name, shaper.rate / BYTES_PER_MBIT)
+        if isinstance(cap, bool) or not isinstance(cap, int | float):
+            raise ControlError("bad_request", "a cap is a number")
+        if not (cap == 0 or MIN_CAP_MBIT <= cap < math.inf):
+            raise ControlError("bad_request", f"a cap is {MIN_CAP_MBIT:g} Mbit/s or more, or 0 for none")
+        caps[shaper] = float(cap)
+    for shaper, cap in caps.items():
+        shaper.set_rate(cap * BYTES_PER_MBIT)
+    up, down = (f"at most {cap:g} Mbit/s" if cap else "without a cap" for cap in caps.values())
+    return f"until this node ends: upload {up}, download {down}"

@@ -1,0 +1,328 @@
+"""Wall-clock to a loss in homes with slow lines: real nodes, compared with DiLoCo behind a barrier.
+
+First the nodes are played, then DiLoCo on lines and at speeds that are the same, for as long, with the same members
+replaced at the same times. DiLoCo has it easier than it would among volunteers: it moves its contributions without
+encryption (`race_member`), nobody has to notice that a member is gone, a newcomer gets its weights for nothing, and a
+member is replaced only where no all-reduce has to begin again.
+
+Losses are of the mean of all replicas on held-out text: of the nodes' newest checkpoints, which are up to
+`Scenario.checkpoint_seconds` old, and of DiLoCo's weights after each round. The seconds of an inner step are compared
+with `farandole.testnet.simulate_time` for these very lines and speeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import torch
+import typer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from farandole.protocol.codec_sizes import encoded_bytes
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.presets import num_parameters
+from farandole.protocol.vectors import SLOW
+from farandole.training.learner import build_learner
+
+from ..grid import Grid
+from ..launch import PlayView, Testnet, play_and_report
+from ..leash import open_leash
+from ..line_exchanges import SimulatedHome
+from ..links import LINK_DEVICE, open_links
+from ..live import open_view
+from ..merge import VALIDATION_BATCHES
+from ..process import NodeProcess
+from ..report import PlayReport
+from ..scenario import Scenario, load_scenario
+from ..simulate_time import MBIT, Lines, RunPace, Timing, barrier, pairs
+from ..transfers import SimulatedLine
+from .process import BenchError, BenchWorker, ask_all, open_worker, worker_command
+from .report import OUT, Bench, BenchReport, Out, Write, open_bench
+
+SAMPLE_SECONDS: Final = 15.0
+# What the nodes should be at least, in times as fast to the last loss of DiLoCo.
+LEAST_GAIN: Final = 2.0
+_SLOW: Final = f"{SLOW}/"
+# By then a newcomer has loaded torch, on cores that others use.
+_PREPARE_SECONDS: Final = 15.0
+NODES, DILOCO = "pairs, overlapping, int8", "DiLoCo, ring all-reduce, barrier, fp32"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Weights at a time, and later their loss."""
+
+    seconds: float
+    """Since training began."""
+    weights: Path
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A member that goes, and the one that comes."""
+
+    seconds: float
+    gone: int
+    come: int
+
+
+class _Sampler:
+    """A view that saves the mean of the newest checkpoints now and then, and forwards to another view."""
+
+    def __init__(self, view: PlayView, folder: Path) -> None:
+        self._view = view
+        self._folder = folder
+        self._began_at: float | None = None
+        self.samples: list[Sample] = []
+
+    def say(self, text: str) -> None:
+        """Forward to the view."""
+        self._view.say(text)
+
+    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
+        """Sample, from the first inner step of all on."""
+        self._view.show(nodes, seconds, scenario)
+        live = [node for node in nodes if node.is_running]
+        if self._began_at is None and live and all(node.record.tokens for node in live):
+            self._began_at = seconds
+        if self._began_at is None or seconds - self._began_at < SAMPLE_SECONDS * (len(self.samples) + 1):
+            return
+        paths = [path for node in live if (path := node.checkpoint) is not None]
+        if not paths:
+            return
+        file = self._folder / f"{len(self.samples):03d}.safetensors"
+        save_file(mean_weights(paths), file)
+        self.samples.append(Sample(seconds - self._began_at, file))
+
+
+def mean_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
+    """Return the mean of the slow weights of some replicas, by parameter."""
+    sums: dict[str, Tensor] = {}
+    for path in checkpoints:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                if name.startswith(_SLOW):
+                    tensor = file.get_tensor(name)
+                    sums[name] = sums[name].add_(tensor) if name in sums else tensor
+    return {name.removeprefix(_SLOW): total / len(checkpoints) for name, total in sums.items()}
+
+
+def run(
+    name: Annotated[str, typer.Option("--scenario", help="A scenario with lines and boxed rounds.")] = "race",
+    interval: Annotated[int, typer.Option(min=1, help="Inner steps between DiLoCo's averages.")] = 12,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure the wall-clock to a loss in homes with slow lines, compared with DiLoCo (20 minutes; Linux, root).
+
+    Examples: [cyan]farandole testnet bench race[/cyan];
+    [cyan]farandole testnet bench race --interval 24[/cyan]
+    """
+    scenario = load_scenario(name)
+    if scenario.link is None or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
+        raise BenchError(f"{name} is no race: name a scenario with [link], boxed rounds and step_seconds")
+    with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval) as bench:
+        folder = (out / "race").absolute()
+        with open_view(bench.console) as view:
+            samples = folder.with_name("race-samples")
+            samples.mkdir(parents=True, exist_ok=True)
+            sampler = _Sampler(view, samples)
+            play = play_and_report(Testnet(scenario, folder, sampler))
+        if not sampler.samples:
+            raise BenchError(f"the nodes saved no checkpoint: see {folder / 'nodes'}")
+        bench.say("DiLoCo")
+        manifest, seconds = scenario.manifest(0.0), sampler.samples[-1].seconds
+        diloco, num_steps = play_diloco(bench, scenario, manifest, interval, seconds, samples)
+        bench.say("losses")
+        curves = {NODES: measured(manifest, sampler.samples), DILOCO: measured(manifest, diloco)}
+        paces = {NODES: node_pace(scenario, manifest, play, seconds), DILOCO: diloco[-1].seconds / num_steps}
+        bench.publish(report(bench.setting, scenario, manifest, play, curves, paces, interval))
+
+
+# DiLoCo
+
+
+def replacements(scenario: Scenario) -> list[Replacement]:
+    """Return who is replaced by whom, in order. Raises `BenchError` for other faults than a kill and a join."""
+    seconds = scenario.manifest(0.0).rounds.round_seconds
+    by_round: dict[int, dict[str, int]] = defaultdict(dict)
+    for fault in scenario.fault:
+        if fault.kind not in ("kill", "join") or fault.at_round is None or len(fault.nodes) != 1:
+            raise BenchError("only members that are replaced at a round can be played with DiLoCo")
+        by_round[fault.at_round][fault.kind] = fault.nodes[0]
+    return [Replacement(at * seconds, each["kill"], each["join"]) for at, each in sorted(by_round.items())]
+
+
+def play_diloco(
+    bench: Bench, scenario: Scenario, manifest: Manifest, interval: int, seconds: float, folder: Path
+) -> tuple[list[Sample], int]:
+    """Play DiLoCo for this time; return its weights after each round, and a member's inner steps."""
+    assert scenario.link is not None
+    settings, due = msgspec.to_builtins(manifest), replacements(scenario)
+    early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
+    with ExitStack() as stack:
+        places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
+
+        def begin(index: int) -> BenchWorker:
+            command = [*places[index].enter, *worker_command("race_member:Member")]
+            worker = stack.enter_context(open_worker(f"member {index}", command, bench.log))
+            worker.put("begin", manifest=settings, author=index, step_seconds=scenario.seconds_of_step(index))
+            return worker
+
+        members = {index: begin(index) for index in early}
+        for worker in members.values():
+            worker.get()
+        coming: dict[int, BenchWorker] = {}
+        samples: list[Sample] = []
+        generation, began_at = 0, time.monotonic()
+        while (now := time.monotonic() - began_at) < seconds:
+            for change in due:
+                if change.seconds - _PREPARE_SECONDS <= now and change.come not in coming:
+                    coming[change.come] = begin(change.come)
+            ask_all(list(members.values()), "learn", steps=interval)
+            for change in [change for change in due if change.seconds <= now]:
+                due.remove(change)
+                members.pop(change.gone).kill()
+                members[change.come] = worker = coming.pop(change.come) if change.come in coming else begin(change.come)
+                worker.get()
+                worker.ask("load", path=str(samples[-1].weights))
+                generation += 1
+            group = str(folder / f"group-{generation}-{began_at}")
+            ranks = [{"rank": rank} for rank in range(len(members))]
+            ask_all(list(members.values()), "average", ranks, world=len(members), group=group, device=LINK_DEVICE)
+            file = folder / f"diloco-{len(samples):03d}.safetensors"
+            samples.append(Sample(time.monotonic() - began_at, file))
+            next(iter(members.values())).ask("save", path=str(file))
+            bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
+    return samples, len(samples) * interval
+
+
+# Losses and paces
+
+
+def measured(manifest: Manifest, samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with their losses on held-out text, in nats a token."""
+    learner = build_learner(manifest, run_id=bytes(32), author=bytes(32), device="cpu")
+    weights = dict(learner.module.named_parameters())
+    found = []
+    for sample in samples:
+        saved = load_file(sample.weights)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(saved[name])
+        found.append(replace(sample, loss=learner.evaluate(VALIDATION_BATCHES)))
+    return found
+
+
+def seconds_to(curve: Sequence[Sample], loss: float) -> float | None:
+    """Return when a curve first reaches a loss, between two samples by interpolation; None if it never does."""
+    before: Sample | None = None
+    for sample in curve:
+        if sample.loss <= loss:
+            if before is None:
+                return sample.seconds
+            share = (before.loss - loss) / (before.loss - sample.loss)
+            return before.seconds + share * (sample.seconds - before.seconds)
+        before = sample
+    return None
+
+
+def node_pace(scenario: Scenario, manifest: Manifest, play: PlayReport, seconds: float) -> float:
+    """Return the seconds of the run for an inner step of an average node.
+
+    Steps are counted by tokens: a newcomer's count of steps goes on from its donor's.
+    """
+    num_early = scenario.nodes - len(scenario.late_joiners)
+    num_steps = sum(node.tokens for node in play.nodes) / (manifest.inner.batch_size * manifest.model.context)
+    return seconds * num_early / num_steps
+
+
+def simulated(scenario: Scenario, manifest: Manifest, interval: int) -> dict[str, RunPace]:
+    """Simulate both on the scenario's lines and at its speeds, without replacements."""
+    assert scenario.link is not None
+    line = SimulatedLine(scenario.link.up_mbit * MBIT, scenario.link.down_mbit * MBIT)
+    early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
+    homes = [SimulatedHome(line, scenario.seconds_of_step(index)) for index in early]
+    lines = Lines(latency=scenario.link.delay_ms / 1e3, latency_spread=0.0)
+    size, rounds = num_parameters(manifest.model), manifest.rounds
+    speed = sum(1 / home.step_seconds for home in homes) / len(homes)
+
+    def timing(steps: float, codec: str) -> Timing:
+        contribution = encoded_bytes(codec, size // manifest.outer.fragments)
+        return Timing(steps, contribution, exchange_seconds=rounds.exchange_seconds, has_churn=False)
+
+    of_pairs = pairs(
+        homes, lines, timing(rounds.round_seconds * speed, manifest.outer.codec), 0, overlap=rounds.overlap
+    )
+    return {NODES: of_pairs, DILOCO: barrier(homes, lines, timing(interval, "fp32"), 0, "ring")}
+
+
+def report(
+    setting: Mapping[str, Any],
+    scenario: Scenario,
+    manifest: Manifest,
+    play: PlayReport,
+    curves: Mapping[str, Sequence[Sample]],
+    paces: Mapping[str, float],
+    interval: int,
+) -> BenchReport:
+    """Return the tables and their data."""
+    nodes, diloco = curves[NODES], curves[DILOCO]
+    expected = simulated(scenario, manifest, interval)
+    rows = [
+        [
+            way,
+            f"{curves[way][-1].seconds:.0f}",
+            f"{paces[way]:.2f}",
+            f"{expected[way].seconds_per_step:.2f}",
+            f"{paces[way] / expected[way].seconds_per_step - 1:+.0%}",
+            f"{curves[way][-1].loss:.3f}",
+        ]
+        for way in (NODES, DILOCO)
+    ]
+    pace = Grid("The same lines, speeds and replacements", list(_PACE_HEADER), rows)
+    quarters = [diloco[(len(diloco) - 1) * quarter // 4] for quarter in range(1, 5)]
+    reached = [(sample, seconds_to(nodes, sample.loss)) for sample in quarters]
+    times = Grid(
+        "Time to a loss",
+        ["loss that DiLoCo reaches", "DiLoCo, s", "pairs, s", "times as fast"],
+        [
+            [
+                f"{sample.loss:.3f}",
+                f"{sample.seconds:.0f}",
+                "never" if seconds is None else f"{seconds:.0f}",
+                "" if seconds is None else f"{sample.seconds / seconds:.1f}",
+            ]
+            for sample, seconds in reached
+        ],
+    )
+    early = [scenario.seconds_of_step(index) for index in range(scenario.nodes) if index not in scenario.late_joiners]
+    words = [
+        f"{len(early)} homes, {num_parameters(manifest.model):,} parameters; an inner step takes {min(early):g} to "
+        f"{max(early):g} s. Pairs average {manifest.outer.codec} every {manifest.rounds.round_seconds:g} s, DiLoCo "
+        f"fp32 every {interval} inner steps of each member. *A step*: seconds of the run for an inner step of an "
+        "average member; *simulated*: the same by `farandole.testnet.simulate_time`, for these lines and speeds, and "
+        "without replacements. Losses are of the mean of all replicas, in nats a token.",
+    ]
+    data = {
+        "curves": {way: [[sample.seconds, sample.loss] for sample in curve] for way, curve in curves.items()},
+        "play": msgspec.to_builtins(play),
+    }
+    misses = list(play.reasons)
+    sample, seconds = reached[-1]
+    if seconds is None or sample.seconds < LEAST_GAIN * seconds:
+        misses.append(f"the nodes reach DiLoCo's last loss less than {LEAST_GAIN:g} times as fast")
+    return BenchReport(setting, [pace, times], data, words, misses)
+
+
+_PACE_HEADER: Final = ("averaged by", "seconds", "a step, s", "simulated, s", "off by", "loss at the end")

@@ -1,0 +1,35 @@
+"""`farandole limit` without a node; tests.node.test_daemon changes a running node's caps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.control import ControlError
+from farandole.node.base.exits import Exit
+from farandole.node.base.figures import BYTES_PER_MBIT
+from farandole.node.ui.caps import set_caps
+
+from .conftest import Run
+
+
+def test_it_takes_a_cap_and_a_running_node(run: Run, home: Path) -> None:
+    code, _, told = run("limit")
+    assert code == Exit.USAGE
+    assert "--upload-mbit" in told
+    code, _, told = run("limit", "--upload-mbit", "2")
+    assert code == Exit.NO_NODE
+    assert str(home) in told
+
+
+def test_a_cap_that_is_not_named_stays_and_all_or_none_are_set() -> None:
+    shaping = Shaping.of_mbit(5.0, 0.0)
+    assert set_caps(shaping, {"download_mbit": 20}) == (
+        "until this node ends: upload at most 5 Mbit/s, download at most 20 Mbit/s"
+    )
+    with pytest.raises(ControlError):
+        set_caps(shaping, {"upload_mbit": 1.0, "download_mbit": 0.2})
+    assert (shaping.up.rate, shaping.down.rate) == (5 * BYTES_PER_MBIT, 20 * BYTES_PER_MBIT)
+    assert "download without a cap" in set_caps(shaping, {"download_mbit": 0})

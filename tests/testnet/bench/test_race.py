@@ -1,0 +1,101 @@
+"""The race: DiLoCo's members in real processes, and what is read off the curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from farandole.protocol.vectors import SLOW
+from farandole.testnet.bench.process import BenchError, BenchWorker, ask_all, open_workers
+from farandole.testnet.bench.race import Replacement, Sample, mean_weights, replacements, seconds_to, simulated
+from farandole.testnet.bench.race_member import OUTER_MOMENTUM, OUTER_RATE
+from farandole.testnet.fault import Fault
+from farandole.testnet.scenario import load_scenario
+
+from ...node.small_runs import small_manifest
+
+NOWHERE = Path()
+
+
+def curve(*points: tuple[float, float]) -> list[Sample]:
+    return [Sample(seconds, NOWHERE, loss) for seconds, loss in points]
+
+
+def test_when_a_curve_reaches_a_loss() -> None:
+    falling = curve((10.0, 5.0), (20.0, 4.0), (30.0, 4.2), (40.0, 3.0))
+    assert seconds_to(falling, 5.5) == 10.0
+    assert seconds_to(falling, 4.5) == pytest.approx(15.0)
+    assert seconds_to(falling, 3.6) == pytest.approx(35.0)
+    assert seconds_to(falling, 2.0) is None
+
+
+def test_who_is_replaced_when() -> None:
+    scenario = load_scenario("race")
+    assert replacements(scenario) == [
+        Replacement(120.0, 7, 8),
+        Replacement(240.0, 1, 9),
+        Replacement(360.0, 4, 10),
+    ]
+    for change in replacements(scenario):
+        assert scenario.seconds_of_step(change.gone) == scenario.seconds_of_step(change.come)
+    frozen = Fault("freeze", nodes=(0,), at_round=3, duration=1.0)
+    with pytest.raises(BenchError, match="replaced"):
+        replacements(msgspec.structs.replace(scenario, fault=(frozen,)))
+
+
+def test_the_simulation_is_of_these_lines_and_speeds() -> None:
+    """A barrier waits for the slowest, whose 12 steps take 24 s, and for the ring: 14/8 of 11.7 MB at 2.5 MB/s."""
+    scenario = load_scenario("race")
+    pairs, barrier = simulated(scenario, scenario.manifest(0.0), 12).values()
+    assert pairs.seconds_per_step == pytest.approx(0.8, rel=0.1), "the harmonic mean of 0.5 to 2 s"
+    assert 12 * barrier.seconds_per_step == pytest.approx(24 + 8.2 + 1, abs=2)
+
+
+def test_the_mean_of_checkpoints_is_of_the_slow_weights(tmp_path: Path) -> None:
+    for number in range(2):
+        tensors = {f"{SLOW}/w": torch.full((3,), float(number)), "momentum/w": torch.ones(3)}
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+    mean = mean_weights([tmp_path / "0.safetensors", tmp_path / "1.safetensors"])
+    assert mean.keys() == {"w"}
+    assert mean["w"].tolist() == [0.5] * 3
+
+
+def average(members: list[BenchWorker], group: Path) -> None:
+    ranks: list[dict[str, Any]] = [{"rank": rank} for rank in range(len(members))]
+    ask_all(members, "average", ranks, world=len(members), group=str(group), device="lo")
+
+
+def weights_of(members: list[BenchWorker], folder: Path) -> list[dict[str, torch.Tensor]]:
+    paths = [folder / f"{number}.safetensors" for number in range(len(members))]
+    ask_all(members, "save", [{"path": str(path)} for path in paths])
+    return [load_file(path) for path in paths]
+
+
+def test_members_take_the_step_of_the_paper_and_a_newcomer_takes_part(tmp_path: Path) -> None:
+    settings = msgspec.to_builtins(small_manifest(data={"source": "stdlib"}))
+    log = tmp_path / "log"
+    with open_workers("race_member:Member", [f"member {number}" for number in range(3)], log) as (one, two, three):
+        everybody = [one, two, three]
+        authors = [{"author": number} for number in range(3)]
+        ask_all(everybody, "begin", authors, manifest=settings, step_seconds=0.0)
+        (start, *_) = weights_of([one], tmp_path)
+        ask_all([one, two], "learn", steps=3)
+        average([one, two], tmp_path / "group")
+        first, second = weights_of([one, two], tmp_path)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        names = [name for name in first if f"momentum/{name}" in first]
+        assert any(not torch.equal(first[name], start[name]) for name in names)
+        for name in names:  # the first momentum is the mean of what both have moved
+            step = OUTER_RATE * (1 + OUTER_MOMENTUM) * first[f"momentum/{name}"]
+            assert torch.allclose(first[name], start[name] - step, atol=1e-6)
+        three.ask("load", path=str(tmp_path / "0.safetensors"))
+        two.kill()
+        ask_all([one, three], "learn", steps=1)
+        average([one, three], tmp_path / "another-group")
+        first, third = weights_of([one, three], tmp_path)
+        assert all(torch.equal(first[name], third[name]) for name in first)
