@@ -29,7 +29,7 @@ FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends libgmp10 && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 1000 --create-home farandole && install -d -o farandole -g farandole -m 700 /data
 COPY --from=build /opt/farandole /opt/farandole
-ENV PATH=/opt/farandole/bin:$PATH PYTHONUNBUFFERED=1 FARANDOLE_HOME=/data FARANDOLE_LISTEN=/ip4/0.0.0.0/tcp/4001
+ENV PATH=/opt/farandole/bin:$PATH PYTHONUNBUFFERED=1 FARANDOLE_HOME=/data FARANDOLE_PORT=4001
 USER farandole
 WORKDIR /data
 VOLUME /data

@@ -91,7 +91,7 @@ function showOverview() {
 
 function showLimits({ upload_mbit: up, download_mbit: down, quiet_hours: hours }) {
   const cap = (value) => (value ? `${figure(value)} Mbit/s` : "no cap");
-  const texts = [`upload: ${cap(up)}`, `download: ${cap(down)}`, `quiet hours: ${hours.join(", ") || "none"}`];
+  const texts = [`upload: ${cap(up)}`, `download: ${cap(down)}`, ...(hours.length ? [`quiet hours: ${hours.join(", ")}`] : [])];
   byId("limits").replaceChildren(...texts.map((text) => element("li", text)));
 }
 
