@@ -140,7 +140,7 @@ class Mdns:
             responder.close()  # says farewell, and ends the library's threads
 
         try:
-            for info in self._announcements(ips):
+            for info in self.announcements(ips):
                 # Two nodes never have one name: it holds the peer id. So there is nothing to probe for.
                 await trio.to_thread.run_sync(
                     lambda info=info: responder.register_service(info, cooperating_responders=True)
@@ -157,17 +157,22 @@ class Mdns:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(end)
 
-    def _announcements(self, ips: Sequence[str]) -> list[ServiceInfo]:
-        ports = {port for ip, port in self._host.own.listening if ipaddress.ip_address(ip).is_unspecified or ip in ips}
-        if not ports:
+    def announcements(self, ips: Sequence[str]) -> list[ServiceInfo]:
+        """Return the announcement of each run, with those of the IP addresses that have its port."""
+        # An announcement has one port: the one of IPv4, if both versions of IP do not share it.
+        here = sorted(
+            (address for address in self._host.own.interfaces if address[0] in ips), key=lambda a: ":" in a[0]
+        )
+        if not here:
             return []
+        port = here[0][1]
         return [
             ServiceInfo(
                 SERVICE_TYPE,
                 f"{name}-{self._host.peer_id[-16:]}.{SERVICE_TYPE}",
-                port=min(ports),
+                port=port,
                 properties={PEER_PROPERTY: self._host.peer_id.encode()},
-                parsed_addresses=list(ips),
+                parsed_addresses=[ip for ip, own in here if own == port],
                 server=f"{self._host.peer_id[-32:].lower()}.local.",
             )
             for name in self._names

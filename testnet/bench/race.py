@@ -90,10 +90,10 @@ class _Sampler:
         self._view.say(text)
 
     def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
-        """Sample, from the first inner step of all on."""
+        """Sample, from the first inner step of the first node on."""
         self._view.show(nodes, seconds, scenario)
         live = [node for node in nodes if node.is_running]
-        if self._began_at is None and live and all(node.record.tokens for node in live):
+        if self._began_at is None and any(node.record.tokens for node in live):
             self._began_at = seconds
         if self._began_at is None or seconds - self._began_at < SAMPLE_SECONDS * (len(self.samples) + 1):
             return

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.mesh.host import open_host
 from farandole.node.mesh.mdns import MAX_ADDRESSES, MAX_NAMES, MAX_PEERS, Mdns, Neighbour, neighbour_of
+from farandole.node.mesh.own_addresses import OwnAddresses
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.records import local_name
@@ -65,6 +68,19 @@ async def test_a_flood_of_answers_is_dropped() -> None:
         assert len(mdns.unresolved) == MAX_NAMES
         assert all(name.startswith(local_name(RUN)) for name in mdns.unresolved)
         assert len(mdns.neighbours) == MAX_PEERS
+
+
+@pytest.mark.parametrize(("port", "announced"), [(4001, ["192.168.7.9", "fd00:7::9"]), (5001, ["192.168.7.9"])])
+async def test_an_announcement_names_the_addresses_that_have_its_port(
+    monkeypatch: pytest.MonkeyPatch, port: int, announced: list[str]
+) -> None:
+    """An earlier node may have left the other version of IP another port; IPv4's is announced."""
+    bound = property(lambda own: [("fd00:7::9", port), ("192.168.7.9", 4001)])
+    monkeypatch.setattr(OwnAddresses, "interfaces", bound)
+    async with open_host(Ed25519PrivateKey.generate(), []) as host:
+        (service,) = Mdns(host, [RUN]).announcements(["192.168.7.9", "fd00:7::9"])
+    assert service.port == 4001
+    assert sorted(service.parsed_addresses()) == announced
 
 
 # A network of two
