@@ -83,6 +83,7 @@ class Member:
                 torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._inner.clip)
             self._optimizer.step()
             self._num_steps += 1
+            # The rest of the step of a slower machine: there is nothing to wait for but the time.
             time.sleep(max(0.0, self._step_seconds - (time.monotonic() - began_at)))
         return {}
 

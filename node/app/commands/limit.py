@@ -12,7 +12,7 @@ Cap = Annotated[float | None, typer.Option(help="Mbit/s, 0.5 or more; 0: no cap.
 
 
 def limit(home: Home, upload_mbit: Cap = None, download_mbit: Cap = None) -> None:
-    """Change the bandwidth caps of the running node, until it ends. Its settings are for good.
+    """Change the bandwidth caps of the running node until it ends. The settings file sets them permanently.
 
     Examples: [cyan]farandole limit --upload-mbit 2[/cyan];
     [cyan]farandole limit --upload-mbit 0 --download-mbit 0[/cyan]
