@@ -324,6 +324,8 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
     round: int
     size: int
     tokens_this_round: int
+    tokens_claimed: int
+    """Tokens by which the contribution is weighted: fewer in a newcomer's first rounds."""
     inner_steps_this_round: int
     inner_steps: int
     tokens: int
@@ -348,13 +350,16 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Screened(msgspec.Struct, frozen=True, tag=True):
-    """The verdict on a contribution: empty, or why it is refused."""
+    """The verdict on a contribution."""
 
     reason: str
+    """Why it is refused; empty: it is not."""
     number: int = 0
     """The number in `Screen`."""
     clip: float = 1.0
     """How far the mean moves towards an accepted contribution: 1 for all of its share."""
+    remark: str = ""
+    """Why less than all of the share of an accepted contribution counts; empty: all of it does."""
     is_suspect: bool = False
     """Whether the partner is suspected now, which is published to the run (`farandole.protocol.suspicion`)."""
 

@@ -389,7 +389,7 @@ class _Trainer:
         steps = max(1, round(seconds / self._step_seconds)) if takes_steps else 0
         self.steps += steps
         self._node.contribute(
-            messages.Contributed(self._round, 0, steps, steps, steps, steps, None, seconds, self.fragment, 1.0)
+            messages.Contributed(self._round, 0, steps, steps, steps, steps, steps, None, seconds, self.fragment, 1.0)
         )
 
     def _take_outer_step(self, round_index: int) -> None:

@@ -67,6 +67,8 @@ class _RoundEnd:
     """`RateSums.total` at the contribution."""
     has_steps: bool
     """Whether inner steps were taken since the contribution before."""
+    ramp: float
+    """The mean of `FlatReplica._ramp` over these steps."""
     movement: float | None = None
     """The value of `Partner.movement`, cached on first use."""
 
@@ -143,6 +145,12 @@ class FlatReplica(Engine):
         """Implement `Engine.tokens_contributed`."""
         return self.tokens_this_round if self._round_end is None else self._round_end.tokens
 
+    @property
+    def tokens_claimed(self) -> int:
+        """Implement `Engine.tokens_claimed`: steps at a share of the rate count for that share."""
+        ramp = self._mean_ramp() if self._round_end is None else self._round_end.ramp
+        return round(super().tokens_claimed * ramp)
+
     def fast_weights(self) -> Tensor:
         """A copy of the fast weights, (n,) fp32."""
         self._read()
@@ -186,8 +194,9 @@ class FlatReplica(Engine):
         frozen = self._outer.contributor.freeze(self.layout.fragment(fragment, self._outer.settings.fragments))
         rates = self._rates.since(fragment)
         total = self._rates.total
-        has_steps, self._contributed_at = self.steps > self._contributed_at, self.steps
-        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round, rates, total, has_steps)
+        has_steps, ramp = self.steps > self._contributed_at, self._mean_ramp()
+        self._contributed_at = self.steps
+        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round, rates, total, has_steps, ramp)
         self._partner.expect(None)
         return self._outer.contributor.form.size(len(frozen.theta))
 
@@ -240,7 +249,7 @@ class FlatReplica(Engine):
         if not ended.has_steps:
             return self._last_norm
         if ended.movement is None:
-            ended.movement = self._last_norm = self._outer.distance_to_slow(ended.contribution)
+            ended.movement = self._last_norm = self._outer.distance_to_slow(ended.contribution) / ended.ramp
         return ended.movement
 
     def _alignment(self, contribution: Tensor) -> float:
@@ -318,12 +327,14 @@ class FlatReplica(Engine):
             self._outer.movement(made, self._last_movement[made.part])
         if movement := self._usual_movement():
             self._outer.limit_momentum(made.part, movement)
+        is_behind = encounter.partner_tokens == 0  # the partner is another newcomer, or there is none
         if partner is None:
             self._outer.step(made, (), (), is_late=late > 0)
         else:
             verdict = self._partner.verdict(partner, encounter, self._answers())
             if isinstance(verdict, Refuse):
                 raise ScreeningError(verdict.reason)
+            is_behind = is_behind or verdict.is_behind
             pair, shares = (made.sent, self._partner.values()), verdict.shares
             if not own_first:
                 pair, shares = pair[::-1], shares[::-1]
@@ -331,6 +342,7 @@ class FlatReplica(Engine):
         if movement and ended.rates:
             self._outer.limit_drift(made.part, movement, ended.rates)
         self._rates.settle(ended.fragment, ended.rates_total)
+        self.is_behind = self.is_behind and is_behind
         self._publish()
         self.round += 1
         self.tokens_this_round -= ended.tokens
@@ -420,6 +432,15 @@ class FlatReplica(Engine):
         self._rates.restart()
         self._publish()
         self._restart(0)
+
+    def _mean_ramp(self) -> float:
+        """Return the mean of `_ramp` over the inner steps since the last contribution; 1 if there are none."""
+        steps = range(self._contributed_at, self.steps)
+        return statistics.fmean(map(self._ramp, steps)) if steps else 1.0
+
+    def _ramp(self, step: int) -> float:
+        """Return the share of the schedule's learning rate, above 0 to 1, that an inner step was taken at."""
+        return 1.0
 
     def _restart(self, begun_at: int) -> None:
         """Prepare inner steps to continue from the fast weights and counters that were just loaded.

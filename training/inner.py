@@ -201,8 +201,11 @@ class InnerOptimizer:
 
     def rate(self, steps: int) -> float:
         """The learning rate of inner step ``steps`` (from 0): the schedule's, ramped up after a `restart`."""
-        rate = learning_rate(steps, self._settings)
-        return rate * ramp(steps - self.begun_at, self._settings) if self.begun_at else rate
+        return learning_rate(steps, self._settings) * self.ramp(steps)
+
+    def ramp(self, steps: int) -> float:
+        """Return the share of the schedule's rate that inner step ``steps`` (from 0) is taken at."""
+        return ramp(max(steps - self.begun_at, 0), self._settings) if self.begun_at else 1.0
 
     def step(self, steps: int, divisor: int) -> float:
         """Take inner step ``steps`` (from 0), with the gradient over ``divisor``, clipped; return its rate.

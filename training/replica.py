@@ -146,6 +146,19 @@ class Replica(FlatReplica):
         """Clip, and take one step, with the gradients that the backward passes summed, over ``divisor``."""
         self.count_step(num_tokens, self._optimizer.step(self.steps, divisor))
 
+    def catch_up(self, round_index: int, first_step: int = 0) -> None:
+        """Implement `Engine.catch_up`; the ramp of the rate goes on from where it was."""
+        super().catch_up(round_index)
+        if self.round:
+            missed = round((self.steps - first_step) / self.round * (round_index - self.round))
+            self.begun_at += missed if self.begun_at else 0
+            self.steps += missed
+            self._contributed_at += missed
+
+    def _ramp(self, step: int) -> float:
+        """See `FlatReplica._ramp`."""
+        return self._optimizer.ramp(step)
+
     def _publish(self) -> None:
         """See `FlatReplica._publish`; the drift correction goes with the weights."""
         super()._publish()

@@ -88,7 +88,7 @@ class TrainerSession:
             stage=self._stage,
             layout=self.trainer.prepared.layout,
             codec=self._config.manifest.outer.codec,
-            tokens=contributed.tokens_this_round,
+            tokens=contributed.tokens_claimed,
             size=contributed.size,
         )
         incoming = memoryview(self.trainer.incoming)[: contributed.size]

@@ -342,8 +342,9 @@ class Training:
         if judged.reason:
             self._journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
         elif judged.clip == 0.0:
-            why = "it makes the model worse, or this node has taken no inner step yet"
-            self._journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: {why}")
+            self._journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: {judged.remark}")
+        elif judged.remark:
+            self._journal.note(f"not all of a contribution of {short_name(peer)} counted: {judged.remark}")
         self._surroundings.note_suspicion(peer, judged.is_suspect)
 
     async def _exchange(self, session: TrainerSession, start: pairing.StartExchange) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
+import msgspec
+
 from farandole.protocol import trainer_messages as messages
 from farandole.training.engine import Engine
 from farandole.training.screening.rule import Encounter, Refuse
@@ -112,8 +114,11 @@ class EngineExchange:
         self._is_suspected = command.is_suspected
         encounter = self._encounter(command.partner, command.partner_tokens)
         verdict = self._engine.screen(self._incoming[: command.size], encounter)
-        reason, clip = (verdict.reason, 0.0) if isinstance(verdict, Refuse) else ("", verdict.clip)
-        self._report(messages.Screened(reason, command.number, clip, verdict.is_suspect))
+        if isinstance(verdict, Refuse):
+            judged = messages.Screened(verdict.reason, command.number, clip=0.0)
+        else:
+            judged = messages.Screened("", command.number, verdict.clip, verdict.remark)
+        self._report(msgspec.structs.replace(judged, is_suspect=verdict.is_suspect))
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
         """Take the outer step with the partner's contribution, or alone."""
@@ -125,5 +130,5 @@ class EngineExchange:
         self._report(messages.OuterStepTaken(command.round, late))
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
-        tokens = (self._engine.tokens_contributed, partner_tokens) if self._do_tokens_count else (0, 0)
+        tokens = (self._engine.tokens_claimed, partner_tokens) if self._do_tokens_count else (0, 0)
         return Encounter(partner, *tokens, self._chance, self._is_suspected)

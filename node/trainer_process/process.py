@@ -129,6 +129,7 @@ class TrainerProcess:
         self._pace = StepPace(prepare.slow, prepare.step_seconds)
         self._fragment = 0
         self._num_skipped = 0
+        self._has_trained = False
         self._round = _Round(messages.Train(0, 0), 0, 0, 0.0, 0.0, 0.0)
         self._checkpoints = Checkpoints(prepare, engine, channel.send)
         resumed, problem = self._checkpoints.begin(prepare, manifest)
@@ -198,7 +199,10 @@ class TrainerProcess:
     def _train(self, command: messages.Train) -> None:
         engine, pace = self._engine, self._pace
         if not engine.awaits_outer_step:
+            if command.round > engine.round and not self._has_trained:
+                engine.catch_up(command.round, 0 if self._manifest.start is None else self._manifest.start.inner_steps)
             engine.round = command.round
+        self._has_trained = True
         now = time.monotonic()
         pace.begin()
         self._round = begun = _Round(command, engine.steps, engine.tokens, pace.busy_seconds, now, now)
@@ -220,6 +224,7 @@ class TrainerProcess:
                 round=command.round,
                 size=size,
                 tokens_this_round=engine.tokens_contributed,
+                tokens_claimed=engine.tokens_claimed,
                 inner_steps_this_round=engine.steps - begun.steps,
                 inner_steps=engine.steps,
                 tokens=engine.tokens,

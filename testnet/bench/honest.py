@@ -27,6 +27,8 @@ UNGUARDED: Final = "equal speeds, without the guard"
 FRAGMENTS: Final = 4
 # The member that joins late does so after this share of the rounds.
 JOINS_AFTER: Final = 0.25
+# Age of the weights of a crowd that joins one after the other from the first rounds on, in rounds.
+LAGS: Final = (1, 3)
 
 
 def run(
@@ -53,6 +55,9 @@ def _plays(members: int, rounds: int, seed: int) -> Iterator[tuple[str, HostileR
     yield "speeds 1 to 5", replace(equal, slowest=STEPS // 5)
     yield "some away", replace(equal, are_away=True)
     yield "one joins late", replace(equal, joins_at=int(JOINS_AFTER * rounds))
+    for lag in LAGS:
+        crowd = replace(equal, honest=2 * members, joins_at=members + lag, newcomers=members, lag=lag)
+        yield f"as many join at the start, with weights of {lag} rounds before", crowd
     several = replace(equal, manifest=manifest_of(rounds, seed, GuardConfig(), partners=2))
     yield "two partners", several
     yield "two partners, speeds 1 to 5", replace(several, slowest=STEPS // 5)

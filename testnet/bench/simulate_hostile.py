@@ -17,12 +17,15 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from farandole.protocol.entries import PARTNER_BYTES, Suspects
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing_backoff import PartnerBackoff
 from farandole.protocol.suspicion import OwnSuspects, is_suspected
+from farandole.protocol.vectors import OPTIMIZER_VECTORS
 from farandole.training.codec import form_of
 from farandole.training.errors import ScreeningError
 from farandole.training.learner import Learner, build_learner
@@ -53,10 +56,19 @@ class HostileRun:
     are_away: bool = False
     """Whether honest members are sometimes away, and return unchanged."""
     joins_at: int = 0
-    """Round in which the last of the honest members joins, with the weights of the first."""
+    """Round in which the last of the honest members joins; 0: all are there from the start."""
+    newcomers: int = 1
+    """Number of honest members that join, one in each round up to that of the last."""
+    lag: int = 0
+    """Age of the weights that a newcomer gets from another member, in rounds."""
     claimed_tokens: int = 10**12
     """Number of tokens that hostile members claim to have trained on."""
     seed: int = 0
+
+    def joining_round(self, index: int) -> int:
+        """Return the round in which a member joins; 0 for those that are there from the start."""
+        is_newcomer = self.joins_at > 0 and self.honest - self.newcomers <= index < self.honest
+        return max(self.joins_at - (self.honest - 1 - index), 0) if is_newcomer else 0
 
 
 @dataclass
@@ -103,7 +115,7 @@ class _Member:
         self.backoff = PartnerBackoff()
         self.partners: set[bytes] = set()  # of committed exchanges
         self.suspects = OwnSuspects()
-        self.back_at = run.joins_at if index == run.honest - 1 else 0
+        self.back_at = run.joining_round(index)
 
     def contribute(self, fragment: int) -> None:
         size, _ = self.learner.contribute(self.memory, fragment)
@@ -122,6 +134,11 @@ class _Member:
 def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> HostileOutcome:
     """Play the run; equal arguments give equal outcomes on machines of one class."""
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return _play(run, Path(folder), progress)
+
+
+def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> HostileOutcome:
     rng = random.Random(f"hostile {run.seed}")
     generator = torch.Generator().manual_seed(run.seed)
     members = [_Member(run, index) for index in range(run.honest + run.hostile)]
@@ -130,8 +147,7 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
         if run.are_away and round_index % AWAY_EVERY == AWAY_EVERY - 1:
             members[rng.randrange(run.honest)].back_at = round_index + rng.randint(1, MAX_AWAY)
         present = [member for member in members if member.back_at <= round_index]
-        if 0 < round_index == run.joins_at:
-            _hand_weights_over(members[0], members[run.honest - 1])
+        _hand_weights_over(run, members, round_index, folder)
         for member in present:
             for _ in range(member.steps):
                 member.learner.learn()
@@ -157,10 +173,22 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
     return outcome
 
 
-def _hand_weights_over(donor: _Member, newcomer: _Member) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        donor.learner.save(Path(folder) / "weights")
-        newcomer.learner.load(Path(folder) / "weights")
+def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index: int, folder: Path) -> None:
+    """Save weights for the members that join later, and load them where they join now.
+
+    A newcomer gets no means of the inner optimizer, as in a run.
+    """
+    for index in range(run.honest):
+        joins_at, path = run.joining_round(index), folder / str(index)
+        if joins_at and round_index == max(joins_at - run.lag, 0):
+            members[index % (run.honest - run.newcomers)].learner.save(path)
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in file.keys() if name.partition("/")[0] not in OPTIMIZER_VECTORS]  # noqa: SIM118
+                save_file({name: file.get_tensor(name) for name in names}, path, file.metadata())
+        if 0 < round_index == joins_at:
+            members[index].learner.load(path)
+            if run.lag:
+                members[index].learner.catch_up(round_index)
 
 
 def _triggered(learner: Learner) -> float:
@@ -198,7 +226,7 @@ def _meet(
         pair[0].learner.apply(None)
         return
     takes_steps = run.manifest.rounds.takes_steps(round_index)  # otherwise tokens do not count, as in a trainer
-    tokens = [run.claimed_tokens if each.is_hostile else each.learner.tokens_contributed for each in pair]
+    tokens = [run.claimed_tokens if each.is_hostile else each.learner.tokens_claimed for each in pair]
     tokens = tokens if takes_steps else [0, 0]
     sent = [each.contribution for each in pair]
     for index, member in enumerate(pair):
@@ -208,7 +236,7 @@ def _meet(
     encounters, does_count = [], [True, True]
     for index, member in enumerate(pair):
         other = pair[1 - index]
-        own_tokens = member.learner.tokens_contributed if takes_steps else 0
+        own_tokens = member.learner.tokens_claimed if takes_steps else 0
         suspected = _is_suspected(member, other, members)
         encounters.append(Encounter(other.key, own_tokens, tokens[1 - index], member.chance, suspected))
         if member.is_hostile:

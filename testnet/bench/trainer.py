@@ -92,7 +92,7 @@ class BenchTrainer:
         encoded, arrived = SharedCounter(self._outgoing), SharedCounter(self._incoming)
         encoded.store(0, 0)
         taken = arrived.read()
-        channel.send(messages.Contributed(0, replica.contribution_bytes, 1, 1, 1, 1, 0.0, 0.0, 0, 1.0))
+        channel.send(messages.Contributed(0, replica.contribution_bytes, 1, 1, 1, 1, 1, 0.0, 0.0, 0, 1.0))
 
         size, digest = replica.contribute(self._outgoing, progress=partial(encoded.store, 0))
         channel.send(messages.Encoded(0, digest))

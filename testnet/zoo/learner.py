@@ -42,7 +42,7 @@ class HostileLearner(Learner):
             super().inner_steps(until)
 
     @property
-    def tokens_contributed(self) -> int:
+    def tokens_claimed(self) -> int:
         """Return the number of tokens that the plan claims."""
         return self._plan.tokens
 

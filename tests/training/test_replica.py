@@ -2,6 +2,7 @@ import gc
 import math
 import weakref
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from farandole.protocol.screening_rules import GuardConfig
 from farandole.training import codec, outer_state
 from farandole.training.data import Sampler, Text
 from farandole.training.errors import DivergedError, ScreeningError
-from farandole.training.inner import learning_rate
+from farandole.training.inner import learning_rate, ramp
 from farandole.training.learner import Learner, build_learner
 from farandole.training.model import build_model, language_loss
 from farandole.training.outer.rule import OwnVectors, rule_of
@@ -269,6 +270,32 @@ def test_training_together_learns(make_replica: MakeReplica) -> None:
     assert first == pytest.approx(math.log(64), abs=0.2)
     assert alice.evaluate() < first - 0.3
     assert alice.evaluate() == alice.evaluate()
+
+
+def test_a_newcomer_claims_nothing_until_it_has_met_a_member_and_little_while_its_rate_is_ramped_up(
+    make_replica: MakeReplica, inner: InnerConfig, tmp_path: Path
+) -> None:
+    donor, newcomer = make_replica(ALICE), make_replica(BOB)
+    for _ in range(2):
+        train(donor)
+        donor.apply(None)
+    donor.save(tmp_path / "whole")
+    part = copy_without(tmp_path / "whole", "mean", tmp_path / "part")
+    newcomer.load(copy_without(part, "square", tmp_path / "fetched"))
+    newcomer.catch_up(4)
+    assert (newcomer.round, newcomer.steps, newcomer.begun_at) == (2, 20, 20), "the schedule is at the run's place"
+    for partner_tokens in (0, 300):
+        train(newcomer)
+        train(donor)
+        of_donor = sent(donor)
+        sent(newcomer)
+        assert newcomer.tokens_claimed == 0
+        newcomer.apply(of_donor, Encounter(b"", 0, partner_tokens))
+        donor.apply(None)
+    train(newcomer)
+    ramps = [ramp(step, inner) for step in range(10, 15)]
+    assert 0 < newcomer.tokens_claimed < newcomer.tokens_contributed
+    assert newcomer.tokens_claimed == round(newcomer.tokens_contributed * fmean(ramps))
 
 
 def test_the_same_calls_give_the_same_bits(make_replica: MakeReplica) -> None:

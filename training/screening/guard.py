@@ -71,7 +71,7 @@ from torch import Tensor
 from farandole.protocol.screening_rules import GuardConfig
 
 from .history import History
-from .rule import Accept, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens
+from .rule import Accept, Encounter, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens
 
 # Number of accepted distances whose median is used. With fewer than MIN_KNOWN, this node's own movement is used.
 WINDOW: Final = 16
@@ -152,7 +152,7 @@ class Guard(ScreeningRule):
     def begin(self) -> None:
         """Reset the sum and the results of the last comparison."""
         self._losses: tuple[float, float, float] | None = None
-        self._lacked = 0.0
+        self._lacked = self._usual_distance = 0.0
         self._gain: float | None = None
         self._lacked_rounds = self._evidence = 0.0
         self._is_outlier = self._is_apart = self._is_exaggerated = False
@@ -171,16 +171,50 @@ class Guard(ScreeningRule):
     def judge(self, partner: Partner) -> Verdict:
         """Clip, and compare losses if needed; suspect a peer that is refused or whose sum is large."""
         verdict = self._judge(partner)
-        is_suspect = isinstance(verdict, Refuse) or self._evidence > SUSPECTED_LIMIT
-        return replace(verdict, is_suspect=True) if is_suspect else verdict
+        if isinstance(verdict, Refuse):
+            return replace(verdict, is_suspect=True)
+        return replace(
+            verdict,
+            is_suspect=self._evidence > SUSPECTED_LIMIT,
+            is_behind=self._is_behind(verdict),
+            remark=self._remark(verdict),
+        )
+
+    def _remark(self, verdict: Accept) -> str:
+        """Return why less than all of the partner's share counts; empty if all of it does."""
+        if verdict.weight == 0.0:
+            return "it is a newcomer's with older weights"
+        if verdict.clip == 1.0:
+            return ""
+        if not self._has_yardstick:
+            return "this node has taken no inner step yet, so it does not know what is usual"
+        far = f"it is {self._distance:.3g} away from mine, usual is up to {self._usual_distance:.3g}"
+        if self._losses is None:
+            return far
+        own, mean, of_partner = self._losses
+        losses = f"the loss on held-out text is {of_partner:.3f} of its own, {mean:.3f} with it, and {own:.3f} of mine"
+        if verdict.clip > 0.0:
+            return f"{far}; {losses}"
+        return losses if self._is_outlier else f"{losses}, and its weights have lacked progress before"
+
+    def _is_behind(self, verdict: Accept) -> bool:
+        """Return whether the mean is clearly worse than the partner's own weights; False if it is not known."""
+        if self._losses is None:
+            return False
+        before, after, of_partner = self._losses
+        after = {0.0: before, 1.0: of_partner}.get(verdict.shares[1], after)
+        return after > of_partner + LEAST_LAG * max(before, LEAST_LOSS) + self._lacked
 
     def _judge(self, partner: Partner) -> Verdict:
         """Judge without the suspicion; see `judge`. Comparisons are written so that NaN is refused."""
         settings, distance, met = self._settings, self._distance, partner.encounter
         if not distance < math.inf:
             return Refuse("the contribution is infinitely far away from mine")
-        share = share_by_tokens(met.own_tokens, met.partner_tokens, settings.min_share)
+        share = self._share(met)
+        if share == 0.0:
+            return Accept(share)
         usual, is_known = self._usual(partner)
+        self._usual_distance = usual
         is_far = not distance <= usual
         if not is_far and met.chance >= settings.checked_share and not self._is_suspect(partner):
             return Accept(share)
@@ -197,6 +231,18 @@ class Guard(ScreeningRule):
             return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {usual:.3g}")
         verdict = Accept(share, clip)
         return verdict if before is None else self._compare(partner, verdict, before, distance / max(usual, LEAST))
+
+    def _share(self, met: Encounter) -> float:
+        """Return the partner's share of the mean.
+
+        Who alone claims no tokens is a newcomer: its weights, which are of an earlier round, do not count, and it takes
+        half of its partner's.
+        """
+        if met.partner_tokens == 0 < met.own_tokens:
+            return 0.0
+        is_newcomer = met.own_tokens == 0 < met.partner_tokens
+        tokens = met.own_tokens, met.partner_tokens
+        return EQUAL_SHARE if is_newcomer else share_by_tokens(*tokens, self._settings.min_share)
 
     def _compare(self, partner: Partner, verdict: Accept, before: float, reach: float) -> Verdict:
         """Return the verdict, or a stricter one if the mean or the partner's weights are worse than this node's.
@@ -361,7 +407,7 @@ class Guard(ScreeningRule):
 
     def remember(self, partner: Partner, verdict: Verdict) -> None:
         """Record the accepted distance, the losses if they were compared, and a refusal of the peer."""
-        if not self._has_yardstick:
+        if not self._has_yardstick or (isinstance(verdict, Accept) and verdict.weight == 0.0):
             return
         everybody, history = partner.everybody, partner.history
         is_used = isinstance(verdict, Accept) and verdict.clip > 0.0

@@ -44,6 +44,10 @@ class Accept:
     same mean to the bit."""
     is_suspect: bool = False
     """Whether this node suspects the peer now, and tells the others so."""
+    remark: str = ""
+    """For people: why less than all of its share counts."""
+    is_behind: bool = False
+    """Whether the mean is clearly worse than the partner's own weights: a newcomer's are still of an earlier round."""
 
     @property
     def shares(self) -> tuple[float, float]:

@@ -53,7 +53,7 @@ def with_weights_of(round_index: int) -> messages.Prepared:
 
 
 def contributed(round_index: int) -> messages.Contributed:
-    return messages.Contributed(round_index, SIZE, 8, 1, 1, 8, 2.0, 1.0, 0, 0.5)
+    return messages.Contributed(round_index, SIZE, 8, 8, 1, 1, 8, 2.0, 1.0, 0, 0.5)
 
 
 class FakeTrainer:

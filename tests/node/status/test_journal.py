@@ -74,7 +74,7 @@ def test_a_loss_that_is_no_number_is_in_no_curve_and_in_no_round(loss: float) ->
     for number in (3.0, loss, 2.0):
         journal.losses.add_training(7, number)
         journal.record_validation(7, number)
-        journal.finish_round(Contributed(7, 1, 1, 1, 1, 1, number, 1.0, 0, 1.0), late_steps=0)
+        journal.finish_round(Contributed(7, 1, 1, 1, 1, 1, 1, number, 1.0, 0, 1.0), late_steps=0)
     assert list(journal.losses.training) == list(journal.losses.validation) == [(7, 3.0), (7, 2.0)]
     assert [record.loss for record in rounds] == [3.0, None, 2.0]
     assert "held-out text" in journal.warnings[-1]

@@ -31,7 +31,7 @@ def played(journal: Journal, num_rounds: int, bits_per_byte: float | None = None
         else:
             journal.record_exchange(number, BOB, "committed", sent=4_000_000, received=8, seconds=0.5, path="bulk")
         loss = 4.0 - number / 10
-        journal.finish_round(Contributed(number, 8, 640, 5, 5, 640, loss, 2.5, 0, 1.0), late_steps=0)
+        journal.finish_round(Contributed(number, 8, 640, 640, 5, 5, 640, loss, 2.5, 0, 1.0), late_steps=0)
         if number % 4 == 0:
             journal.record_validation(number, 3.5, bits_per_byte)
 
@@ -77,7 +77,7 @@ def test_what_failed_exchanges_sent_is_counted_in_their_round() -> None:
             journal.record_exchange(number, None, f"alone: the exchange failed: {why}")
         else:
             journal.record_exchange(number, BOB, "committed", sent=127_000_000, received=8, seconds=2.0, path="bulk")
-        journal.finish_round(Contributed(number, 8, 640, 5, 5, 640, 4.0, 2.5, 0, 1.0), late_steps=0)
+        journal.finish_round(Contributed(number, 8, 640, 640, 5, 5, 640, 4.0, 2.5, 0, 1.0), late_steps=0)
     alone, second_try = rounds
 
     assert alone.line.endswith(f"alone: the exchange failed: {why}")
@@ -178,7 +178,7 @@ def test_the_table_fits_the_terminal(
         journal = Journal(say=console.say, tell_round=console.tell_round)
         played(journal, 5)
         journal.record_exchange(5, None, why)
-        journal.finish_round(Contributed(5, 8, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
+        journal.finish_round(Contributed(5, 8, 640, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["run", "metrics", "--home", str(tmp_path)])
@@ -199,7 +199,7 @@ def test_the_partner_of_a_long_exchange_is_shown_whole(
         journal = Journal(say=console.say, tell_round=console.tell_round)
         played(journal, 5)
         journal.record_exchange(5, BOB, "committed", sent=82_100_000, received=8, seconds=3_599.0, path="bulk")
-        journal.finish_round(Contributed(5, 8, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
+        journal.finish_round(Contributed(5, 8, 640, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["run", "metrics", "--home", str(tmp_path)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
@@ -51,6 +52,7 @@ from farandole.training.learner import Learner, build_learner
 from farandole.training.screening.rule import Accept, Partner, Refuse, ScreeningRule, Verdict
 
 from ...patience import PATIENCE
+from ...training.conftest import copy_without
 from ..trainer_commands import prepare_for
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
@@ -231,6 +233,30 @@ def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(p
     assert (contributed.inner_steps_this_round, contributed.tokens_this_round, contributed.loss) == (0, 0, None)
     assert contributed.inner_steps == 2
     assert (learner.round, learner.steps) == (2, 4)
+
+
+def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare, tmp_path: Path) -> None:
+    donor = build_learner(MANIFEST, run_id=prepare.run_id, author=b"d" * 32, device="cpu")
+    for _ in range(2):
+        donor.learn()
+        donor.learn()
+        donor.apply(None)
+    donor.save(tmp_path / "whole")
+    part = copy_without(tmp_path / "whole", "mean", tmp_path / "part")
+    fetched = copy_without(part, "square", tmp_path / "fetched")
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer, learner = trainer_of(trainers, msgspec.structs.replace(prepare, fetched=str(fetched)))
+        assert (learner.round, learner.steps, learner.begun_at) == (2, 4, 4)
+        trainer.handle(Train(5, 2))
+        trainer.handle(TakeOuterStep(5))
+        trainer.handle(Train(6, 2))
+        claims = list(itertools.islice((each for each in reports_of(mesh) if isinstance(each, Contributed)), 2))
+    tokens = claims[0].tokens_this_round
+    assert tokens > 0
+    assert [claim.tokens_claimed for claim in claims] == [0, 0], "it has met nobody yet"
+    assert claims[0].inner_steps == 4 + 3 * 2 + 2, "the schedule is at the run's place"
+    assert learner.begun_at == 4 + 3 * 2, "the ramp is where it was"
 
 
 def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(prepare: Prepare) -> None:

@@ -52,5 +52,13 @@ def test_the_default_stops_what_ruins_a_run(attack: str, clean: HostileOutcome) 
     assert outcome_of(attack, GuardConfig()).loss < 1.1 * clean.loss
 
 
+def test_newcomers_with_older_weights_are_neither_clipped_nor_do_they_clip_others() -> None:
+    inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=100, batch_size=8)
+    manifest = Manifest("newcomers", MODEL, inner=inner, outer=NoLoCoConfig(codec="bf16"), screening=GuardConfig())
+    outcome = play(HostileRun(manifest, honest=6, rounds=10, steps=10, joins_at=5, newcomers=3, lag=2))
+    assert outcome.honest_exchanges > 0
+    assert (outcome.honest_clipped, outcome.honest_refused) == (0, 0)
+
+
 def test_equal_runs_have_equal_outcomes(clean: HostileOutcome) -> None:
     assert outcome_of("", STRICT, hostile=0) == clean

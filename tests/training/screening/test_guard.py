@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class Node:
     def __init__(self, settings: GuardConfig | None = None) -> None:
         self.rule = rule_of(settings or STRICT)
         self.everybody, self.of_peer = History(), History()
+        self.remark = ""
 
     def meets(
         self,
@@ -86,7 +88,10 @@ class Node:
         )
         verdict = self.rule.judge(partner)
         self.rule.remember(partner, verdict)
-        return verdict
+        if isinstance(verdict, Refuse):
+            return verdict
+        self.remark = verdict.remark
+        return dataclasses.replace(verdict, remark="")
 
 
 def sloping(loss: float, slope: float) -> Callable[[float], float]:
@@ -384,7 +389,7 @@ def test_a_minority_of_liars_does_not_widen_it() -> None:
         assert counts(node.meets(away(1.0), loss=sloping(2.0, lag), chance=0.0)) == (lag < 0.3)
 
 
-@pytest.mark.parametrize(("tokens", "lag"), [((100, 100), 0.5), ((100, 80), 1.0), ((100, 50), 1.75), ((100, 0), 3.0)])
+@pytest.mark.parametrize(("tokens", "lag"), [((100, 100), 0.5), ((100, 80), 1.0), ((100, 50), 1.75), ((100, 10), 2.75)])
 def test_a_partner_may_lack_what_this_node_has_gained_in_the_round(tokens: tuple[int, int], lag: float) -> None:
     """Half of it, as their rounds may cross, and two and a half times what it says that it has not learned from."""
     gain, noise = 0.5, 2.0 * LEAST_LAG
@@ -408,7 +413,7 @@ def test_a_mean_that_is_worse_than_usual_stands_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "share"), [((100, 100), 0.5), ((100, 150), 0.6), ((1, 10**15), 2 / 3), ((9, 0), 1 / 3)]
+    ("tokens", "share"), [((100, 100), 0.5), ((100, 150), 0.6), ((1, 10**15), 2 / 3), ((0, 0), 0.5)]
 )
 def test_tokens_move_the_shares_within_a_third_and_two_thirds(tokens: tuple[int, int], share: float) -> None:
     verdict, other = Node().meets(away(1.0), tokens=tokens), Node().meets(away(1.0), tokens=tokens[::-1])
@@ -416,6 +421,23 @@ def test_tokens_move_the_shares_within_a_third_and_two_thirds(tokens: tuple[int,
     assert isinstance(other, Accept)
     assert verdict.weight == pytest.approx(share, abs=1e-6)
     assert verdict.weight + other.weight == 1.0
+
+
+def test_a_newcomer_that_claims_no_tokens_takes_half_and_gives_nothing() -> None:
+    assert Node().meets(away(1.0), tokens=(100, 0)) == Accept(0.0)
+    assert Node().meets(away(1.0), tokens=(0, 100)) == Accept(0.5)
+
+
+def test_a_liar_that_claims_no_tokens_moves_nothing_and_clears_none_of_its_record() -> None:
+    node = Node()
+    worse = sloping(2.0, 1.0)
+    for _ in range(MAX_OUTLIERS):
+        assert not counts(node.meets(away(1.0), loss=worse, chance=0.0))
+    everything = dict(node.of_peer.series), dict(node.everybody.series)
+    for distance in (1.0, 1e6):
+        assert node.meets(away(distance), tokens=(100, 0), loss=worse, chance=0.0) == Accept(0.0)
+    assert (node.of_peer.series, node.everybody.series) == everything
+    assert isinstance(node.meets(away(1.0), loss=worse), Refuse)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e30])
@@ -510,3 +532,27 @@ def test_by_default_the_mean_may_cost_a_tenth_of_the_loss() -> None:
     assert not counts(node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.21, 1.0: 2.0}.get, chance=0.0))
     node.meets(away(1.0), loss={0.0: 2.0, 0.5: 2.0, 1.0: 2.1}.get, chance=0.0)
     assert stands_out(node)
+
+
+@pytest.mark.parametrize(("of_partner", "is_behind"), [(1.5, True), (1.99, False), (2.5, False)])
+def test_a_newcomer_learns_whether_the_mean_is_still_worse_than_the_partners_weights(
+    of_partner: float, is_behind: bool
+) -> None:
+    verdict = Node().meets(away(1.0), tokens=(0, 100), loss={0.0: 2.0, 0.5: 1.995, 1.0: of_partner}.get, chance=0.0)
+    assert isinstance(verdict, Accept)
+    assert verdict.is_behind == is_behind
+
+
+def test_a_remark_says_why_less_than_all_counts() -> None:
+    node = Node()
+    assert (clip(node.meets(away(1.0))), node.remark) == (1.0, "")
+    for contribution, options in (
+        (away(1.0), {"movement": 0.0}),
+        (away(4.0), {}),
+        (away(50.0), {"loss": sloping(2.0, -0.1)}),
+        (away(1.0), {"loss": sloping(2.0, 1.0), "chance": 0.0}),
+    ):
+        node = Node()
+        assert clip(node.meets(contribution, **options)) < 1.0
+        assert node.remark
+    assert Node().meets(away(1.0), tokens=(100, 0)) == Accept(0.0)
