@@ -309,8 +309,8 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
         yield "never trained"
     if node.rounds < scenario.rounds and not scenario.exchanges_after_faults:
         yield f"reached round {node.rounds} of {scenario.rounds}"
-    if len(node.partners) < scenario.min_partners:
-        yield f"exchanged with {len(node.partners)} partners, fewer than {scenario.min_partners}"
+    if len(node.partners) < (required := _required_partners(scenario, node)):
+        yield f"had {len(node.partners)} of {required} required partners"
     if node.utilisation is not None and node.utilisation < scenario.min_utilisation:
         yield f"spent {node.utilisation:.1%} of its time in inner steps, not {scenario.min_utilisation:.0%}"
     if node.restarts and not node.exchanges_since_restart:
@@ -363,6 +363,17 @@ def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str
             f"node {node.index} held all {whole:,} parameters" for node in nodes if node.num_parameters >= whole
         ]
     return problems
+
+
+def _required_partners(scenario: Scenario, node: NodeReport) -> int:
+    """Return how many partners a node must have: fewer for one that came when few rounds were left.
+
+    On a machine with few cores the last of many nodes does so.
+    """
+    first = min((round_index for round_index, _ in node.losses), default=0)
+    if not first or scenario.exchanges_after_faults:
+        return scenario.min_partners
+    return min(scenario.min_partners, max(scenario.rounds - first - 1, 1))
 
 
 def _rounds_missed(node: NodeReport, rounds: int) -> list[int]:

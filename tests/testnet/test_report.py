@@ -94,7 +94,7 @@ def test_the_verdict_shows_bits_per_byte_and_a_report_without_them_is_read() -> 
         ({"restarts": 1, "exchanges_since_restart": 0}, "node 1 exchanged with nobody after"),
         ({"losses": []}, "node 1 never trained"),
         ({"rounds": 3}, "node 1 reached round 3 of 4"),
-        ({"partners": {"bob": 9}}, "node 1 exchanged with 1 partners, fewer than 2"),
+        ({"partners": {"bob": 9}}, "node 1 had 1 of 2 required partners"),
         ({"state_root": "other"}, "the run state is not equal"),
         ({"state_root": ""}, "the run state is not equal"),
     ],
@@ -109,6 +109,12 @@ def test_one_bad_node_fails_the_run(changes: dict[str, Any], reason: str) -> Non
 def test_a_node_that_was_killed_on_purpose_owes_nothing() -> None:
     gone = node(1, is_alive=False, is_doomed=True, rounds=1, partners={}, state_root="")
     assert judge([node(0), gone, node(2)]).verdict == "pass"
+
+
+def test_a_node_that_came_when_few_rounds_were_left_needs_fewer_partners() -> None:
+    late = {"losses": [(2, 3.0), (3, 2.0)], "partners": {"bob": 1}}
+    assert judge([node(0), node(1, **late), node(2)]).verdict == "pass"
+    assert judge([node(0), node(1, **late | {"partners": {}}), node(2)]).verdict == "fail"
 
 
 def test_a_late_joiner_must_begin_with_a_peers_weights() -> None:
