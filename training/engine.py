@@ -29,7 +29,7 @@ import abc
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -55,11 +55,6 @@ def no_progress(num_bytes: int) -> None:
     """Ignore the progress of an encoding."""
 
 
-# Rounds that weights must be behind the run to claim no tokens. Others may be a round ahead in any case, and what a
-# single round lacks, the claim of a newcomer's first round allows for.
-MIN_MISSED: Final = 2
-
-
 class Engine(abc.ABC):
     """One replica, or one stage of one, in training. All calls come from one thread, except `encode` (see there)."""
 
@@ -83,8 +78,6 @@ class Engine(abc.ABC):
     """Inner steps taken."""
     tokens: int
     """Tokens trained on."""
-    is_behind: bool = False
-    """Whether the weights are of an earlier round than the run's, and no mean with a member's was as good as those."""
     begun_at: int = 0
     """Inner step at which AdamW's means began: not 0 after a start without them, which ramps the rate up."""
     slices: SliceQueue | None
@@ -117,13 +110,12 @@ class Engine(abc.ABC):
         """
         return None
 
-    def catch_up(self, round_index: int, first_step: int = 0) -> None:
+    def catch_up(self, round_index: int, first_step: int = 0) -> None:  # noqa: B027 - an engine may have no schedule
         """Note that the run is in a later round than the weights that were just loaded.
 
         The schedule of the learning rate goes on from the run's place: by as many steps as the weights have had a round
         since ``first_step``, with which the run began.
         """
-        self.is_behind = round_index - self.round >= MIN_MISSED
 
     @property
     @abc.abstractmethod
@@ -138,7 +130,7 @@ class Engine(abc.ABC):
     @property
     def tokens_claimed(self) -> int:
         """Return the number of tokens by which that contribution is weighted: fewer in a newcomer's first rounds."""
-        return 0 if self.is_behind else self.tokens_contributed
+        return self.tokens_contributed
 
     @abc.abstractmethod
     def contribution(self, fragment: int = 0) -> int:

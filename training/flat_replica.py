@@ -49,6 +49,9 @@ from .snapshot import Snapshot, SnapshotMemory
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
 WINDOW: Final = 16
 MIN_KNOWN: Final = 4
+# Rounds of each fragment that weights must be behind the run to claim no tokens. Others may be a round ahead in any
+# case, and the claim of a newcomer's first round allows for what one round lacks.
+MIN_MISSED: Final = 2
 
 
 @dataclass(slots=True)
@@ -129,6 +132,8 @@ class FlatReplica(Engine):
         # Of the last round with inner steps: its norm, if it was computed; and the vector, where another round follows
         # without any.
         self._last_norm = 0.0
+        # Fragments of an earlier round than the run's, of which no mean with a member was as good as the member's.
+        self._behind: set[int] = set()
         self._last_movement: Tensor | None = None
         if meets_several:
             self._last_movement = share.zeros(theta)
@@ -147,9 +152,11 @@ class FlatReplica(Engine):
 
     @property
     def tokens_claimed(self) -> int:
-        """Implement `Engine.tokens_claimed`: steps at a share of the rate count for that share."""
-        ramp = self._mean_ramp() if self._round_end is None else self._round_end.ramp
-        return round(super().tokens_claimed * ramp)
+        """Implement `Engine.tokens_claimed`: steps at a share of the learning rate count for that share."""
+        ended = self._round_end
+        if self._behind and (ended is None or ended.fragment in self._behind):
+            return 0
+        return round(self.tokens_contributed * (self._mean_ramp() if ended is None else ended.ramp))
 
     def fast_weights(self) -> Tensor:
         """A copy of the fast weights, (n,) fp32."""
@@ -342,7 +349,8 @@ class FlatReplica(Engine):
         if movement and ended.rates:
             self._outer.limit_drift(made.part, movement, ended.rates)
         self._rates.settle(ended.fragment, ended.rates_total)
-        self.is_behind = self.is_behind and is_behind
+        if not is_behind:
+            self._behind.discard(ended.fragment)
         self._publish()
         self.round += 1
         self.tokens_this_round -= ended.tokens
@@ -432,6 +440,12 @@ class FlatReplica(Engine):
         self._rates.restart()
         self._publish()
         self._restart(0)
+
+    def catch_up(self, round_index: int, first_step: int = 0) -> None:
+        """Implement `Engine.catch_up`."""
+        num_fragments = self._outer.settings.fragments
+        if round_index - self.round >= MIN_MISSED * num_fragments:
+            self._behind = set(range(num_fragments))
 
     def _mean_ramp(self) -> float:
         """Return the mean of `_ramp` over the inner steps since the last contribution; 1 if there are none."""

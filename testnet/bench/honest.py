@@ -28,7 +28,7 @@ FRAGMENTS: Final = 4
 # The member that joins late does so after this share of the rounds.
 JOINS_AFTER: Final = 0.25
 # Age of the weights of a crowd that joins one after the other from the first rounds on, in rounds.
-LAGS: Final = (1, 3)
+LAGS: Final = {"one round": 1, "three rounds": 3}
 
 
 def run(
@@ -55,9 +55,9 @@ def _plays(members: int, rounds: int, seed: int) -> Iterator[tuple[str, HostileR
     yield "speeds 1 to 5", replace(equal, slowest=STEPS // 5)
     yield "some away", replace(equal, are_away=True)
     yield "one joins late", replace(equal, joins_at=int(JOINS_AFTER * rounds))
-    for lag in LAGS:
+    for age, lag in LAGS.items():
         crowd = replace(equal, honest=2 * members, joins_at=members + lag, newcomers=members, lag=lag)
-        yield f"as many join at the start, with weights of {lag} rounds before", crowd
+        yield f"as many join at the start, their weights {age} old", crowd
     several = replace(equal, manifest=manifest_of(rounds, seed, GuardConfig(), partners=2))
     yield "two partners", several
     yield "two partners, speeds 1 to 5", replace(several, slowest=STEPS // 5)

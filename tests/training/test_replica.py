@@ -298,6 +298,28 @@ def test_a_newcomer_claims_nothing_until_it_has_met_a_member_and_little_while_it
     assert newcomer.tokens_claimed == round(newcomer.tokens_contributed * fmean(ramps))
 
 
+def test_a_newcomer_claims_nothing_for_each_fragment_that_it_has_not_exchanged_yet(
+    make_replica: MakeReplica, tmp_path: Path
+) -> None:
+    donor, newcomer, met = (make_replica(author, fragments=2) for author in (ALICE, BOB, BOB))
+    train(donor)
+    donor.save(tmp_path / "whole")
+    for missed, claims in ((3, [True, True, True]), (4, [False, False, True])):
+        newcomer.load(tmp_path / "whole")
+        newcomer.catch_up(newcomer.round + missed)
+        found = []
+        for fragment in (0, 1, 0):
+            train(newcomer)
+            train(met)
+            contribution = bytearray(met.contribution_bytes)
+            size, _ = met.contribute(contribution, fragment)
+            newcomer.contribute(bytearray(newcomer.contribution_bytes), fragment)
+            found.append(newcomer.tokens_claimed > 0)
+            newcomer.apply(memoryview(contribution)[:size], Encounter(b"", newcomer.tokens_claimed, 100))
+            met.apply(None)
+        assert found == claims
+
+
 def test_the_same_calls_give_the_same_bits(make_replica: MakeReplica) -> None:
     def run() -> list[Tensor]:
         alice, bob = make_replica(ALICE, codec="int8"), make_replica(BOB, codec="int8")

@@ -54,7 +54,9 @@ report alone has no effect: liars that suspect an honest member change nothing a
 this node's.
 
 The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only,
-and not in favour of a peer whose weights lack progress. Among honest partners nothing is clipped, and both compute the
+and not in favour of a peer whose weights lack progress. A newcomer whose weights are of an earlier round claims none
+(`Engine.tokens_claimed`): they would make the mean worse, so they have no weight, and the newcomer takes half of its
+partner's. Who claims that falsely moves nothing. Among honest partners nothing is clipped, and both compute the
 same mean to the bit.
 """
 
