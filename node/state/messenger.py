@@ -155,6 +155,7 @@ class Messenger:
             outgoing.wakeup.set()
 
         has_ended = trio.Event()
+        failure: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch_for_end)
@@ -171,7 +172,9 @@ class Messenger:
                             break
                 nursery.cancel_scope.cancel()
         except* (trio.BrokenResourceError, trio.TooSlowError) as group:
-            raise group.exceptions[0] from None
+            failure = group.exceptions[0]  # raised here, it would be in a group again before Python 3.11.4
+        if failure is not None:
+            raise failure
 
     def _fail(self, peer: bytes, protocol: str) -> None:
         if protocol in self._on_failed:

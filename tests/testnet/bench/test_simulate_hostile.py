@@ -55,7 +55,7 @@ def test_the_default_stops_what_ruins_a_run(attack: str, clean: HostileOutcome) 
 def test_newcomers_with_older_weights_are_neither_clipped_nor_do_they_clip_others() -> None:
     inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=100, batch_size=8)
     manifest = Manifest("newcomers", MODEL, inner=inner, outer=NoLoCoConfig(codec="bf16"), screening=GuardConfig())
-    outcome = play(HostileRun(manifest, honest=6, rounds=10, steps=10, joins_at=5, newcomers=3, lag=2))
+    outcome = play(HostileRun(manifest, honest=8, rounds=10, steps=10, joins_at=4, newcomers=2, lag=2))
     assert outcome.honest_exchanges > 0
     assert (outcome.honest_clipped, outcome.honest_refused) == (0, 0)
 
