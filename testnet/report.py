@@ -366,9 +366,9 @@ def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str
 
 
 def _required_partners(scenario: Scenario, node: NodeReport) -> int:
-    """Return how many partners a node must have: fewer for one that came when few rounds were left.
+    """Return how many partners a node must have: fewer if it joined when few rounds were left.
 
-    On a machine with few cores the last of many nodes does so.
+    On a machine with few cores, the last of many nodes joins that late.
     """
     first = min((round_index for round_index, _ in node.losses), default=0)
     if not first or scenario.exchanges_after_faults:

@@ -142,7 +142,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds after the training in which the run state must become equal on all nodes."""
     min_partners: Annotated[int, msgspec.Meta(ge=0)] = DEFAULT_MIN_PARTNERS
     """Minimum number of partners of each node; the default is lower with few nodes or rounds, and less is required of
-    a node that comes when fewer rounds are left."""
+    a node that joins when fewer rounds are left."""
     max_loss_merged: _Positive | None = None
     """Validation loss of the mean of all replicas, in nats per token."""
     max_empty_seconds: _Positive = 30.0

@@ -18,7 +18,7 @@ from statistics import fmean
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farandole.protocol.entries import PARTNER_BYTES, Suspects
@@ -181,10 +181,13 @@ def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index:
     for index in range(run.honest):
         joins_at, path = run.joining_round(index), folder / str(index)
         if joins_at and round_index == max(joins_at - run.lag, 0):
-            members[index % (run.honest - run.newcomers)].learner.save(path)
-            with safe_open(path, framework="pt") as file:
-                names = [name for name in file.keys() if name.partition("/")[0] not in OPTIMIZER_VECTORS]  # noqa: SIM118
-                save_file({name: file.get_tensor(name) for name in names}, path, file.metadata())
+            whole = folder / f"{index} with means"
+            members[index % (run.honest - run.newcomers)].learner.save(whole)
+            with safe_open(whole, framework="pt") as file:
+                metadata = file.metadata()
+            tensors = load_file(whole).items()
+            kept = {name: tensor for name, tensor in tensors if name.partition("/")[0] not in OPTIMIZER_VECTORS}
+            save_file(kept, path, metadata)
         if 0 < round_index == joins_at:
             members[index].learner.load(path)
             if run.lag:

@@ -56,8 +56,8 @@ this node's.
 The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only,
 and not in favour of a peer whose weights lack progress. A newcomer whose weights are of an earlier round claims none
 (`Engine.tokens_claimed`): they would make the mean worse, so they have no weight, and the newcomer takes half of its
-partner's. Who claims that falsely moves nothing. Among honest partners nothing is clipped, and both compute the
-same mean to the bit.
+partner's. A member that claims none without need moves nothing. Among honest partners nothing is clipped, and both
+compute the same mean to the bit.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Guard(ScreeningRule):
     def _remark(self, verdict: Accept) -> str:
         """Return why less than all of the partner's share counts; empty if all of it does."""
         if verdict.weight == 0.0:
-            return "it is a newcomer's with older weights"
+            return "its sender claims no tokens for it, since its weights are of an earlier round"
         if verdict.clip == 1.0:
             return ""
         if not self._has_yardstick:
@@ -237,8 +237,8 @@ class Guard(ScreeningRule):
     def _share(self, met: Encounter) -> float:
         """Return the partner's share of the mean.
 
-        Who alone claims no tokens is a newcomer: its weights, which are of an earlier round, do not count, and it takes
-        half of its partner's.
+        If one of the two claims no tokens, its weights are of an earlier round: they have no weight, and it takes half
+        of the other's.
         """
         if met.partner_tokens == 0 < met.own_tokens:
             return 0.0
