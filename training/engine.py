@@ -36,6 +36,7 @@ from torch import Tensor
 from farandole.protocol.safetensors import FP32_BYTES
 from farandole.protocol.trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
 
+from .between_steps import BetweenSteps
 from .blocks import Content
 from .checkpoint import Counters, save_checkpoint
 from .codec import Buffer
@@ -56,7 +57,10 @@ def no_progress(num_bytes: int) -> None:
 
 
 class Engine(abc.ABC):
-    """One replica, or one stage of one, in training. All calls come from one thread, except `encode` (see there)."""
+    """One replica, or one stage of one, in training.
+
+    All calls come from one thread, except those that may run aside: `encodes_aside`, `averages_aside`.
+    """
 
     is_driven: ClassVar[bool] = True
     """Whether inner steps are commands (`obey`). Otherwise the engine takes them by itself, in `inner_steps`."""
@@ -66,6 +70,10 @@ class Engine(abc.ABC):
     """Whether `evaluate` can measure a held-out loss."""
     encodes_aside: bool = False
     """Whether `encode` may run in a separate thread while inner steps are taken."""
+    averages_aside: bool = False
+    """Whether `take_in`, `screen` and `apply` may, too; what they need of the other thread is in `between_steps`."""
+    between_steps: BetweenSteps = BetweenSteps()
+    """Where a separate thread hands over calls. This one, of all engines, has no such thread: it makes them at once."""
     contribution_bytes: int
     """Size of the largest contribution in this run, and of every one if there are no fragments."""
     device: Device
@@ -142,8 +150,7 @@ class Engine(abc.ABC):
 
         ``progress`` is called every few megabytes with the number of leading bytes of ``out`` that are final. Call this
         before the next inner step, or, if `encodes_aside`, in another thread; then only inner steps and `save` may run
-        at the same time.
-        Raises `DivergedError` if the weights are no longer finite.
+        at the same time. Raises `DivergedError` if the weights are no longer finite.
         """
 
     def pin(self, memory: Buffer) -> None:  # noqa: B027 - only engines on a GPU need it

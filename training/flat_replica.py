@@ -19,8 +19,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ from .screening.history import Histories
 from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .share import Share
 from .snapshot import Snapshot, SnapshotMemory
+from .workers import each_piece
 
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
 WINDOW: Final = 16
@@ -86,6 +88,17 @@ class TrainedWeights(Protocol):
         """Set the weights to ``flat`` (n,) fp32."""
 
 
+@runtime_checkable
+class PartialWeights(TrainedWeights, Protocol):
+    """Trained weights that can be changed in part, so that the flat vector need not be a copy of all."""
+
+    def write_part(self, values: Tensor, part: slice) -> None:
+        """Set a part of the weights to ``values`` (n,) fp32."""
+
+    def add(self, values: Tensor, part: slice) -> None:
+        """Add ``values`` (n,) fp32 to a part of the weights; on a GPU, this may read them until the next `read`."""
+
+
 class FlatReplica(Engine):
     """An engine over flat vectors, (n,) fp32: ``theta`` are the fast weights, in the order of ``layout``.
 
@@ -121,6 +134,7 @@ class FlatReplica(Engine):
         self._trained = trained
         self._copier = copier_for(theta.device)
         self.encodes_aside = self._copier.is_aside or trained is not None  # inner steps do not change a copy
+        self.averages_aside = isinstance(trained, PartialWeights)
         self._outer = OuterState(outer, theta, self._copier, share)
         self.contribution_bytes = self._outer.contributor.largest_bytes
         received = share.empty(theta, layout.largest_fragment(outer.fragments))
@@ -177,9 +191,17 @@ class FlatReplica(Engine):
         if self._trained is not None:
             self._trained.write(self.theta)
 
-    def _publish(self) -> None:
-        """Give inner steps what an outer step or a checkpoint has changed."""
-        self._write()
+    def _publish(self, corrected: slice | None = None) -> None:
+        """Give inner steps what an outer step or a checkpoint has changed.
+
+        ``corrected``: a part of theta that has a difference to be added to the weights, whose copy theta is not; None:
+        theta has the new weights.
+        """
+        if corrected is None:
+            self._write()
+        else:
+            assert isinstance(self._trained, PartialWeights)
+            self._trained.add(self.theta[corrected], corrected)
 
     def count_step(self, num_tokens: int, rate: float = 0.0) -> None:
         """Count an inner step and its learning rate."""
@@ -299,22 +321,36 @@ class FlatReplica(Engine):
         if self.is_driven:  # it computes no loss by itself
             return None
         assert self._round_end is not None
-        made = self._round_end.contribution
-        evaluation = self._partner.evaluation
-        num_batches = evaluation.num_batches(self.evaluate)
+        made, evaluation, call = self._round_end.contribution, self._partner.evaluation, self.between_steps.call
+        num_batches = call(partial(evaluation.num_batches, self.evaluate))
         if not num_batches:
             return None
+        tried = call(partial(_page_locked_like, self.theta, len(made.theta)))
+
+        def fill(piece: slice) -> None:
+            tried[piece] = weights_of(made, piece)
+
+        each_piece(fill, slices(len(tried)), tried)
+        return call(partial(self._loss_with, tried, made.part, num_batches))
+
+    @torch.no_grad()
+    def _loss_with(self, weights: Tensor, part: slice, num_batches: int) -> float | None:
+        """Return the held-out loss with ``weights`` (n,) in place of a part of the fast weights."""
         self._read()
-        theta = self.theta[made.part]
-        before = theta.clone()
-        for piece in slices(len(theta)):  # temporaries of the model's size may not fit
-            theta[piece] = weights_of(made, piece)
-        self._write()
-        try:
-            return evaluation.timed(self._loss_now, num_batches)
-        finally:
-            theta.copy_(before)
+        theta = self.theta[part]
+        if not isinstance(self._trained, PartialWeights):
+            _swap(theta, weights)
             self._write()
+            try:
+                return self._partner.evaluation.timed(self._loss_now, num_batches)
+            finally:
+                _swap(theta, weights)
+                self._write()
+        self._trained.write_part(weights, part)
+        try:
+            return self._partner.evaluation.timed(self._loss_now, num_batches)
+        finally:
+            self._trained.write_part(theta, part)
 
     def _loss_now(self, num_batches: int) -> float | None:
         """Return the held-out loss of the fast weights; None if it cannot be computed now."""
@@ -327,17 +363,17 @@ class FlatReplica(Engine):
             self.contribute(bytearray(self.contribution_bytes))
         ended = self._round_end
         assert ended is not None
-        made, late = ended.contribution, self.steps - ended.steps
-        if late:
+        made, is_late = ended.contribution, self.steps > ended.steps
+        if is_late and not self.averages_aside:
             self._read()
         if self._last_movement is not None and ended.has_steps:
             self._outer.movement(made, self._last_movement[made.part])
         if movement := self._usual_movement():
             self._outer.limit_momentum(made.part, movement)
         is_behind = encounter.partner_tokens == 0  # the partner is another newcomer, or there is none
-        if partner is None:
-            self._outer.step(made, (), (), is_late=late > 0)
-        else:
+        pair: tuple[Tensor, ...] = ()
+        shares: tuple[float, ...] = ()
+        if partner is not None:
             verdict = self._partner.verdict(partner, encounter, self._answers())
             if isinstance(verdict, Refuse):
                 raise ScreeningError(verdict.reason)
@@ -345,13 +381,29 @@ class FlatReplica(Engine):
             pair, shares = (made.sent, self._partner.values()), verdict.shares
             if not own_first:
                 pair, shares = pair[::-1], shares[::-1]
-            self._outer.step(made, pair, shares, is_late=late > 0, rates=ended.rates)
+        if is_late and self.averages_aside:
+            self.theta[made.part].zero_()  # the step makes it the correction of the trained weights
+        self._outer.step(made, pair, shares, is_late=is_late, rates=ended.rates)
         if movement and ended.rates:
             self._outer.limit_drift(made.part, movement, ended.rates)
+        return self.between_steps.call(partial(self._begin_round, ended, is_late=is_late, is_behind=is_behind))
+
+    @torch.no_grad()
+    def _begin_round(self, ended: _RoundEnd, *, is_late: bool, is_behind: bool) -> int:
+        """Begin the next round with the outer step that was just taken; returns how late it is.
+
+        ``is_late``: whether it was computed as a late one. Inner steps may have been taken during it.
+        """
+        part, late = ended.contribution.part, self.steps - ended.steps
+        if not self.averages_aside or not late:
+            self._publish()
+        else:
+            if not is_late:
+                self.theta[part] -= ended.contribution.theta
+            self._publish(part)
         self._rates.settle(ended.fragment, ended.rates_total)
         if not is_behind:
             self._behind.discard(ended.fragment)
-        self._publish()
         self.round += 1
         self.tokens_this_round -= ended.tokens
         self._forget_round_end()
@@ -480,3 +532,16 @@ class FlatReplica(Engine):
         if self._outer.settings.fragments > 1:
             vectors[FAST] = self.theta
         return vectors | self._outer.saved()
+
+
+def _page_locked_like(flat: Tensor, num_elements: int) -> Tensor:
+    """Return memory (n,) of the dtype and on the device of ``flat``, page-locked if that is."""
+    return torch.empty(num_elements, dtype=flat.dtype, device=flat.device, pin_memory=flat.is_pinned())
+
+
+def _swap(one: Tensor, other: Tensor) -> None:
+    """Swap the values of two vectors (n,), piece by piece: a copy of all might have no room."""
+    for piece in slices(len(one)):
+        kept = one[piece].clone()
+        one[piece] = other[piece]
+        other[piece] = kept

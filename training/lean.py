@@ -94,8 +94,19 @@ class LeanWeights:
 
     def write(self, flat: Tensor) -> None:
         """Round at random; numbers that are bf16 already stay as they are."""
-        for piece in pieces(len(flat), self._flat.device):
-            self._rounding.write_(self._flat[piece], flat[piece].to(self._flat.device, copy=True))
+        self.write_part(flat, slice(0, len(flat)))
+
+    def write_part(self, values: Tensor, part: slice) -> None:
+        """As `write`."""
+        target = self._flat[part]
+        for piece in pieces(len(values), target.device):
+            self._rounding.write_(target[piece], values[piece].to(target.device, copy=True))
+
+    def add(self, values: Tensor, part: slice) -> None:
+        """Round the sums at random."""
+        target = self._flat[part]
+        for piece in pieces(len(values), target.device):
+            self._rounding.write_(target[piece], target[piece] + values[piece].to(target.device, non_blocking=True))
 
 
 def flatten_lean_(module: nn.Module, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfi
 from .device import Device, host_memory
 from .flat_replica import FlatReplica, TrainedWeights
 from .inner import InnerOptimizer
-from .lean import LeanOptimizer, LeanWeights, Rounding, flatten_lean_
+from .lean import LeanOptimizer, LeanWeights, Rounding, flatten_lean_, pieces
 from .parameters import flatten_, layout_of
 
 
@@ -54,6 +54,16 @@ class DeviceWeights:
     def write(self, flat: Tensor) -> None:
         """Waits until it is there."""
         self._flat.copy_(flat)
+
+    def write_part(self, values: Tensor, part: slice) -> None:
+        """As `write`."""
+        self._flat[part].copy_(values)
+
+    def add(self, values: Tensor, part: slice) -> None:
+        """Queue the additions, piece by piece: a copy of all values might have no room on the device."""
+        target = self._flat[part]
+        for piece in pieces(len(values), target.device):
+            target[piece] += values[piece].to(target.device, non_blocking=True)
 
 
 class Replica(FlatReplica):
@@ -159,9 +169,9 @@ class Replica(FlatReplica):
         """See `FlatReplica._ramp`."""
         return self._optimizer.ramp(step)
 
-    def _publish(self) -> None:
+    def _publish(self, corrected: slice | None = None) -> None:
         """See `FlatReplica._publish`; the drift correction goes with the weights."""
-        super()._publish()
+        super()._publish(corrected)
         drift = self._outer.drift
         if self._drift is not None and drift is not None and drift is not self._drift:
             self._drift.copy_(drift)

@@ -238,6 +238,7 @@ class Attachment:
             raise
         finally:
             self._is_following = False
+            trainer.close()
 
     def _trainer(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> TrainerProcess:
         """Compare the run with the loop, and continue from the node's weights. Raises `TrainingError`."""

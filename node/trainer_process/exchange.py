@@ -4,13 +4,16 @@ A contribution is sent while it is encoded, and the partner's is decoded while i
 counters in the memory that both processes share (`farandole.node.base.system.memory.SharedCounter`). A count of an
 earlier exchange is ignored: each exchange has a number of its own, the counter's epoch.
 
-Where the engine can, a thread encodes the contribution while the next round's inner steps are taken: on a GPU, on a
-stream of its own. Whatever needs the contribution waits for that thread.
+Where the engine can, a thread *aside* works while the next round's inner steps are taken. On a GPU it encodes, on a
+stream of its own; where all that averaging needs is in the host's memory, it judges and averages, too, one after the
+other. What it needs of the thread that takes inner steps, it hands over
+(`farandole.training.between_steps.BetweenSteps`).
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -18,6 +21,7 @@ from functools import partial
 import msgspec
 
 from farandole.protocol import trainer_messages as messages
+from farandole.training.between_steps import BetweenSteps
 from farandole.training.engine import Engine
 from farandole.training.screening.rule import Encounter, Refuse
 
@@ -27,7 +31,10 @@ _draw = random.SystemRandom().random
 
 
 class EngineExchange:
-    """The exchanges of one engine, one after the other. ``report`` may be called from another thread."""
+    """The exchanges of one engine, one after the other. ``report`` may be called from another thread.
+
+    All calls come from the thread that takes inner steps.
+    """
 
     def __init__(
         self,
@@ -50,8 +57,9 @@ class EngineExchange:
         self._taken = self._arrived.read()
         self._size = 0  # of the newest contribution, and of the partner's for it
         self._do_tokens_count = True
-        self._aside = ThreadPoolExecutor(1)
-        self._encoding: Future[None] | None = None  # where the engine encodes aside
+        self._between_steps = engine.between_steps = BetweenSteps()
+        self._aside = ThreadPoolExecutor(1, "aside", self._between_steps.go_aside)
+        self._under_way = deque[Future[None]]()  # what the thread aside has to do
         for memory in (self._outgoing, self._incoming):
             engine.pin(memory)
 
@@ -61,7 +69,7 @@ class EngineExchange:
         ``has_steps``: whether the round is one with inner steps. In others, the tokens that a partner claims do not
         count: it could claim some, and get a larger share than this node, which has none to claim.
         """
-        self._finish_encoding()
+        self.settle()
         self._size = self._engine.contribution(fragment)
         self._chance = self._draw()
         self._do_tokens_count = has_steps
@@ -71,46 +79,65 @@ class EngineExchange:
 
     def encode(self, round_index: int) -> None:
         """Encode the contribution, while the mesh process sends the encoded part; report `Encoded`."""
-        if self._engine.encodes_aside:
-            self._encoding = self._aside.submit(self._encode, round_index)
-        else:
-            self._encode(round_index)
+        self._do(partial(self._encode, round_index), is_aside=self._engine.encodes_aside)
 
     def _encode(self, round_index: int) -> None:
         self._digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
         self._report(messages.Encoded(round_index, self._digest))
 
+    def _do(self, work: Callable[[], None], *, is_aside: bool) -> None:
+        """Do it aside, or now; in both cases after what was begun before."""
+        if is_aside:
+            self._under_way.append(self._aside.submit(work))
+        else:
+            self.settle()
+            work()
+
+    def settle(self) -> None:
+        """Wait until nothing is under way aside; raises its error."""
+        while self._under_way:
+            self._between_steps.wait_for(self._under_way.popleft())
+
+    def end(self) -> None:
+        """Give up what is under way aside: no inner steps follow."""
+        self._between_steps.end()
+        self._aside.shutdown(wait=False, cancel_futures=True)
+
     def digest(self) -> bytes:
         """BLAKE3 of the newest contribution; waits until it is encoded."""
-        self._finish_encoding()
+        self.settle()
         return self._digest
 
-    def _finish_encoding(self) -> None:
-        """Wait until the encoding is done. Raises its error."""
-        if self._encoding is not None:
-            encoding, self._encoding = self._encoding, None
-            encoding.result()
-
     def take_in(self) -> None:
-        """Decode what has arrived of the partner's contribution, unless the own one is still being encoded."""
-        if self._encoding is not None and self._encoding.done():
-            self._finish_encoding()
-        arrived = self._arrived.read()
-        if arrived == self._taken or self._encoding is not None:
-            return
-        self._look_at(arrived)
-        self._engine.take_in(self._incoming[: self._size], arrived.value)
+        """Decode what has arrived of the partner's contribution, unless something else is under way aside.
 
-    def _look_at(self, arrived: Count) -> None:
-        """Discard the decoded part of an earlier exchange."""
-        if arrived.epoch != self._taken.epoch:
-            self._engine.take_in(self._incoming[: self._size], 0)
-        self._taken = arrived
+        Call this between two inner steps, and often while there are none: what is under way may need it.
+        """
+        self._between_steps.serve()
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft().result()
+        arrived = self._arrived.read()
+        if arrived != self._taken and not self._under_way:
+            self._do(partial(self._take_in, self._size, arrived, self._taken), is_aside=self._engine.averages_aside)
+            self._taken = arrived
+
+    def _take_in(self, size: int, arrived: Count, taken: Count) -> None:
+        self._forget_earlier(arrived, taken)
+        self._engine.take_in(self._incoming[:size], arrived.value)
+
+    def _forget_earlier(self, arrived: Count, taken: Count) -> None:
+        """Discard the decoded part of an earlier exchange than that of what has ``arrived``."""
+        if arrived.epoch != taken.epoch:
+            self._engine.take_in(self._incoming, 0)
 
     def screen(self, command: messages.Screen) -> None:
-        """Judge the partner's contribution."""
-        self._finish_encoding()
-        self._look_at(Count(command.number % MAX_EPOCHS, command.size))
+        """Judge the partner's contribution; report `Screened`."""
+        arrived = Count(command.number % MAX_EPOCHS, command.size)
+        self._do(partial(self._screen, command, arrived, self._taken), is_aside=self._engine.averages_aside)
+        self._taken = arrived
+
+    def _screen(self, command: messages.Screen, arrived: Count, taken: Count) -> None:
+        self._forget_earlier(arrived, taken)
         self._is_suspected = command.is_suspected
         encounter = self._encounter(command.partner, command.partner_tokens)
         verdict = self._engine.screen(self._incoming[: command.size], encounter)
@@ -121,8 +148,10 @@ class EngineExchange:
         self._report(msgspec.structs.replace(judged, is_suspect=verdict.is_suspect))
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
-        """Take the outer step with the partner's contribution, or alone."""
-        self._finish_encoding()
+        """Take the outer step with the partner's contribution, or alone; report `OuterStepTaken`."""
+        self._do(partial(self._take_outer_step, command), is_aside=self._engine.averages_aside)
+
+    def _take_outer_step(self, command: messages.TakeOuterStep) -> None:
         partner = self._incoming[: command.partner_size] if command.partner_size else None
         encounter = self._encounter(command.partner, command.partner_tokens)
         # Both partners must add in one order, so that they round alike: the lesser key comes first.

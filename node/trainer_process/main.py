@@ -81,17 +81,19 @@ def _serve(channel: TrainerSocket) -> None:
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
         channel.send(Failed(_why_not_ready(error), "setup"))
         return
-    while True:
-        try:
+    try:
+        while True:
             trainer.handle(trainer.next_command())
-        except EOFError:
-            raise
-        except Exception as error:  # torch's RuntimeError: CUDA faults, memory; and any error of a user's own module
-            if _is_out_of_memory(error):
-                channel.send(Failed(f"the trainer is out of memory ({_first_line(error)})", "memory"))
-                return
-            channel.send(Failed(f"{type(error).__name__}: {error}", "fault"))
-            raise
+    except EOFError:
+        raise
+    except Exception as error:  # torch's RuntimeError: CUDA faults, memory; and any error of a user's own module
+        if _is_out_of_memory(error):
+            channel.send(Failed(f"the trainer is out of memory ({_first_line(error)})", "memory"))
+            return
+        channel.send(Failed(f"{type(error).__name__}: {error}", "fault"))
+        raise
+    finally:
+        trainer.close()
 
 
 def _why_not_ready(error: Exception) -> str:

@@ -7,7 +7,8 @@ process ends, for any reason, the socket's end of file ends this process.
 The next round may begin while the exchange of the last one runs: `Train` may come before the `TakeOuterStep` of the
 round before. The contribution stays unchanged in the shared memory. The arrived part of the partner's is decoded
 between two inner steps, where the outer step is taken too, and the progress of the inner steps is kept. A round that is
-over before then waits for it, so an outer step is at most one round late.
+over before then waits for it, so an outer step is at most one round late. Where an engine can average aside
+(`farandole.node.trainer_process.exchange`), only the result lands between two inner steps.
 """
 
 from __future__ import annotations
@@ -171,6 +172,10 @@ class TrainerProcess:
         """Save the result of the last outer step; no command is handled after this."""
         self._checkpoints.save(is_last=True)
 
+    def close(self) -> None:
+        """Give up what another thread does for this one; no command is handled after this."""
+        self._exchange.end()
+
     def handle(self, command: messages.Command) -> None:
         """Carry out one command and report it."""
         match command:
@@ -181,10 +186,12 @@ class TrainerProcess:
             case messages.TakeOuterStep():
                 self._exchange.take_outer_step(command)
             case messages.Save(is_last):
+                self._exchange.settle()
                 self._checkpoints.save(is_last=is_last)
             case messages.Validate(num_batches):
                 self._validate(num_batches)
             case messages.Replay():
+                self._exchange.settle()
                 self._replay(command)
             case messages.Ping():
                 self._channel.send(messages.Pong())
@@ -215,7 +222,9 @@ class TrainerProcess:
             self._report_slices()
         seconds = time.monotonic() - begun.began_at
         while engine.awaits_outer_step:
-            self._obey(self._await_command())
+            self._exchange.take_in()  # which may end the waiting
+            if engine.awaits_outer_step and (urgent := self._channel.poll(LOOK_INTERVAL)) is not None:
+                self._obey(urgent)
         engine.round = command.round
         size = self._exchange.contribute(command.round, self._fragment, has_steps=command.takes_steps)
         skipped_before, self._num_skipped = self._num_skipped, engine.num_skipped

@@ -1,0 +1,240 @@
+"""Rounds that end aside: what averaging needs is in the host's memory, and inner steps go on meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory, open_shared_memory
+from farandole.node.store.run_file import manifest_of
+from farandole.node.trainer.channel import TrainerSocket
+from farandole.node.trainer_process.process import TrainerProcess
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import (
+    OuterStepTaken,
+    Prepare,
+    Report,
+    Save,
+    Saved,
+    Screen,
+    TakeOuterStep,
+    Train,
+    encode,
+)
+from farandole.training.learner import Learner, build_learner
+from farandole.training.outer_state import OuterState
+from farandole.training.replica import Recipe
+from farandole.training.screening.rule import Encounter
+from farandole.training.stages import build_module
+
+from ...patience import PATIENCE
+from ..trainer_commands import prepare_for
+from .test_process import reports_of
+
+ALICE, BOB = b"a" * 32, b"b" * 32
+STEPS = 2
+"""Inner steps before a contribution."""
+MORE_STEPS = 6
+"""Inner steps of the round after it."""
+
+
+def manifest_with(**outer: object) -> Manifest:
+    return manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}, "outer": outer}, Path(), 0.0)
+
+
+def learner_of(manifest: Manifest, author: bytes, *, is_lean: bool = False) -> Learner:
+    """Return a learner as with a GPU, whose inner steps move other weights than its flat vector."""
+    like = build_learner(manifest, run_id=b"r" * 32, author=author, device="cpu")
+    return Learner(
+        build_module(manifest.model, manifest.seed),
+        Recipe.of(manifest),
+        like.sampler,
+        run_id=like.run_id,
+        device=like.device,
+        averages_on_host=True,
+        lean_author=author if is_lean else None,
+    )
+
+
+class Mesh:
+    """The mesh process's part of Alice's first exchange, with Bob's contribution."""
+
+    def __init__(self, prepare: Prepare, manifest: Manifest, alice: Learner, ours: socket.socket) -> None:
+        self.reports = reports_of(ours)
+        bob = learner_of(manifest, BOB)
+        for _ in range(STEPS):
+            bob.learn()
+        self.contribution = bytearray(bob.contribution_bytes)
+        bob.contribute(self.contribution)
+        incoming = map_shared_memory(prepare.incoming, counted_size(alice.contribution_bytes))
+        incoming[: len(self.contribution)] = self.contribution
+        SharedCounter(incoming).store(1, len(self.contribution))
+        self.tokens = bob.tokens
+        self._ours = ours
+
+    def judge(self) -> None:
+        self._ours.sendall(encode(Screen(len(self.contribution), 1, BOB, self.tokens)))
+
+    def commit(self) -> None:
+        self._ours.sendall(encode(TakeOuterStep(0, BOB, len(self.contribution), self.tokens)))
+
+
+class Play(Protocol):
+    """Trains Alice for `STEPS` inner steps, until her contribution awaits Bob's."""
+
+    def __call__(self, *, is_lean: bool = False, **outer: object) -> tuple[TrainerProcess, Learner, Mesh]: ...
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Play]:
+    with open_shared_memory("outgoing", tmp_path) as outgoing, open_shared_memory("incoming", tmp_path) as incoming:
+        ours, trainers = socket.socketpair()
+        begun: list[TrainerProcess] = []
+
+        def begin(*, is_lean: bool = False, **outer: object) -> tuple[TrainerProcess, Learner, Mesh]:
+            manifest = manifest_with(**outer)
+            prepare = prepare_for(manifest, tmp_path, outgoing=outgoing.place, incoming=incoming.place)
+            alice = learner_of(manifest, ALICE, is_lean=is_lean)
+            trainer = TrainerProcess(TrainerSocket(trainers), prepare, manifest, alice)
+            begun.append(trainer)
+            mesh = Mesh(prepare, manifest, alice, ours)
+            trainer.handle(Train(0, STEPS))
+            return trainer, alice, mesh
+
+        with ours, trainers:
+            yield begin
+            for trainer in begun:
+                trainer.close()
+
+
+def in_turn(manifest: Manifest, mesh: Mesh, late: int, *, is_lean: bool) -> Learner:
+    """Return Alice after the same steps with everything in one thread, the outer step ``late`` inner steps late."""
+    alice = learner_of(manifest, ALICE, is_lean=is_lean)
+    for _ in range(STEPS):
+        alice.learn()
+    alice.contribute(bytearray(alice.contribution_bytes))
+    for _ in range(late):
+        alice.learn()
+    encounter = Encounter(BOB, alice.tokens_claimed, mesh.tokens)
+    alice.screen(mesh.contribution, encounter)
+    assert alice.apply(mesh.contribution, encounter, own_first=True) == late
+    for _ in range(MORE_STEPS - late):
+        alice.learn()
+    return alice
+
+
+class SlowStep:
+    """Makes outer steps wait until the learner has taken ``steps`` inner steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, learner: Learner, steps: int) -> None:
+        self.has_begun = threading.Event()
+        changed, step, inner_step = threading.Condition(), OuterState.step, Learner.inner_step
+
+        def take(state: OuterState, *arguments: Any, **named: Any) -> None:
+            self.has_begun.set()
+            with changed:
+                assert changed.wait_for(lambda: learner.steps >= steps, PATIENCE)
+            step(state, *arguments, **named)
+
+        def count(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
+            inner_step(learner, num_tokens, divisor)
+            with changed:
+                changed.notify_all()
+
+        monkeypatch.setattr(OuterState, "step", take)
+        monkeypatch.setattr(Learner, "inner_step", count)
+
+
+def late_of(reports: Iterator[Report]) -> int:
+    """Read reports up to the outer step's; return how late it was."""
+    return next(report.late_steps for report in reports if isinstance(report, OuterStepTaken))
+
+
+@pytest.mark.parametrize(
+    ("outer", "is_lean"),
+    [({"codec": "fp32"}, False), ({"codec": "int8"}, False), ({"codec": "int8", "drift": 0.1}, False), ({}, True)],
+)
+def test_inner_steps_go_on_while_the_outer_step_is_computed(
+    play: Play, monkeypatch: pytest.MonkeyPatch, outer: dict[str, object], is_lean: bool
+) -> None:
+    trainer, alice, mesh = play(is_lean=is_lean, **outer)
+    with monkeypatch.context() as patch:
+        SlowStep(patch, alice, STEPS + 2)
+        mesh.judge()
+        mesh.commit()
+        trainer.handle(Train(1, MORE_STEPS))
+    late = late_of(mesh.reports)
+    assert 2 <= late <= MORE_STEPS
+    expected = in_turn(manifest_with(**outer), mesh, late, is_lean=is_lean)
+    assert torch.equal(alice.slow_weights(), expected.slow_weights())
+    if is_lean:  # which random bits round the weights depends on when their loss was measured
+        torch.testing.assert_close(alice.fast_weights(), expected.fast_weights(), rtol=2**-5, atol=1e-2)
+    else:
+        assert torch.equal(alice.fast_weights(), expected.fast_weights())
+
+
+def test_without_inner_steps_meanwhile_the_fast_weights_become_the_slow_ones(play: Play) -> None:
+    trainer, alice, mesh = play()
+    mesh.judge()
+    mesh.commit()
+    trainer.handle(trainer.next_command())
+    trainer.handle(trainer.next_command())
+    trainer.handle(Save())
+    assert late_of(mesh.reports) == 0
+    assert torch.equal(alice.fast_weights(), alice.slow_weights())
+
+
+def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, alice, mesh = play(codec="fp32")
+    step = SlowStep(monkeypatch, alice, STEPS + 1)
+    mesh.judge()
+    mesh.commit()
+    trainer.handle(trainer.next_command())
+    trainer.handle(trainer.next_command())
+    while not step.has_begun.wait(0.01):
+        alice.between_steps.serve()
+    trainer.handle(Train(1, MORE_STEPS))
+    late = late_of(mesh.reports)
+    assert 1 <= late <= MORE_STEPS
+    monkeypatch.undo()
+    expected = in_turn(manifest_with(codec="fp32"), mesh, late, is_lean=False)
+    assert torch.equal(alice.slow_weights(), expected.slow_weights())
+    assert torch.equal(alice.fast_weights(), expected.fast_weights())
+
+
+def test_a_checkpoint_waits_for_the_outer_step(play: Play) -> None:
+    """Halfway through the step, some of the slow weights would be new."""
+    trainer, alice, mesh = play()
+    before = alice.slow_weights()
+    mesh.judge()
+    mesh.commit()
+    trainer.handle(trainer.next_command())
+    trainer.handle(trainer.next_command())
+    trainer.handle(Save())
+    saved = next(report for report in mesh.reports if isinstance(report, Saved))
+    assert saved.round == 1
+    again = learner_of(manifest_with(), ALICE)
+    again.load(Path(saved.path))
+    assert torch.equal(again.slow_weights(), alice.slow_weights())
+    assert not torch.equal(again.slow_weights(), before)
+
+
+def test_a_trainer_ends_while_the_thread_aside_waits_for_it(play: Play) -> None:
+    trainer, alice, mesh = play()
+    mesh.judge()
+    mesh.commit()
+    trainer.handle(trainer.next_command())
+    trainer.handle(trainer.next_command())
+    trainer.close()
+    with pytest.raises(CancelledError):
+        trainer.handle(Save())
+    assert alice.round == 0
