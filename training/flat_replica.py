@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from .device import Device
 from .drift import RateSums
 from .engine import Engine, no_progress
 from .errors import CodecError, DivergedError, ScreeningError
+from .fast_weights import FastWeights, TrainedWeights
 from .outer_state import OuterState
 from .parameters import Layout
 from .partner import Answers, Decoder, PartnerContribution
@@ -78,27 +79,6 @@ class _RoundEnd:
     """The value of `Partner.movement`, cached on first use."""
 
 
-class TrainedWeights(Protocol):
-    """The weights that inner steps move, where these are not the flat vector itself."""
-
-    def read(self, flat: Tensor) -> None:
-        """Copy the weights to ``flat`` (n,) fp32."""
-
-    def write(self, flat: Tensor) -> None:
-        """Set the weights to ``flat`` (n,) fp32."""
-
-
-@runtime_checkable
-class PartialWeights(TrainedWeights, Protocol):
-    """Trained weights that can be changed in part, so that the flat vector need not be a copy of all."""
-
-    def write_part(self, values: Tensor, part: slice) -> None:
-        """Set a part of the weights to ``values`` (n,) fp32."""
-
-    def add(self, values: Tensor, part: slice) -> None:
-        """Add ``values`` (n,) fp32 to a part of the weights; on a GPU, this may read them until the next `read`."""
-
-
 class FlatReplica(Engine):
     """An engine over flat vectors, (n,) fp32: ``theta`` are the fast weights, in the order of ``layout``.
 
@@ -131,10 +111,10 @@ class FlatReplica(Engine):
         self.layout = layout
         self.theta = theta
         """Fast weights, (n,) fp32; an older copy where inner steps move other weights."""
-        self._trained = trained
+        self._fast = FastWeights(theta, trained)
         self._copier = copier_for(theta.device)
-        self.encodes_aside = self._copier.is_aside or trained is not None  # inner steps do not change a copy
-        self.averages_aside = isinstance(trained, PartialWeights)
+        self.encodes_aside = self._copier.is_aside or self._fast.is_copy  # inner steps do not change a copy
+        self.averages_aside = self._fast.takes_corrections
         self._outer = OuterState(outer, theta, self._copier, share)
         self.contribution_bytes = self._outer.contributor.largest_bytes
         received = share.empty(theta, layout.largest_fragment(outer.fragments))
@@ -174,22 +154,12 @@ class FlatReplica(Engine):
 
     def fast_weights(self) -> Tensor:
         """A copy of the fast weights, (n,) fp32."""
-        self._read()
+        self._fast.read()
         return self.theta.clone()
 
     def slow_weights(self) -> Tensor:
         """A copy of phi, (n,) fp32."""
         return self._outer.slow.clone()
-
-    def _read(self) -> None:
-        """Copy the trained weights to theta."""
-        if self._trained is not None:
-            self._trained.read(self.theta)
-
-    def _write(self) -> None:
-        """Copy theta to the trained weights."""
-        if self._trained is not None:
-            self._trained.write(self.theta)
 
     def _publish(self, corrected: slice | None = None) -> None:
         """Give inner steps what an outer step or a checkpoint has changed.
@@ -198,10 +168,9 @@ class FlatReplica(Engine):
         theta has the new weights.
         """
         if corrected is None:
-            self._write()
+            self._fast.write()
         else:
-            assert isinstance(self._trained, PartialWeights)
-            self._trained.add(self.theta[corrected], corrected)
+            self._fast.add(corrected)
 
     def count_step(self, num_tokens: int, rate: float = 0.0) -> None:
         """Count an inner step and its learning rate."""
@@ -219,7 +188,7 @@ class FlatReplica(Engine):
     @torch.no_grad()
     def contribution(self, fragment: int = 0) -> int:
         """Implement `Engine.contribution`."""
-        self._read()
+        self._fast.read()
         frozen = self._outer.contributor.freeze(self.layout.fragment(fragment, self._outer.settings.fragments))
         rates = self._rates.since(fragment)
         total = self._rates.total
@@ -299,24 +268,29 @@ class FlatReplica(Engine):
 
     def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
         """See `Partner.evaluate`: the loss of the contributed fast weights, moved towards the partner's."""
-        return self._loss_at(lambda made, piece: torch.add(made.theta[piece], partner[piece] - own[piece], alpha=share))
+
+        def move(made: Contribution, piece: slice, out: Tensor) -> None:
+            torch.sub(partner[piece], own[piece], out=out)
+            out.mul_(share).add_(made.theta[piece])
+
+        return self._loss_at(move if share else lambda made, piece, out: out.copy_(made.theta[piece]))
 
     def _loss_before(self) -> float | None:
         """See `Partner.loss_before`."""
         if self._round_end is not None and not self._round_end.has_steps:
             return None
-        return self._loss_at(lambda made, piece: self._outer.slow[made.part][piece])
+        return self._loss_at(lambda made, piece, out: out.copy_(self._outer.slow[made.part][piece]))
 
     def _loss_as_sent(self) -> float | None:
         """See `Partner.loss_as_sent`."""
         if self._round_end is None or not self._outer.distorts(self._round_end.contribution):
             return None
-        return self._loss_at(lambda made, piece: made.sent[piece])
+        return self._loss_at(lambda made, piece, out: out.copy_(made.sent[piece]))
 
-    def _loss_at(self, weights_of: Callable[[Contribution, slice], Tensor]) -> float | None:
+    def _loss_at(self, fill: Callable[[Contribution, slice, Tensor], object]) -> float | None:
         """Return the held-out loss with other weights in place of the contributed fast weights; None if unknown.
 
-        ``weights_of`` returns one piece of these weights, (n,).
+        ``fill`` writes one piece of these weights to a tensor (n,).
         """
         if self.is_driven:  # it computes no loss by itself
             return None
@@ -325,32 +299,15 @@ class FlatReplica(Engine):
         num_batches = call(partial(evaluation.num_batches, self.evaluate))
         if not num_batches:
             return None
-        tried = call(partial(_page_locked_like, self.theta, len(made.theta)))
-
-        def fill(piece: slice) -> None:
-            tried[piece] = weights_of(made, piece)
-
-        each_piece(fill, slices(len(tried)), tried)
+        tried = call(partial(self._fast.room, len(made.theta)))
+        each_piece(lambda piece: fill(made, piece, tried[piece]), slices(len(tried)), tried)
         return call(partial(self._loss_with, tried, made.part, num_batches))
 
     @torch.no_grad()
     def _loss_with(self, weights: Tensor, part: slice, num_batches: int) -> float | None:
         """Return the held-out loss with ``weights`` (n,) in place of a part of the fast weights."""
-        self._read()
-        theta = self.theta[part]
-        if not isinstance(self._trained, PartialWeights):
-            _swap(theta, weights)
-            self._write()
-            try:
-                return self._partner.evaluation.timed(self._loss_now, num_batches)
-            finally:
-                _swap(theta, weights)
-                self._write()
-        self._trained.write_part(weights, part)
-        try:
+        with self._fast.replaced(part, weights):
             return self._partner.evaluation.timed(self._loss_now, num_batches)
-        finally:
-            self._trained.write_part(theta, part)
 
     def _loss_now(self, num_batches: int) -> float | None:
         """Return the held-out loss of the fast weights; None if it cannot be computed now."""
@@ -365,7 +322,7 @@ class FlatReplica(Engine):
         assert ended is not None
         made, is_late = ended.contribution, self.steps > ended.steps
         if is_late and not self.averages_aside:
-            self._read()
+            self._fast.read()
         if self._last_movement is not None and ended.has_steps:
             self._outer.movement(made, self._last_movement[made.part])
         if movement := self._usual_movement():
@@ -444,7 +401,7 @@ class FlatReplica(Engine):
     def _read_what_is_saved(self) -> None:
         """Update theta where checkpoints have it, unless a contribution that is still being encoded might change."""
         if self._outer.settings.fragments > 1 and self._round_end is None:
-            self._read()
+            self._fast.read()
 
     def _snapshot_in(self, memory: SnapshotMemory) -> Snapshot:
         self._read_what_is_saved()
@@ -532,16 +489,3 @@ class FlatReplica(Engine):
         if self._outer.settings.fragments > 1:
             vectors[FAST] = self.theta
         return vectors | self._outer.saved()
-
-
-def _page_locked_like(flat: Tensor, num_elements: int) -> Tensor:
-    """Return memory (n,) of the dtype and on the device of ``flat``, page-locked if that is."""
-    return torch.empty(num_elements, dtype=flat.dtype, device=flat.device, pin_memory=flat.is_pinned())
-
-
-def _swap(one: Tensor, other: Tensor) -> None:
-    """Swap the values of two vectors (n,), piece by piece: a copy of all might have no room."""
-    for piece in slices(len(one)):
-        kept = one[piece].clone()
-        one[piece] = other[piece]
-        other[piece] = kept

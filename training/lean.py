@@ -78,7 +78,7 @@ class Rounding:
 
 
 class LeanWeights:
-    """Trained weights (`farandole.training.flat_replica.TrainedWeights`): a flat vector (n,) bf16 on any device.
+    """Trained weights (`farandole.training.fast_weights.PartialWeights`): a flat vector (n,) bf16 on any device.
 
     Copies go piece by piece: whole vectors of another dtype would need a copy of them on the device.
     """

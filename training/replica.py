@@ -20,7 +20,8 @@ from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
 
 from .device import Device, host_memory
-from .flat_replica import FlatReplica, TrainedWeights
+from .fast_weights import TrainedWeights
+from .flat_replica import FlatReplica
 from .inner import InnerOptimizer
 from .lean import LeanOptimizer, LeanWeights, Rounding, flatten_lean_, pieces
 from .parameters import flatten_, layout_of
@@ -42,7 +43,7 @@ class Recipe:
 
 
 class DeviceWeights:
-    """Trained weights (`farandole.training.flat_replica.TrainedWeights`): a flat vector (n,) fp32 on another device."""
+    """Trained weights (`farandole.training.fast_weights.PartialWeights`): a flat vector (n,) fp32 on another device."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
@@ -122,7 +123,7 @@ class Replica(FlatReplica):
             self._drift = torch.zeros_like(weights)
         self._optimizer = optimizer(recipe.inner, module, layout, weights, gradient, self._drift)
         if lean_author is not None:
-            self._write()
+            self._fast.write()
 
     @property
     def learning_rate(self) -> float:

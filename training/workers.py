@@ -33,7 +33,7 @@ def one_thread() -> Iterator[int]:
         torch.set_num_threads(num_threads)
 
 
-def each_piece(work: Callable[[slice], None], pieces: Iterable[slice], vector: Tensor) -> None:
+def each_piece(work: Callable[[slice], object], pieces: Iterable[slice], vector: Tensor) -> None:
     """Call ``work(piece)`` for each piece of ``vector`` (n,): one after another, or `in_order` on the CPU."""
     if vector.device.type == "cpu":
         for _ in in_order(work, pieces):
