@@ -136,9 +136,21 @@ class Engine(abc.ABC):
         """Return the number of tokens behind the contribution that awaits its outer step, or behind the next one."""
 
     @property
+    def is_behind(self) -> bool:
+        """Return whether that contribution is of a newcomer, whose weights were of an earlier round than the run's."""
+        return False
+
+    @property
     def tokens_claimed(self) -> int:
         """Return the number of tokens by which that contribution is weighted: fewer in a newcomer's first rounds."""
         return self.tokens_contributed
+
+    def claim(self, *, takes_steps: bool) -> int:
+        """Return what to claim for that contribution: `tokens_claimed`, or 0 or 1 in a round without inner steps.
+
+        There only 0, which a newcomer claims, makes a difference: nobody can show how many tokens it has trained on.
+        """
+        return self.tokens_claimed if takes_steps else int(not self.is_behind)
 
     @abc.abstractmethod
     def contribution(self, fragment: int = 0) -> int:

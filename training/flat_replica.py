@@ -52,7 +52,7 @@ from .workers import each_piece
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
 WINDOW: Final = 16
 MIN_KNOWN: Final = 4
-# Rounds of each fragment that weights must be behind the run to claim no tokens. Others may be a round ahead in any
+# Rounds with inner steps of each fragment that weights must be behind the run to claim no tokens. Others may be a round ahead in any
 # case, and the claim of a newcomer's first round allows for what one round lacks.
 MIN_MISSED: Final = 2
 
@@ -84,7 +84,8 @@ class FlatReplica(Engine):
 
     The slow weights begin as a copy of theta. All vectors are on theta's device; inner steps are taken on ``device``.
     ``trained``: the weights that inner steps move; None means theta. ``share``: what this process does of the work.
-    ``meets_several``: rounds without inner steps follow, in which screening rules ask for the steps before them.
+    ``partners``: rounds with one partner each of which only the first has inner steps. In the others, screening rules
+    ask for the steps before them.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class FlatReplica(Engine):
         device: Device,
         trained: TrainedWeights | None = None,
         share: Share | None = None,
-        meets_several: bool = False,
+        partners: int = 1,
     ) -> None:
         share = Share() if share is None else share
         self.device = device
@@ -129,7 +130,8 @@ class FlatReplica(Engine):
         # Fragments of an earlier round than the run's, of which no mean with a member was as good as the member's.
         self._behind: set[int] = set()
         self._last_movement: Tensor | None = None
-        if meets_several:
+        self._partners = partners
+        if partners > 1:
             self._last_movement = share.zeros(theta)
         self._snapshots: SnapshotMemory | None = None
         self._starts: SnapshotMemory | None = None
@@ -145,10 +147,15 @@ class FlatReplica(Engine):
         return self.tokens_this_round if self._round_end is None else self._round_end.tokens
 
     @property
+    def is_behind(self) -> bool:
+        """Implement `Engine.is_behind`, by fragment."""
+        return bool(self._behind) and (self._round_end is None or self._round_end.fragment in self._behind)
+
+    @property
     def tokens_claimed(self) -> int:
         """Implement `Engine.tokens_claimed`: steps at a share of the learning rate count for that share."""
         ended = self._round_end
-        if self._behind and (ended is None or ended.fragment in self._behind):
+        if self.is_behind:
             return 0
         return round(self.tokens_contributed * (self._mean_ramp() if ended is None else ended.ramp))
 
@@ -453,7 +460,7 @@ class FlatReplica(Engine):
     def catch_up(self, round_index: int, first_step: int = 0) -> None:
         """Implement `Engine.catch_up`."""
         num_fragments = self._outer.settings.fragments
-        if round_index - self.round >= MIN_MISSED * num_fragments:
+        if round_index - self.round >= MIN_MISSED * num_fragments * self._partners:
             self._behind = set(range(num_fragments))
 
     def _mean_ramp(self) -> float:

@@ -115,7 +115,7 @@ class Replica(FlatReplica):
             run_id=run_id,
             device=device,
             trained=trained,
-            meets_several=recipe.rounds.partners > 1,
+            partners=recipe.rounds.partners,
         )
         self._drift = self._outer.drift
         """The drift correction, where inner steps read it: a copy, if the outer state is elsewhere."""

@@ -56,23 +56,25 @@ class EngineExchange:
         self._encoded, self._arrived = SharedCounter(outgoing), SharedCounter(incoming)
         self._taken = self._arrived.read()
         self._size = 0  # of the newest contribution, and of the partner's for it
-        self._do_tokens_count = True
+        self._takes_steps = True
+        self.claim = 0
+        """The tokens that the newest contribution's offer claims."""
         self._between_steps = engine.between_steps = BetweenSteps()
         self._aside = ThreadPoolExecutor(1, "aside", self._between_steps.go_aside)
         self._under_way = deque[Future[None]]()  # what the thread aside has to do
         for memory in (self._outgoing, self._incoming):
             engine.pin(memory)
 
-    def contribute(self, round_index: int, fragment: int, *, has_steps: bool) -> int:
+    def contribute(self, round_index: int, fragment: int, *, takes_steps: bool) -> int:
         """Freeze the round's contribution; returns its size in bytes. `encode` comes next.
 
-        ``has_steps``: whether the round is one with inner steps. In others, the tokens that a partner claims do not
-        count: it could claim some, and get a larger share than this node, which has none to claim.
+        ``takes_steps``: whether the round is one with inner steps. In others, it does not count how many tokens a
+        partner claims: it could claim any number, and get a larger share than this node.
         """
         self.settle()
         self._size = self._engine.contribution(fragment)
         self._chance = self._draw()
-        self._do_tokens_count = has_steps
+        self._takes_steps, self.claim = takes_steps, self._engine.claim(takes_steps=takes_steps)
         self._encoded.store(round_index, 0)
         self._taken = self._arrived.read()  # an earlier exchange's count, which is void
         return self._size
@@ -159,5 +161,5 @@ class EngineExchange:
         self._report(messages.OuterStepTaken(command.round, late))
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
-        tokens = (self._engine.tokens_claimed, partner_tokens) if self._do_tokens_count else (0, 0)
-        return Encounter(partner, *tokens, self._chance, self._is_suspected)
+        partner_tokens = partner_tokens if self._takes_steps else min(partner_tokens, 1)
+        return Encounter(partner, self.claim, partner_tokens, self._chance, self._is_suspected)

@@ -226,14 +226,14 @@ class TrainerProcess:
             if engine.awaits_outer_step and (urgent := self._channel.poll(LOOK_INTERVAL)) is not None:
                 self._obey(urgent)
         engine.round = command.round
-        size = self._exchange.contribute(command.round, self._fragment, has_steps=command.takes_steps)
+        size = self._exchange.contribute(command.round, self._fragment, takes_steps=command.takes_steps)
         skipped_before, self._num_skipped = self._num_skipped, engine.num_skipped
         self._channel.send(
             messages.Contributed(
                 round=command.round,
                 size=size,
                 tokens_this_round=engine.tokens_contributed,
-                tokens_claimed=engine.tokens_claimed,
+                tokens_claimed=self._exchange.claim,
                 inner_steps_this_round=engine.steps - begun.steps,
                 inner_steps=engine.steps,
                 tokens=engine.tokens,

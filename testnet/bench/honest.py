@@ -55,10 +55,11 @@ def _plays(members: int, rounds: int, seed: int) -> Iterator[tuple[str, HostileR
     yield "speeds 1 to 5", replace(equal, slowest=STEPS // 5)
     yield "some away", replace(equal, are_away=True)
     yield "one joins late", replace(equal, joins_at=int(JOINS_AFTER * rounds))
-    for age, lag in LAGS.items():
-        crowd = replace(equal, honest=2 * members, joins_at=members + lag, newcomers=members, lag=lag)
-        yield f"as many join at the start, their weights {age} old", crowd
     several = replace(equal, manifest=manifest_of(rounds, seed, GuardConfig(), partners=2))
+    for number, these in (("", equal), ("two partners, ", several)):
+        for age, lag in LAGS.items():
+            crowd = replace(these, honest=2 * members, joins_at=members + lag, newcomers=members, lag=lag)
+            yield f"{number}as many join at the start, their weights {age} old", crowd
     yield "two partners", several
     yield "two partners, speeds 1 to 5", replace(several, slowest=STEPS // 5)
     yield "two partners, some away", replace(several, are_away=True)

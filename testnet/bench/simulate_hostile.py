@@ -191,7 +191,7 @@ def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index:
         if 0 < round_index == joins_at:
             members[index].learner.load(path)
             if run.lag:
-                members[index].learner.catch_up(round_index)
+                members[index].learner.catch_up(round_index * run.manifest.rounds.partners)
 
 
 def _triggered(learner: Learner) -> float:
@@ -228,9 +228,9 @@ def _meet(
     if len(pair) == 1:
         pair[0].learner.apply(None)
         return
-    takes_steps = run.manifest.rounds.takes_steps(round_index)  # otherwise tokens do not count, as in a trainer
-    tokens = [run.claimed_tokens if each.is_hostile else each.learner.tokens_claimed for each in pair]
-    tokens = tokens if takes_steps else [0, 0]
+    takes_steps = run.manifest.rounds.takes_steps(round_index)
+    claims = [run.claimed_tokens if each.is_hostile else each.learner.claim(takes_steps=takes_steps) for each in pair]
+    tokens = claims if takes_steps else [min(claim, 1) for claim in claims]  # as in a trainer
     sent = [each.contribution for each in pair]
     for index, member in enumerate(pair):
         if member.is_hostile:
@@ -239,9 +239,8 @@ def _meet(
     encounters, does_count = [], [True, True]
     for index, member in enumerate(pair):
         other = pair[1 - index]
-        own_tokens = member.learner.tokens_claimed if takes_steps else 0
         suspected = _is_suspected(member, other, members)
-        encounters.append(Encounter(other.key, own_tokens, tokens[1 - index], member.chance, suspected))
+        encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected))
         if member.is_hostile:
             continue
         verdict = member.learner.screen(sent[1 - index], encounters[index])

@@ -213,17 +213,22 @@ def test_a_whole_round_of_an_engine_of_ones_own(meet: Callable[[Engine], Mesh]) 
     assert other.histories.of(BOB)["tokens"] == (70.0, 70.0)
 
 
-def test_tokens_that_a_partner_claims_count_only_where_there_are_inner_steps(meet: Callable[[Engine], Mesh]) -> None:
+def test_how_many_tokens_a_partner_claims_counts_only_where_there_are_inner_steps(
+    meet: Callable[[Engine], Mesh],
+) -> None:
+    """In a round without them only a newcomer's 0 counts, on both sides."""
     engine = Adder()
     mesh = meet(engine)
     mesh.receive(messages.Prepared)
-    for round_index, takes_steps in enumerate((True, False)):
-        mesh.tell(messages.Train(round_index, 3, takes_steps), messages.Contributed)
+    own = []
+    for round_index, (takes_steps, claim) in enumerate([(True, 10**12), (False, 10**12), (False, 0)]):
+        own.append(mesh.tell(messages.Train(round_index, 3, takes_steps), messages.Contributed).tokens_claimed)
         mesh.receive(messages.Encoded)
         SharedCounter(mesh.incoming).store(round_index + 1, SIZE)
-        mesh.tell(messages.Screen(SIZE, round_index + 1, BOB, 10**12), messages.Screened)
+        mesh.tell(messages.Screen(SIZE, round_index + 1, BOB, claim), messages.Screened)
         mesh.tell(messages.TakeOuterStep(round_index), messages.OuterStepTaken)
-    assert engine.histories.of(BOB)["tokens"] == (10.0**12, 0.0)
+    assert own == [30, 1, 1]
+    assert engine.histories.of(BOB)["tokens"] == (10.0**12, 1.0, 0.0)
 
 
 def test_the_next_rounds_inner_steps_go_on_before_the_outer_step(meet: Callable[[Engine], Mesh]) -> None:
