@@ -52,8 +52,8 @@ from .workers import each_piece
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
 WINDOW: Final = 16
 MIN_KNOWN: Final = 4
-# Rounds with inner steps of each fragment that weights must be behind the run to claim no tokens. Others may be a round ahead in any
-# case, and the claim of a newcomer's first round allows for what one round lacks.
+# Rounds with inner steps of each fragment that weights must be behind the run to claim no tokens. Others may be a round
+# ahead in any case, and the claim of a newcomer's first round allows for what one round lacks.
 MIN_MISSED: Final = 2
 
 
