@@ -53,7 +53,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     # The next fields are the sender's own.
     round: _Count
     tokens: _Count
-    """Tokens that the contribution was trained on: its weight in the mean."""
+    """Tokens that the contribution was trained on: its weight in the mean. 0 and 1 in a round without inner steps."""
     seconds_left: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
     """Time until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
 

@@ -325,7 +325,8 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
     size: int
     tokens_this_round: int
     tokens_claimed: int
-    """Tokens by which the contribution is weighted: fewer in a newcomer's first rounds."""
+    """Tokens by which the contribution is weighted: fewer in a newcomer's first rounds. In a round without inner steps,
+    0 for a newcomer, and 1 for others."""
     inner_steps_this_round: int
     inner_steps: int
     tokens: int

@@ -29,13 +29,14 @@ class EvaluationTime:
         """``clock``: seconds."""
         self._clock = clock
         self._seconds = deque[float](maxlen=_REMEMBERED)  # for one batch, of the newest evaluations
-        self._num_batches: int | None = None
+        self.chosen: int | None = None
+        """What `num_batches` has returned for this contribution; None before that."""
         self._has_text = True
         self._num_untried = 0
 
     def begin(self) -> None:
         """Expect another contribution."""
-        self._num_batches = None
+        self.chosen = None
 
     def num_batches(self, evaluate: Callable[[int], float]) -> int:
         """Return how many batches can be evaluated in `EVALUATION_SECONDS`, at most `EVALUATION_BATCHES`.
@@ -43,13 +44,13 @@ class EvaluationTime:
         0 where no loss is known: there is no text, or the machine is too slow. ``evaluate`` takes a number of batches
         and returns a loss; it is called to measure where nothing is known yet.
         """
-        if self._num_batches is None:
+        if self.chosen is None:
             try:
                 self._try(evaluate)
             except DataError:
                 self._has_text = False
-            self._num_batches = self._measured()
-        return self._num_batches
+            self.chosen = self._measured()
+        return self.chosen
 
     def _measured(self) -> int:
         if not self._has_text or not self._seconds:

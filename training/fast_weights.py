@@ -1,7 +1,8 @@
 """The fast weights of a replica: a flat vector, and the weights that inner steps move, where these are others.
 
 On a GPU, and where a user's own loop trains, inner steps move other weights than the flat vector, which is then a copy:
-it is read at the end of a round, and written back after the outer step.
+it is read at the end of a round, and written back after the outer step. If inner steps were taken since then, a GPU's
+weights get a difference instead, which is in the flat vector until it is read again.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from farandole.protocol.safetensors import FP32_BYTES
+
 from .codec import slices
+from .copying import Copier, copier_for
 
 
 class TrainedWeights(Protocol):
@@ -30,6 +35,9 @@ class TrainedWeights(Protocol):
 class PartialWeights(TrainedWeights, Protocol):
     """Trained weights that can be changed in part, so that the flat vector need not be a copy of all."""
 
+    device: torch.device
+    """Where they are."""
+
     def write_part(self, values: Tensor, part: slice) -> None:
         """Set a part of the weights to ``values`` (n,) fp32."""
 
@@ -43,6 +51,8 @@ class FastWeights:
     def __init__(self, flat: Tensor, trained: TrainedWeights | None) -> None:
         self.flat = flat
         self._trained = trained
+        self._copier = copier_for(trained.device) if isinstance(trained, PartialWeights) else Copier()
+        self._room = flat.new_empty(0)
         self.is_copy = trained is not None
         """Whether inner steps move other weights."""
 
@@ -67,9 +77,17 @@ class FastWeights:
         self._trained.add(self.flat[part], part)
 
     def room(self, num_elements: int) -> Tensor:
-        """Return memory for `replaced`, (n,) fp32, from which copies to the trained weights are fast."""
-        flat = self.flat
-        return torch.empty(num_elements, dtype=flat.dtype, device=flat.device, pin_memory=flat.is_pinned())
+        """Return memory for `replaced`, (n,) fp32. For a GPU it is kept, as page-locking it takes longer than using it.
+
+        (PyTorch's own page-locked memory is as large as the next power of two.)
+        """
+        if not self.takes_corrections:
+            return self.flat.new_empty(num_elements)
+        if len(self._room) < num_elements:
+            memory = np.empty(FP32_BYTES * num_elements, dtype=np.uint8)
+            self._copier.pin(memory.data)
+            self._room = torch.from_numpy(memory).view(torch.float32)
+        return self._room[:num_elements]
 
     @contextlib.contextmanager
     def replaced(self, part: slice, weights: Tensor) -> Iterator[None]:

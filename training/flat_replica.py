@@ -11,7 +11,7 @@ can be exchanged F times as often over the same link.
 
 Subclasses take the inner steps: `farandole.training.replica` has its own optimizer, `farandole.training.external`
 follows a user's loop. Where inner steps move other weights than the flat vector (on a GPU, or of another dtype), the
-flat vector is a copy: it is read at the end of a round and written back after the outer step.
+flat vector is a copy (`farandole.training.fast_weights`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class FlatReplica(Engine):
         self.run_id = run_id
         self.layout = layout
         self.theta = theta
-        """Fast weights, (n,) fp32; an older copy where inner steps move other weights."""
+        """Fast weights, (n,) fp32; where inner steps move other weights, what `FastWeights` says."""
         self._fast = FastWeights(theta, trained)
         self._copier = copier_for(theta.device)
         self.encodes_aside = self._copier.is_aside or self._fast.is_copy  # inner steps do not change a copy
@@ -229,7 +229,14 @@ class FlatReplica(Engine):
     @torch.no_grad()
     def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
         """Implement `Engine.screen`."""
-        return self._partner.judge(partner, encounter, self._answers())
+        return self._judge(partial(self._partner.judge, partner, encounter, self._answers()))
+
+    def _judge(self, judge: Callable[[], Verdict]) -> Verdict:
+        """Return the judgement; with fragments between two inner steps.
+
+        All of its losses must be of the same weights, and the other fragments' change with each inner step.
+        """
+        return self.between_steps.call(judge) if self._outer.settings.fragments > 1 else judge()
 
     @property
     def histories(self) -> Histories:
@@ -303,12 +310,21 @@ class FlatReplica(Engine):
             return None
         assert self._round_end is not None
         made, evaluation, call = self._round_end.contribution, self._partner.evaluation, self.between_steps.call
-        num_batches = call(partial(evaluation.num_batches, self.evaluate))
+        num_batches = evaluation.chosen
+        if num_batches is None:
+            num_batches = call(partial(self._prepare_losses, len(made.theta)))
         if not num_batches:
             return None
-        tried = call(partial(self._fast.room, len(made.theta)))
+        tried = self._fast.room(len(made.theta))
         each_piece(lambda piece: fill(made, piece, tried[piece]), slices(len(tried)), tried)
         return call(partial(self._loss_with, tried, made.part, num_batches))
+
+    def _prepare_losses(self, num_elements: int) -> int:
+        """Return how many batches this contribution's losses are taken on, and get the memory for them."""
+        num_batches = self._partner.evaluation.num_batches(self.evaluate)
+        if num_batches:
+            self._fast.room(num_elements)
+        return num_batches
 
     @torch.no_grad()
     def _loss_with(self, weights: Tensor, part: slice, num_batches: int) -> float | None:
@@ -338,7 +354,7 @@ class FlatReplica(Engine):
         pair: tuple[Tensor, ...] = ()
         shares: tuple[float, ...] = ()
         if partner is not None:
-            verdict = self._partner.verdict(partner, encounter, self._answers())
+            verdict = self._judge(partial(self._partner.verdict, partner, encounter, self._answers()))
             if isinstance(verdict, Refuse):
                 raise ScreeningError(verdict.reason)
             is_behind = is_behind or verdict.is_behind

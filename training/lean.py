@@ -84,6 +84,7 @@ class LeanWeights:
     """
 
     def __init__(self, flat: Tensor, rounding: Rounding) -> None:
+        self.device = flat.device
         self._flat = flat
         self._rounding = rounding
 

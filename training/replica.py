@@ -46,6 +46,7 @@ class DeviceWeights:
     """Trained weights (`farandole.training.fast_weights.PartialWeights`): a flat vector (n,) fp32 on another device."""
 
     def __init__(self, flat: Tensor) -> None:
+        self.device = flat.device
         self._flat = flat
 
     def read(self, flat: Tensor) -> None:

@@ -5,8 +5,8 @@ counters in the memory that both processes share (`farandole.node.base.system.me
 earlier exchange is ignored: each exchange has a number of its own, the counter's epoch.
 
 Where the engine can, a thread *aside* works while the next round's inner steps are taken. On a GPU it encodes, on a
-stream of its own; where all that averaging needs is in the host's memory, it judges and averages, too, one after the
-other. What it needs of the thread that takes inner steps, it hands over
+stream of its own; where a GPU's inner steps leave averaging to the host's memory, it judges and averages, too, one
+after the other. What it needs of the thread that takes inner steps, it hands over
 (`farandole.training.between_steps.BetweenSteps`).
 """
 
@@ -94,6 +94,11 @@ class EngineExchange:
         else:
             self.settle()
             work()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether something is under way aside, which may need `take_in`."""
+        return bool(self._under_way)
 
     def settle(self) -> None:
         """Wait until nothing is under way aside; raises its error."""

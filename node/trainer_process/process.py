@@ -8,7 +8,8 @@ The next round may begin while the exchange of the last one runs: `Train` may co
 round before. The contribution stays unchanged in the shared memory. The arrived part of the partner's is decoded
 between two inner steps, where the outer step is taken too, and the progress of the inner steps is kept. A round that is
 over before then waits for it, so an outer step is at most one round late. Where an engine can average aside
-(`farandole.node.trainer_process.exchange`), only the result lands between two inner steps.
+(`farandole.node.trainer_process.exchange`), only the result, and the losses that a screening rule asks for, come
+between two inner steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .exchange import EngineExchange
 from .recorder import recorder_of
 
 PROGRESS_INTERVAL = 0.5
-# Interval in seconds of checks how much of the partner's contribution has arrived, while the process is idle.
+# Interval in seconds of checks how much of the partner's contribution has arrived, and what the thread aside needs,
+# while no inner step is taken.
 LOOK_INTERVAL = 0.005
 # Number of inner steps by which a slow node estimates the time of one.
 STEPS_REMEMBERED: Final = 16
@@ -164,7 +166,8 @@ class TrainerProcess:
         """Wait for the next new command; postponed ones are skipped."""
         while True:
             self._exchange.take_in()
-            command = self._channel.poll(LOOK_INTERVAL if self._engine.awaits_outer_step else None)
+            does_wait = self._engine.awaits_outer_step or self._exchange.is_busy
+            command = self._channel.poll(LOOK_INTERVAL if does_wait else None)
             if command is not None:
                 return command
 
@@ -281,7 +284,7 @@ class TrainerProcess:
             pause_until = self._pace.end_step()
             self._exchange.take_in()
             is_over = False
-            while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
+            while (command := self._next_in_pause(pause_until)) is not None:
                 if is_over := self._obey(command):
                     break
             self._pace.end_pause()
@@ -296,6 +299,15 @@ class TrainerProcess:
                 return True
         self._pace.begin_step()
         return False
+
+    def _next_in_pause(self, until: float) -> messages.Command | None:
+        """Return a command that comes before ``until``; meanwhile do what the thread aside needs."""
+        while True:
+            left, is_busy = max(0.0, until - time.monotonic()), self._exchange.is_busy
+            command = self._channel.poll(min(left, LOOK_INTERVAL) if is_busy else left)
+            if command is not None or not is_busy or left <= LOOK_INTERVAL:
+                return command
+            self._exchange.take_in()
 
     def _obey_idle(self, command: messages.Command) -> bool:
         """See `_obey`; this is for an idle engine, with the additional commands that a driven engine computes by."""

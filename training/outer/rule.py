@@ -55,7 +55,7 @@ class Meeting:
     own_place: int = 0
     """The place of this replica's own contribution."""
     is_late: bool = False
-    """Whether this replica has taken inner steps since its contribution."""
+    """Whether this replica had taken inner steps since its contribution when the step was begun."""
 
     @property
     def own(self) -> Tensor:

@@ -55,7 +55,7 @@ this node's.
 
 The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only,
 and not in favour of a peer whose weights lack progress. A newcomer whose weights are of an earlier round claims none
-(`Engine.tokens_claimed`): they would make the mean worse, so they have no weight, and the newcomer takes half of its
+(`Engine.claim`): they would make the mean worse, so they have no weight, and the newcomer takes half of its
 partner's. A member that claims none without need moves nothing. Among honest partners nothing is clipped, and both
 compute the same mean to the bit.
 """
@@ -106,6 +106,8 @@ SLOWER_SLACK: Final = 0.6
 EVIDENCE_LIMIT: Final = 2.0
 SUSPECTED_LIMIT: Final = 0.5
 MAX_EVIDENCE: Final = 3.0
+# The series of a peer's sums: of rounds with inner steps, and of rounds without.
+SUMS: Final = ("evidence", "evidence without steps")
 # Evidence of a contribution that exaggerates this node's: it lies further along the change of this node's inner steps
 # and is worse. 3 % of honest contributions do so by chance, so the first of `OUTLIER_WINDOW` comparisons is ignored.
 EXAGGERATED_ROUNDS: Final = 1.25
@@ -156,7 +158,7 @@ class Guard(ScreeningRule):
         self._losses: tuple[float, float, float] | None = None
         self._lacked = self._usual_distance = 0.0
         self._gain: float | None = None
-        self._lacked_rounds = self._evidence = 0.0
+        self._lacked_rounds = self._sum = self._evidence = 0.0
         self._is_outlier = self._is_apart = self._is_exaggerated = False
         self._has_yardstick = True
         self._square = torch.zeros((), dtype=torch.float64)
@@ -276,7 +278,7 @@ class Guard(ScreeningRule):
         lacked = (of_partner - before - slower) / unit
         self._lacked_rounds = lacked if lacked < MAX_LACKED_ROUNDS else MAX_LACKED_ROUNDS  # NaN as well
         self._is_exaggerated = of_partner > before and partner.alignment() > 0.0
-        self._evidence = self._sum_up(partner)
+        self._sum_up(partner)
         if self._evidence > SUSPICIOUS_EVIDENCE:  # what it claims of its tokens does not show in its weights
             verdict = replace(verdict, weight=min(verdict.weight, EQUAL_SHARE))
         if not self._is_outlier:
@@ -293,20 +295,25 @@ class Guard(ScreeningRule):
         words = f"{of_partner:.3f} of its own" if is_behind else f"{after:.3f} with it"
         return Refuse(f"the loss on held-out text is {words}, and {before:.3f} of mine")
 
-    def _sum_up(self, partner: Partner) -> float:
-        """Return a peer's sum after this comparison.
+    def _sum_up(self, partner: Partner) -> None:
+        """Add this comparison to a peer's sum.
 
-        What nearly all peers lack is no evidence: a lossy codec has a cost too.
+        What nearly all peers lack is no evidence: a lossy codec has a cost too. Rounds without inner steps have a sum
+        of their own, which reduces no other: a member that never trains has just averaged, so it lacks nothing in them.
         """
         known = sorted(partner.everybody["lacked rounds"][-COMPARED:])
         usual = max(known[len(known) // 4], 0.0) if len(known) >= MIN_LAGS else 0.0
-        before = partner.history["evidence"][-1:] or (0.0,)
         more = self._lacked_rounds - usual - EVIDENCE_SLACK - SLOWER_SLACK * self._slowness(partner)
         if self._is_exaggerated and any(partner.history["exaggerated"][-OUTLIER_WINDOW:]):
             more += EXAGGERATED_ROUNDS
-        if self._gain is None:  # a member that never trains has just averaged, too: its weights lack nothing now
-            more = max(more, 0.0)
-        return min(max(before[0] + more, 0.0), MAX_EVIDENCE)
+        before, of_others = (_newest(partner.history, name) for name in self._sums)
+        self._sum = min(max(before + more, 0.0), MAX_EVIDENCE)
+        self._evidence = self._sum + of_others
+
+    @property
+    def _sums(self) -> tuple[str, str]:
+        """The series of a peer's sums: of rounds like this one, with inner steps or without, and of the others."""
+        return SUMS if self._gain is not None else SUMS[::-1]
 
     @staticmethod
     def _noise(everybody: History) -> float:
@@ -387,7 +394,7 @@ class Guard(ScreeningRule):
         A peer without a key is new.
         """
         history = partner.history
-        is_worse = any(evidence > SUSPICIOUS_EVIDENCE for evidence in history["evidence"][-1:])
+        is_worse = sum(_newest(history, name) for name in SUMS) > SUSPICIOUS_EVIDENCE
         return (
             self._is_new(history) or is_worse or bool(history["refused"]) or any(history["outlier"][-OUTLIER_WINDOW:])
         )
@@ -421,7 +428,7 @@ class Guard(ScreeningRule):
             if everybody["mean loss"]:
                 everybody.append("inner change", own - everybody["mean loss"][-1])
             everybody.append("mean loss", mean if is_used else own)
-            history.append("evidence", self._evidence)
+            history.append(self._sums[0], self._sum)
             history.append("exaggerated", float(self._is_exaggerated))
             if is_sample:
                 everybody.append("lacked rounds", self._lacked_rounds)
@@ -446,6 +453,11 @@ class Guard(ScreeningRule):
     @staticmethod
     def _series(partner: Partner) -> str:
         return f"distance {partner.fragment}"
+
+
+def _newest(history: History, name: str) -> float:
+    """Return the newest number of a series; 0 if there is none."""
+    return (history[name][-1:] or (0.0,))[0]
 
 
 RULE = Guard

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
+from torch import Tensor
 
 from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory, open_shared_memory
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer_process.process import TrainerProcess
+from farandole.node.trainer_process.process import StepPace, TrainerProcess
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.trainer_messages import (
+    Command,
+    FinishRound,
     OuterStepTaken,
     Prepare,
     Report,
@@ -28,10 +32,11 @@ from farandole.protocol.trainer_messages import (
     Train,
     encode,
 )
+from farandole.training import flat_replica
 from farandole.training.learner import Learner, build_learner
 from farandole.training.outer_state import OuterState
 from farandole.training.replica import Recipe
-from farandole.training.screening.rule import Encounter
+from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
 from farandole.training.stages import build_module
 
 from ...patience import PATIENCE
@@ -72,18 +77,22 @@ class Mesh:
         for _ in range(STEPS):
             bob.learn()
         self.contribution = bytearray(bob.contribution_bytes)
-        bob.contribute(self.contribution)
+        size, _ = bob.contribute(self.contribution)
+        del self.contribution[size:]
         incoming = map_shared_memory(prepare.incoming, counted_size(alice.contribution_bytes))
         incoming[: len(self.contribution)] = self.contribution
         SharedCounter(incoming).store(1, len(self.contribution))
         self.tokens = bob.tokens
         self._ours = ours
 
+    def tell(self, command: Command) -> None:
+        self._ours.sendall(encode(command))
+
     def judge(self) -> None:
-        self._ours.sendall(encode(Screen(len(self.contribution), 1, BOB, self.tokens)))
+        self.tell(Screen(len(self.contribution), 1, BOB, self.tokens))
 
     def commit(self) -> None:
-        self._ours.sendall(encode(TakeOuterStep(0, BOB, len(self.contribution), self.tokens)))
+        self.tell(TakeOuterStep(0, BOB, len(self.contribution), self.tokens))
 
 
 class Play(Protocol):
@@ -209,6 +218,80 @@ def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it
     expected = in_turn(manifest_with(codec="fp32"), mesh, late, is_lean=False)
     assert torch.equal(alice.slow_weights(), expected.slow_weights())
     assert torch.equal(alice.fast_weights(), expected.fast_weights())
+
+
+def test_what_the_thread_aside_needs_is_done_in_the_pause_after_an_inner_step(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A judgement needs the other thread several times: it must not take as many inner steps, with their pauses."""
+    trainer, _, mesh = play()
+    end_step, lates = StepPace.end_step, list[int]()
+
+    def pause(pace: StepPace) -> float:
+        end_step(pace)
+        return time.monotonic() + 2 * PATIENCE
+
+    def finish() -> None:
+        lates.append(late_of(mesh.reports))
+        mesh.tell(FinishRound(1))
+
+    monkeypatch.setattr(StepPace, "end_step", pause)
+    mesh.judge()
+    mesh.commit()
+    finishing = threading.Thread(target=finish)
+    finishing.start()
+    trainer.handle(Train(1, MORE_STEPS))
+    finishing.join()
+    assert lates == [1]
+
+
+class AskingTwice(ScreeningRule):
+    """Asks for one loss twice, and has inner steps taken in between if that is possible."""
+
+    def __init__(self, take_step: Callable[[], None]) -> None:
+        self.losses: list[float | None] = []
+        self._take_step = take_step
+
+    def begin(self) -> None:
+        pass
+
+    def feed(self, own: Tensor, contribution: Tensor) -> None:
+        pass
+
+    def judge(self, partner: Partner) -> Verdict:
+        self.losses.append(partner.evaluate(0.0))
+        self._take_step()
+        self.losses.append(partner.evaluate(0.0))
+        return Accept()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_all_losses_of_a_judgement_are_of_the_same_weights(
+    play: Play, monkeypatch: pytest.MonkeyPatch, fragments: int
+) -> None:
+    """With fragments, what is not exchanged in this round changes with each inner step."""
+    stepped = threading.Condition()
+    inner_step = Learner.inner_step
+
+    def count(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
+        inner_step(learner, num_tokens, divisor)
+        with stepped:
+            stepped.notify_all()
+
+    def wait_for_step() -> None:
+        with stepped:
+            stepped.wait(0.2)  # where the judgement is between two inner steps, there is none
+
+    rule = AskingTwice(wait_for_step)
+    monkeypatch.setattr(flat_replica, "rule_of", lambda settings: rule)
+    monkeypatch.setattr(Learner, "inner_step", count)
+    trainer, _, mesh = play(fragments=fragments)
+    mesh.judge()
+    mesh.commit()
+    trainer.handle(Train(1, MORE_STEPS))
+    first, again = rule.losses
+    assert first is not None
+    assert first == again
 
 
 def test_a_checkpoint_waits_for_the_outer_step(play: Play) -> None:

@@ -142,6 +142,28 @@ def test_a_member_that_never_trains_does_not_clear_itself_in_rounds_without_inne
     assert not counts(node.meets(away(1.0), chance=0.0, loss=sloping(2.0, 0.1), began=2.1))
 
 
+def test_what_chance_adds_to_a_sum_in_rounds_without_inner_steps_such_rounds_take_away_again() -> None:
+    """If they could only add, a member that is as often better would be harmful in the end."""
+    node = known(GuardConfig())
+    for _ in range(MIN_KNOWN):
+        node.meets(away(1.0), chance=0.0, loss=sloping(2.0, 0.0), began=2.1)
+    node.meets(away(1.0), chance=0.0, loss=sloping(2.0, 0.06), began=2.1)
+    before = node.of_peer["evidence"][-1]
+    for worse in (0.055, -0.055):
+        node.meets(away(1.0), tokens=(1, 1), chance=0.0, loss=sloping(2.0, worse), began=None)
+    worse, better = node.of_peer["evidence without steps"][-2:]
+    assert worse > better == 0.0
+    assert node.of_peer["evidence"][-1] == before > 0.0
+
+
+def test_a_liar_that_lies_only_in_rounds_without_inner_steps_is_found() -> None:
+    node = known()
+    for _ in range(OUTLIER_WINDOW):
+        node.meets(away(1.0), chance=0.0, loss=sloping(2.0, 0.0), began=2.1)
+        node.meets(away(1.0), tokens=(1, 1), chance=0.0, loss=sloping(2.0, 0.1), began=None, alignment=0.0)
+    assert not counts(node.meets(away(1.0), tokens=(1, 1), chance=0.0, loss=sloping(2.0, 0.1), began=None))
+
+
 def test_later_it_is_what_was_accepted() -> None:
     node = Node()
     for _ in range(MIN_KNOWN):
