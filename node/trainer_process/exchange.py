@@ -13,9 +13,7 @@ after the other. What it needs of the thread that takes inner steps, it hands ov
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import msgspec
@@ -26,6 +24,7 @@ from farandole.training.engine import Engine
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
+from .aside import Aside
 
 _draw = random.SystemRandom().random
 
@@ -59,9 +58,8 @@ class EngineExchange:
         self._takes_steps = True
         self.claim = 0
         """The tokens that the newest contribution's offer claims."""
-        self._between_steps = engine.between_steps = BetweenSteps()
-        self._aside = ThreadPoolExecutor(1, "aside", self._between_steps.go_aside)
-        self._under_way = deque[Future[None]]()  # what the thread aside has to do
+        engine.between_steps = BetweenSteps()
+        self.aside = Aside(engine.between_steps)
         for memory in (self._outgoing, self._incoming):
             engine.pin(memory)
 
@@ -71,7 +69,7 @@ class EngineExchange:
         ``takes_steps``: whether the round is one with inner steps. In others, it does not count how many tokens a
         partner claims: it could claim any number, and get a larger share than this node.
         """
-        self.settle()
+        self.aside.settle()
         self._size = self._engine.contribution(fragment)
         self._chance = self._draw()
         self._takes_steps, self.claim = takes_steps, self._engine.claim(takes_steps=takes_steps)
@@ -81,38 +79,15 @@ class EngineExchange:
 
     def encode(self, round_index: int) -> None:
         """Encode the contribution, while the mesh process sends the encoded part; report `Encoded`."""
-        self._do(partial(self._encode, round_index), is_aside=self._engine.encodes_aside)
+        self.aside.do(partial(self._encode, round_index), is_aside=self._engine.encodes_aside)
 
     def _encode(self, round_index: int) -> None:
         self._digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
         self._report(messages.Encoded(round_index, self._digest))
 
-    def _do(self, work: Callable[[], None], *, is_aside: bool) -> None:
-        """Do it aside, or now; in both cases after what was begun before."""
-        if is_aside:
-            self._under_way.append(self._aside.submit(work))
-        else:
-            self.settle()
-            work()
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether something is under way aside, which may need `take_in`."""
-        return bool(self._under_way)
-
-    def settle(self) -> None:
-        """Wait until nothing is under way aside; raises its error."""
-        while self._under_way:
-            self._between_steps.wait_for(self._under_way.popleft())
-
-    def end(self) -> None:
-        """Give up what is under way aside: no inner steps follow."""
-        self._between_steps.end()
-        self._aside.shutdown(wait=False, cancel_futures=True)
-
     def digest(self) -> bytes:
         """BLAKE3 of the newest contribution; waits until it is encoded."""
-        self.settle()
+        self.aside.settle()
         return self._digest
 
     def take_in(self) -> None:
@@ -120,12 +95,12 @@ class EngineExchange:
 
         Call this between two inner steps, and often while there are none: what is under way may need it.
         """
-        self._between_steps.serve()
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().result()
+        self.aside.look()
         arrived = self._arrived.read()
-        if arrived != self._taken and not self._under_way:
-            self._do(partial(self._take_in, self._size, arrived, self._taken), is_aside=self._engine.averages_aside)
+        if arrived != self._taken and not self.aside.is_busy:
+            self.aside.do(
+                partial(self._take_in, self._size, arrived, self._taken), is_aside=self._engine.averages_aside
+            )
             self._taken = arrived
 
     def _take_in(self, size: int, arrived: Count, taken: Count) -> None:
@@ -140,7 +115,7 @@ class EngineExchange:
     def screen(self, command: messages.Screen) -> None:
         """Judge the partner's contribution; report `Screened`."""
         arrived = Count(command.number % MAX_EPOCHS, command.size)
-        self._do(partial(self._screen, command, arrived, self._taken), is_aside=self._engine.averages_aside)
+        self.aside.do(partial(self._screen, command, arrived, self._taken), is_aside=self._engine.averages_aside)
         self._taken = arrived
 
     def _screen(self, command: messages.Screen, arrived: Count, taken: Count) -> None:
@@ -156,7 +131,7 @@ class EngineExchange:
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
         """Take the outer step with the partner's contribution, or alone; report `OuterStepTaken`."""
-        self._do(partial(self._take_outer_step, command), is_aside=self._engine.averages_aside)
+        self.aside.do(partial(self._take_outer_step, command), is_aside=self._engine.averages_aside)
 
     def _take_outer_step(self, command: messages.TakeOuterStep) -> None:
         partner = self._incoming[: command.partner_size] if command.partner_size else None

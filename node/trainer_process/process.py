@@ -166,7 +166,7 @@ class TrainerProcess:
         """Wait for the next new command; postponed ones are skipped."""
         while True:
             self._exchange.take_in()
-            does_wait = self._engine.awaits_outer_step or self._exchange.is_busy
+            does_wait = self._engine.awaits_outer_step or self._exchange.aside.is_busy
             command = self._channel.poll(LOOK_INTERVAL if does_wait else None)
             if command is not None:
                 return command
@@ -177,7 +177,7 @@ class TrainerProcess:
 
     def close(self) -> None:
         """Give up what another thread does for this one; no command is handled after this."""
-        self._exchange.end()
+        self._exchange.aside.end()
 
     def handle(self, command: messages.Command) -> None:
         """Carry out one command and report it."""
@@ -189,12 +189,12 @@ class TrainerProcess:
             case messages.TakeOuterStep():
                 self._exchange.take_outer_step(command)
             case messages.Save(is_last):
-                self._exchange.settle()
+                self._exchange.aside.settle()
                 self._checkpoints.save(is_last=is_last)
             case messages.Validate(num_batches):
                 self._validate(num_batches)
             case messages.Replay():
-                self._exchange.settle()
+                self._exchange.aside.settle()
                 self._replay(command)
             case messages.Ping():
                 self._channel.send(messages.Pong())
@@ -303,7 +303,7 @@ class TrainerProcess:
     def _next_in_pause(self, until: float) -> messages.Command | None:
         """Return a command that comes before ``until``; meanwhile do what the thread aside needs."""
         while True:
-            left, is_busy = max(0.0, until - time.monotonic()), self._exchange.is_busy
+            left, is_busy = max(0.0, until - time.monotonic()), self._exchange.aside.is_busy
             command = self._channel.poll(min(left, LOOK_INTERVAL) if is_busy else left)
             if command is not None or not is_busy or left <= LOOK_INTERVAL:
                 return command

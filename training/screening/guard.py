@@ -112,9 +112,9 @@ SUMS: Final = ("evidence", "evidence without steps")
 # and is worse. 3 % of honest contributions do so by chance, so the first of `OUTLIER_WINDOW` comparisons is ignored.
 EXAGGERATED_ROUNDS: Final = 1.25
 # Equal members differ late in a run, too. So a gain is increased by this share of the loss, or by `NOISE_QUARTILES`
-# lower quartiles of past differences between members if that is more: nearly one standard deviation.
+# lower quartiles of past differences between members if that is more: two thirds of a standard deviation.
 LEAST_GAIN: Final = 0.003
-NOISE_QUARTILES: Final = 2.5
+NOISE_QUARTILES: Final = 2.0
 # Above this sum all of a peer's exchanges are compared.
 SUSPICIOUS_EVIDENCE: Final = 0.2
 EQUAL_SHARE: Final = 0.5
