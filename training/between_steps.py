@@ -1,8 +1,7 @@
-"""Calls that a second thread has the thread of the inner steps make, between two of them.
+"""Calls that a side thread hands over to the thread that takes inner steps, to be made between two of them.
 
-While a GPU takes inner steps, the end of the round before can be computed in the host's memory. The thread that
-computes it is called *aside*. Some of its operations use what inner steps use (their weights, the module): it hands
-them over here.
+While a GPU takes inner steps, a side thread can compute the end of the previous round in the host's memory. Some of its
+operations use what inner steps use (the weights, the module): it hands them over here.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ Result = TypeVar("Result")
 
 
 class BetweenSteps:
-    """The calls that were handed over. As long as no thread is aside, every call is made at once."""
+    """The calls that were handed over. Without a side thread, every call is made at once."""
 
     def __init__(self) -> None:
         self._calls = SimpleQueue[Callable[[], None] | None]()
-        self._aside: int | None = None
+        self._side_thread: int | None = None
         self._is_over = False
 
-    def go_aside(self) -> None:
-        """Note that the current thread is the one aside."""
-        self._aside = threading.get_ident()
+    def enter_side_thread(self) -> None:
+        """Note that the current thread is the side thread."""
+        self._side_thread = threading.get_ident()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function between two inner steps: from the thread aside, wait for `serve` in the other one.
+        """Call a function between two inner steps; the side thread waits until the other one has called it in `serve`.
 
         Returns what it returns and raises what it raises; raises `CancelledError` after `end`.
         """
-        if threading.get_ident() != self._aside:
+        if threading.get_ident() != self._side_thread:
             return function()
         answer = Future[Result]()
         self._calls.put(partial(self._make, function, answer))
@@ -48,7 +47,7 @@ class BetweenSteps:
             return
         try:
             answer.set_result(function())
-        except BaseException as error:  # the thread aside raises it
+        except BaseException as error:  # whatever it is: the side thread raises it, and would wait for ever without it
             answer.set_exception(error)
 
     def serve(self) -> None:
@@ -62,7 +61,7 @@ class BetweenSteps:
                 call()
 
     def wait_for(self, work: Future[None]) -> None:
-        """Serve until ``work``, which the thread aside does, is done; raises its error."""
+        """Serve until the side thread has done ``work``; raises its error."""
         work.add_done_callback(lambda _: self._calls.put(None))
         while not work.done():
             if (call := self._calls.get()) is not None:

@@ -59,7 +59,7 @@ def no_progress(num_bytes: int) -> None:
 class Engine(abc.ABC):
     """One replica, or one stage of one, in training.
 
-    All calls come from one thread, except those that may run aside: `encodes_aside`, `averages_aside`.
+    All calls come from one thread, except those that a side thread may make: `encodes_aside`, `averages_aside`.
     """
 
     is_driven: ClassVar[bool] = True
@@ -71,9 +71,9 @@ class Engine(abc.ABC):
     encodes_aside: bool = False
     """Whether `encode` may run in a separate thread while inner steps are taken."""
     averages_aside: bool = False
-    """Whether `take_in`, `screen` and `apply` may, too; what they need of the other thread is in `between_steps`."""
+    """Whether `take_in`, `screen` and `apply` may, too; they hand calls over to the other thread (`between_steps`)."""
     between_steps: BetweenSteps = BetweenSteps()
-    """Where a separate thread hands over calls. This one, of all engines, has no such thread: it makes them at once."""
+    """Where a side thread hands over calls. This default has no such thread, and makes them at once."""
     contribution_bytes: int
     """Size of the largest contribution in this run, and of every one if there are no fragments."""
     device: Device

@@ -4,10 +4,9 @@ A contribution is sent while it is encoded, and the partner's is decoded while i
 counters in the memory that both processes share (`farandole.node.base.system.memory.SharedCounter`). A count of an
 earlier exchange is ignored: each exchange has a number of its own, the counter's epoch.
 
-Where the engine can, a thread *aside* works while the next round's inner steps are taken. On a GPU it encodes, on a
-stream of its own; where a GPU's inner steps leave averaging to the host's memory, it judges and averages, too, one
-after the other. What it needs of the thread that takes inner steps, it hands over
-(`farandole.training.between_steps.BetweenSteps`).
+If the engine supports it, a side thread does this work while the next round's inner steps are taken. On a GPU it
+encodes, on a stream of its own; if averaging is done in the host's memory, it also judges and averages. Calls that must
+come between two inner steps are handed over (`farandole.training.between_steps.BetweenSteps`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from farandole.training.engine import Engine
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
-from .aside import Aside
+from .side_thread import SideThread
 
 _draw = random.SystemRandom().random
 
@@ -59,7 +58,7 @@ class EngineExchange:
         self.claim = 0
         """The tokens that the newest contribution's offer claims."""
         engine.between_steps = BetweenSteps()
-        self.aside = Aside(engine.between_steps)
+        self.side_thread = SideThread(engine.between_steps)
         for memory in (self._outgoing, self._incoming):
             engine.pin(memory)
 
@@ -69,7 +68,7 @@ class EngineExchange:
         ``takes_steps``: whether the round is one with inner steps. In others, it does not count how many tokens a
         partner claims: it could claim any number, and get a larger share than this node.
         """
-        self.aside.settle()
+        self.side_thread.settle()
         self._size = self._engine.contribution(fragment)
         self._chance = self._draw()
         self._takes_steps, self.claim = takes_steps, self._engine.claim(takes_steps=takes_steps)
@@ -79,7 +78,7 @@ class EngineExchange:
 
     def encode(self, round_index: int) -> None:
         """Encode the contribution, while the mesh process sends the encoded part; report `Encoded`."""
-        self.aside.do(partial(self._encode, round_index), is_aside=self._engine.encodes_aside)
+        self.side_thread.do(partial(self._encode, round_index), is_aside=self._engine.encodes_aside)
 
     def _encode(self, round_index: int) -> None:
         self._digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
@@ -87,18 +86,18 @@ class EngineExchange:
 
     def digest(self) -> bytes:
         """BLAKE3 of the newest contribution; waits until it is encoded."""
-        self.aside.settle()
+        self.side_thread.settle()
         return self._digest
 
     def take_in(self) -> None:
-        """Decode what has arrived of the partner's contribution, unless something else is under way aside.
+        """Decode what has arrived of the partner's contribution, unless the side thread has other work.
 
-        Call this between two inner steps, and often while there are none: what is under way may need it.
+        Call this between two inner steps, and often while there are none: the side thread may wait for it.
         """
-        self.aside.look()
+        self.side_thread.look()
         arrived = self._arrived.read()
-        if arrived != self._taken and not self.aside.is_busy:
-            self.aside.do(
+        if arrived != self._taken and not self.side_thread.is_busy:
+            self.side_thread.do(
                 partial(self._take_in, self._size, arrived, self._taken), is_aside=self._engine.averages_aside
             )
             self._taken = arrived
@@ -115,7 +114,7 @@ class EngineExchange:
     def screen(self, command: messages.Screen) -> None:
         """Judge the partner's contribution; report `Screened`."""
         arrived = Count(command.number % MAX_EPOCHS, command.size)
-        self.aside.do(partial(self._screen, command, arrived, self._taken), is_aside=self._engine.averages_aside)
+        self.side_thread.do(partial(self._screen, command, arrived, self._taken), is_aside=self._engine.averages_aside)
         self._taken = arrived
 
     def _screen(self, command: messages.Screen, arrived: Count, taken: Count) -> None:
@@ -131,7 +130,7 @@ class EngineExchange:
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
         """Take the outer step with the partner's contribution, or alone; report `OuterStepTaken`."""
-        self.aside.do(partial(self._take_outer_step, command), is_aside=self._engine.averages_aside)
+        self.side_thread.do(partial(self._take_outer_step, command), is_aside=self._engine.averages_aside)
 
     def _take_outer_step(self, command: messages.TakeOuterStep) -> None:
         partner = self._incoming[: command.partner_size] if command.partner_size else None

@@ -7,8 +7,8 @@ process ends, for any reason, the socket's end of file ends this process.
 The next round may begin while the exchange of the last one runs: `Train` may come before the `TakeOuterStep` of the
 round before. The contribution stays unchanged in the shared memory. The arrived part of the partner's is decoded
 between two inner steps, where the outer step is taken too, and the progress of the inner steps is kept. A round that is
-over before then waits for it, so an outer step is at most one round late. Where an engine can average aside
-(`farandole.node.trainer_process.exchange`), only the result, and the losses that a screening rule asks for, come
+over before then waits for it, so an outer step is at most one round late. If a side thread averages
+(`farandole.node.trainer_process.exchange`), only its result, and the losses that a screening rule asks for, come
 between two inner steps.
 """
 
@@ -33,8 +33,8 @@ from .exchange import EngineExchange
 from .recorder import recorder_of
 
 PROGRESS_INTERVAL = 0.5
-# Interval in seconds of checks how much of the partner's contribution has arrived, and what the thread aside needs,
-# while no inner step is taken.
+# Interval in seconds of checks how much of the partner's contribution has arrived, and of the side
+# thread's calls, while no inner step is taken.
 LOOK_INTERVAL = 0.005
 # Number of inner steps by which a slow node estimates the time of one.
 STEPS_REMEMBERED: Final = 16
@@ -166,7 +166,7 @@ class TrainerProcess:
         """Wait for the next new command; postponed ones are skipped."""
         while True:
             self._exchange.take_in()
-            does_wait = self._engine.awaits_outer_step or self._exchange.aside.is_busy
+            does_wait = self._engine.awaits_outer_step or self._exchange.side_thread.is_busy
             command = self._channel.poll(LOOK_INTERVAL if does_wait else None)
             if command is not None:
                 return command
@@ -176,8 +176,8 @@ class TrainerProcess:
         self._checkpoints.save(is_last=True)
 
     def close(self) -> None:
-        """Give up what another thread does for this one; no command is handled after this."""
-        self._exchange.aside.end()
+        """Give up the side thread's work; no command is handled after this."""
+        self._exchange.side_thread.end()
 
     def handle(self, command: messages.Command) -> None:
         """Carry out one command and report it."""
@@ -189,12 +189,12 @@ class TrainerProcess:
             case messages.TakeOuterStep():
                 self._exchange.take_outer_step(command)
             case messages.Save(is_last):
-                self._exchange.aside.settle()
+                self._exchange.side_thread.settle()
                 self._checkpoints.save(is_last=is_last)
             case messages.Validate(num_batches):
                 self._validate(num_batches)
             case messages.Replay():
-                self._exchange.aside.settle()
+                self._exchange.side_thread.settle()
                 self._replay(command)
             case messages.Ping():
                 self._channel.send(messages.Pong())
@@ -301,9 +301,9 @@ class TrainerProcess:
         return False
 
     def _next_in_pause(self, until: float) -> messages.Command | None:
-        """Return a command that comes before ``until``; meanwhile do what the thread aside needs."""
+        """Return a command that comes before ``until``; meanwhile make the side thread's calls."""
         while True:
-            left, is_busy = max(0.0, until - time.monotonic()), self._exchange.aside.is_busy
+            left, is_busy = max(0.0, until - time.monotonic()), self._exchange.side_thread.is_busy
             command = self._channel.poll(min(left, LOOK_INTERVAL) if is_busy else left)
             if command is not None or not is_busy or left <= LOOK_INTERVAL:
                 return command

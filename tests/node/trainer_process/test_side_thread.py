@@ -1,4 +1,4 @@
-"""Rounds that end aside: what averaging needs is in the host's memory, and inner steps go on meanwhile."""
+"""Rounds that end in a side thread: averaging is done in the host's memory, and inner steps go on meanwhile."""
 
 from __future__ import annotations
 
@@ -161,6 +161,14 @@ class SlowStep:
         monkeypatch.setattr(Learner, "inner_step", count)
 
 
+def end_round(trainer: TrainerProcess, mesh: Mesh) -> None:
+    """Have the trainer judge the contribution and take the outer step, before the next round begins."""
+    mesh.judge()
+    mesh.commit()
+    for _ in range(2):
+        trainer.handle(trainer.next_command())
+
+
 def late_of(reports: Iterator[Report]) -> int:
     """Read reports up to the outer step's; return how late it was."""
     return next(report.late_steps for report in reports if isinstance(report, OuterStepTaken))
@@ -191,10 +199,7 @@ def test_inner_steps_go_on_while_the_outer_step_is_computed(
 
 def test_without_inner_steps_meanwhile_the_fast_weights_become_the_slow_ones(play: Play) -> None:
     trainer, alice, mesh = play()
-    mesh.judge()
-    mesh.commit()
-    trainer.handle(trainer.next_command())
-    trainer.handle(trainer.next_command())
+    end_round(trainer, mesh)
     trainer.handle(Save())
     assert late_of(mesh.reports) == 0
     assert torch.equal(alice.fast_weights(), alice.slow_weights())
@@ -205,10 +210,7 @@ def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it
 ) -> None:
     trainer, alice, mesh = play(codec="fp32")
     step = SlowStep(monkeypatch, alice, STEPS + 1)
-    mesh.judge()
-    mesh.commit()
-    trainer.handle(trainer.next_command())
-    trainer.handle(trainer.next_command())
+    end_round(trainer, mesh)
     while not step.has_begun.wait(0.01):
         alice.between_steps.serve()
     trainer.handle(Train(1, MORE_STEPS))
@@ -220,7 +222,7 @@ def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it
     assert torch.equal(alice.fast_weights(), expected.fast_weights())
 
 
-def test_what_the_thread_aside_needs_is_done_in_the_pause_after_an_inner_step(
+def test_what_the_side_thread_needs_is_done_in_the_pause_after_an_inner_step(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A judgement needs the other thread several times: it must not take as many inner steps, with their pauses."""
@@ -298,10 +300,7 @@ def test_a_checkpoint_waits_for_the_outer_step(play: Play) -> None:
     """Halfway through the step, some of the slow weights would be new."""
     trainer, alice, mesh = play()
     before = alice.slow_weights()
-    mesh.judge()
-    mesh.commit()
-    trainer.handle(trainer.next_command())
-    trainer.handle(trainer.next_command())
+    end_round(trainer, mesh)
     trainer.handle(Save())
     saved = next(report for report in mesh.reports if isinstance(report, Saved))
     assert saved.round == 1
@@ -311,12 +310,9 @@ def test_a_checkpoint_waits_for_the_outer_step(play: Play) -> None:
     assert not torch.equal(again.slow_weights(), before)
 
 
-def test_a_trainer_ends_while_the_thread_aside_waits_for_it(play: Play) -> None:
+def test_a_trainer_ends_while_the_side_thread_waits_for_it(play: Play) -> None:
     trainer, alice, mesh = play()
-    mesh.judge()
-    mesh.commit()
-    trainer.handle(trainer.next_command())
-    trainer.handle(trainer.next_command())
+    end_round(trainer, mesh)
     trainer.close()
     with pytest.raises(CancelledError):
         trainer.handle(Save())

@@ -1,4 +1,4 @@
-"""The thread aside of a trainer: it does the work of a round's end, in order, while inner steps are taken."""
+"""The side thread of a trainer: it does the work of a round's end, in order, while inner steps are taken."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from farandole.training.between_steps import BetweenSteps
 
 
-class Aside:
-    """The thread, and what it has to do. All calls come from the thread that takes inner steps."""
+class SideThread:
+    """The thread and its queue of work. All calls come from the thread that takes inner steps."""
 
     def __init__(self, between_steps: BetweenSteps) -> None:
-        """``between_steps``: where it hands over what it needs of this thread."""
+        """``between_steps``: where it hands over the calls that must come between two inner steps."""
         self._between_steps = between_steps
-        self._thread = ThreadPoolExecutor(1, "aside", between_steps.go_aside)
+        self._thread = ThreadPoolExecutor(1, "side thread", between_steps.enter_side_thread)
         self._under_way = deque[Future[None]]()
 
     @property
     def is_busy(self) -> bool:
-        """Return whether something is under way, which may need `look`."""
+        """Return whether work is under way, which may wait for `look`."""
         return bool(self._under_way)
 
     def do(self, work: Callable[[], None], *, is_aside: bool) -> None:
-        """Do it aside, or now; in both cases after what was begun before."""
+        """Do ``work`` in the side thread, or now; in both cases after the work that was begun before."""
         if is_aside:
             self._under_way.append(self._thread.submit(work))
         else:
@@ -32,17 +32,17 @@ class Aside:
             work()
 
     def look(self) -> None:
-        """Do what is needed of this thread, and raise the error of what is done."""
+        """Make the calls that were handed over; raise the error of finished work."""
         self._between_steps.serve()
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft().result()
 
     def settle(self) -> None:
-        """Wait until nothing is under way; raises its error."""
+        """Wait until no work is under way; raises its error."""
         while self._under_way:
             self._between_steps.wait_for(self._under_way.popleft())
 
     def end(self) -> None:
-        """Give up what is under way: no inner steps follow."""
+        """Give up the work that is under way: no inner steps follow."""
         self._between_steps.end()
         self._thread.shutdown(wait=False, cancel_futures=True)
