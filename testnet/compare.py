@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
@@ -119,7 +119,7 @@ class MethodComparison:
     words: Sequence[str] = ()
     """Words of the methods' names; empty: all methods."""
     rates: Sequence[float] = (1.0,)
-    """Factors of the learning rate. With several, each method gets the one that is best for it with another seed."""
+    """Factors of the learning rate. Of several, each method gets the one that is best for it with another seed."""
     baseline: str = "DiLoCo"
     """The method that others are compared with, seed by seed, if it is among them."""
     model: str = ""
@@ -220,13 +220,12 @@ def run_compare(comparison: MethodComparison, out: Path | None = None, section: 
         else:
             for _, group in groupby(missing, attrgetter("method")):
                 keys = list(group)
-                for result in measure_at_once(comparison, [missing[key] for key in keys], texts, say):
+                for result in measure_all(comparison, [missing[key] for key in keys], texts, say):
                     keep(Play(result.method, result.seed, result.rate), result)
         return [results[key] for key in asked]
 
-    if len(comparison.rates) > 1:
-        tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
-        chosen = best_of(tried, play((method, TUNING_SEED) for method in tried))
+    tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
+    chosen = best_of(tried, play((method, TUNING_SEED) for method in tried)) if len(comparison.rates) > 1 else tried
     final = play((method, seed) for method in chosen for seed in range(comparison.seeds))
     grid = result_grid(final, chosen, comparison.baseline)
     console.print(grid.rich())
@@ -300,6 +299,28 @@ def measure(comparison: MethodComparison, method: Method, seed: int, texts: Mapp
     seconds = time.perf_counter() - started
     loss, spread, merged_loss = _evaluate(ensemble, samplers)
     return Result(method.name, seed, method.rate, loss, merged_loss, spread, seconds, tuple(curve))
+
+
+def measure_all(
+    comparison: MethodComparison,
+    plays: Sequence[tuple[Method, int]],
+    texts: Mapping[str, Text],
+    say: Callable[[str], None],
+) -> Iterator[Result]:
+    """Yield what `measure_at_once` returns, with halves of the plays one after the other if memory is short."""
+    try:
+        results = measure_at_once(comparison, plays, texts, say)
+    except torch.OutOfMemoryError:
+        if len(plays) == 1:
+            raise
+    else:
+        yield from results
+        return
+    torch.cuda.empty_cache()
+    say(f"{len(plays)} trials do not fit into the device's memory: half of them at a time")
+    middle = (len(plays) + 1) // 2
+    for half in (plays[:middle], plays[middle:]):
+        yield from measure_all(comparison, half, texts, say)
 
 
 def measure_at_once(

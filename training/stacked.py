@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farandole.protocol.manifest import InnerConfig, ModelConfig
-from farandole.protocol.outer_rules import OuterConfig
+from farandole.protocol.outer_rules import Codec, OuterConfig
 
 from .baselines import Method, groups_of, play
 from .codec import BLOCK, form_of
@@ -72,31 +72,18 @@ class Stack:
             raise TrainingError("topk and fragments are compared on a CPU only: leave such methods, or --device, out")
         self.steps = 0
         self._num_trials = len(trials)
-        self._module = build_model(model, 0).to(device)
-        self._layout = layout_of(self._module, outer.codec)
-        self._num_elements = self._layout.num_elements
+        self._model = _Model(build_model(model, 0).to(device), outer.codec)
+        self._num_elements = self._model.num_elements
         width = -(-self._num_elements // BLOCK) * BLOCK
         self.theta = torch.zeros(len(trials) * per_trial, width, device=device)
         """Fast weights, (N, W) fp32."""
         for trial, rows in zip(trials, self.theta.split(per_trial), strict=True):
             parameters = build_model(model, trial.seed).parameters()
             rows[:, : self._num_elements] = torch.cat([each.detach().flatten() for each in parameters]).to(device)
-        matrices = matrices_of(self._module)
-        self._gradients = _Gradients(self._loss, self._views, self.theta, inner, matrices)
+        self._gradients = _Gradients(self._model, self.theta, inner)
         factors = torch.tensor([[trial.rate] for trial in trials]).repeat_interleave(per_trial, 0).to(device)
-        self._optimizer = _Optimizer(inner, self._views, self.theta, self._gradients, matrices, factors)
+        self._optimizer = _Optimizer(inner, self._model, self.theta, self._gradients, factors)
         self._outer = _Outer(outer, self.theta)
-
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters of all rows of ``flat`` (N, W), by name, as views (N, ...)."""
-        shapes = dict(zip(self._layout.names, self._layout.shapes, strict=True))
-        return {name: flat[:, place].unflatten(1, shapes[name]) for name, place in self._layout.places().items()}
-
-    def _loss(self, parameters: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """The loss of one row's ``parameters`` on tokens (B, T + 1)."""
-        with sdpa_kernel(SDPBackend.MATH):  # `vmap` does not know the fused kernels, or passes them unaligned tensors
-            loss: Tensor = functional_call(self._module, dict(parameters), (tokens[:, :-1], tokens[:, 1:]))
-        return loss
 
     def inner_step(self, tokens: Tokens) -> None:
         """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
@@ -128,7 +115,8 @@ class Stack:
             raise TrainingError("a gradient was not finite: leave out the highest rate, or --device")
         device = self.theta.device
         losses = [
-            vmap(self._loss, (0, None))(self._views(self.theta), torch.from_numpy(each).to(device)) for each in batches
+            vmap(self._model.loss, (0, None))(self._model.views(self.theta), torch.from_numpy(each).to(device))
+            for each in batches
         ]
         by_trial: list[float] = torch.stack(losses).mean(0).view(self._num_trials, -1).mean(1).tolist()
         return by_trial
@@ -148,29 +136,46 @@ class Stack:
         return spreads
 
 
+class _Model:
+    """The model, and where a row has its parameters.
+
+    It knows no stack: an earlier method's rows are freed as soon as nobody needs them, without a garbage collection.
+    """
+
+    def __init__(self, module: nn.Module, codec: Codec) -> None:
+        self._module = module
+        self._layout = layout_of(module, codec)
+        self.num_elements = self._layout.num_elements
+        self.matrices = matrices_of(module)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the parameters of all rows of ``flat`` (N, W), by name, as views (N, ...)."""
+        shapes = dict(zip(self._layout.names, self._layout.shapes, strict=True))
+        return {name: flat[:, place].unflatten(1, shapes[name]) for name, place in self._layout.places().items()}
+
+    def loss(self, parameters: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        """Return the loss of one row's ``parameters`` on tokens (B, T + 1)."""
+        with sdpa_kernel(SDPBackend.MATH):  # `vmap` does not know the fused kernels, or passes them unaligned tensors
+            loss: Tensor = functional_call(self._module, dict(parameters), (tokens[:, :-1], tokens[:, 1:]))
+        return loss
+
+
 class _Gradients:
     """The clipped gradients of all rows, and Muon's directions."""
 
-    def __init__(
-        self,
-        loss: Callable[[Mapping[str, Tensor], Tensor], Tensor],
-        views: Callable[[Tensor], dict[str, Tensor]],
-        theta: Tensor,
-        settings: InnerConfig,
-        matrices: frozenset[str],
-    ) -> None:
-        self._loss = vmap(loss)
+    def __init__(self, model: _Model, theta: Tensor, settings: InnerConfig) -> None:
+        self._loss = vmap(model.loss)
         self._settings = settings
         self.gradient = torch.zeros_like(theta)
         """(N, W) fp32."""
-        self.by_muon = matrices if settings.optimizer == "muon" else frozenset()
+        self.by_muon = model.matrices if settings.optimizer == "muon" else frozenset()
         """Names of the parameters that Muon steps."""
         self.direction = torch.zeros_like(theta)
         """Muon's steps at a rate of 1, (N, W) fp32; zeros at other parameters."""
         self._momentum = torch.zeros_like(theta)
-        self._views = views
-        self._leaves = {name: view.detach().requires_grad_() for name, view in views(theta).items()}
-        self._gradient_views = list(views(self.gradient).values())
+        self._views = model.views
+        self._leaves = {name: view.detach().requires_grad_() for name, view in model.views(theta).items()}
+        self._gradient_views = list(model.views(self.gradient).values())
         self._have_failed = torch.zeros((), dtype=torch.bool, device=theta.device)
         self._tokens: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -231,10 +236,9 @@ class _Optimizer:
     def __init__(
         self,
         settings: InnerConfig,
-        views: Callable[[Tensor], dict[str, Tensor]],
+        model: _Model,
         theta: Tensor,
         gradients: _Gradients,
-        matrices: frozenset[str],
         factors: Tensor,
     ) -> None:
         self._settings = settings
@@ -244,10 +248,10 @@ class _Optimizer:
         self._is_muon, scale, decay = (torch.zeros_like(theta[:1]) for _ in range(3))
         for flat, value_of in (
             (self._is_muon, lambda name, _: float(name in gradients.by_muon)),
-            (scale, lambda name, _: 1.0 if name in matrices else settings.ends_rate),
+            (scale, lambda name, _: 1.0 if name in model.matrices else settings.ends_rate),
             (decay, lambda _, view: settings.weight_decay if view.ndim > 2 else 0.0),  # (1, rows, columns)
         ):
-            for name, view in views(flat).items():
+            for name, view in model.views(flat).items():
                 view.fill_(value_of(name, view))
         self._scale = factors * scale
         self._decay = self._scale * decay

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from farandole.testnet import compare
 from farandole.testnet.compare import (
     TUNING_SEED,
     MethodComparison,
@@ -13,6 +15,7 @@ from farandole.testnet.compare import (
     choose_methods,
     interval_of,
     measure,
+    measure_all,
     measure_at_once,
     result_grid,
     run_compare,
@@ -80,6 +83,36 @@ def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
         assert [loss for _, loss in result.curve] == pytest.approx([loss for _, loss in alone.curve], rel=1e-3)
     assert len(said) == 10
     assert "4 trials: step 20 of 20" in said[-1]
+
+
+def test_trainings_that_do_not_fit_into_memory_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = MethodComparison(nodes=2, steps=2, interval=2)
+    texts, said, sizes = texts_by_kind(2), list[str](), list[int]()
+    plays = [(Method("pairs", "pairs", 2), seed) for seed in range(3)]
+
+    def at_most(limit: int) -> None:
+        def measure(*arguments: object) -> list[Result]:
+            sizes.append(len(arguments[1]))  # type: ignore[arg-type]
+            if sizes[-1] > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return measure_at_once(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(compare, "measure_at_once", measure)
+
+    at_most(1)
+    assert [result.seed for result in measure_all(comparison, plays, texts, said.append)] == [0, 1, 2]
+    assert sizes == [3, 2, 1, 1, 1]
+    assert said[0] == "3 trials do not fit into the device's memory: half of them at a time"
+    at_most(0)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(measure_all(comparison, plays, texts, said.append))
+
+
+def test_one_rate_is_used_without_tuning() -> None:
+    comparison = MethodComparison(nodes=2, steps=2, seeds=1, interval=2, words=["nobody"])
+    result, faster = run_compare(comparison) + run_compare(replace(comparison, rates=(4.0,)))
+    assert (result.rate, faster.rate) == (1.0, 4.0)
+    assert faster.loss < result.loss
 
 
 @pytest.mark.parametrize(

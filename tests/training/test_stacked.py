@@ -1,3 +1,5 @@
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -94,3 +96,16 @@ def test_a_gradient_that_is_not_finite_is_no_result(model: ModelConfig, text: Te
 
     with pytest.raises(TrainingError, match="not finite"):
         stack.losses([samplers(text, 1)[0].held_out_batch(0)])
+
+
+def test_a_stack_is_freed_without_the_garbage_collector(model: ModelConfig, text: Text) -> None:
+    """Otherwise the next method finds the GPU's memory taken."""
+    gc.disable()
+    try:
+        stack = train_stacked(METHODS[4], model, INNER, trials(text), 3, torch.device("cpu"))
+        stack.losses([samplers(text, 1)[0].held_out_batch(0)])
+        rows = weakref.ref(stack.theta)
+        del stack
+        assert rows() is None
+    finally:
+        gc.enable()
