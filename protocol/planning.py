@@ -3,7 +3,8 @@
 A plan changes six settings: ``codec`` and ``fragments``, ``exchange_seconds``, ``round_seconds`` and ``overlap``, and
 ``num_stages`` where a member's memory does not hold the model. It prefers, in this order: the codec that loses nothing
 (int8), exchanges that are short (`GOOD_EXCHANGE`), and few fragments, so that a parameter is averaged often. Rounds are
-long enough that trainers hardly wait: as long as an exchange where rounds overlap, else nine times as long as one.
+as short as they can be without trainers that wait: as long as an exchange may take where rounds overlap, else nine
+times as long as one takes. What else a run file leaves open is in `farandole.protocol.best_known`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
+from .best_known import best_known
 from .errors import ManifestError
-from .manifest import Manifest, RoundConfig
+from .manifest import Manifest
 from .needs import TRANSFER_SHARE, USUAL_RATE, Memory, Needs, busy_share, needs_of
 
 # Share of a line that contributions are planned to have. In namespaces with 20 Mbit/s they got 0.7 to 0.85 of it
@@ -25,8 +27,27 @@ LINE_SHARE: Final = 0.8
 # An exchange is planned to end within this many seconds where possible: a line that changes or a partner that leaves
 # costs all of an exchange.
 GOOD_EXCHANGE: Final = 180.0
-# Round values for times, in seconds. The last is the largest that a manifest accepts.
-STEPS: Final = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 240.0, 300.0, 450.0, 600.0, 900.0, 1_200.0, 1_800.0, 3_600.0)
+# Round values for times, in seconds: from the shortest rounds that were played between homes (BENCHMARKS.md, A slow
+# link) to the longest that a manifest accepts.
+STEPS: Final = (
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    45.0,
+    60.0,
+    90.0,
+    120.0,
+    180.0,
+    240.0,
+    300.0,
+    450.0,
+    600.0,
+    900.0,
+    1_200.0,
+    1_800.0,
+    3_600.0,
+)
 FRAGMENTS: Final = (1, 2, 4, 8, 16, 32, 64)
 # int8 lost nothing against fp32 in measurements, int4 and topk did (BENCHMARKS.md, Codecs and late outer steps).
 CODECS: Final = ("int8", "int4", "topk")
@@ -34,8 +55,11 @@ CODECS: Final = ("int8", "int4", "topk")
 PLANNED_TOPK: Final = 32
 # Without overlap a trainer is busy for at least this share of its time.
 GOOD_BUSY_SHARE: Final = 0.9
-# From this share of a default round on, an exchange is worth an outer step that comes late.
-OVERLAP_FROM: Final = 0.05
+# Where the model is cut, an exchange that takes more seconds than this is worth the memory for two rounds at once.
+OVERLAP_FROM: Final = 3.0
+# An exchange takes at least this many seconds, however little is sent: of a quarter of int8 (0.3 s on that line) it
+# took 0.9 to 1.1 s between homes 50 ms apart (BENCHMARKS.md, A slow link).
+LEAST_EXCHANGE: Final = 1.0
 # Microbatches at a node at once, of a model that is cut. Each keeps only its input (`recompute`).
 PLANNED_IN_FLIGHT: Final = 4
 # Members of each stage at least, so that one may leave.
@@ -43,10 +67,6 @@ MIN_HOLDERS: Final = 2
 # More stages than this do not pay: each adds a hop to every token's route.
 MAX_PLANNED_STAGES: Final = 32
 
-TRAVEL: Final = frozenset(
-    {"outer.codec", "outer.fragments", "rounds.exchange_seconds", "rounds.round_seconds", "rounds.overlap"}
-)
-"""Settings of a run file for how and when contributions travel."""
 NUM_STAGES: Final = "model.num_stages"
 STAGES: Final = frozenset({NUM_STAGES, "pipeline.in_flight", "pipeline.recompute"})
 """Settings by which a model is cut."""
@@ -152,13 +172,11 @@ def alternatives(manifest: Manifest, machine: Machine, given: Collection[str] = 
 
 
 def complete(manifest: Manifest, given: Collection[str]) -> Manifest:
-    """Adapt a manifest to home lines if the run file sets nothing of `TRAVEL` and home lines would be too slow.
+    """Choose what the run file leaves open: the best known settings, for home lines. The whole model stays whole.
 
     ``given``: the settings in the run file.
     """
-    if TRAVEL & set(given) or needs_of(manifest).rate <= USUAL_RATE:
-        return manifest
-    return remedy(manifest)
+    return _plan_line(best_known(manifest, given), Machine(USUAL_RATE, USUAL_RATE), given).manifest
 
 
 def remedy(manifest: Manifest) -> Manifest:
@@ -168,14 +186,14 @@ def remedy(manifest: Manifest) -> Manifest:
 
 def changes(before: Manifest, after: Manifest) -> dict[str, Any]:
     """Return the values that differ in ``after``, by their names in a run file, such as ``outer.codec``."""
-    names = (("model", ("num_stages",)), ("outer", ("codec", "topk", "fragments")))
-    rounds = ("rounds", ("exchange_seconds", "round_seconds", "overlap"))
     found = {}
-    for section, fields in (*names, rounds, ("pipeline", ("in_flight", "recompute"))):
-        for field in fields:
-            old, new = (getattr(getattr(each, section), field) for each in (before, after))
-            if old != new:
-                found[f"{section}.{field}"] = new
+    for section in ("model", "inner", "outer", "rounds", "pipeline"):
+        old, new = (getattr(each, section) for each in (before, after))
+        if section == "outer" and new.kind != old.kind:
+            found["outer.kind"] = new.kind
+        for field in new.__struct_fields__:
+            if getattr(new, field) != getattr(old, field, None):
+                found[f"{section}.{field}"] = getattr(new, field)
     return found
 
 
@@ -240,18 +258,17 @@ def _travels(manifest: Manifest, codec: str, fragments: int) -> Manifest | None:
 def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan:
     """Plan the same run with times that suit the line."""
     seconds = needs_of(manifest).seconds(LINE_SHARE * machine.rate)
-    rounds, defaults = manifest.rounds, RoundConfig()
+    rounds = manifest.rounds
     if "rounds.exchange_seconds" not in given:
-        exchange = max(defaults.exchange_seconds, _step(seconds / TRANSFER_SHARE))
-        rounds = msgspec.structs.replace(rounds, exchange_seconds=exchange)
+        rounds = msgspec.structs.replace(rounds, exchange_seconds=_step(seconds / TRANSFER_SHARE))
     if "rounds.overlap" not in given:
         may_be_late = not manifest.audits and rounds.partners == 1
-        is_late = may_be_late and seconds > OVERLAP_FROM * defaults.round_seconds
-        rounds = msgspec.structs.replace(rounds, overlap=is_late)
+        is_worth_it = manifest.model.num_stages == 1 or seconds > OVERLAP_FROM
+        rounds = msgspec.structs.replace(rounds, overlap=may_be_late and is_worth_it)
     if "rounds.round_seconds" not in given and not rounds.inner_steps:
-        wait = rounds.partners * seconds
-        least = rounds.exchange_seconds if rounds.overlap else wait * GOOD_BUSY_SHARE / (1 - GOOD_BUSY_SHARE)
-        rounds = msgspec.structs.replace(rounds, round_seconds=max(defaults.round_seconds, _step(least)))
+        wait = rounds.partners * max(seconds, LEAST_EXCHANGE) * GOOD_BUSY_SHARE / (1 - GOOD_BUSY_SHARE)
+        least = max(rounds.exchange_seconds, 0.0 if rounds.overlap else wait)
+        rounds = msgspec.structs.replace(rounds, round_seconds=_step(least))
     return judge(msgspec.structs.replace(manifest, rounds=rounds), machine)
 
 

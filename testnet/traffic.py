@@ -6,14 +6,11 @@ from typing import Final
 
 from farandole.protocol.codec_sizes import encoded_bytes
 from farandole.protocol.manifest import Manifest
-from farandole.protocol.needs import USUAL_RATE, needs_of
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.planning import Machine, plan
+from farandole.protocol.needs import needs_of
+from farandole.protocol.planning import complete
 from farandole.protocol.presets import PRESETS, num_parameters, preset
 
-CODECS: Final = ("fp32", "bf16", "int8", "int4")
-ROUND_SECONDS: Final = 60
-"""The default length of a round, in seconds."""
+CODECS: Final = ("fp32", "int8", "int4")
 
 
 def contribution_bytes(model: str, codec: str) -> int:
@@ -21,26 +18,37 @@ def contribution_bytes(model: str, codec: str) -> int:
     return encoded_bytes(codec, num_parameters(preset(model)))
 
 
+def home_run(model: str) -> Manifest:
+    """Return the run that ``run create`` makes of a preset if a run file says nothing else."""
+    return complete(Manifest(model, preset(model)), ())
+
+
 def traffic_table() -> str:
-    """Return a row for each preset: an exchange, an hour of rounds of a minute, both one way, and the line needed."""
+    """Return a row for each preset: an exchange in some codecs, and what a run with the chosen settings sends."""
     heads = "".join(f" {codec} |" for codec in CODECS)
-    lines = [f"| model |{heads} in an hour, int8 | Mbit/s needed, int8 |", "|---" * (len(CODECS) + 3) + "|"]
+    lines = [f"| model |{heads} a round, chosen | seconds a round | in an hour | Mbit/s needed |"]
+    lines.append("|---" * (len(CODECS) + 5) + "|")
     for model in PRESETS:
         sizes = "".join(f" {_size(contribution_bytes(model, codec))} |" for codec in CODECS)
-        hourly = _size(contribution_bytes(model, "int8") * 3_600 // ROUND_SECONDS)
-        rate = 8e-6 * needs_of(Manifest(model, preset(model), outer=NoLoCoConfig(codec="int8"))).rate
-        lines.append(f"| `{model}` |{sizes} {hourly} | {rate:.{1 if rate >= 1 else 2}f} |")
+        run = home_run(model)
+        needs, seconds = needs_of(run), run.rounds.round_seconds
+        hourly = _size(round(needs.contribution_bytes * 3_600 / seconds))
+        rate = 8e-6 * needs.rate
+        digits = 1 if rate >= 1 else 2
+        lines.append(
+            f"| `{model}` |{sizes} {_size(needs.contribution_bytes)} | {seconds:g} | {hourly} | {rate:.{digits}f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def needs_table() -> str:
-    """Return a row for each preset: a member's needs, with the settings that suit a line of 20 Mbit/s."""
+    """Return a row for each preset: a member's needs, with the settings that ``run create`` chooses."""
     lines = [
         "| model | memory, without a GPU | GPU memory | host memory, with a GPU | disk | a newcomer downloads |",
         "|---" * 6 + "|",
     ]
     for model in PRESETS:
-        needs = plan(Manifest(model, preset(model)), Machine(USUAL_RATE, USUAL_RATE)).needs
+        needs = needs_of(home_run(model))
         sizes = (needs.on_cpu.host, needs.on_gpu.device, needs.on_gpu.host, needs.disk_bytes, needs.join_bytes)
         lines.append(f"| `{model}` |" + "".join(f" {_size(each)} |" for each in sizes))
     return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from farandole.protocol.best_known import reason_for
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, needs_of, needs_of_stage
@@ -40,6 +41,13 @@ def settings_line(settings: Mapping[str, Any]) -> str:
         number = f"{value:g}" if isinstance(value, float) else json.dumps(value)
         sections.setdefault(section, []).append(f"{field} = {number}")
     return "; ".join(f"[{section}] {', '.join(lines)}" for section, lines in sections.items())
+
+
+def settings_with_reasons(settings: Mapping[str, Any]) -> list[str]:
+    """Return a line for each setting that was chosen, with the reason."""
+    lines = {settings_line({name: value}): reason_for(name, value) for name, value in settings.items()}
+    width = max(map(len, lines), default=0)
+    return [f"{line:<{width}}  {reason}".rstrip() for line, reason in lines.items()]
 
 
 def exchange_line(needs: Needs, manifest: Manifest, rate: float) -> str:

@@ -15,7 +15,6 @@ from farandole.protocol.planning import (
     given_by,
     judge,
     plan,
-    remedy,
 )
 from farandole.protocol.presets import PRESETS, preset
 
@@ -40,10 +39,24 @@ def test_every_preset_fits_a_home_line(model: str, gpu: int | None) -> None:
     assert planned.busy >= 0.9
 
 
-def test_a_small_model_keeps_the_default_rounds() -> None:
+def test_a_small_model_has_short_rounds() -> None:
     planned = plan(manifest("3M"), HOME)
 
-    assert changes(manifest("3M"), planned.manifest) == {"outer.codec": "int8"}
+    assert changes(manifest("3M"), planned.manifest) == {
+        "outer.codec": "int8",
+        "rounds.round_seconds": 10.0,
+        "rounds.exchange_seconds": 10.0,
+        "rounds.overlap": True,
+    }
+
+
+def test_a_small_model_in_stages_does_not_overlap() -> None:
+    run = msgspec.structs.replace(manifest("3M"), model=msgspec.structs.replace(preset("3M"), num_stages=2))
+    planned = plan(run, HOME)
+
+    assert not planned.manifest.rounds.overlap
+    assert planned.busy is not None
+    assert planned.busy >= 0.9
 
 
 def test_rounds_that_overlap_are_as_long_as_an_exchange_may_take() -> None:
@@ -116,13 +129,24 @@ def test_each_of_several_partners_takes_time() -> None:
     assert two.fits
 
 
-def test_a_run_file_that_says_nothing_of_travel_is_completed_where_homes_could_not_exchange() -> None:
-    large, small = manifest("1B"), manifest("3M")
+@pytest.mark.parametrize("model", PRESETS)
+def test_a_run_file_is_completed_so_that_homes_can_exchange(model: str) -> None:
+    completed = complete(manifest(model), ())
 
-    assert complete(large, ["inner.batch_size"]) == remedy(large)
-    assert needs_of(complete(large, ())).rate <= USUAL_RATE
-    assert complete(small, ()) == small
-    assert complete(large, ["outer.codec"]) == large
+    assert needs_of(completed).rate <= USUAL_RATE
+    assert completed.model == manifest(model).model
+    assert (completed.outer.kind, completed.inner.optimizer) == ("plain", "muon")
+
+
+def test_what_a_run_file_says_is_not_completed() -> None:
+    rounds = RoundConfig(exchange_seconds=33.0, round_seconds=44.0)
+    run = manifest("1B", outer=NoLoCoConfig(codec="bf16", alpha=0.3), rounds=rounds)
+    given = ["outer.codec", "outer.alpha", "outer.fragments", "rounds.exchange_seconds", "rounds.round_seconds"]
+    given += ["rounds.overlap", "inner.learning_rate", "inner.warmup_steps"]
+    completed = complete(run, given)
+
+    assert completed == run
+    assert needs_of(completed).rate > USUAL_RATE
 
 
 def test_alternatives_show_what_else_there_is() -> None:

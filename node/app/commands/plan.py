@@ -77,7 +77,8 @@ def plan_run(
 ) -> None:
     """Find settings with which a model of this size fits members' memory and lines, before a run is signed.
 
-    What a run file says stays as it is, and the rest is planned. Exit code 1 if nothing fits.
+    What a run file says stays as it is. The rest is chosen by measurements, with the reason for each. Exit code 1 if
+    nothing fits.
 
     Examples: [cyan]farandole run plan 125M --upload 20Mbit[/cyan];
     [cyan]farandole run plan 350M --gpu 24GB --upload 20Mbit --out run.toml[/cyan];
@@ -85,6 +86,7 @@ def plan_run(
     [cyan]farandole run plan 1B --gpu 16GB --lean[/cyan];
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
+    from farandole.protocol.best_known import best_known
     from farandole.protocol.planning import Machine, alternatives, plan
 
     planned = _read(model)
@@ -95,7 +97,7 @@ def plan_run(
         None if gpu is None else int(gpu),
         is_lean=lean,
     )
-    best = plan(planned.manifest, machine, planned.given, members)
+    best = plan(best_known(planned.manifest, planned.given), machine, planned.given, members)
     if as_json:
         print_json(_as_json(best, planned, machine))
     else:
@@ -135,7 +137,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
     from farandole.protocol.planning import LINE_SHARE, changes, judge
     from farandole.protocol.presets import num_parameters
 
-    from ...base.requirements import settings_line
+    from ...base.requirements import settings_with_reasons
 
     manifest, needs = best.manifest, best.needs
     memory, has_gpu = machine.memory_of(needs), machine.gpu is not None
@@ -143,12 +145,14 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
     has = [f"{mbit(machine.upload)} up, {mbit(machine.download)} down"]
     has += [f"a GPU with {size(machine.gpu)}"] if machine.gpu is not None else []
     has += [f"{size(machine.memory)} of memory"] if machine.memory is not None else []
-    settings = settings_line(changes(planned.manifest, manifest)) or "the settings as they are"
+    chosen = settings_with_reasons(changes(planned.manifest, manifest))
     lacks = [name for name, is_lacking in (("line", best.lacks_line), ("memory", best.lacks_memory)) if is_lacking]
     verdict = f"does not fit (too little {' and '.join(lacks)}); nearest:" if lacks else "fits, with"
+    unchanged = "" if chosen else " the settings as they are"
     lines = [
         f"{manifest.name}: {count(num_parameters(manifest.model))} parameters; each member has {', '.join(has)}",
-        f"{verdict} {settings}",
+        f"{verdict}{unchanged}",
+        *(f"  {line}" for line in chosen),
         "",
         f"exchange  {size(needs.contribution_bytes)} each way: {duration(best.seconds)} with {LINE_SHARE:.0%} of the "
         f"line, of the {duration(needs.transfer_seconds)} that are certain ({TRANSFER_SHARE:.0%} of exchange_seconds); "
@@ -160,6 +164,8 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
             f"rounds    every parameter is averaged {times} in {duration(best.period)}; trainers are in inner steps "
             f"up to {best.busy:.0%} of the time"
         )
+        hourly = 3_600 / best.period * manifest.outer.fragments * rounds.partners * needs.contribution_bytes
+        lines.append(f"traffic   {size(hourly)} an hour each way for exchanges")
     where = f"{size(memory.device)} on the GPU and {size(memory.host)} of host memory" if has_gpu else size(memory.host)
     lines += [
         f"memory    {where}, for one sequence at a time",
@@ -207,11 +213,14 @@ def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
     """Return the plan for scripts: rates in bytes a second, times in seconds, sizes in bytes."""
     from dataclasses import asdict
 
+    from farandole.protocol.best_known import reason_for
     from farandole.protocol.planning import changes
 
+    settings = changes(planned.manifest, best.manifest)
     return {
         "fits": best.fits,
-        "settings": changes(planned.manifest, best.manifest),
+        "settings": settings,
+        "reasons": {name: reason_for(name, value) for name, value in settings.items()},
         "needs": {**asdict(best.needs), "rate": best.needs.rate, "least_rate": best.needs.least_rate},
         "machine": asdict(machine),
         "exchange_seconds": best.seconds,
@@ -224,6 +233,7 @@ def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
 
 def _write(path: Path, planned: _Model, best: Plan, *, force: bool) -> None:
     """Write a run file that says the plan. Asks before it replaces one."""
+    from farandole.protocol.best_known import reason_for
     from farandole.protocol.planning import changes
 
     if planned.table is None:
@@ -234,7 +244,7 @@ def _write(path: Path, planned: _Model, best: Plan, *, force: bool) -> None:
         and not (sys.stdin.isatty() and typer.confirm(f"{path} is there already. Replace it?"))
     ):
         raise ManifestError(f"{path} is there already; --force replaces it, --out writes elsewhere")
-    sections: dict[str, dict[str, Any]] = {"model": planned.table, "outer": {}, "rounds": {}}
+    sections: dict[str, dict[str, Any]] = {"model": planned.table, "inner": {}, "outer": {}, "rounds": {}}
     rounds = best.manifest.rounds
     settings = {
         **changes(planned.manifest, best.manifest),
@@ -247,7 +257,10 @@ def _write(path: Path, planned: _Model, best: Plan, *, force: bool) -> None:
         sections.setdefault(section, {})[field] = value
     lines = [f"name = {json.dumps(planned.manifest.name)}"]
     for name, values in sections.items():
-        lines += ["", f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in values.items())]
+        lines += ["", f"[{name}]"]
+        for field, value in values.items():
+            reason = reason_for(f"{name}.{field}", value) if f"{name}.{field}" in settings else ""
+            lines.append(f"{field} = {json.dumps(value)}" + f"  # {reason}" * bool(reason))
     head = "# Made by `farandole run plan`. examples/run.toml explains all settings, [data] and [inner] among them."
     try:
         path.write_text("\n".join([head, "", *lines, ""]))

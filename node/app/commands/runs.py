@@ -116,14 +116,12 @@ def _say_on_the_side(written: Manifest, signed: Manifest, warnings: Iterable[str
     """Print, on standard error, settings that the run file leaves open, and warnings."""
     from farandole.protocol.planning import changes
 
-    from ...base.requirements import settings_line
+    from ...base.requirements import settings_with_reasons
 
     if chosen := changes(written, signed):
-        typer.echo(
-            "note: the run file does not say how contributions travel, and with the defaults homes could not exchange; "
-            f"signed with {settings_line(chosen)}",
-            err=True,
-        )
+        typer.echo("note: the run file leaves these open; chosen by measurements, for lines of 20 Mbit/s:", err=True)
+        for line in settings_with_reasons(chosen):
+            typer.echo(f"  {line}", err=True)
     say_warnings(warnings)
 
 
