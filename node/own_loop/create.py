@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.external_model import recipe_hash
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.planning import complete, given_by
 from farandole.protocol.vectors import SLOW
 from farandole.training.follower import Follower
 from farandole.training.ranks import Order, Ranks, open_ranks, parameters_of, whole_of
@@ -42,9 +43,10 @@ def create_run(
 
     Members share the parameters that require a gradient, and with ``with_frozen`` the others too. ``recipe`` is what
     members agree on in words (batch size, data, precision): its hash goes into the manifest. ``rounds`` and
-    ``sections`` are the sections of a run file: ``rounds={"round_seconds": 60}``, ``outer={"codec": "int8"}``,
-    ``admission="invited"``. In several processes of `torch.distributed` each of them calls it, and rank 0 writes.
-    Raises `ManifestError`, or `ConsolidatedError` if the directory cannot be written; in other ranks `TrainingError`.
+    ``sections`` are the sections of a run file: ``rounds={"round_seconds": 60}``, ``outer={"codec": "bf16"}``,
+    ``admission="invited"``. What they leave open is chosen as ``run create`` chooses it. In several processes of
+    `torch.distributed` each of them calls it, and rank 0 writes. Raises `ManifestError`, or `ConsolidatedError` if the
+    directory cannot be written; in other ranks `TrainingError`.
     """
     home, ranks = NodeSettings(home=Path(folder)), open_ranks()
     if not ranks.is_leader:
@@ -112,7 +114,8 @@ def _wholes(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> dict[str, T
 
 
 def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:
-    return manifest_from_dict({**settings, "start": {"id": checkpoint.hex(), "run_id": NO_RUN.hex()}})
+    manifest = manifest_from_dict({**settings, "start": {"id": checkpoint.hex(), "run_id": NO_RUN.hex()}})
+    return complete(manifest, given_by(settings))
 
 
 def start_of(folder: Path) -> Path | None:
