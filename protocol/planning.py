@@ -67,6 +67,8 @@ MIN_HOLDERS: Final = 2
 # More stages than this do not pay: each adds a hop to every token's route.
 MAX_PLANNED_STAGES: Final = 32
 
+BY_TOKENS: Final = {"inner.warmup_tokens": "inner.warmup_steps", "inner.total_tokens": "inner.total_steps"}
+"""Settings of a run file in tokens of one member, and those of the manifest that they become."""
 NUM_STAGES: Final = "model.num_stages"
 STAGES: Final = frozenset({NUM_STAGES, "pipeline.in_flight", "pipeline.recompute"})
 """Settings by which a model is cut."""
@@ -202,7 +204,8 @@ def given_by(settings: object) -> frozenset[str]:
     if not isinstance(settings, dict):
         return frozenset()
     sections = ((name, value) for name, value in settings.items() if isinstance(value, dict))
-    return frozenset(f"{name}.{field}" for name, value in sections for field in value)
+    names = (f"{name}.{field}" for name, value in sections for field in value)
+    return frozenset(BY_TOKENS.get(name, name) for name in names)
 
 
 def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -> Iterator[Manifest]:

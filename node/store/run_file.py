@@ -1,8 +1,8 @@
 """``run.toml``: a run as a person writes it, turned into a manifest.
 
 It has the manifest's own fields, and some shortcuts: a model by its preset's name, by its Hugging Face configuration
-(`farandole.node.store.hf_file`) or by the function that makes it (`farandole.node.store.own_model`), and a tokenizer by
-its file.
+(`farandole.node.store.hf_file`) or by the function that makes it (`farandole.node.store.own_model`), a tokenizer by its
+file, and the schedule of the learning rate by tokens.
 """
 
 from __future__ import annotations
@@ -15,22 +15,29 @@ from typing import Any, Final
 import msgspec
 
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
+from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, manifest_from_dict
 from farandole.protocol.outer_rules import with_kind
+from farandole.protocol.planning import BY_TOKENS
 from farandole.protocol.presets import PRESETS, preset
 
-from ..base.config.faults import Context, FaultyError, FileFault, Place, did_you_mean, faults_in, faults_of
+from ..base.config.faults import Context, FaultyError, FileFault, Place, did_you_mean, faults_in, faults_of, shown
 from ..base.config.toml_file import TomlFile
 from .hf_file import hf_model, hf_tokenizer
 from .own_model import own_model
 
 _HF_PREFIX: Final = "hf:"
 # What a run file may have, and a manifest has in another form.
-_SHORTCUTS: Final[Mapping[Place, Collection[str]]] = {("model",): ("preset", "hf", "own"), ("tokenizer",): ("file",)}
+_SHORTCUTS: Final[Mapping[Place, Collection[str]]] = {
+    ("model",): ("preset", "hf", "own"),
+    ("tokenizer",): ("file",),
+    ("inner",): tuple(name.removeprefix("inner.") for name in BY_TOKENS),
+}
 _MODEL_FORM: Final = (
     f"a preset ({', '.join(PRESETS)}), a folder (hf:FOLDER), a function (package.module:function), or a section"
 )
 _MODEL_SOURCES: Final = ("preset", "hf", "own", "config")
+# More tokens than any run has; it bounds what is divided.
+MAX_TOKENS: Final = 2**56
 # Stand for wrong values, so that the rest of a file is checked next to valid ones.
 _STAND_IN_MODEL: Final = msgspec.structs.asdict(PRESETS["tiny"])
 _STAND_INS: Final = {"name": "run", "model": _STAND_IN_MODEL}
@@ -72,6 +79,8 @@ def manifest_of(
         found += faults_in(error)
         doubtful.append("tokenizer")
         complete["tokenizer"] = {}
+    complete["inner"], wrong = _by_steps(settings.get("inner", {}), complete.get("model"))
+    found += wrong
     reported = {fault.place for fault in found}
     others = faults_of(complete, Manifest, Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful))
     found += [fault for fault in others if fault.place not in reported]
@@ -102,6 +111,31 @@ def _model(model: object, folder: Path, allowed_models: Collection[str]) -> obje
         return model
     rest = {name: value for name, value in model.items() if name != "preset"}
     return {**msgspec.structs.asdict(_preset(model["preset"])), **rest}
+
+
+def _by_steps(inner: object, model: object) -> tuple[object, list[FileFault]]:
+    """Turn tokens of one member into inner steps, at least one; return the section, and the faults of these settings.
+
+    A fault's setting is left out, so that the rest can be checked.
+    """
+    if not isinstance(inner, Mapping):
+        return inner, []
+    section, found = dict(inner), []
+    context = model.get("context") if isinstance(model, Mapping) else None
+    batch_size = section.get("batch_size", InnerConfig().batch_size)
+    for name, other in BY_TOKENS.items():
+        field, steps = name.removeprefix("inner."), other.removeprefix("inner.")
+        if (tokens := section.pop(field, None)) is None:
+            continue
+        if steps in section:
+            found.append(FileFault(("inner", field), f"{name} and {other} say the same: leave one of them out"))
+        elif not isinstance(tokens, int | float) or isinstance(tokens, bool) or not 0 < tokens <= MAX_TOKENS:
+            found.append(FileFault(("inner", field), f"{name} is {shown(tokens)}: a positive number is expected"))
+        elif isinstance(context, int) and isinstance(batch_size, int) and context > 0 < batch_size:
+            section[steps] = max(1, round(tokens / (batch_size * context)))
+        else:
+            found.append(FileFault(("inner", field), f"{name} needs a model with a context: set {other}"))
+    return section, found
 
 
 def _preset(name: object) -> ModelConfig:

@@ -170,4 +170,5 @@ def test_judging_changes_nothing() -> None:
 def test_what_a_run_file_says() -> None:
     assert given_by({"name": "a", "model": "3M", "outer": {"codec": "int8"}}) == {"outer.codec"}
     assert given_by({"model": {"num_stages": 2}}) == {"model.num_stages"}
+    assert given_by({"inner": {"warmup_tokens": 1e6}}) == {"inner.warmup_steps"}
     assert given_by("not a table") == frozenset()

@@ -36,6 +36,15 @@ def test_a_model_by_name_by_table_and_by_both() -> None:
     assert (longer.width, longer.context) == (32, 999)
 
 
+def test_the_schedule_may_be_in_tokens_of_one_member() -> None:
+    inner = {"warmup_tokens": 10_240, "total_tokens": 1e6, "batch_size": 8}
+    manifest = manifest_of({"name": "a", "model": "tiny", "inner": inner}, Path(), 0)
+    assert manifest.model.context * 8 == 512
+    assert (manifest.inner.warmup_steps, manifest.inner.total_steps) == (20, 1_953)
+    least = manifest_of({"name": "a", "model": "tiny", "inner": {"total_tokens": 1}}, Path(), 0)
+    assert least.inner.total_steps == 1
+
+
 def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"{}")
     settings = {"name": "a", "model": "tiny", "tokenizer": {"file": "tokenizer.json"}}
@@ -56,6 +65,11 @@ def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
         ("name = 'a'\nmodel = 'tiny'\n[outer]\ngamma = 1.9", r"outer\.gamma is 1\.9"),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\nbatch_size = '16'", r"inner\.batch_size"),
         ("name = 'a'\nmodel = 3", r"model"),
+        ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = 1\ntotal_steps = 2", r":4: .*say the same: leave one"),
+        ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = 0", r":4: inner\.total_tokens is 0: a positive number"),
+        ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = inf", r":4: inner\.total_tokens is Infinity"),
+        ("name = 'a'\nmodel = 'tiny'\n[inner]\nwarmup_tokens = true", r":4: inner\.warmup_tokens is true"),
+        ("name = 'a'\nmodel = 'tiny'\n[inner]\nbatch_size = 'x'\ntotal_tokens = 9", r":4: inner\.batch_size"),
         ("#" * MAX_FILE_BYTES + "#", "more than 262144 bytes"),
     ],
 )
