@@ -76,6 +76,21 @@ class Replacement:
     come: int
 
 
+@dataclass(frozen=True)
+class DiLoCo:
+    """The settings of DiLoCo's members that differ from the nodes'."""
+
+    interval: int
+    """Inner steps between two averages."""
+    rate: float
+    """Factor of the learning rate."""
+
+    def manifest(self, nodes: Manifest) -> Manifest:
+        """Return the settings of its members, from those of the nodes."""
+        rate = self.rate * nodes.inner.learning_rate
+        return msgspec.structs.replace(nodes, inner=msgspec.structs.replace(nodes.inner, learning_rate=rate))
+
+
 class _Sampler:
     """A view that saves the mean of the newest checkpoints now and then, and forwards to another view."""
 
@@ -120,18 +135,20 @@ def mean_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
 def run(
     name: Annotated[str, typer.Option("--scenario", help="A scenario with lines and boxed rounds.")] = "race",
     interval: Annotated[int, typer.Option(min=1, help="Inner steps between DiLoCo's averages.")] = 12,
+    rate: Annotated[float, typer.Option(min=0, help="Factor of the scenario's learning rate for DiLoCo.")] = 0.25,
     out: Out = OUT,
     write: Write = None,
 ) -> None:
     """Measure the wall-clock to a loss in homes with slow lines, compared with DiLoCo (20 minutes; Linux, root).
 
     Examples: [cyan]farandole testnet bench race[/cyan];
-    [cyan]farandole testnet bench race --interval 24[/cyan]
+    [cyan]farandole testnet bench race --interval 24 --rate 1[/cyan]
     """
     scenario = load_scenario(name)
     if scenario.link is None or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
         raise BenchError(f"{name} is no race: name a scenario with [link], boxed rounds and step_seconds")
-    with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval) as bench:
+    settings = DiLoCo(interval, rate)
+    with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval, rate=rate) as bench:
         folder = (out / "race").absolute()
         with open_view(bench.console) as view:
             samples = folder.with_name("race-samples")
@@ -142,11 +159,11 @@ def run(
             raise BenchError(f"the nodes saved no checkpoint: see {folder / 'nodes'}")
         bench.say("DiLoCo")
         manifest, seconds = scenario.manifest(0.0), sampler.samples[-1].seconds
-        diloco, num_steps = play_diloco(bench, scenario, manifest, interval, seconds, samples)
+        diloco, num_steps = play_diloco(bench, scenario, settings, seconds, samples)
         bench.say("losses")
         curves = {NODES: measured(manifest, sampler.samples), DILOCO: measured(manifest, diloco)}
         paces = {NODES: node_pace(scenario, manifest, play, seconds), DILOCO: diloco[-1].seconds / num_steps}
-        bench.publish(report(bench.setting, scenario, manifest, play, curves, paces, interval))
+        bench.publish(report(bench.setting, scenario, settings, play, curves, paces))
 
 
 # DiLoCo
@@ -164,11 +181,11 @@ def replacements(scenario: Scenario) -> list[Replacement]:
 
 
 def play_diloco(
-    bench: Bench, scenario: Scenario, manifest: Manifest, interval: int, seconds: float, folder: Path
+    bench: Bench, scenario: Scenario, diloco: DiLoCo, seconds: float, folder: Path
 ) -> tuple[list[Sample], int]:
     """Play DiLoCo for this time; return its weights after each round, and a member's inner steps."""
     assert scenario.link is not None
-    settings, due = msgspec.to_builtins(manifest), replacements(scenario)
+    settings, due = msgspec.to_builtins(diloco.manifest(scenario.manifest(0.0))), replacements(scenario)
     early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
     with ExitStack() as stack:
         places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
@@ -189,7 +206,7 @@ def play_diloco(
             for change in due:
                 if change.seconds - _PREPARE_SECONDS <= now and change.come not in coming:
                     coming[change.come] = begin(change.come)
-            ask_all(list(members.values()), "learn", steps=interval)
+            ask_all(list(members.values()), "learn", steps=diloco.interval)
             for change in [change for change in due if change.seconds <= now]:
                 due.remove(change)
                 members.pop(change.gone).kill()
@@ -204,7 +221,7 @@ def play_diloco(
             samples.append(Sample(time.monotonic() - began_at, file))
             next(iter(members.values())).ask("save", path=str(file))
             bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
-    return samples, len(samples) * interval
+    return samples, len(samples) * diloco.interval
 
 
 # Losses and paces
@@ -270,15 +287,14 @@ def simulated(scenario: Scenario, manifest: Manifest, interval: int) -> dict[str
 def report(
     setting: Mapping[str, Any],
     scenario: Scenario,
-    manifest: Manifest,
+    settings: DiLoCo,
     play: PlayReport,
     curves: Mapping[str, Sequence[Sample]],
     paces: Mapping[str, float],
-    interval: int,
 ) -> BenchReport:
     """Return the tables and their data."""
-    nodes, diloco = curves[NODES], curves[DILOCO]
-    expected = simulated(scenario, manifest, interval)
+    nodes, diloco, manifest = curves[NODES], curves[DILOCO], scenario.manifest(0.0)
+    expected = simulated(scenario, manifest, settings.interval)
     rows = [
         [
             way,
@@ -310,8 +326,9 @@ def report(
     words = [
         f"{len(early)} homes, {num_parameters(manifest.model):,} parameters; an inner step takes {min(early):g} to "
         f"{max(early):g} s. Pairs average {manifest.outer.codec} every {manifest.rounds.round_seconds:g} s, DiLoCo "
-        f"fp32 every {interval} inner steps of each member. *A step*: seconds of the run for an inner step of an "
-        "average member; *simulated*: the same by `farandole.testnet.simulate_time`, for these lines and speeds, and "
+        f"fp32 every {settings.interval} inner steps of each member, at {settings.rate:g} times their learning rate. "
+        "*A step*: seconds of the run for an inner step of an average member; *simulated*: the same by "
+        "`farandole.testnet.simulate_time`, for these lines and speeds, and "
         "without replacements. Losses are of the mean of all replicas, in nats a token.",
     ]
     data = {
