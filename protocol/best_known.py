@@ -19,10 +19,11 @@ from .manifest import InnerConfig, Manifest
 from .outer_rules import OuterConfig, PlainConfig
 from .presets import num_parameters
 
-# Parameters, and AdamW's best learning rate with the plain mean: of the rates tried, factors of 2 apart, the lowest
-# with a loss within 0.3 % of the best.
+# Parameters, and AdamW's learning rate with the plain mean: of the rates tried, factors of 2 apart, the lowest with a
+# loss within 0.3 % of the best. (The last is the higher of two.)
 RATES: Final = ((504_672, 6e-3), (2_927_040, 3e-3), (124_972_800, 3.75e-4))
-# Muon's steps have the size of AdamW's; its best rate was twice as high with each of these models.
+# Muon's steps have the size of AdamW's. With the first two models its best rate was twice as high; with the third this
+# is the only one tried.
 MUON_FACTOR: Final = 2.0
 # Of the inner steps, in the comparisons.
 WARMUP_SHARE: Final = 0.05

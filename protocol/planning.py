@@ -29,25 +29,7 @@ LINE_SHARE: Final = 0.8
 GOOD_EXCHANGE: Final = 180.0
 # Round values for times, in seconds: from the shortest rounds that were played between homes (BENCHMARKS.md, A slow
 # link) to the longest that a manifest accepts.
-STEPS: Final = (
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    45.0,
-    60.0,
-    90.0,
-    120.0,
-    180.0,
-    240.0,
-    300.0,
-    450.0,
-    600.0,
-    900.0,
-    1_200.0,
-    1_800.0,
-    3_600.0,
-)
+STEPS: Final = tuple(map(float, (10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 300, 450, 600, 900, 1_200, 1_800, 3_600)))
 FRAGMENTS: Final = (1, 2, 4, 8, 16, 32, 64)
 # int8 lost nothing against fp32 in measurements, int4 and topk did (BENCHMARKS.md, Codecs and late outer steps).
 CODECS: Final = ("int8", "int4", "topk")
@@ -60,6 +42,8 @@ OVERLAP_FROM: Final = 3.0
 # An exchange takes at least this many seconds, however little is sent: of a quarter of int8 (0.3 s on that line) it
 # took 0.9 to 1.1 s between homes 50 ms apart (BENCHMARKS.md, A slow link).
 LEAST_EXCHANGE: Final = 1.0
+# In shorter rounds than 40 s it goes unnoticed that a member commits to none (docs/threat-model.md).
+LEAST_AUDITED: Final = 45.0
 # Microbatches at a node at once, of a model that is cut. Each keeps only its input (`recompute`).
 PLANNED_IN_FLIGHT: Final = 4
 # Members of each stage at least, so that one may leave.
@@ -270,7 +254,7 @@ def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan
         rounds = msgspec.structs.replace(rounds, overlap=may_be_late and is_worth_it)
     if "rounds.round_seconds" not in given and not rounds.inner_steps:
         wait = rounds.partners * max(seconds, LEAST_EXCHANGE) * GOOD_BUSY_SHARE / (1 - GOOD_BUSY_SHARE)
-        least = max(rounds.exchange_seconds, 0.0 if rounds.overlap else wait)
+        least = max(rounds.exchange_seconds, 0.0 if rounds.overlap else wait, LEAST_AUDITED if manifest.audits else 0.0)
         rounds = msgspec.structs.replace(rounds, round_seconds=_step(least))
     return judge(msgspec.structs.replace(manifest, rounds=rounds), machine)
 

@@ -115,6 +115,7 @@ def test_a_run_with_audits_is_planned_without_what_audits_exclude() -> None:
 
     assert planned.fits
     assert not planned.manifest.rounds.overlap
+    assert plan(msgspec.structs.replace(run, model=preset("3M")), HOME).manifest.rounds.round_seconds == 45.0
 
 
 def test_each_of_several_partners_takes_time() -> None:

@@ -1,0 +1,230 @@
+"""Members of a run in stages that give weights, and a node that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.settings import NodeSettings
+from farandole.node.join import bootstrap as joining
+from farandole.node.join import comparing, downloads
+from farandole.node.join.downloads import Downloads
+from farandole.node.join.weights import (
+    Weights,
+)
+from farandole.node.status.journal import Journal
+from farandole.node.store.fetch import Fetched
+from farandole.node.store.holdings import Holding
+from farandole.node.store.partial_file import partial_path
+from farandole.node.store.provider import (
+    Conditions,
+    DonorBusyError,
+    DonorError,
+)
+from farandole.node.store.weight_files import WeightFiles
+from farandole.protocol import sketches
+from farandole.protocol.believing import Credit
+from farandole.protocol.block_transfer import BlockQuestion
+from farandole.protocol.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.copies import ranked
+from farandole.protocol.entries import CheckpointNotice
+from farandole.protocol.manifest import Manifest, ModelConfig
+
+from ...training.test_sketch import sketch_of
+from ..store.files import KEY, RUN, checkpoint_bytes, index_of
+
+MODEL = ModelConfig(num_layers=3, width=16, num_heads=2, hidden=32, context=16, vocabulary=256, num_stages=3)
+ME, ANN, BOB, CYD, DAN, EVE = (bytes([number]) * 32 for number in range(6))
+
+
+def content_of(peer: bytes, stage: int, round_index: int) -> bytes:
+    return checkpoint_bytes(8, seed=hash((peer, stage, round_index)), round_index=round_index)
+
+
+class World:
+    """A membership, and peers with checkpoints of stages: (peer, stage) -> (author, round)."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_stages = 3
+        self.stage = 1
+        self.round = 30
+        self.by_peer: dict[tuple[bytes, int], tuple[bytes, int]] = {}
+        self.members: dict[bytes, int] = {}
+        """Live members -> stage; all are in this run's round."""
+        self.silent: set[bytes] = set()
+        """Members that do not answer."""
+        self.busy: set[bytes] = set()
+        self.in_dht: dict[bytes, list[bytes]] = {}
+        """Key -> its providers."""
+        self.weights_of: dict[bytes, bytes] = {}
+        """Peer -> its file, for members that answer questions for sketches."""
+        self.compared_with: list[bytes] = []
+        self.asked: list[tuple[bytes, int]] = []
+        self.fetched_from: list[tuple[bytes, ...]] = []
+        self.told: list[tuple[int, int, bool]] = []
+        self.provided: list[bytes] = []
+        self.seconds = 1.0
+        """Duration of a download."""
+        self.said: list[str] = []
+        self.journal = Journal(say=self.said.append)
+        self.announcer = self
+        self.credit = Credit()
+        self.settings = NodeSettings(home=folder, backup_seconds=10.0)
+        self.settings.checkpoints.mkdir()
+        self.weights = self.begin()
+        monkeypatch.setattr(comparing, "ask_for_sketch", self.sketch)
+        monkeypatch.setattr(downloads, "ask_for_index", self.ask)
+        monkeypatch.setattr(downloads, "fetch_checkpoint", self.fetch)
+        monkeypatch.setattr(joining, "dial", self.dial)
+        monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+
+    def begin(self) -> Weights:
+        """Begin a new life of the node."""
+        host: Any = SimpleNamespace(
+            author=ME, find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove
+        )
+        me: Any = self
+        files = WeightFiles(self.settings, Manifest("cut", MODEL))
+        return Weights(KEY, Downloads(host, Conditions(host, RUN), files, me, self.journal))
+
+    def index(self, peer: bytes, stage: int) -> Index:
+        author, round_index = self.by_peer[peer, stage]
+        index = index_of(self.content_of(author, stage, round_index), round_index)
+        maker = author if author in self.weights_of else index.author
+        return msgspec.structs.replace(index, stage=stage, num_stages=3, author=maker)
+
+    def content_of(self, author: bytes, stage: int, round_index: int) -> bytes:
+        return self.weights_of.get(author) or content_of(author, stage, round_index)
+
+    # The part of a membership that weights use
+
+    def current_round(self) -> int:
+        return self.round
+
+    @property
+    def everyone(self) -> frozenset[bytes]:
+        return frozenset(self.members)
+
+    def networks(self) -> dict[bytes, str]:
+        return {}
+
+    def awaits_contact(self) -> bool:
+        return False
+
+    def is_beginning(self) -> bool:
+        return False
+
+    def doubt_those_ahead(self, after_round: int) -> None:
+        self.credit.lose((peer for peer in self.members if self.round > after_round), trio.current_time())
+
+    def nodes_of_stages(self) -> tuple[frozenset[bytes], ...]:
+        return tuple(frozenset(peer for peer, held in self.members.items() if held == stage) for stage in range(3))
+
+    def donors(self, after_round: int, stage: int) -> list[bytes]:
+        now = trio.current_time()
+        ahead = [peer for peer, held in self.members.items() if held == stage and self.round > after_round]
+        return [peer for peer in ahead if self.credit.is_good(peer, now)]
+
+    def announced(self, stage: int) -> dict[bytes, CheckpointNotice]:
+        return {peer: found[0] for peer, found in self.notices(stage).items() if self.members[peer] == stage}
+
+    def notices(self, stage: int) -> dict[bytes, list[CheckpointNotice]]:
+        return {
+            peer: [CheckpointNotice(told[1], of, sign_index(KEY, self.index(peer, of)).id, 1, 1, 1)]
+            for (peer, of), told in self.by_peer.items()
+            if of == stage and peer in self.members
+        }
+
+    def holders(self, stage: int, checkpoint_id: bytes) -> list[bytes]:
+        return [peer for peer, notices in self.notices(stage).items() if notices[0].id == checkpoint_id]
+
+    def told_checkpoints(self) -> frozenset[bytes]:
+        return frozenset()
+
+    def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
+        self.told.append((index.stage, index.round, is_copy))
+
+    # The part of a network that weights use
+
+    async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
+        await trio.lowlevel.checkpoint()
+        return [(peer, []) for peer in self.in_dht.get(key, [])]
+
+    async def provide(self, key: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self.provided.append(key)
+
+    async def sketch(self, host: object, member: bytes, question: sketches.SketchQuestion) -> sketches.Sketch | None:
+        """Return a member's answer, by `sketch_of`; None if it does not answer."""
+        await trio.lowlevel.checkpoint()
+        self.compared_with.append(member)
+        content = self.weights_of.get(member)
+        return None if content is None else sketches.values_of(sketch_of(content, question.seed))
+
+    async def dial(self, host: object, peers: dict[bytes, list[str]]) -> dict[bytes, str]:
+        await trio.lowlevel.checkpoint()
+        return {}
+
+    async def ask(
+        self, conditions: object, peer: bytes, stage: int, max_size: int, known: bytes | None
+    ) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        self.asked.append((peer, stage))
+        if (peer, stage) not in self.by_peer or peer in self.silent:
+            raise DonorError("it does not have the checkpoint")
+        if peer in self.busy:
+            raise DonorBusyError(1.0)
+        index = self.index(peer, stage)
+        signed = sign_index(KEY, index)
+        assert known in (None, signed.id)
+        return signed, index
+
+    async def fetch(
+        self,
+        conditions: object,
+        signed: SignedIndex,
+        index: Index,
+        donors: Callable[[], Collection[bytes]],
+        wanted: object,
+        path: Path,
+        show: object,
+        accuse: object,
+        *,
+        is_prefix: bool,
+    ) -> Fetched:
+        await trio.sleep(self.seconds)
+        names = tuple(donors())
+        if names:
+            author, round_index = self.by_peer[names[0], index.stage]
+            path.write_bytes(self.content_of(author, index.stage, round_index))
+        else:
+            partial_path(path, signed.id).replace(path)
+        assert is_prefix is (path.suffix == ".blocks")
+        self.fetched_from.append(names)
+        return Fetched(dict.fromkeys(names, 1), 1, 1, 0)
+
+    def is_fetched(self, author: bytes, stage: int, round_index: int) -> bool:
+        path = self.settings.fetched(stage)
+        return path.exists() and path.read_bytes() == self.content_of(author, stage, round_index)
+
+    def two_to_copy(self) -> list[bytes]:
+        """Return members of the next stage with checkpoints, in the order in which they must be copied."""
+        self.members = {ANN: 2, BOB: 2}
+        self.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
+        return ranked(RUN, 2, [ANN, BOB])
+
+    async def given(self, weights: Weights, stage: int) -> Holding | None:
+        return await weights.giving.find(BlockQuestion(RUN, stage))
+
+
+async def run_here(function: Any, *args: object) -> object:
+    """Run in this thread: the mock clock would jump while a thread works."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)

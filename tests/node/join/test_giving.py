@@ -1,0 +1,310 @@
+"""What a node gives: saves for newcomers, and its copy of another stage's weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.join import downloads
+from farandole.node.join.downloads import Downloads
+from farandole.node.join.giving import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyKeeper, Giving
+from farandole.node.status.journal import Journal
+from farandole.node.store import weight_files
+from farandole.node.store.fetch import Fetched, FetchError
+from farandole.node.store.partial_file import partial_path
+from farandole.node.store.provider import (
+    ANSWER_TIMEOUT,
+    MAX_FRESH_SAVE,
+    Conditions,
+    fresh_save_timeout,
+)
+from farandole.node.store.weight_files import WeightFiles
+from farandole.protocol import trainer_messages as messages
+from farandole.protocol.block_transfer import BlockQuestion
+from farandole.protocol.blocks import Index, SignedIndex
+from farandole.protocol.entries import RULES, Kind
+from farandole.protocol.manifest import Manifest
+
+from ..store.files import RUN, index_of
+from .donors import ANN, BOB, ME, MODEL, World, content_of
+
+
+async def test_the_next_stages_newest_weights_are_kept_told_and_given(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 2, BOB: 0}
+    world.by_peer = {(ANN, 2): (ANN, 29)}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(30)
+    assert world.asked == [(ANN, 2)]
+    assert world.told == [(2, 29, True)]
+    assert len(world.provided) == 1
+    given = await world.given(world.weights, 2)
+    assert given is not None
+    assert given.read(0) == content_of(ANN, 2, 29)
+    assert await world.given(world.weights, 0) is None
+    world.stage = 2  # it moves: its own copy is what it needs
+    world.members = {BOB: 0}
+    await world.weights.obtain()
+    assert world.is_fetched(ANN, 2, 29)
+    world.by_peer = {(BOB, 0): (BOB, 31)}
+    await trio.sleep(30)
+    assert {path.name[:6] for path in world.settings.checkpoints.iterdir()} == {"copy-0"}
+    assert len(world.provided) == 1
+    nursery.cancel_scope.cancel()
+
+
+async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    first, second = world.two_to_copy()
+    world.silent = {first}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(60)
+    assert world.asked == [(first, 2), (second, 2)]
+    assert world.fetched_from == [(second,)]
+    world.silent = set()
+    await trio.sleep(PASS_OVER_SECONDS)
+    assert world.fetched_from == [(second,), (first,)]
+    nursery.cancel_scope.cancel()
+
+
+async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    first, _ = world.two_to_copy()
+    world.busy = {first}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(30)
+    assert set(world.asked) == {(first, 2)}
+    world.busy = set()
+    await trio.sleep(30)
+    assert world.fetched_from == [(first,)]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_copy_outlives_its_node(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(15)
+    world.members = {}
+    world.told.clear()
+    again = world.begin()
+    nursery.start_soon(again.run)
+    await trio.sleep(1)
+    assert world.told == [(2, 29, True)]
+    given = await world.given(again, 2)
+    assert given is not None
+    assert given.read(0) == content_of(ANN, 2, 29)
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.settings = replace(world.settings, disk=100.0)
+    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    weights = world.begin()
+    nursery.start_soon(weights.run)
+    await trio.sleep(15)
+    assert await world.given(weights, 2) is not None
+    monkeypatch.setattr(weight_files, "used_bytes", lambda folder: 100 * 10**9)
+    await trio.sleep(15)
+    assert await world.given(weights, 2) is None
+    assert list(world.settings.checkpoints.iterdir()) == []
+    nursery.cancel_scope.cancel()
+
+
+async def test_copies_take_a_tenth_of_the_time_at_most(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 2}
+    world.seconds = 100.0
+    nursery.start_soon(world.weights.run)
+    for round_index in range(160):  # a newer one each time
+        world.by_peer = {(ANN, 2): (ANN, round_index)}
+        await trio.sleep(50)
+    assert 5 <= len(world.fetched_from) <= 12
+    nursery.cancel_scope.cancel()
+
+
+async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_stages(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    content = content_of(ME, 1, 30)
+    path = world.settings.checkpoints / "stage-1-round-30.safetensors"
+    path.write_bytes(content)
+    saved = messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes)
+    nursery.start_soon(world.weights.run)
+    world.weights.giving.trainer_stage = 0
+    world.weights.giving.note_saved(saved)
+    await trio.sleep(1)
+    assert world.told == []
+    world.weights.giving.trainer_stage = 1
+    world.weights.giving.note_saved(saved)
+    await trio.sleep(1)
+    assert world.told == [(1, 30, False)]
+    path.unlink()  # the trainer keeps two
+    given = await world.given(world.weights, 1)
+    assert given is not None
+    assert given.read(0) == content
+    assert await world.weights.giving.find(BlockQuestion(RUN, 1, given.id)) is given
+    assert await world.weights.giving.find(BlockQuestion(RUN, 1, bytes(32))) is None
+    nursery.cancel_scope.cancel()
+
+
+async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Path] = []
+
+    async def break_off(
+        conditions: object,
+        signed: SignedIndex,
+        index: Index,
+        donors: object,
+        wanted: object,
+        path: Path,
+        *args: object,
+        is_prefix: bool,
+    ) -> Fetched:
+        await trio.lowlevel.checkpoint()
+        begun.append(partial_path(path, signed.id))
+        begun[-1].touch()
+        raise FetchError("the line is too slow")
+
+    monkeypatch.setattr(downloads, "fetch_checkpoint", break_off)
+    world.members = {ANN: 2}
+    nursery.start_soon(world.weights.run)
+    for round_index in range(5):
+        world.by_peer = {(ANN, 2): (ANN, round_index)}
+        await trio.sleep(30)
+    assert len(set(begun)) == 5
+    assert list(world.settings.checkpoints.iterdir()) == [begun[-1]]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_checkpoint_whose_file_is_another_already_is_not_given(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    content = content_of(ME, 1, 30)
+    path = world.settings.checkpoints / "stage-1-round-30.safetensors"
+    path.write_bytes(content_of(ME, 1, 31))  # saved again in the same round
+    nursery.start_soon(world.weights.run)
+    world.weights.giving.trainer_stage = 1
+    world.weights.giving.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
+    await trio.sleep(1)
+    assert world.told == []
+    assert list(world.settings.checkpoints.iterdir()) == [path]
+    nursery.cancel_scope.cancel()
+
+
+async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a_node_has_left(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.round = 7
+    world.settings = replace(world.settings, disk=1.0)
+    for name in ("stage-0-round-7", "stage-1-round-7", "stage-2-round-7"):
+        (world.settings.checkpoints / f"{name}.safetensors").write_bytes(content_of(ME, 1, 7))
+    await world.begin().obtain()
+    assert [path.stem for path in world.settings.checkpoints.iterdir()] == ["stage-1-round-7"]
+
+
+async def test_what_is_held_is_told_again_before_the_run_forgets_it(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(30)
+    world.members = {}  # the stage's only copy is this node's
+    await trio.sleep(RULES[Kind.CHECKPOINT].ttl / 2)
+    assert len(world.told) >= 2
+    assert set(world.told) == {(2, 29, True)}
+    nursery.cancel_scope.cancel()
+
+
+class GivingLarge:
+    """A node whose checkpoints are large, and which holds an old one."""
+
+    def __init__(self, max_bytes: int, rate: float | None) -> None:
+        held: Any = SimpleNamespace(index=SimpleNamespace(round=1, stage=0))
+        held.hold = lambda: held
+        library: Any = SimpleNamespace(newest=held, copy=None, max_bytes=max_bytes)
+        membership: Any = SimpleNamespace(stage=0)
+        journal = Journal(say=lambda text: None)
+        journal.update(round=30)
+        self.giving = Giving(library, membership, journal)
+        self.giving.save_rate = rate
+
+    async def seconds_until_answered(self) -> float:
+        """Return the seconds until it answers; the trainer does not save in time."""
+        began_at = trio.current_time()
+        assert await self.giving.find(BlockQuestion(RUN, 0)) is not None
+        with trio.fail_after(1):
+            await self.giving.save_wanted()
+        return trio.current_time() - began_at
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "rate", "seconds"),
+    [
+        (1_000, None, FRESH_SAVE_TIMEOUT),
+        (2_000_000_000, None, FRESH_SAVE_TIMEOUT + 20),
+        (2_000_000_000, 500e6, FRESH_SAVE_TIMEOUT + 20),
+        (2_000_000_000, 50e6, 0),  # a save takes 40 s: the newcomer gets the existing one
+        (10**12, None, FRESH_SAVE_TIMEOUT + MAX_FRESH_SAVE),
+        (10**12, 1e9, 0),
+    ],
+)
+async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(
+    max_bytes: int, rate: float | None, seconds: float, autojump_clock: trio.testing.MockClock
+) -> None:
+    assert await GivingLarge(max_bytes, rate).seconds_until_answered() == pytest.approx(seconds, abs=0.01)
+    assert seconds < ANSWER_TIMEOUT + fresh_save_timeout(max_bytes), "a newcomer waits for longer"
+
+
+def test_the_rate_of_saves_is_measured() -> None:
+    giving = GivingLarge(1_000, None).giving
+    giving.note_saved(messages.Saved(7, 70, 700, "path", size=4_000))
+    assert giving.save_rate is None
+    giving.note_saved(messages.Saved(8, 80, 800, "path", size=4_000, seconds=2.0))
+    assert giving.save_rate == 2_000
+
+
+async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The model is not cut. The line is measured again after a day."""
+    whole = Manifest("whole", msgspec.structs.replace(MODEL, num_stages=1))
+    files = WeightFiles(world.settings, whole)
+    host: Any = SimpleNamespace(author=ME)
+    membership: Any = world
+    line = Downloads(host, Conditions(host, RUN), files, membership, world.journal)
+    library: Any = SimpleNamespace()
+    keeper = CopyKeeper(line, library)
+    too_slow = files.required_bytes(0) / (6 * whole.rounds.round_seconds)
+
+    assert not keeper._is_in_vain(0)  # nothing is measured
+    line.is_measured, line.rate = True, 2 * too_slow
+    assert not keeper._is_in_vain(0)
+    line.rate = too_slow
+    assert keeper._is_in_vain(0)
+    assert "would be 6 rounds old" in world.journal.events[-1].text
+    await trio.sleep(SLOW_COPY_INTERVAL)
+    assert not keeper._is_in_vain(0)  # once, to measure it
+    assert keeper._is_in_vain(0)
+
+
+async def test_a_copy_of_a_stage_is_made_however_old_it_will_be(world: World) -> None:
+    keeper = world.weights._copies
+    world.weights._downloads.is_measured, world.weights._downloads.rate = True, 1e-3
+    assert not keeper._is_in_vain(2)

@@ -1,0 +1,244 @@
+"""Weights that a newcomer does not take: unfit, false, or unlike other members'."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.errors import JoinError
+from farandole.node.join import comparing
+from farandole.node.join.weights import (
+    CONTACT_INTERVAL,
+    CONTACT_TIMEOUT,
+    DISPUTED_AFTER,
+)
+from farandole.protocol.safetensors import encode_header
+
+from .donors import ANN, BOB, CYD, DAN, ME, World, content_of
+
+
+def refuse(world: World) -> None:
+    """Do what the trainer does with a file that it judges unfit."""
+    world.settings.fetched(1).unlink()
+
+
+async def test_the_author_of_unfit_weights_is_not_believed_and_another_is_asked(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, BOB: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 28)}
+    await world.weights.obtain()
+    assert world.is_fetched(ANN, 1, 29)
+    refuse(world)
+    await world.weights.obtain()
+    assert "the weights of round 29 are unfit" in "\n".join(world.said)
+    assert not world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
+    assert world.is_fetched(BOB, 1, 28)
+
+
+async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_them(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    members = world.members = {ANN: 1, BOB: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 28)}
+    await world.weights.obtain()
+    refuse(world)
+    world.members, world.round = {}, 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.weights.obtain)
+        await trio.sleep(5.0)
+        world.members, world.round = members, 30
+    assert world.is_fetched(BOB, 1, 28)
+
+
+async def test_a_newcomer_whose_members_never_come_back_begins_anew(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members, world.by_peer = {ANN: 1}, {(ANN, 1): (ANN, 29)}
+    await world.weights.obtain()
+    refuse(world)
+    world.members, world.round = {}, 0
+    began_at = trio.current_time()
+    await world.weights.obtain()
+    assert trio.current_time() - began_at <= CONTACT_TIMEOUT + CONTACT_INTERVAL
+    assert not world.settings.fetched(1).exists()
+
+
+async def test_weights_that_were_taken_up_cost_nobody_its_credit(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29)}
+    await world.weights.obtain()
+    world.settings.fetched(1).replace(world.settings.checkpoints / "stage-1-round-29.safetensors")
+    await world.weights.obtain()
+    assert world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
+
+
+async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second_time(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    own = world.settings.checkpoints / "stage-1-round-5.safetensors"
+    own.write_bytes(content_of(ME, 1, 5))
+    world.members = {ANN: 1, BOB: 1}
+    world.silent = {ANN, BOB}
+    await world.weights.obtain()
+    assert "going on with this node's own of round 5" in world.journal.warnings[-1]
+    assert not world.credit.is_good(ANN, trio.current_time())
+    assert world.donors(0, 1) == []
+
+
+async def test_a_file_of_another_round_than_its_index_says_is_not_taken(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.members = {ANN: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29)}
+    index = world.index
+    monkeypatch.setattr(world, "index", lambda peer, stage: msgspec.structs.replace(index(peer, stage), round=28))
+    monkeypatch.setattr("farandole.node.join.weights.WEIGHTS_TIMEOUT", 10.0)
+    with pytest.raises(JoinError, match="step 4"):
+        await world.weights.obtain()
+    assert "lied about the round" in "\n".join(world.said)
+    assert not world.settings.fetched(1).exists()
+
+
+# Compared with other members' weights
+
+RNG = np.random.default_rng(1)
+LEARNT = RNG.standard_normal(1_000, np.float32)
+
+
+def honest() -> np.ndarray:
+    """Return an honest replica's weights, some percent away from the others'."""
+    return LEARNT + np.float32(0.05) * noise()
+
+
+def noise() -> np.ndarray:
+    return RNG.standard_normal(1_000, np.float32)
+
+
+def file_of(weights: np.ndarray, round_index: int = 29) -> bytes:
+    header = encode_header({"round": str(round_index)}, [("slow/w", (1_000,)), ("momentum/w", (1_000,))])
+    return header + 2 * weights.astype("<f4").tobytes()
+
+
+def hold_alike(world: World, poisoned: Collection[bytes], honest_ones: Collection[bytes]) -> None:
+    """Add members of stage 1 with weights: the poisoned all have the same noise, and are one round ahead."""
+    poison = file_of(noise(), 30)
+    for peer in (*poisoned, *honest_ones):
+        world.members[peer] = 1
+        world.by_peer[peer, 1] = (peer, 29) if peer in honest_ones else (next(iter(poisoned)), 30)
+        world.weights_of[peer] = file_of(honest()) if peer in honest_ones else poison
+
+
+async def test_a_stages_weights_that_are_like_other_members_are_taken(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [], [ANN, BOB, CYD])
+    await world.weights.obtain()
+    (given,) = [peer for peer in (ANN, BOB, CYD) if world.is_fetched(peer, 1, 29)]
+    assert set(world.compared_with) == {ANN, BOB, CYD} - {given}
+    assert not world.journal.warnings
+
+
+async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_not_believed(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [ANN, BOB], [CYD, DAN])
+    await world.weights.obtain()
+    assert "from most others' weights" in world.journal.warnings[0]
+    assert world.fetched_from[0] == (ANN, BOB), "what two hold comes first"
+    assert any(world.is_fetched(peer, 1, 29) for peer in (CYD, DAN))
+    assert not world.credit.is_good(ANN, trio.current_time())
+    assert world.credit.is_good(CYD, trio.current_time())
+    assert ANN not in world.compared_with[:2], "who holds a checkpoint does not judge it"
+
+
+async def test_a_liar_among_those_that_are_asked_does_not_make_honest_weights_unfit(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [], [ANN, BOB, CYD])
+    world.weights_of[DAN] = file_of(noise())  # it has announced weights, and does not give them
+    world.members[DAN], world.by_peer[DAN, 1], world.silent = 1, (DAN, 20), {DAN}
+    await world.weights.obtain()
+    assert any(world.is_fetched(peer, 1, 29) for peer in (ANN, BOB, CYD))
+    assert all(world.credit.is_good(peer, trio.current_time()) for peer in (ANN, BOB, CYD))
+
+
+async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_others_come(
+    world: World, autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    """A liar can neither discredit an honest member nor keep newcomers out of a run of two."""
+    hold_alike(world, [ANN], [BOB])
+    began_at = trio.current_time()
+    await world.weights.obtain()
+    assert trio.current_time() - began_at > DISPUTED_AFTER
+    assert len(world.fetched_from) == 3, "each once before that, and one again"
+    assert all("the one member that answered" in line for line in world.journal.warnings)
+    assert all(world.credit.is_good(peer, trio.current_time()) for peer in (ANN, BOB))
+    assert sum((world.is_fetched(ANN, 1, 30), world.is_fetched(BOB, 1, 29))) == 1
+    world.settings.fetched(1).unlink()
+
+    async def come() -> None:
+        await trio.sleep(DISPUTED_AFTER / 2)
+        hold_alike(world, [], [CYD, DAN])
+
+    nursery.start_soon(come)
+    await world.begin().obtain()
+    assert any(world.is_fetched(peer, 1, 29) for peer in (BOB, CYD, DAN))
+
+
+async def test_where_no_member_answers_weights_are_taken_with_a_warning(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [ANN], [])
+    await world.weights.obtain()
+    assert world.is_fetched(ANN, 1, 30)
+    assert "not compared with another member's: there is none" in world.journal.warnings[-1]
+    world.settings.fetched(1).unlink()
+    world.members[BOB], world.by_peer[BOB, 1] = 1, (BOB, 20)
+    await world.begin().obtain()
+    assert "none of 1 members answered" in world.journal.warnings[-1]
+
+
+async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_alike(world, [], [ANN, BOB])
+
+    async def never(*args: object) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(comparing, "ask_for_sketch", never)
+    began_at = trio.current_time()
+    await world.weights.obtain()
+    assert trio.current_time() - began_at < comparing.ANSWER_TIMEOUT + 2
+
+
+async def test_a_stage_to_which_a_node_would_move_is_compared_too(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    hold_alike(world, [ANN], [BOB, CYD])
+    world.stage = 0
+    assert await world.weights.fetch_ahead(1)
+    assert any(world.is_fetched(peer, 1, 29) for peer in (BOB, CYD))
+
+
+async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_next_life(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_alike(world, [ANN], [BOB, CYD])
+
+    async def never(*args: object) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(comparing, "ask_for_sketch", never)
+    with trio.move_on_after(5.0):
+        await world.weights.obtain()
+    assert len(world.fetched_from) == 1
+    assert not world.settings.fetched(1).exists()
