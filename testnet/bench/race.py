@@ -135,14 +135,14 @@ def mean_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
 def run(
     name: Annotated[str, typer.Option("--scenario", help="A scenario with lines and boxed rounds.")] = "race",
     interval: Annotated[int, typer.Option(min=1, help="Inner steps between DiLoCo's averages.")] = 12,
-    rate: Annotated[float, typer.Option(min=0, help="Factor of the scenario's learning rate for DiLoCo.")] = 0.25,
+    rate: Annotated[float, typer.Option(min=0, help="Factor of the scenario's learning rate for DiLoCo.")] = 1.0,
     out: Out = OUT,
     write: Write = None,
 ) -> None:
     """Measure the wall-clock to a loss in homes with slow lines, compared with DiLoCo (20 minutes; Linux, root).
 
     Examples: [cyan]farandole testnet bench race[/cyan];
-    [cyan]farandole testnet bench race --interval 24 --rate 1[/cyan]
+    [cyan]farandole testnet bench race --interval 24 --rate 0.25[/cyan]
     """
     scenario = load_scenario(name)
     if scenario.link is None or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
