@@ -31,11 +31,11 @@ WARMUP_SHARE: Final = 0.05
 _REASONS: Final[Mapping[str, str]] = {
     "inner.learning_rate": "tuned with 0.5, 2.9 and 125 M parameters",
     "inner.warmup_steps": "a twentieth of total_steps, as measured",
-    "outer.kind": "learned as much as DiLoCo or more, without a momentum vector",
+    "outer.kind": "with AdamW better than DiLoCo, with Muon about level; no momentum vector",
     "outer.fragments": "all at once would take too long on this line",
     "rounds.overlap": "training goes on during exchanges",
-    "rounds.exchange_seconds": "at least three times as long as an exchange on this line",
-    "rounds.round_seconds": "as short as this line allows: short rounds learn more",
+    "rounds.exchange_seconds": "about three times as long as an exchange, or more",
+    "rounds.round_seconds": "short rounds learn more than long ones",
     "model.num_stages": "the whole model is too large for a member's memory",
     "pipeline.recompute": "takes less memory for a stage's activations",
     "pipeline.in_flight": "takes less memory for a stage's activations",
@@ -48,15 +48,16 @@ def best_known(manifest: Manifest, given: Collection[str]) -> Manifest:
     """Return a manifest with the best known outer rule, inner optimizer and learning rate.
 
     ``given``: the settings in the run file, such as ``outer.alpha``; they stay, and so does what they are for: a run
-    file with a momentum keeps the rule that has one, and one with a learning rate its optimizer. Runs that continue
-    from a checkpoint, and those of members' own modules and loops, keep their inner settings: nothing of the kind was
-    measured.
+    file with a momentum keeps the rule that has one, and one with a learning rate its optimizer. Runs that start from a
+    checkpoint, Hugging Face models, and members' own modules and loops keep their inner settings: nothing of the kind
+    was measured.
     """
     outer, inner = manifest.outer, manifest.inner
     if not any(name.startswith("outer.") and name.removeprefix("outer.") not in _COMMON_OUTER for name in given):
         outer = PlainConfig(**{name: getattr(outer, name) for name in _COMMON_OUTER})
-    if manifest.start is None and manifest.model.own is None and manifest.model.external is None:
-        inner = _inner(inner, num_parameters(manifest.model), given)
+    model = manifest.model
+    if manifest.start is None and model.hf is None and model.own is None and model.external is None:
+        inner = _inner(inner, num_parameters(model), given)
     return msgspec.structs.replace(manifest, outer=outer, inner=inner)
 
 

@@ -42,6 +42,10 @@ OVERLAP_FROM: Final = 3.0
 # An exchange takes at least this many seconds, however little is sent: of a quarter of int8 (0.3 s on that line) it
 # took 0.9 to 1.1 s between homes 50 ms apart (BENCHMARKS.md, A slow link).
 LEAST_EXCHANGE: Final = 1.0
+# Seconds for an exchange where members' rounds may end far apart; half of them may pass until a partner is ready.
+LEAST_UNBOXED: Final = 30.0
+# The least that a manifest accepts.
+MIN_EXCHANGE: Final = 0.1
 # In shorter rounds than 40 s it goes unnoticed that a member commits to none (docs/threat-model.md).
 LEAST_AUDITED: Final = 45.0
 # Microbatches at a node at once, of a model that is cut. Each keeps only its input (`recompute`).
@@ -216,9 +220,10 @@ def _cut(manifest: Manifest, num_stages: int) -> Manifest | None:
 
 def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Plan:
     """Choose codec and fragments: the first pair with short exchanges, else the first that fits, else the smallest."""
+    is_codec_given = "outer.codec" in given or type(manifest.outer)().is_lossy  # such as SparseLoCo's, which is topk
     found = [
         _timed(variant, machine, given)
-        for codec in _choices(CODECS, manifest.outer.codec, "outer.codec" in given)
+        for codec in _choices(CODECS, manifest.outer.codec, is_codec_given)
         for fragments in _choices(FRAGMENTS, manifest.outer.fragments, "outer.fragments" in given)
         if (variant := _travels(manifest, codec, fragments)) is not None
     ]
@@ -247,7 +252,11 @@ def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan
     seconds = needs_of(manifest).seconds(LINE_SHARE * machine.rate)
     rounds = manifest.rounds
     if "rounds.exchange_seconds" not in given:
-        rounds = msgspec.structs.replace(rounds, exchange_seconds=_step(seconds / TRANSFER_SHARE))
+        needed = seconds / TRANSFER_SHARE
+        exchange = _step(max(needed, LEAST_UNBOXED if _may_be_apart(manifest) else 0.0))
+        if "rounds.round_seconds" in given and rounds.round_seconds:
+            exchange = min(exchange, max(needed, rounds.round_seconds))
+        rounds = msgspec.structs.replace(rounds, exchange_seconds=max(exchange, MIN_EXCHANGE))
     if "rounds.overlap" not in given:
         may_be_late = not manifest.audits and rounds.partners == 1
         is_worth_it = manifest.model.num_stages == 1 or seconds > OVERLAP_FROM
@@ -257,6 +266,11 @@ def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan
         least = max(rounds.exchange_seconds, 0.0 if rounds.overlap else wait, LEAST_AUDITED if manifest.audits else 0.0)
         rounds = msgspec.structs.replace(rounds, round_seconds=_step(least))
     return judge(msgspec.structs.replace(manifest, rounds=rounds), machine)
+
+
+def _may_be_apart(manifest: Manifest) -> bool:
+    """Return whether members' rounds may end far apart: without boxes, or where members' own loops take the steps."""
+    return not manifest.rounds.round_seconds or manifest.model.external is not None
 
 
 def _step(seconds: float) -> float:

@@ -310,7 +310,7 @@ def measure_all(
     """Yield what `measure_at_once` returns, with halves of the plays one after the other if memory is short."""
     try:
         results = measure_at_once(comparison, plays, texts, say)
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         if len(plays) == 1:
             raise
     else:

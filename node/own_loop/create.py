@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +15,18 @@ from torch import Tensor, nn
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.external_model import recipe_hash
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_dict, sign_manifest
-from farandole.protocol.planning import complete, given_by
+from farandole.protocol.planning import changes, complete, given_by
 from farandole.protocol.vectors import SLOW
 from farandole.training.follower import Follower
 from farandole.training.ranks import Order, Ranks, open_ranks, parameters_of, whole_of
 
 from ..base.identity import load_or_create_key
+from ..base.requirements import settings_with_reasons
 from ..base.settings import NodeSettings
 from ..store.consolidated.folder import MANIFEST_NAME, NO_RUN, WeightCounters, write_folder
 from ..store.consolidated.tensors import Floats
+
+logger = logging.getLogger(__name__)
 
 START_NAME: Final = "start"
 # The user's loop does not wait if the outer step may be late.
@@ -44,9 +48,9 @@ def create_run(
     Members share the parameters that require a gradient, and with ``with_frozen`` the others too. ``recipe`` is what
     members agree on in words (batch size, data, precision): its hash goes into the manifest. ``rounds`` and
     ``sections`` are the sections of a run file: ``rounds={"round_seconds": 60}``, ``outer={"codec": "bf16"}``,
-    ``admission="invited"``. What they leave open is chosen as ``run create`` chooses it. In several processes of
-    `torch.distributed` each of them calls it, and rank 0 writes. Raises `ManifestError`, or `ConsolidatedError` if the
-    directory cannot be written; in other ranks `TrainingError`.
+    ``admission="invited"``. What they leave open is chosen as ``run create`` chooses it, and logged. In several
+    processes of `torch.distributed` each of them calls it, and rank 0 writes. Raises `ManifestError`, or
+    `ConsolidatedError` if the directory cannot be written; in other ranks `TrainingError`.
     """
     home, ranks = NodeSettings(home=Path(folder)), open_ranks()
     if not ranks.is_leader:
@@ -115,7 +119,11 @@ def _wholes(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> dict[str, T
 
 def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:
     manifest = manifest_from_dict({**settings, "start": {"id": checkpoint.hex(), "run_id": NO_RUN.hex()}})
-    return complete(manifest, given_by(settings))
+    completed = complete(manifest, given_by(settings))
+    if checkpoint != NO_RUN:
+        for line in settings_with_reasons(changes(manifest, completed)):
+            logger.info("chosen for lines of 20 Mbit/s: %s", line)
+    return completed
 
 
 def start_of(folder: Path) -> Path | None:

@@ -135,7 +135,7 @@ def mean_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
 def run(
     name: Annotated[str, typer.Option("--scenario", help="A scenario with lines and boxed rounds.")] = "race",
     interval: Annotated[int, typer.Option(min=1, help="Inner steps between DiLoCo's averages.")] = 12,
-    rate: Annotated[float, typer.Option(min=0, help="Factor of the scenario's learning rate for DiLoCo.")] = 1.0,
+    rate: Annotated[float, typer.Option(min=0.001, help="Factor of the scenario's learning rate for DiLoCo.")] = 1.0,
     out: Out = OUT,
     write: Write = None,
 ) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from farandole.protocol.manifest import InnerConfig, Manifest, RoundConfig
 from farandole.protocol.needs import USUAL_RATE, needs_of
-from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.outer_rules import NoLoCoConfig, SparseLoCoConfig
 from farandole.protocol.planning import (
     GOOD_EXCHANGE,
     Machine,
@@ -97,6 +97,24 @@ def test_a_slower_way_down_counts_as_well() -> None:
     slow = plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4))
 
     assert slow.needs.rate <= USUAL_RATE / 4
+
+
+def test_a_rule_with_a_codec_of_its_own_keeps_it() -> None:
+    completed = complete(manifest("10M", outer=SparseLoCoConfig()), ["outer.kind"])
+    assert completed.outer.codec == "topk"
+    assert completed.outer.topk == SparseLoCoConfig().topk
+
+
+@pytest.mark.parametrize("inner_steps", [0, 10])
+def test_an_exchange_has_long_where_rounds_may_end_far_apart(inner_steps: int) -> None:
+    rounds = RoundConfig(inner_steps=inner_steps, round_seconds=0.0 if inner_steps else 60.0)
+    completed = complete(manifest("3M", rounds=rounds), ["rounds.inner_steps", "rounds.round_seconds"])
+    assert completed.rounds.exchange_seconds == (30.0 if inner_steps else 10.0)
+
+
+def test_an_exchange_is_no_longer_than_a_round_that_a_run_file_sets() -> None:
+    completed = complete(manifest("tiny", rounds=RoundConfig(round_seconds=2.0)), ["rounds.round_seconds"])
+    assert completed.rounds.exchange_seconds == 2.0
 
 
 def test_what_is_given_stays() -> None:

@@ -245,12 +245,15 @@ def _write(path: Path, planned: _Model, best: Plan, *, force: bool) -> None:
     ):
         raise ManifestError(f"{path} is there already; --force replaces it, --out writes elsewhere")
     sections: dict[str, dict[str, Any]] = {"model": planned.table, "inner": {}, "outer": {}, "rounds": {}}
-    rounds = best.manifest.rounds
-    settings = {
+    outer, rounds = best.manifest.outer, best.manifest.rounds
+    settings = {  # whole, since `run create` chooses what a run file leaves open for another line
         **changes(planned.manifest, best.manifest),
-        "outer.codec": best.manifest.outer.codec,
+        "outer.kind": outer.kind,
+        "outer.codec": outer.codec,
+        "outer.fragments": outer.fragments,
         "rounds.round_seconds": rounds.round_seconds,
         "rounds.exchange_seconds": rounds.exchange_seconds,
+        "rounds.overlap": rounds.overlap,
     }
     for name, value in settings.items():
         section, _, field = name.partition(".")

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, SignedManifest, StartConfig, decode_manifest, sign_manifest
+from farandole.protocol.planning import BY_TOKENS, complete, given_by
 from farandole.protocol.shapes import shapes_of
 from farandole.protocol.vectors import SLOW
 
@@ -36,6 +37,9 @@ def resumed_manifest(folder: Consolidated, settings: Mapping[str, Any], place: P
     """
     before: dict[str, Any] = msgspec.to_builtins(folder.manifest)
     merged = {name: value for name, value in before.items() if name not in _OF_ONE_RUN}
+    for name in given_by(settings) & {*BY_TOKENS.values()}:  # the file may give them in tokens
+        section, _, field = name.partition(".")
+        merged[section] = {key: value for key, value in merged[section].items() if key != field}
     for name, value in settings.items():
         old = merged.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
@@ -97,14 +101,16 @@ def import_model(
 ) -> tuple[Manifest, SignedManifest]:
     """Write a Hugging Face folder's weights as the folder ``to``; return the manifest of a run that starts from it.
 
+    What the run file leaves open is chosen as for a new run, but for the optimizer and its learning rate.
+
     Raises `ManifestError` if the configuration or the run file will not do, `ConsolidatedError` if the weights will
     not, or cannot be written.
     """
     model = settings.get("model", {})
     if not isinstance(model, Mapping) or any(name in model for name in _MODELS_BY):
         raise ManifestError("model: the folder says which model it is; the run file says no more than how it is cut")
-    complete = {**settings, "model": {**model, "hf": str(hf_folder.absolute())}}
-    manifest = manifest_of(complete, place, now)
+    manifest = manifest_of({**settings, "model": {**model, "hf": str(hf_folder.absolute())}}, place, now)
+    manifest = complete(manifest, given_by(settings))
 
     def sign(checkpoint_id: bytes) -> bytes:
         start = StartConfig(checkpoint_id.hex(), NO_RUN.hex())

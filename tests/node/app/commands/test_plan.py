@@ -48,6 +48,18 @@ def test_a_useful_model_is_planned_written_signed_and_fits_homes(
     assert (signed.model.num_stages > 1) == (gpu == 12)
 
 
+@pytest.mark.parametrize(("model", "upload"), [("125M", "100Mbit"), ("tiny", "20Mbit"), ("350M", "5Mbit")])
+def test_a_written_plan_is_signed_as_it_was_planned(run: Run, tmp_path: Path, model: str, upload: str) -> None:
+    planned = json.loads(run("run", "plan", model, "--upload", upload, "--out", "run.toml", "--json")[1])["settings"]
+    _, _, err = run("run", "create", "run.toml")
+    signed = manifest_in(tmp_path / "run.manifest")
+
+    assert "leaves these open" not in err
+    for name, value in planned.items():
+        section, _, field = name.partition(".")
+        assert getattr(getattr(signed, section), field) == value
+
+
 def test_a_plan_for_scripts(run: Run) -> None:
     code, out, _ = run("run", "plan", "125M", "--upload", "20Mbit/s", "--json")
     plan: dict[str, Any] = json.loads(out)
@@ -159,7 +171,7 @@ def test_a_run_that_says_everything_is_signed_as_it_is_and_without_a_word(run: R
 
 
 def test_settings_that_do_not_work_together_are_warned_of(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3M"\n[rounds]\nround_seconds = 1\n')
+    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3M"\n[rounds]\nround_seconds = 1\nexchange_seconds = 10\n')
 
     code, _, err = run("run", "create", "run.toml")
     assert code == 0

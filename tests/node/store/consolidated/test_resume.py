@@ -53,6 +53,13 @@ def test_what_a_run_file_leaves_out_is_as_it_was(folder: Consolidated) -> None:
     assert resumed(folder, {}).model.num_stages == 1
 
 
+def test_it_may_go_on_for_longer_in_tokens(folder: Consolidated) -> None:
+    before = folder.manifest
+    tokens = 100 * before.inner.batch_size * before.model.context
+    after = resumed(folder, {"name": "longer", "inner": {"total_tokens": tokens}})
+    assert (after.inner.total_steps, after.inner.warmup_steps) == (100, before.inner.warmup_steps)
+
+
 def test_stages_codec_and_rounds_may_be_others(folder: Consolidated) -> None:
     settings = {
         "model": {"num_stages": 2, "stage_layers": [1, folder.manifest.model.num_layers - 1]},
