@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -123,9 +123,9 @@ class Dashboard:
     async def _events(self, request: Request) -> Response:
         if self._num_listeners >= MAX_LISTENERS:
             return _problem(503, f"{MAX_LISTENERS} pages are open already: close one")
-        return StreamingResponse(self._event_stream(), media_type="text/event-stream", headers=_HEADERS)
+        return _ClosedStream(self._event_stream(), media_type="text/event-stream", headers=_HEADERS)
 
-    async def _event_stream(self) -> AsyncIterator[bytes]:
+    async def _event_stream(self) -> AsyncGenerator[bytes]:
         """Yield events until the page is closed, which cancels this; none if there are too many pages by now."""
         if self._num_listeners >= MAX_LISTENERS:
             return
@@ -159,6 +159,22 @@ class Dashboard:
             return _problem(400, f"not the parameters of a deed: {error}")
         except ControlError as error:
             return _problem(409, str(error))
+
+
+class _ClosedStream(StreamingResponse):
+    """A response that closes its generator when the page goes away while data is being sent.
+
+    Starlette leaves it to the garbage collector, and the page's place would be taken until then.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes], **options: Any) -> None:
+        super().__init__(events, **options)
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all events, or those until the page goes away."""
+        async with aclosing(self._events):
+            await super().stream_response(send)
 
 
 def _same_origin(app: ASGIApp) -> ASGIApp:

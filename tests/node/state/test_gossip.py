@@ -75,6 +75,7 @@ class MemoryHost:
         self.faults: list[bytes] = []
         self.shut_out_peers: list[bytes] = []
         self.num_opened = 0
+        self.opened_to: set[bytes] = set()
         self.connected: frozenset[bytes] = frozenset()
         wires.hosts[author] = self
 
@@ -96,6 +97,7 @@ class MemoryHost:
         if other is None or protocol not in other.handlers or {peer, self.author} & self._wires.cut:
             raise PeerUnreachableError("nobody there")
         self.num_opened += 1
+        self.opened_to.add(peer)
         near, far = trio.testing.memory_stream_pair()
         self._wires.nursery.start_soon(other._serve, protocol, MemoryStream(far, self.author))
         return MemoryStream(near, peer)
@@ -394,7 +396,10 @@ async def skew_of_newcomer(
             newcomer.host.networks[member.author] = network
             await wires.nursery.start(member.service.run)
         wires.nursery.start_soon(newcomer.live, members)
-        await trio.sleep(120.0)
+        with trio.fail_after(HOUR):  # whom it syncs with next is up to chance
+            while newcomer.host.opened_to < {member.author for member in members}:  # noqa: ASYNC110  # virtual time
+                await trio.sleep(1.0)
+        await trio.sleep(10.0)
         return newcomer.service.clock_skew
 
 

@@ -115,6 +115,24 @@ async def test_pages_that_are_left_open_do_not_add_up(tmp_path: Path) -> None:
         assert (await answer(shown, "GET", f"/api/overview?token={shown.place.token}"))[0] == 200
 
 
+async def test_a_page_that_goes_away_while_data_is_sent_leaves_its_place() -> None:
+    """Not only once the garbage collector comes by."""
+    dashboard = Dashboard(lambda: STATUS, {}, "token", lambda: NOW)
+    response = await dashboard._events(Request({"type": "http", "method": "GET", "path": "/events", "headers": []}))
+    assert isinstance(response, StreamingResponse)
+    events: Any = response.body_iterator
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            scope.cancel()
+            await trio.sleep_forever()
+
+    with trio.CancelScope() as scope:
+        await response.stream_response(send)
+    assert scope.cancelled_caught
+    assert events.ag_frame is None, "it is closed"
+
+
 async def test_pages_that_come_at_the_same_moment_do_not_add_up_either(tmp_path: Path) -> None:
     request = Request({"type": "http", "method": "GET", "path": "/events", "headers": []})
     dashboard = Dashboard(lambda: STATUS, {}, "token", lambda: NOW)
