@@ -14,7 +14,7 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, print_json, say_warnings, write_manifest
+from .output import print_answer, print_json, say_chosen, say_warnings, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
@@ -187,7 +187,7 @@ def import_model(
     path = _new_file(out, run_file)
     key, file = load_or_create_key(home / "key"), read_toml(run_file)
     with file.naming_lines():
-        _, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time())
+        _, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time(), say_chosen)
     _write_manifest(path, signed, to, as_json)
 
 

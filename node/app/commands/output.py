@@ -23,6 +23,19 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
+def say_chosen(written: Manifest, completed: Manifest, warnings: Iterable[str] = ()) -> None:
+    """Print, on standard error, what was chosen for settings that the run file leaves open and why, and warnings."""
+    from farandole.protocol.planning import changes
+
+    from ...base.requirements import settings_with_reasons
+
+    if chosen := changes(written, completed):
+        typer.echo("note: the run file leaves these open; chosen by measurements, for lines of 20 Mbit/s:", err=True)
+        for line in settings_with_reasons(chosen):
+            typer.echo(f"  {line}", err=True)
+    say_warnings(warnings)
+
+
 def say_warnings(warnings: Iterable[str]) -> None:
     """Print warnings on standard error, so that scripts do not read them as results."""
     for warning in warnings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ from farandole.protocol.errors import ManifestError
 from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, print_json, read_manifest, say_warnings, split_source, write_manifest
+from .output import print_answer, print_json, read_manifest, say_chosen, say_warnings, split_source, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
@@ -93,7 +93,7 @@ def create_run(
     key = load_or_create_key(settings.key)
     signed = sign_manifest(manifest, key)
     warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given)]
-    _say_on_the_side(written, completed, warnings)
+    say_chosen(written, completed, warnings)
     network_key = network_key_of(key, signed.run_id) if manifest.private else b""
     addresses = tuple(invite_address or ())
     invite = encode_invite(Invite(signed.run_id, addresses, network_key=network_key)) if addresses else None
@@ -112,19 +112,6 @@ def create_run(
     typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{brings}")
     if invite:
         typer.echo(f"others join with: farandole join {invite}{brings}")
-
-
-def _say_on_the_side(written: Manifest, signed: Manifest, warnings: Iterable[str]) -> None:
-    """Print, on standard error, settings that the run file leaves open, and warnings."""
-    from farandole.protocol.planning import changes
-
-    from ...base.requirements import settings_with_reasons
-
-    if chosen := changes(written, signed):
-        typer.echo("note: the run file leaves these open; chosen by measurements, for lines of 20 Mbit/s:", err=True)
-        for line in settings_with_reasons(chosen):
-            typer.echo(f"  {line}", err=True)
-    say_warnings(warnings)
 
 
 def _brings(manifest: Manifest) -> str:

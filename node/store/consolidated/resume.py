@@ -6,7 +6,7 @@ rate's schedule resumes where it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,11 +97,18 @@ def _check_same_model(before: Manifest, after: Manifest) -> None:
 
 
 def import_model(
-    hf_folder: Path, settings: Mapping[str, Any], place: Path, to: Path, key: Ed25519PrivateKey, now: float
+    hf_folder: Path,
+    settings: Mapping[str, Any],
+    place: Path,
+    to: Path,
+    key: Ed25519PrivateKey,
+    now: float,
+    on_chosen: Callable[[Manifest, Manifest], None] = lambda written, completed: None,
 ) -> tuple[Manifest, SignedManifest]:
     """Write a Hugging Face folder's weights as the folder ``to``; return the manifest of a run that starts from it.
 
-    What the run file leaves open is chosen as for a new run, but for the optimizer and its learning rate.
+    What the run file leaves open is chosen as for a new run, but for the optimizer and its learning rate; ``on_chosen``
+    gets the manifest before and after that.
 
     Raises `ManifestError` if the configuration or the run file will not do, `ConsolidatedError` if the weights will
     not, or cannot be written.
@@ -109,8 +116,9 @@ def import_model(
     model = settings.get("model", {})
     if not isinstance(model, Mapping) or any(name in model for name in _MODELS_BY):
         raise ManifestError("model: the folder says which model it is; the run file says no more than how it is cut")
-    manifest = manifest_of({**settings, "model": {**model, "hf": str(hf_folder.absolute())}}, place, now)
-    manifest = complete(manifest, given_by(settings))
+    written = manifest_of({**settings, "model": {**model, "hf": str(hf_folder.absolute())}}, place, now)
+    manifest = complete(written, given_by(settings))
+    on_chosen(written, manifest)
 
     def sign(checkpoint_id: bytes) -> bytes:
         start = StartConfig(checkpoint_id.hex(), NO_RUN.hex())
