@@ -15,7 +15,7 @@ from farandole.node.store.consolidated.merge import consolidate
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import decode_manifest
+from farandole.protocol.manifest import InnerConfig, decode_manifest
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.vectors import required_vectors
 
@@ -91,6 +91,8 @@ def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, capsy
     manifest, _ = decode_manifest(out.read_bytes())
     assert manifest.model.hf is not None
     assert manifest.model.num_stages == 3
+    assert '[outer] codec = "int8"' in capsys.readouterr().err
+    assert (manifest.outer.codec, manifest.inner) == ("int8", InnerConfig())
     assert code_of("verify", to) == Exit.OK
 
 
