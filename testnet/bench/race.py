@@ -77,7 +77,7 @@ class Replacement:
 
 
 @dataclass(frozen=True)
-class DiLoCo:
+class DiLoCoSettings:
     """The settings of DiLoCo's members that differ from the nodes'."""
 
     interval: int
@@ -147,7 +147,7 @@ def run(
     scenario = load_scenario(name)
     if scenario.link is None or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
         raise BenchError(f"{name} is no race: name a scenario with [link], boxed rounds and step_seconds")
-    settings = DiLoCo(interval, rate)
+    settings = DiLoCoSettings(interval, rate)
     with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval, rate=rate) as bench:
         folder = (out / "race").absolute()
         with open_view(bench.console) as view:
@@ -181,7 +181,7 @@ def replacements(scenario: Scenario) -> list[Replacement]:
 
 
 def play_diloco(
-    bench: Bench, scenario: Scenario, diloco: DiLoCo, seconds: float, folder: Path
+    bench: Bench, scenario: Scenario, diloco: DiLoCoSettings, seconds: float, folder: Path
 ) -> tuple[list[Sample], int]:
     """Play DiLoCo for this time; return its weights after each round, and a member's inner steps."""
     assert scenario.link is not None
@@ -287,7 +287,7 @@ def simulated(scenario: Scenario, manifest: Manifest, interval: int) -> dict[str
 def report(
     setting: Mapping[str, Any],
     scenario: Scenario,
-    settings: DiLoCo,
+    settings: DiLoCoSettings,
     play: PlayReport,
     curves: Mapping[str, Sequence[Sample]],
     paces: Mapping[str, float],

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from farandole.testnet.compare import (
 from farandole.testnet.plot import plot_comparison
 from farandole.testnet.section import Section, SectionError
 from farandole.training.baselines import Method, methods
+from farandole.training.data import Text
 from farandole.training.errors import DataError
 
 from ..token_arrays import array_of
@@ -91,11 +93,16 @@ def test_trainings_that_do_not_fit_into_memory_take_turns(monkeypatch: pytest.Mo
     plays = [(Method("pairs", "pairs", 2), seed) for seed in range(3)]
 
     def at_most(limit: int) -> None:
-        def measure(*arguments: object) -> list[Result]:
-            sizes.append(len(arguments[1]))  # type: ignore[arg-type]
-            if sizes[-1] > limit:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return measure_at_once(*arguments)  # type: ignore[arg-type]
+        def measure(
+            comparison: MethodComparison,
+            plays: Sequence[tuple[Method, int]],
+            texts: Mapping[str, Text],
+            say: Callable[[str], None],
+        ) -> list[Result]:
+            sizes.append(len(plays))
+            if len(plays) > limit:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            return measure_at_once(comparison, plays, texts, say)
 
         monkeypatch.setattr(compare, "measure_at_once", measure)
 
@@ -104,7 +111,7 @@ def test_trainings_that_do_not_fit_into_memory_take_turns(monkeypatch: pytest.Mo
     assert sizes == [3, 2, 1, 1, 1]
     assert said[0] == "3 trials do not fit into the device's memory: half of them at a time"
     at_most(0)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.cuda.OutOfMemoryError):
         list(measure_all(comparison, plays, texts, said.append))
 
 

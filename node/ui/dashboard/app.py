@@ -123,7 +123,7 @@ class Dashboard:
     async def _events(self, request: Request) -> Response:
         if self._num_listeners >= MAX_LISTENERS:
             return _problem(503, f"{MAX_LISTENERS} pages are open already: close one")
-        return _ClosedStream(self._event_stream(), media_type="text/event-stream", headers=_HEADERS)
+        return _EventStream(self._event_stream(), media_type="text/event-stream", headers=_HEADERS)
 
     async def _event_stream(self) -> AsyncGenerator[bytes]:
         """Yield events until the page is closed, which cancels this; none if there are too many pages by now."""
@@ -161,7 +161,7 @@ class Dashboard:
             return _problem(409, str(error))
 
 
-class _ClosedStream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """A response that closes its generator when the page goes away while data is being sent.
 
     Starlette leaves it to the garbage collector, and the page's place would be taken until then.
