@@ -91,6 +91,8 @@ def learning_rate_for(size: int, *, is_muon: bool) -> float:
 def reason_for(setting: str, value: object) -> str:
     """Return why a setting that the run file leaves open was given this value; empty if there is nothing to say."""
     match setting, value:
+        case ("outer.fragments", 1) | ("rounds.overlap", False):
+            return ""
         case "outer.codec", "int8":
             return "a quarter of fp32's traffic, without a measured loss"
         case "outer.codec" | "outer.topk", _:

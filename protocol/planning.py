@@ -254,9 +254,9 @@ def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan
     if "rounds.exchange_seconds" not in given:
         needed = seconds / TRANSFER_SHARE
         exchange = _step(max(needed, LEAST_UNBOXED if _may_be_apart(manifest) else 0.0))
-        if "rounds.round_seconds" in given and rounds.round_seconds:
-            exchange = min(exchange, max(needed, rounds.round_seconds))
-        rounds = msgspec.structs.replace(rounds, exchange_seconds=max(exchange, MIN_EXCHANGE))
+        if "rounds.round_seconds" in given and not _may_be_apart(manifest):
+            exchange = min(exchange, max(needed, rounds.round_seconds, MIN_EXCHANGE))
+        rounds = msgspec.structs.replace(rounds, exchange_seconds=exchange)
     if "rounds.overlap" not in given:
         may_be_late = not manifest.audits and rounds.partners == 1
         is_worth_it = manifest.model.num_stages == 1 or seconds > OVERLAP_FROM

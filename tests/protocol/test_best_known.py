@@ -65,6 +65,10 @@ def test_inner_settings_of_what_was_not_measured_stay(name: str) -> None:
     assert best_known(run, ()).outer == PlainConfig()
 
 
+def test_what_was_not_chosen_has_no_reason() -> None:
+    assert reason_for("outer.fragments", 1) == reason_for("rounds.overlap", False) == ""
+
+
 @pytest.mark.parametrize("model", PRESETS)
 def test_every_choice_has_a_reason(model: str) -> None:
     run = msgspec.structs.replace(RUN, model=preset(model))

@@ -3,7 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.protocol.manifest import InnerConfig, Manifest, RoundConfig
+from farandole.protocol.external_model import ExternalModel
+from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, RoundConfig
 from farandole.protocol.needs import USUAL_RATE, needs_of
 from farandole.protocol.outer_rules import NoLoCoConfig, SparseLoCoConfig
 from farandole.protocol.planning import (
@@ -115,6 +116,9 @@ def test_an_exchange_has_long_where_rounds_may_end_far_apart(inner_steps: int) -
 def test_an_exchange_is_no_longer_than_a_round_that_a_run_file_sets() -> None:
     completed = complete(manifest("tiny", rounds=RoundConfig(round_seconds=2.0)), ["rounds.round_seconds"])
     assert completed.rounds.exchange_seconds == 2.0
+    external = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel({"a": (4, 4)}))
+    own_loop = msgspec.structs.replace(manifest("tiny", rounds=RoundConfig(round_seconds=2.0)), model=external)
+    assert complete(own_loop, ["rounds.round_seconds"]).rounds.exchange_seconds == 30.0, "its steps may be long"
 
 
 def test_what_is_given_stays() -> None:
