@@ -2,8 +2,9 @@
 
 Honest members screen as a daemon's trainer does (`farandole.training.replica`). As in pairing, they meet peers last
 with which an exchange failed, and publish whom they suspect. An exchange commits where both ends accept; hostile
-members accept everything, and suspect every honest member. The main figure is the honest members' loss on held-out
-text, compared with the loss of the honest members alone, with the same seeds.
+members accept everything, and suspect every honest member. Where exchanges overlap with the next round, they end in its
+middle (`LATE_SHARE`). The main figure is the honest members' loss on held-out text, compared with the loss of the
+honest members alone, with the same seeds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -38,6 +40,8 @@ from ..zoo.poisons import POISONS, trigger_success
 VALIDATION_BATCHES = 32
 # Where members are away: every this many rounds one more goes, for at most this many rounds.
 AWAY_EVERY, MAX_AWAY = 4, 3
+# Share of a round's inner steps after which the exchange of the round before ends, where both overlap.
+LATE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class _Member:
         self.is_hostile = index >= run.honest
         share = index / max(run.honest + run.hostile - 1, 1)
         self.steps = round((1 - share) * run.steps + share * min(run.slowest, run.steps))
+        self.late_steps = round(LATE_SHARE * self.steps) if run.manifest.rounds.overlap else 0
         run_id = run.seed.to_bytes(32, "little")
         self.learner: Learner = build_learner(run.manifest, run_id=run_id, author=self.key, device="cpu")
         if self.is_hostile:
@@ -116,6 +121,10 @@ class _Member:
         self.partners: set[bytes] = set()  # of committed exchanges
         self.suspects = OwnSuspects()
         self.back_at = run.joining_round(index)
+
+    def learn(self, steps: int) -> None:
+        for _ in range(steps):
+            self.learner.learn()
 
     def contribute(self, fragment: int) -> None:
         size, _ = self.learner.contribute(self.memory, fragment)
@@ -143,24 +152,29 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
     generator = torch.Generator().manual_seed(run.seed)
     members = [_Member(run, index) for index in range(run.honest + run.hostile)]
     outcome = HostileOutcome()
+    meet_ended: Callable[[], None] = _meet_nobody
     for round_index in range(run.rounds):
         if run.are_away and round_index % AWAY_EVERY == AWAY_EVERY - 1:
             members[rng.randrange(run.honest)].back_at = round_index + rng.randint(1, MAX_AWAY)
         present = [member for member in members if member.back_at <= round_index]
         _hand_weights_over(run, members, round_index, folder)
         for member in present:
-            for _ in range(member.steps):
-                member.learner.learn()
+            member.learn(member.late_steps)
+        meet_ended()
+        for member in present:
+            member.learn(member.steps - member.late_steps)
         num_partners = run.manifest.rounds.partners
         for meeting in range(round_index * num_partners, (round_index + 1) * num_partners):
             for member in present:
                 member.sent = member.learner.fast_weights()
                 member.chance = rng.random()
                 member.contribute(round_index % run.manifest.outer.fragments)
-            honest = [member.sent for member in present if not member.is_hostile]
-            for pair in _pairs(present, meeting, rng):
-                _meet(run, members, pair, meeting, honest, generator, outcome)
+            meet_ended = partial(_meet_all, run, members, present, meeting, rng, generator, outcome)
+            if not run.manifest.rounds.overlap:
+                meet_ended()
+                meet_ended = _meet_nobody
         progress(round_index)
+    meet_ended()
     learners = [member.learner for member in members if not member.is_hostile]
     outcome.losses = [learner.evaluate(VALIDATION_BATCHES) for learner in learners]
     slow = [learner.slow_weights() for learner in learners]
@@ -171,6 +185,25 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
     learners[0].theta.copy_(torch.stack(slow).mean(0))
     outcome.merged = learners[0].evaluate(VALIDATION_BATCHES)
     return outcome
+
+
+def _meet_nobody() -> None:
+    """Stand for the exchanges of a round if there are none under way."""
+
+
+def _meet_all(
+    run: HostileRun,
+    members: Sequence[_Member],
+    present: list[_Member],
+    meeting: int,
+    rng: random.Random,
+    generator: torch.Generator,
+    outcome: HostileOutcome,
+) -> None:
+    """Pair the members of a round, and have each pair exchange its contributions."""
+    honest = [member.sent for member in present if not member.is_hostile]
+    for pair in _pairs(present, meeting, rng):
+        _meet(run, members, pair, meeting, honest, generator, outcome)
 
 
 def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index: int, folder: Path) -> None:

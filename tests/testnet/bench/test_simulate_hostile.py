@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.manifest import InnerConfig, Manifest
-from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.manifest import InnerConfig, Manifest, RoundConfig
+from farandole.protocol.outer_rules import NoLoCoConfig, PlainConfig
 from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
 from farandole.protocol.sketches import NEAR
+from farandole.testnet.bench import simulate_hostile
 from farandole.testnet.bench.members import STRICT
 from farandole.testnet.bench.simulate_hostile import HostileOutcome, HostileRun, play
 from farandole.testnet.compare import MODEL
@@ -62,3 +63,18 @@ def test_newcomers_with_older_weights_are_neither_clipped_nor_do_they_clip_other
 
 def test_equal_runs_have_equal_outcomes(clean: HostileOutcome) -> None:
     assert outcome_of("", STRICT, hostile=0) == clean
+
+
+def test_exchanges_that_overlap_with_the_next_round_end_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocking, overlapping = (overlap_outcome(overlap=overlap) for overlap in (False, True))
+    assert blocking.honest_exchanges == overlapping.honest_exchanges > 0
+    assert blocking.merged != overlapping.merged
+    monkeypatch.setattr(simulate_hostile, "LATE_SHARE", 0.0)
+    assert overlap_outcome(overlap=True) == blocking
+
+
+def overlap_outcome(*, overlap: bool) -> HostileOutcome:
+    inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=24, batch_size=8)
+    rounds, outer = RoundConfig(overlap=overlap), PlainConfig(codec="int8")
+    manifest = Manifest("overlap", MODEL, inner=inner, outer=outer, rounds=rounds, screening=GuardConfig())
+    return play(HostileRun(manifest, honest=3, rounds=4, steps=6, slowest=4))
