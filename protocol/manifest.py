@@ -158,6 +158,11 @@ class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the next round's inner steps go on during the exchange; the outer step then comes that much later."""
     partners: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTNERS)] = 1
     """Partners that a node meets one after another once its inner steps end. Each meeting counts as a round."""
+    far_every: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 1
+    """Meet members that are far away only once in this many rounds, and near ones in the others (see ``near_ms``). 1:
+    distance is ignored."""
+    near_ms: Annotated[float, msgspec.Meta(ge=0.1, le=1_000)] = 5.0
+    """Longest round trip in milliseconds to a member that is near, over a direct connection."""
 
     def takes_steps(self, round_index: int) -> bool:
         """Return whether a round has inner steps; otherwise it is another meeting right after the round before."""
@@ -358,6 +363,8 @@ def _problems_of_rounds(manifest: Manifest) -> Iterator[str]:
     rounds, model = manifest.rounds, manifest.model
     if not rounds.inner_steps and not rounds.round_seconds:
         yield "rounds.inner_steps and rounds.round_seconds are both 0: a round would never end"
+    if rounds.far_every > 1 and (rounds.partners > 1 or model.num_stages > 1):
+        yield f"rounds.far_every is {rounds.far_every}: that needs a model that is not cut into stages, and one partner"
     if rounds.partners == 1:
         return
     several = f"rounds.partners is {rounds.partners}"

@@ -30,6 +30,8 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
   partner, once a round: so the deadline stands, and the other half of ``exchange_seconds`` is always left for the
   second transfer. A node that refused the contribution, or had its own refused, does not try again. Where rounds
   overlap there is no second try: the machine is in the next round, whose exchange is near.
+- *Near and far.* Where the manifest asks for it (`RoundConfig.far_every`), a node meets near peers in most rounds, and
+  far ones in the others (`farandole.protocol.pairing_order`).
 - *Several partners.* Where the manifest asks for them (`RoundConfig.partners`), rounds without inner steps follow. A
   node is ready as such a round begins, and so are the others. It does not wait for peers in inner steps.
 
@@ -131,13 +133,15 @@ class Pairing:
         self._config = config
         self._rng = rng
         self._meter = messages.MessageMeter()
-        self._order = PeerOrder(own)
+        self._order = PeerOrder(own, config.far_every)
         self._bond: Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
         self._outputs: list[Output] = []
         self._is_saving = False
-        self._num_exchanged = [0] * num_fragments  # by fragment, alone or not
+        self._num_fragments = num_fragments
+        # Alone or not, with far peers (or with any if distance is ignored) and with near ones, by fragment.
+        self._num_exchanged = {is_near: [0] * num_fragments for is_near in (False, True)}
         self._current = PairingRound()
         # Measured:
         self._inner_seconds: float | None = config.round_seconds or None
@@ -177,8 +181,8 @@ class Pairing:
                 self._start_round(round_, now if at is None else at, now)
             case ContributionReady(round=round_, fragment=fragment):
                 self._become_ready(round_, fragment, now)
-            case PeersChanged(peers=peers):
-                self._set_peers(peers, now)
+            case PeersChanged(peers=peers, near=near):
+                self._set_peers(peers, near, now)
             case MessageReceived(peer=peer, payload=payload):
                 self._receive(peer, payload, now)
             case PeerLost(peer=peer):
@@ -215,7 +219,8 @@ class Pairing:
             current.ends_at = self._timers[_Timer.BOX] = at + self._config.round_seconds
         seconds_left = 0.0 if current.ends_at is None else max(0.0, current.ends_at - now)
         current.propose_at = now + self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * seconds_left
-        self._use_fragment(self._num_exchanged.index(min(self._num_exchanged)))
+        exchanged = self._num_exchanged[not self._order.seeks_far]
+        self._use_fragment(exchanged.index(min(exchanged)))
         self._seek(now)
 
     def _become_ready(self, round_: int, fragment: int, now: float) -> None:
@@ -252,7 +257,7 @@ class Pairing:
     def _exchange(self, bond: Bond, now: float) -> None:
         self._timers.clear()
         self._move(State.EXCHANGING)
-        self._num_exchanged[self._current.fragment] += 1
+        self._count_exchange(1, is_near=self._order.is_near(bond.peer))
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self._current.ready_at + self._config.exchange_seconds
@@ -271,7 +276,7 @@ class Pairing:
             # with another partner, or with this one if it is still there and no other peer is free
             self._current.has_broken = True
             self._current.failure = self._current.failure or failure(end.reason)
-            self._num_exchanged[self._current.fragment] -= 1
+            self._count_exchange(-1, is_near=self._order.is_near(end.peer))
             self._timers[_Timer.PATIENCE] = self.wait_ends_at
             self._seek_another(now, ask_again_at=self._ask_lost_at(self._bond.peer, now))
             return
@@ -283,7 +288,7 @@ class Pairing:
     def _go_alone(self, reason: str) -> None:
         self._timers.clear()
         self._move(State.IDLE)
-        self._num_exchanged[self._current.fragment] += 1
+        self._count_exchange(1, is_near=not self._order.seeks_far)
         if self._current.failure and reason != self._current.failure:
             reason = f"{self._current.failure}, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
@@ -309,14 +314,17 @@ class Pairing:
     def _why_alone(self) -> str:
         if self._is_saving:
             return "this node saves its traffic"
-        return "no peer is free" if self._order.peers else "no peer is live"
+        kind = "peer" if self._order.seeks_far else "near peer"
+        return f"no {kind} is free" if self._order.to_ask else f"no {kind} is live"
 
     def _next_ask_at(self, now: float) -> float:
-        if self._is_saving or not self._order.peers or self._current.num_proposals >= MAX_PROPOSALS:
+        to_ask = self._order.to_ask
+        if self._is_saving or not to_ask or self._current.num_proposals >= MAX_PROPOSALS:
             return math.inf
         current = self._current
-        has_unasked = len(current.ask_at) < len(self._order.peers) or bool(self._to_ask_again(now))
-        return current.propose_at if has_unasked else max(current.propose_at, min(current.ask_at.values()))
+        has_unasked = not to_ask <= current.ask_at.keys() or bool(self._to_ask_again(now))
+        next_at = current.propose_at if has_unasked else min(current.ask_at[peer] for peer in to_ask)
+        return max(current.propose_at, next_at)
 
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
@@ -414,15 +422,19 @@ class Pairing:
 
     # Fragments
 
+    def _count_exchange(self, number: int, *, is_near: bool) -> None:
+        """Count an exchange of this round's fragment, so that near and far peers get all fragments in turn."""
+        self._num_exchanged[is_near][self._current.fragment] += number
+
     def _use_fragment(self, fragment: int) -> None:
         self._current.fragment = fragment
-        if len(self._num_exchanged) > 1:
+        if self._num_fragments > 1:
             self._outputs.append(UseFragment(self.round, fragment))
 
     def _draw_session(self) -> bytes:
         """Draw a random session; where there are fragments its last byte is the proposal's fragment."""
         session = self._rng.randbytes(messages.SESSION_BYTES)
-        return session[:-1] + bytes((self._current.fragment,)) if len(self._num_exchanged) > 1 else session
+        return session[:-1] + bytes((self._current.fragment,)) if self._num_fragments > 1 else session
 
     def _is_of_another_fragment(self, session: bytes) -> bool:
         """Return whether the ready contribution, if any, is of another fragment than the session's."""
@@ -430,16 +442,16 @@ class Pairing:
 
     def _fragment_of(self, session: bytes) -> int:
         """Return a session's fragment; raise `RemoteProtocolError` if there is no such fragment."""
-        if len(self._num_exchanged) == 1:
+        if self._num_fragments == 1:
             return 0
-        if session[-1] >= len(self._num_exchanged):
-            raise RemoteProtocolError(f"a proposal for fragment {session[-1]} of {len(self._num_exchanged)}")
+        if session[-1] >= self._num_fragments:
+            raise RemoteProtocolError(f"a proposal for fragment {session[-1]} of {self._num_fragments}")
         return session[-1]
 
     # Peers
 
-    def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
-        self._order.set_peers(peers)
+    def _set_peers(self, peers: frozenset[bytes], near: frozenset[bytes], now: float) -> None:
+        self._order.set_peers(peers, near)
         self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._order.peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
@@ -539,7 +551,7 @@ class Pairing:
                 return messages.Busy(session, self._retry_after())
             case _ if self._is_of_another_fragment(session):
                 return messages.Decline(session, "fragment")
-            case _ if self._is_saving:
+            case _ if self._is_saving or not (self._order.may_meet(peer) or peer not in self._order.peers):
                 return messages.Decline(session, "away")
         wait = self._wait_between(proposal.seconds_left, now)
         patience = min(self.wait_ends_at - now, self._patience())
@@ -572,7 +584,7 @@ class Pairing:
 
     def _to_ask_again(self, now: float) -> frozenset[bytes]:
         """Return peers in turn that have a partner, and may give it up while there is time for that."""
-        return self._order.peers & self._current.matched if self._is_early(now) else frozenset()
+        return self._order.to_ask & self._current.matched if self._is_early(now) else frozenset()
 
     def _note_readiness(self, bond: Bond, now: float) -> None:
         """Note that the partner is ready, and end the box soon."""
@@ -609,7 +621,7 @@ class Pairing:
 
     def _may_find_another(self) -> bool:
         """Return whether a peer besides the partner can still be asked."""
-        others = self._order.peers - {self.partner}
+        others = self._order.to_ask - {self.partner}
         return any(self._current.ask_at.get(peer, -math.inf) < self.wait_ends_at for peer in others)
 
     def _give_partner_up(self) -> None:

@@ -151,6 +151,8 @@ class Screen(msgspec.Struct, frozen=True, tag=True):
     """Tokens that it claims for its contribution."""
     is_suspected: bool = False
     """See `farandole.training.screening.rule.Encounter.is_suspected`."""
+    is_near: bool = False
+    """See `farandole.training.screening.rule.Encounter.is_near`."""
 
 
 class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):

@@ -245,6 +245,8 @@ class Yamux:
         """Bytes received and not read, over all streams."""
         self.round_trip: float | None = None
         """Seconds, as last measured; None before the first answer to a ping."""
+        self.least_round_trip: float | None = None
+        """The shortest one so far: other traffic lengthens the others."""
         self.num_counted_out = self.num_counted_in = 0
         """Bytes queued and received so far that count towards the bandwidth caps: all but the payload of bulk."""
         self.has_ended = False
@@ -258,7 +260,6 @@ class Yamux:
         # Reading: the rest of an incomplete header, or the stream and the rest of an incomplete data frame
         self._header = bytearray()
         self._body: tuple[YamuxStream | None, int, int, int] | None = None  # stream, its id, bytes left, flags
-        self._ping_number = 0
         self._pings: dict[int, float] = {}
 
     def end(self) -> None:
@@ -287,14 +288,15 @@ class Yamux:
         """Return whether anything more can happen on a stream."""
         return stream_id in self._streams
 
-    def ping(self, now: float) -> int:
-        """Send a ping and return its number, which `PingAnswered` has."""
-        self._ping_number = (self._ping_number + 1) % 2**32
+    def ping(self, now: float, number: int) -> None:
+        """Send a ping; `PingAnswered` has its number, 32 random bits.
+
+        A peer that could guess the number could answer before it receives the ping, and so seem near.
+        """
         while len(self._pings) >= MAX_PINGS:
             del self._pings[next(iter(self._pings))]
-        self._pings[self._ping_number] = now
-        self.queue(PING, SYN, 0, self._ping_number)
-        return self._ping_number
+        self._pings[number] = now
+        self.queue(PING, SYN, 0, number)
 
     def go_away(self) -> None:
         """Announce that this end closes the connection."""
@@ -407,6 +409,7 @@ class Yamux:
             self.queue(PING, ACK, 0, number)
         elif sent_at is not None:
             self.round_trip = now - sent_at
+            self.least_round_trip = min(self.round_trip, self.least_round_trip or self.round_trip)
             events.append(PingAnswered(number))
 
     def _handle_frame(

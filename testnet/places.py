@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -35,16 +36,17 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
             yield [Lodging(place) for place in places]
     elif played.home:
         with open_lab(leash) as lab:
-            yield [_lodge(lab, played.home[index % len(played.home)]) for index in range(played.nodes)]
+            lodgings = (lodging for settings in itertools.cycle(played.home) for lodging in _lodge(lab, settings))
+            yield list(itertools.islice(lodgings, played.nodes))
     else:
         yield [Lodging(Location())] * played.nodes
 
 
-def _lodge(lab: Lab, settings: HomeSettings) -> Lodging:
-    home = lab.add_home(settings.kind)
+def _lodge(lab: Lab, settings: HomeSettings) -> list[Lodging]:
+    home = lab.add_home(settings.kind, settings.nodes)
     home.set_rate(settings.up_mbit, settings.down_mbit)
     home.set_delay(settings.delay_ms)
     home.set_loss(settings.loss)
     # Nodes that can dial nothing but HTTPS must be able to dial the public nodes.
     port = HTTPS_PORT if home.kind.filtering is Filtering.NONE else None
-    return Lodging(Location(_ANY_IP, port, home.host.enter), home)
+    return [Lodging(Location(_ANY_IP, port, host.enter), home) for host in home.hosts]

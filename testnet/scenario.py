@@ -63,6 +63,8 @@ class HomeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Delay in each direction between the home and the internet."""
     loss: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Probability that a packet is lost, in each direction."""
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
+    """Number of nodes in the home, which share its line and its local network."""
 
     def __post_init__(self) -> None:
         try:
@@ -152,7 +154,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link: LinkSettings | None = None
     """Links between the nodes; None: all nodes on the loopback interface."""
     home: Annotated[tuple[HomeSettings, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
-    """Homes of the nodes, from node 0 on, and repeated if there are more nodes; none: no NAT lab."""
+    """Homes of the nodes, from node 0 on, and built again if there are more nodes; none: no NAT lab."""
     min_utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of its time that each trainer must spend in inner steps."""
     exchanges_after_faults: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0

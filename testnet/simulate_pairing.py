@@ -76,6 +76,8 @@ class PairingScenario:
     contribution_bytes: float = 0.0
     latency: tuple[float, float] | None = None
     """Median in seconds and log-deviation of a message's log-normal latency; None: uniform, as in `Network`."""
+    num_places: int = 0
+    """Nodes are in this many places, in turns, and near those of their own; 0: nobody is near."""
 
 
 @dataclass
@@ -164,7 +166,7 @@ class _World:
         node.start()
 
     def join(self, index: int) -> _Node:
-        name = index.to_bytes(4, "big") * 8
+        name = _name(index)
         total = self.scenario.num_nodes + self.scenario.num_late
         fastest, slowest = self.scenario.step_seconds
         share = index / max(total - 1, 1)
@@ -191,7 +193,13 @@ class _World:
     def tell_peers(self) -> None:
         alive = frozenset(name for name, node in self.nodes.items() if node.is_alive)
         for name, node in self.nodes.items():
-            node.handle(pairing_events.PeersChanged((alive | self.capturers) - {name}))
+            near = frozenset(other for other in alive if self.are_near(name, other))
+            node.handle(pairing_events.PeersChanged((alive | self.capturers) - {name}, near - {name}))
+
+    def are_near(self, name: bytes, other: bytes) -> bool:
+        """Return whether two nodes are in one place."""
+        places = self.scenario.num_places
+        return places > 0 and _index(name) % places == _index(other) % places
 
     def send(self, source: bytes, destination: bytes, payload: bytes) -> None:
         """Send a message, or break the connection, of which both ends get notice."""
@@ -229,6 +237,14 @@ class _World:
         """Return whether two living nodes disagree on a session that both are done with."""
         living = [committed for name, committed in beliefs.items() if self.nodes[name].is_alive]
         return len(living) == 2 and living[0] is not living[1]
+
+
+def _name(index: int) -> bytes:
+    return index.to_bytes(4, "big") * 8
+
+
+def _index(name: bytes) -> int:
+    return int.from_bytes(name[:4], "big")
 
 
 _PAIRING, _EXCHANGE = b"p", b"x"

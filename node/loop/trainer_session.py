@@ -38,6 +38,7 @@ class TrainerSession:
         exchanges: ExchangeService,
         nursery: trio.Nursery,
         is_suspected: Callable[[bytes], bool],
+        is_near: Callable[[bytes], bool],
         on_judged: Callable[[bytes, messages.Screened], None],
     ) -> None:
         self.trainer = trainer
@@ -46,7 +47,7 @@ class TrainerSession:
         self._stage = stage
         self._config = config
         self._exchanges = exchanges
-        self._is_suspected = is_suspected
+        self._is_suspected, self._is_near = is_suspected, is_near
         self._on_judged = on_judged
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contribution: tuple[messages.Contributed, Outgoing] | None = None
@@ -100,7 +101,8 @@ class TrainerSession:
     async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
         """Have the trainer judge what was received; return None, or why it is refused."""
         self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
-        self.send(messages.Screen(size, self._num_exchanges, peer, tokens, self._is_suspected(peer)))
+        said_of = self._is_suspected(peer), self._is_near(peer)
+        self.send(messages.Screen(size, self._num_exchanges, peer, tokens, *said_of))
         try:
             judged = await verdict.receive()
         finally:

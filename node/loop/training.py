@@ -49,6 +49,8 @@ class Surroundings:
     """Called with each checkpoint that is written or resumed from."""
     is_suspected: Callable[[bytes], bool]
     """Returns whether enough members suspect a peer (`farandole.protocol.suspicion`)."""
+    is_near: Callable[[bytes], bool]
+    """Returns whether a peer is met as a near one (`farandole.protocol.pairing_order`)."""
     note_suspicion: Callable[[bytes, bool], None]
     """Called with each peer whose contribution was judged, and whether this node suspects it now."""
     current_round: Callable[[], int]
@@ -135,9 +137,9 @@ class Training:
         """Start another trainer with the weights that are there at that time; unsaved work is lost."""
         self.handle(machine.RestartAsked())
 
-    def set_peers(self, peers: frozenset[bytes]) -> None:
-        """Set the live peers of this node's stage."""
-        self.handle(pairing.PeersChanged(peers))
+    def set_peers(self, peers: frozenset[bytes], near: frozenset[bytes] = frozenset()) -> None:
+        """Set the live peers of this node's stage, and the near ones among them."""
+        self.handle(pairing.PeersChanged(peers, near))
 
     def lose_peer(self, peer: bytes) -> None:
         """Note that a connection broke, or a message was not delivered."""
@@ -268,6 +270,7 @@ class Training:
                 self._exchanges,
                 nursery,
                 self._surroundings.is_suspected,
+                self._surroundings.is_near,
                 self._note_judgement,
             )
             nursery.start_soon(session.send_commands)

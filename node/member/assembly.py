@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
@@ -222,6 +223,8 @@ class _Assembly:
             first_step=0 if start is None else start.inner_steps,
         )
         made.apart = lambda: releases.apart
+        if (rounds := self.manifest.rounds).far_every > 1:
+            made.is_near = partial(host.connections.is_within, seconds=rounds.near_ms / 1_000)
         gossip.state.places.protect(made.partners.__contains__)
         return made
 
@@ -312,6 +315,7 @@ class _Assembly:
             prepare=preparation.prepare,
             on_saved=giving.note_saved,
             is_suspected=membership.is_suspected,
+            is_near=membership.is_near,
             note_suspicion=membership.announcer.note_suspicion,
             current_round=membership.current_round,
             partners_round=membership.partners_round,

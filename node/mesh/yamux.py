@@ -11,6 +11,7 @@ the one message that is being written.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
 
@@ -109,6 +110,11 @@ class MuxedConn:
         """The last measured round trip in seconds; None if there is none yet."""
         return self._state.round_trip
 
+    @property
+    def least_round_trip(self) -> float | None:
+        """The shortest measured round trip in seconds; None if there is none yet."""
+        return self._state.least_round_trip
+
     async def start(self) -> None:
         """Run until either end closes or the connection fails. Raises nothing."""
         self._budget.conns.add(self)
@@ -184,7 +190,8 @@ class MuxedConn:
 
     async def ping(self) -> float:
         """Ping the peer; return the round trip in seconds."""
-        number = self._state.ping(trio.current_time())
+        number = secrets.randbits(32)
+        self._state.ping(trio.current_time(), number)
         self._pongs[number] = pong = trio.Event()
         self.note_change()
         try:

@@ -75,10 +75,12 @@ class Membership:
         self._others: Nodes = (frozenset(),) * num_stages
         self._reached: frozenset[bytes] = frozenset()  # of the others
         self._paused: frozenset[bytes] = frozenset()  # of the others
-        self._told: tuple[frozenset[bytes], Nodes] | None = None
+        self._told: tuple[frozenset[bytes], frozenset[bytes], Nodes] | None = None
         self._waiting = trio.lowlevel.ParkingLot()  # for a change
         self.apart: Callable[[], Collection[bytes]] = frozenset
         """Returns the peers whose release this node cannot average with."""
+        self.is_near: Callable[[bytes], bool] = lambda peer: False
+        """Returns whether a peer is near (`RoundConfig.near_ms`); False if distance is ignored."""
         self._clock_warnings: set[tuple[bool, bool]] = set()  # one of each kind, as a clock may drift around a limit
 
     @property
@@ -98,6 +100,11 @@ class Membership:
         Without those whose release it cannot average with.
         """
         return ((self._others[self.stage] - self._paused) & self._reached).difference(self.apart())
+
+    @property
+    def near(self) -> frozenset[bytes]:
+        """Return the near ones of the `live` members."""
+        return frozenset(filter(self.is_near, self.live))
 
     @property
     def reached(self) -> frozenset[bytes]:
@@ -302,13 +309,13 @@ class Membership:
         self._paused = frozenset(peer for peer, member in live.items() if member.is_paused) & self.everyone
         self._reached = self.everyone & self._liveness.present(now)
         self._say_who_came(before, self._reached)
-        told = self.live, self.nodes_of_stages()
+        told = self.live, self.near, self.nodes_of_stages()
         if told != self._told:
             self._told = told
             self._waiting.unpark_all()
 
     async def changed(self) -> None:
-        """Wait until `live` or `nodes_of_stages` change."""
+        """Wait until `live`, `near` or `nodes_of_stages` change."""
         await self._waiting.park()
 
     def is_in_stage(self, peer: bytes, stage: int) -> bool:

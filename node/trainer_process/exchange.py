@@ -47,7 +47,7 @@ class EngineExchange:
         self._report = report
         self._draw = draw
         self._chance = 1.0  # of the newest contribution's exchange
-        self._is_suspected = False  # the partner that was screened last
+        self._is_suspected = self._is_near = False  # the partner that was screened last
         size = counted_size(engine.contribution_bytes)
         outgoing, incoming = (map_shared_memory(place, size) for place in (prepare.outgoing, prepare.incoming))
         self._outgoing, self._incoming = memoryview(outgoing), memoryview(incoming)
@@ -119,7 +119,7 @@ class EngineExchange:
 
     def _screen(self, command: messages.Screen, arrived: Count, taken: Count) -> None:
         self._forget_earlier(arrived, taken)
-        self._is_suspected = command.is_suspected
+        self._is_suspected, self._is_near = command.is_suspected, command.is_near
         encounter = self._encounter(command.partner, command.partner_tokens)
         verdict = self._engine.screen(self._incoming[: command.size], encounter)
         if isinstance(verdict, Refuse):
@@ -141,4 +141,5 @@ class EngineExchange:
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
         partner_tokens = partner_tokens if self._takes_steps else min(partner_tokens, 1)
-        return Encounter(partner, self.claim, partner_tokens, self._chance, self._is_suspected)
+        told = self._chance, self._is_suspected, self._is_near
+        return Encounter(partner, self.claim, partner_tokens, *told)

@@ -65,6 +65,8 @@ class HostileRun:
     """Number of honest members that join, one in each round up to that of the last."""
     lag: int = 0
     """Age of the weights that a newcomer gets from another member, in rounds."""
+    places: int = 0
+    """Members are in this many places, in turns, and near those of their own; 0: nobody is near."""
     claimed_tokens: int = 10**12
     """Number of tokens that hostile members claim to have trained on."""
     seed: int = 0
@@ -121,6 +123,11 @@ class _Member:
         self.partners: set[bytes] = set()  # of committed exchanges
         self.suspects = OwnSuspects()
         self.back_at = run.joining_round(index)
+        self.place = index % run.places if run.places else -1 - index
+
+    def learn(self, steps: int) -> None:
+        for _ in range(steps):
+            self.learner.learn()
 
     def learn(self, steps: int) -> None:
         for _ in range(steps):
@@ -135,6 +142,9 @@ class _Member:
         if not self.is_hostile:
             return self.suspects.entry
         return Suspects(tuple(other.key[:PARTNER_BYTES] for other in others if not other.is_hostile))
+
+    def is_near(self, other: _Member) -> bool:
+        return self.place == other.place
 
     def puts_off(self, other: _Member, round_index: int) -> bool:
         return not self.is_hostile and self.backoff.puts_off(other.key, round_index)
@@ -202,7 +212,7 @@ def _meet_all(
 ) -> None:
     """Pair the members of a round, and have each pair exchange its contributions."""
     honest = [member.sent for member in present if not member.is_hostile]
-    for pair in _pairs(present, meeting, rng):
+    for pair in _pairs(present, meeting, run.manifest.rounds.far_every, rng):
         _meet(run, members, pair, meeting, honest, generator, outcome)
 
 
@@ -231,20 +241,27 @@ def _triggered(learner: Learner) -> float:
     return trigger_success(learner.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
 
 
-def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iterator[list[_Member]]:
-    """Pair each member with the first in random order that neither of them puts off, else with the first."""
+def _pairs(members: list[_Member], round_index: int, far_every: int, rng: random.Random) -> Iterator[list[_Member]]:
+    """Pair each member with the first in random order that neither of them puts off, else with the first.
+
+    With ``far_every`` above 1 (`RoundConfig.far_every`), near members meet in most rounds, and far ones in the others.
+    """
     free = rng.sample(members, len(members))
+    is_for_far = round_index % far_every == 0
     while free:
         member = free.pop()
+        others = free
+        if far_every > 1:
+            others = sorted(free, key=member.is_near) if is_for_far else list(filter(member.is_near, free))
         good = (
             other
-            for other in free
+            for other in others
             if not member.puts_off(other, round_index) and not other.puts_off(member, round_index)
         )
-        other = next(good, free[0] if free else None)
+        other = next(good, others[0] if others else None)
         if other is None:
             yield [member]
-            return
+            continue
         free.remove(other)
         yield sorted((member, other), key=lambda each: each.key)
 
@@ -273,7 +290,8 @@ def _meet(
     for index, member in enumerate(pair):
         other = pair[1 - index]
         suspected = _is_suspected(member, other, members)
-        encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected))
+        is_near = run.manifest.rounds.far_every > 1 and member.is_near(other)
+        encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected, is_near))
         if member.is_hostile:
             continue
         verdict = member.learner.screen(sent[1 - index], encounters[index])

@@ -190,7 +190,7 @@ def _yamux_talk(*, is_initiator: bool) -> bytes:
         stream = alice.open_stream()
         stream.send(memoryview(b"hello" * number))
         (stream.finish, stream.reset, lambda: None)[number]()
-    alice.ping(0.0)
+    alice.ping(0.0, 1)
     alice.go_away()
     return alice.data_to_send()
 

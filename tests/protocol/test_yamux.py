@@ -80,13 +80,35 @@ def test_events_say_what_has_changed() -> None:
     stream = alice.open_stream()
     stream.send(memoryview(b"x"))
     assert bob.receive_data(alice.data_to_send(), 0.0) == [StreamOpened(), StreamChanged(stream.stream_id)]
-    number = alice.ping(now=1.0)
+    alice.ping(now=1.0, number=7)
     move(alice, bob)
-    assert alice.receive_data(bob.data_to_send(), 3.5) == [PingAnswered(number)]
-    assert alice.round_trip == 2.5
+    assert alice.receive_data(bob.data_to_send(), 3.5) == [PingAnswered(7)]
+    assert alice.round_trip == alice.least_round_trip == 2.5
     alice.go_away()
     assert bob.receive_data(alice.data_to_send(), 4.0) == [GoneAway(0)]
     assert bob.has_ended
+
+
+def test_a_peer_that_answers_before_it_is_asked_seems_no_nearer() -> None:
+    alice = Yamux(is_initiator=True, now=0.0)
+    alice.ping(now=1.0, number=0x5EED)
+    alice.receive_data(b"".join(pong(guess) for guess in range(50)), 1.0)
+    assert alice.least_round_trip is None
+    alice.receive_data(pong(0x5EED), 3.5)
+    assert alice.least_round_trip == 2.5
+
+
+def test_the_least_round_trip_is_that_without_other_traffic() -> None:
+    alice = Yamux(is_initiator=True, now=0.0)
+    for number, seconds in enumerate((0.5, 0.1, 2.0)):
+        alice.ping(10.0 * number, number)
+        alice.receive_data(pong(number), 10.0 * number + seconds)
+    assert alice.round_trip == 2.0
+    assert alice.least_round_trip == pytest.approx(0.1)
+
+
+def pong(number: int) -> bytes:
+    return struct.pack(">BBHII", 0, PING, ACK, 0, number)
 
 
 def test_a_window_grows_while_its_reader_keeps_up_and_never_beyond_its_bound() -> None:
@@ -205,7 +227,7 @@ def test_any_use_with_any_bytes_between_raises_nothing_else_and_keeps_count(
                 move(end, other, now)
                 streams[not side].extend(iter(other.accept_stream, None))
             elif action == "ping":
-                end.ping(now)
+                end.ping(now, index)
             elif action == "open" and not end.has_ended:
                 mine.append(end.open_stream())
             elif stream is not None:

@@ -452,7 +452,7 @@ class Guard(ScreeningRule):
 
     @staticmethod
     def _series(partner: Partner) -> str:
-        return f"distance {partner.fragment}"
+        return f"{'near ' if partner.encounter.is_near else ''}distance {partner.fragment}"
 
 
 def _newest(history: History, name: str) -> float:

@@ -11,8 +11,9 @@ import msgspec
 MAX_PEERS = 2_048
 # Numbers of one series: a rule that wants more of the past keeps a running mean.
 MAX_NUMBERS = 64
-# Number of series of one peer, or of all peers together: one for each of 64 fragments, and a handful.
-MAX_SERIES = 80
+# Number of series of one peer, or of all peers together: of each of 64 fragments two, of near and of far peers, and a
+# handful.
+MAX_SERIES = 144
 # Of all peers, encoded: rules keep a handful of numbers of most, and 2,048 x 16 x 64 of 9 bytes would be 18 MiB.
 MAX_BYTES = 32 * 1024 * 1024
 

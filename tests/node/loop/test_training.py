@@ -132,6 +132,7 @@ class Story:
                 self.prepare,
                 self.saved.append,
                 lambda peer: False,
+                lambda peer: False,
                 lambda peer, is_suspect: None,
                 lambda: self.others_round,
                 lambda: self.others_round,
