@@ -129,10 +129,6 @@ class _Member:
         for _ in range(steps):
             self.learner.learn()
 
-    def learn(self, steps: int) -> None:
-        for _ in range(steps):
-            self.learner.learn()
-
     def contribute(self, fragment: int) -> None:
         size, _ = self.learner.contribute(self.memory, fragment)
         self.contribution = bytes(memoryview(self.memory)[:size])

@@ -47,6 +47,16 @@ def test_public_nodes_are_where_those_are_who_may_call_nothing_else() -> None:
         assert (home.home.line.up_mbit, home.home.line.delay_ms, home.home.line.loss) == (20, 5, 0.01)
 
 
+@pytest.mark.usefixtures("networks")
+def test_nodes_of_one_home_are_machines_on_its_local_network() -> None:
+    homes = [{"kind": "open"}, {"kind": "full-cone", "nodes": 2}]
+    scenario = parse_scenario({"nodes": 4, "min_partners": 1, "run": RUN, "home": homes})
+    with open_leash() as leash, open_lodgings(scenario, leash) as (public, one, other, next_public):
+        assert one.home is other.home is not None
+        assert one.place.enter != other.place.enter
+        assert len({id(lodging.home) for lodging in (public, one, next_public)}) == 3
+
+
 def test_without_homes_and_links_all_are_on_loopback() -> None:
     scenario = parse_scenario({"nodes": 2, "min_partners": 1, "run": RUN})
     with open_leash() as leash, open_lodgings(scenario, leash) as lodgings:

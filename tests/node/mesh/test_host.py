@@ -24,6 +24,7 @@ from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, echo, has_ipv6, host_at_loopback
+from ..relayed import until
 
 LARGE = 16 * 1024 * 1024
 
@@ -41,6 +42,16 @@ async def receive_all(stream: Libp2pStream) -> bytes:
     while data := await stream.receive_some():
         received += data
     return bytes(received)
+
+
+async def test_a_peer_is_near_if_an_answer_to_a_ping_came_in_time() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            await alice.connect(bob.author, bob.addresses)
+            await until(lambda: alice.connections.is_within(bob.author, PATIENCE))
+            assert not alice.connections.is_within(bob.author, 0.0)
+            await alice.disconnect(bob.author)
+            assert not alice.connections.is_within(bob.author, PATIENCE)
 
 
 async def test_two_hosts_connect_and_answer_each_other() -> None:

@@ -186,6 +186,27 @@ async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all(nursery: 
     assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1, version=VERSION)
 
 
+async def test_a_member_that_turns_out_to_be_near_is_a_change(nursery: trio.Nursery) -> None:
+    node, near, seen = Staged(), set[bytes](), []
+    node.membership.is_near = near.__contains__
+
+    async def follow() -> None:
+        while True:
+            await node.membership.changed()
+            seen.append(node.membership.near)
+
+    nursery.start_soon(follow)
+    await trio.testing.wait_all_tasks_blocked()
+    node.hear(ANN, 0)
+    node.hear(BOB, 1)
+    await trio.testing.wait_all_tasks_blocked()
+    near |= {ANN, BOB}
+    node.membership.refresh()
+    await trio.testing.wait_all_tasks_blocked()
+    assert seen[0] == frozenset()
+    assert seen[-1] == {ANN}, "of this node's stage"
+
+
 async def test_who_is_bound_to_its_stage_says_so() -> None:
     node = Staged(is_bound=True)
     await node.membership.hold(2)

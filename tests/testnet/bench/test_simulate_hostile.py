@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from farandole.protocol.manifest import InnerConfig, Manifest, RoundConfig
@@ -9,7 +11,7 @@ from farandole.protocol.outer_rules import NoLoCoConfig, PlainConfig
 from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
 from farandole.protocol.sketches import NEAR
 from farandole.testnet.bench import simulate_hostile
-from farandole.testnet.bench.members import STRICT
+from farandole.testnet.bench.members import STRICT, manifest_of
 from farandole.testnet.bench.simulate_hostile import HostileOutcome, HostileRun, play
 from farandole.testnet.compare import MODEL
 
@@ -71,6 +73,15 @@ def test_exchanges_that_overlap_with_the_next_round_end_within_it(monkeypatch: p
     assert blocking.merged != overlapping.merged
     monkeypatch.setattr(simulate_hostile, "LATE_SHARE", 0.0)
     assert overlap_outcome(overlap=True) == blocking
+
+
+def test_members_meet_near_ones_in_most_rounds_and_far_ones_in_the_others() -> None:
+    run = HostileRun(manifest_of(4, 0, GuardConfig()), honest=8, places=2)
+    members = [simulate_hostile._Member(run, index) for index in range(8)]
+    for round_index in range(8):
+        pairs = list(simulate_hostile._pairs(members, round_index, 4, random.Random(round_index)))
+        assert len(pairs) == 4
+        assert {one.is_near(other) for one, other in pairs} == {round_index % 4 != 0}
 
 
 def overlap_outcome(*, overlap: bool) -> HostileOutcome:

@@ -198,3 +198,10 @@ def test_planning_and_signing_load_neither_torch_nor_libp2p() -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_traffic_with_far_members_is_printed(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "wanted.toml").write_text('name = "labs"\nmodel = "3M"\n[rounds]\nfar_every = 4\n')
+    _, out, _ = run("run", "plan", "wanted.toml", "--upload", "20Mbit")
+    (line,) = (line for line in out.splitlines() if line.startswith("traffic"))
+    assert "with far members" in line

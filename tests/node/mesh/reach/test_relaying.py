@@ -57,6 +57,8 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
             address = await reserve(bob, relay.host)
             await alice.connect(bob.author, [address])
             assert alice.path(bob.author) == bob.path(alice.author) == "relayed"
+            await until(lambda: alice.connections.round_trip(bob.author) is not None)
+            assert not alice.connections.is_within(bob.author, PATIENCE), "near is over a direct connection"
             assert all(
                 "/p2p-circuit" in a for a in alice.remote_addresses(bob.author) + bob.remote_addresses(alice.author)
             )
