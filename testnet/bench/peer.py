@@ -28,8 +28,8 @@ def vector(index: int, num_elements: int) -> np.ndarray[Any, np.dtype[np.float32
 
 
 def class_of(name: str) -> str:
-    """Return the class of a project's peer, in the file of that name."""
-    return f"{name.capitalize()}Peer"
+    """Return the class of a project's peer, in the file of that name: `HivemindPeer` in ``hivemind.py``."""
+    return "".join(map(str.capitalize, name.split("_"))) + "Peer"
 
 
 def serve(descriptor: int, peer: object) -> None:

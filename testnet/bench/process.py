@@ -20,6 +20,8 @@ import numpy as np
 from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
 from farandole.protocol.errors import FarandoleError
 
+from ..groups import OF_ITS_OWN, kill_group
+
 MB: Final = 1_000_000
 # The slowest request waits until two homes connect, then directly, with processes to start on a busy machine.
 ANSWER_TIMEOUT: Final = 240.0
@@ -90,8 +92,8 @@ class BenchWorker:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process at once."""
-        self._process.kill()
+        """Kill the process and its children at once."""
+        kill_group(self._process.pid)
         self._process.wait()
 
 
@@ -114,6 +116,7 @@ def open_worker(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            **OF_ITS_OWN,
         )
     worker = BenchWorker(name, process, near, log)
     try:

@@ -1,17 +1,22 @@
-"""Wall-clock to a loss in homes with slow lines: real nodes, compared with DiLoCo behind a barrier.
+"""Wall-clock to a loss in homes with slow lines: real nodes, compared with DiLoCo behind a barrier, and with hivemind.
 
-First the nodes are played, then DiLoCo on lines and at speeds that are the same, for as long, with the same members
+First the nodes are played, then the others on lines and at speeds that are the same, for as long, with the same members
 replaced at the same times. DiLoCo has it easier than it would among volunteers: it moves its contributions without
 encryption (`race_member`), nobody has to notice that a member is gone, a newcomer gets its weights for nothing, and a
 member is replaced only where no all-reduce has to begin again.
 
+hivemind's members (`hivemind_member`) average 8-bit weights with all others in the background, about as often as nodes
+with one partner, and wait for nobody.
+
 Losses are of the mean of all replicas on held-out text: of the nodes' newest checkpoints, which are up to
-`Scenario.checkpoint_seconds` old, and of DiLoCo's weights after each round. The seconds of an inner step are compared
-with `farandole.testnet.simulate_time` for these very lines and speeds.
+`Scenario.checkpoint_seconds` old, of DiLoCo's weights after each round, and of hivemind's as they are. The seconds of
+an inner step are compared with `farandole.testnet.simulate_time` for these very lines and speeds.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -45,8 +50,9 @@ from ..report import PlayReport
 from ..scenario import Scenario, load_scenario
 from ..simulate_time import MBIT, Lines, RunPace, Timing, barrier, pairs
 from ..transfers import SimulatedLine
+from .environments import obtain_python
 from .process import BenchError, BenchWorker, ask_all, open_worker, worker_command
-from .report import OUT, Bench, BenchReport, Out, Write, open_bench
+from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Write, open_bench
 
 SAMPLE_SECONDS: Final = 15.0
 # What the nodes should be at least, in times as fast to the last loss of DiLoCo.
@@ -54,7 +60,9 @@ LEAST_GAIN: Final = 2.0
 _SLOW: Final = f"{SLOW}/"
 # By then a newcomer has loaded torch, on cores that others use.
 _PREPARE_SECONDS: Final = 15.0
+_LOOK_SECONDS: Final = 0.2
 NODES, DILOCO = "pairs, overlapping, int8", "DiLoCo, ring all-reduce, barrier, fp32"
+HIVEMIND = "hivemind 1.1.12, all, in the background, 8-bit"
 
 
 @dataclass(frozen=True)
@@ -136,19 +144,22 @@ def run(
     name: Annotated[str, typer.Option("--scenario", help="A scenario with lines and boxed rounds.")] = "race",
     interval: Annotated[int, typer.Option(min=1, help="Inner steps between DiLoCo's averages.")] = 12,
     rate: Annotated[float, typer.Option(min=0.001, help="Factor of the scenario's learning rate for DiLoCo.")] = 1.0,
+    peers: Annotated[bool, typer.Option(help="Play hivemind too, installing it once.")] = True,
+    cache: Cache = CACHE,
     out: Out = OUT,
     write: Write = None,
 ) -> None:
-    """Measure the wall-clock to a loss in homes with slow lines, compared with DiLoCo (20 minutes; Linux, root).
+    """Measure the wall-clock to a loss on slow home lines, beside DiLoCo and hivemind (30 minutes; Linux, root).
 
     Examples: [cyan]farandole testnet bench race[/cyan];
-    [cyan]farandole testnet bench race --interval 24 --rate 0.25[/cyan]
+    [cyan]farandole testnet bench race --interval 24 --rate 0.25 --no-peers[/cyan]
     """
     scenario = load_scenario(name)
     if scenario.link is None or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
         raise BenchError(f"{name} is no race: name a scenario with [link], boxed rounds and step_seconds")
     settings = DiLoCoSettings(interval, rate)
     with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval, rate=rate) as bench:
+        python = obtain_python("hivemind", cache, bench.say) if peers else None
         folder = (out / "race").absolute()
         with open_view(bench.console) as view:
             samples = folder.with_name("race-samples")
@@ -160,9 +171,12 @@ def run(
         bench.say("DiLoCo")
         manifest, seconds = scenario.manifest(0.0), sampler.samples[-1].seconds
         diloco, num_steps = play_diloco(bench, scenario, settings, seconds, samples)
-        bench.say("losses")
-        curves = {NODES: measured(manifest, sampler.samples), DILOCO: measured(manifest, diloco)}
+        found = {NODES: sampler.samples, DILOCO: diloco}
         paces = {NODES: node_pace(scenario, manifest, play, seconds), DILOCO: diloco[-1].seconds / num_steps}
+        if python is not None:
+            found[HIVEMIND], paces[HIVEMIND] = play_hivemind(bench, scenario, python, seconds, samples)
+        bench.say("losses")
+        curves = {way: measured(manifest, each) for way, each in found.items()}
         bench.publish(report(bench.setting, scenario, settings, play, curves, paces))
 
 
@@ -222,6 +236,71 @@ def play_diloco(
             next(iter(members.values())).ask("save", path=str(file))
             bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
     return samples, len(samples) * diloco.interval
+
+
+# hivemind
+
+
+def play_hivemind(
+    bench: Bench, scenario: Scenario, python: Path, seconds: float, folder: Path
+) -> tuple[list[Sample], float]:
+    """Play hivemind for this time; return the mean of its weights now and then, and the seconds of a member's step."""
+    assert scenario.link is not None
+    manifest, due = scenario.manifest(0.0), replacements(scenario)
+    early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
+    speed = sum(1 / scenario.seconds_of_step(index) for index in early)
+    request = {
+        "folders": [os.path.abspath(each) for each in sys.path],
+        "manifest": msgspec.to_builtins(manifest),
+        "codec": "8-bit",
+        "target": round(manifest.rounds.round_seconds * speed * manifest.inner.batch_size),
+    }
+    command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), "hivemind_member"]
+    with ExitStack() as stack:
+        places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
+        addresses: list[str] = []
+
+        def begin(index: int, steps: int) -> BenchWorker:
+            place, step_seconds = places[index], scenario.seconds_of_step(index)
+            worker = stack.enter_context(open_worker(f"hivemind {index}", [*place.enter, *command], bench.log))
+            stack.callback(worker.kill)  # its children would outlive it
+            worker.put(
+                "begin", **request, author=index, step_seconds=step_seconds, ip=place.ip, peers=addresses, steps=steps
+            )
+            return worker
+
+        members = {early[0]: begin(early[0], 0)}
+        addresses += members[early[0]].get()["addresses"]
+        members |= {index: begin(index, 0) for index in early[1:]}
+        for index in early[1:]:
+            members[index].get()
+        coming: dict[int, BenchWorker] = {}
+        samples: list[Sample] = []
+        num_steps, steps_of = 0, dict.fromkeys(members, 0)
+        began_at = time.monotonic()
+        while (now := time.monotonic() - began_at) < seconds:
+            for change in due:
+                if change.seconds - _PREPARE_SECONDS <= now and change.come not in coming:
+                    coming[change.come] = begin(change.come, steps_of[change.gone])
+            for change in [change for change in due if change.seconds <= now]:
+                due.remove(change)
+                members.pop(change.gone).kill()
+                members[change.come] = coming[change.come]
+                members[change.come].get()
+                steps_of[change.come] = steps_of[change.gone]
+            if now < SAMPLE_SECONDS * (len(samples) + 1):
+                time.sleep(_LOOK_SECONDS)
+                continue
+            files = [folder / f"hivemind-{index}.safetensors" for index in members]
+            saved = ask_all(list(members.values()), "save", [{"path": str(file)} for file in files])
+            for index, answer in zip(members, saved, strict=True):
+                num_steps += answer["steps"] - steps_of[index]
+                steps_of[index] = answer["steps"]
+            samples.append(Sample(time.monotonic() - began_at, folder / f"hivemind-{len(samples):03d}.safetensors"))
+            save_file(mean_weights(files), samples[-1].weights)
+            epochs = max(answer["epochs"] for answer in saved)
+            bench.say(f"hivemind: {epochs} averages, {samples[-1].seconds:.0f} of {seconds:.0f} s")
+    return samples, samples[-1].seconds * len(early) / num_steps
 
 
 # Losses and paces
@@ -298,35 +377,24 @@ def report(
     rows = [
         [
             way,
-            f"{curves[way][-1].seconds:.0f}",
+            f"{curve[-1].seconds:.0f}",
             f"{paces[way]:.2f}",
-            f"{expected[way].seconds_per_step:.2f}",
-            f"{paces[way] / expected[way].seconds_per_step - 1:+.0%}",
-            f"{curves[way][-1].loss:.3f}",
+            *_simulated_cells(paces[way], expected.get(way)),
+            f"{curve[-1].loss:.3f}",
         ]
-        for way in (NODES, DILOCO)
+        for way, curve in curves.items()
     ]
     pace = Grid("The same lines, speeds and replacements", list(_PACE_HEADER), rows)
-    quarters = [diloco[(len(diloco) - 1) * quarter // 4] for quarter in range(1, 5)]
-    reached = [(sample, seconds_to(nodes, sample.loss)) for sample in quarters]
-    times = Grid(
-        "Time to a loss",
-        ["loss that DiLoCo reaches", "DiLoCo, s", "pairs, s", "times as fast"],
-        [
-            [
-                f"{sample.loss:.3f}",
-                f"{sample.seconds:.0f}",
-                "never" if seconds is None else f"{seconds:.0f}",
-                "" if seconds is None else f"{sample.seconds / seconds:.1f}",
-            ]
-            for sample, seconds in reached
-        ],
-    )
+    reached = times_to_losses(nodes, diloco)
+    grids = [pace, _times_grid("DiLoCo", reached)]
+    if HIVEMIND in curves:
+        grids.append(_times_grid("hivemind", times_to_losses(nodes, curves[HIVEMIND])))
     early = [scenario.seconds_of_step(index) for index in range(scenario.nodes) if index not in scenario.late_joiners]
     words = [
         f"{len(early)} homes, {num_parameters(manifest.model):,} parameters; an inner step takes {min(early):g} to "
         f"{max(early):g} s. Pairs average {manifest.outer.codec} every {manifest.rounds.round_seconds:g} s, DiLoCo "
         f"fp32 every {settings.interval} inner steps of each member, at {settings.rate:g} times their learning rate. "
+        f"hivemind {manifest.rounds.round_seconds:g} s' worth of all members' steps, at the same rate as the nodes. "
         "*A step*: seconds of the run for an inner step of an average member; *simulated*: the same by "
         "`farandole.testnet.simulate_time`, for these lines and speeds, and "
         "without replacements. Losses are of the mean of all replicas, in nats a token.",
@@ -339,7 +407,35 @@ def report(
     sample, seconds = reached[-1]
     if seconds is None or sample.seconds < LEAST_GAIN * seconds:
         misses.append(f"the nodes reach DiLoCo's last loss less than {LEAST_GAIN:g} times as fast")
-    return BenchReport(setting, [pace, times], data, words, misses)
+    return BenchReport(setting, grids, data, words, misses)
+
+
+def _simulated_cells(pace: float, expected: RunPace | None) -> list[str]:
+    if expected is None:
+        return ["", ""]
+    return [f"{expected.seconds_per_step:.2f}", f"{pace / expected.seconds_per_step - 1:+.0%}"]
+
+
+def times_to_losses(nodes: Sequence[Sample], other: Sequence[Sample]) -> list[tuple[Sample, float | None]]:
+    """Return four samples of another curve, evenly spaced, and when the nodes reach the loss of each."""
+    quarters = [other[(len(other) - 1) * quarter // 4] for quarter in range(1, 5)]
+    return [(sample, seconds_to(nodes, sample.loss)) for sample in quarters]
+
+
+def _times_grid(who: str, reached: Sequence[tuple[Sample, float | None]]) -> Grid:
+    return Grid(
+        f"Time to a loss of {who}",
+        [f"loss that {who} reaches", f"{who}, s", "pairs, s", "times as fast"],
+        [
+            [
+                f"{sample.loss:.3f}",
+                f"{sample.seconds:.0f}",
+                "never" if seconds is None else f"{seconds:.0f}",
+                "" if seconds is None else f"{sample.seconds / seconds:.1f}",
+            ]
+            for sample, seconds in reached
+        ],
+    )
 
 
 _PACE_HEADER: Final = ("averaged by", "seconds", "a step, s", "simulated, s", "off by", "loss at the end")

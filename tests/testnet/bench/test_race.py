@@ -12,7 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from farandole.protocol.vectors import SLOW
 from farandole.testnet.bench.process import BenchError, BenchWorker, ask_all, open_workers
-from farandole.testnet.bench.race import Replacement, Sample, mean_weights, replacements, seconds_to, simulated
+from farandole.testnet.bench.race import (
+    Replacement,
+    Sample,
+    mean_weights,
+    replacements,
+    seconds_to,
+    simulated,
+    times_to_losses,
+)
 from farandole.testnet.bench.race_member import OUTER_MOMENTUM, OUTER_RATE
 from farandole.testnet.fault import Fault
 from farandole.testnet.scenario import load_scenario
@@ -32,6 +40,14 @@ def test_when_a_curve_reaches_a_loss() -> None:
     assert seconds_to(falling, 4.5) == pytest.approx(15.0)
     assert seconds_to(falling, 3.6) == pytest.approx(35.0)
     assert seconds_to(falling, 2.0) is None
+
+
+def test_times_are_compared_at_four_losses_of_the_other() -> None:
+    nodes = curve((10.0, 4.0), (20.0, 3.0))
+    other = curve(*((10.0 * number, 5.0 - 0.1 * number) for number in range(1, 26)))
+    reached = times_to_losses(nodes, other)
+    assert [sample.seconds for sample, _ in reached] == [70.0, 130.0, 190.0, 250.0]
+    assert [seconds for _, seconds in reached] == [10.0, pytest.approx(13.0), pytest.approx(19.0), None]
 
 
 def test_who_is_replaced_when() -> None:
