@@ -15,6 +15,7 @@ from farandole.protocol.errors import ManifestError, UnknownManifestError
 from farandole.protocol.identity import sign
 from farandole.protocol.manifest import (
     MAX_MANIFEST_BYTES,
+    EvaluationConfig,
     Manifest,
     SignedManifest,
     decode_manifest,
@@ -118,6 +119,12 @@ def test_a_long_manifest_is_refused_unread() -> None:
         ({"rounds": {"exchange_seconds": 0.0}}, "exchange_seconds"),
         ({"outer": {"fragments": 0}}, "fragments"),
         ({"outer": {"fragments": 65}}, "fragments"),
+        ({"evaluation": {"tasks": ["../task"]}}, "tasks"),
+        ({"evaluation": {"tasks": ["task.yaml"]}}, "tasks"),
+        ({"evaluation": {"tasks": ["a"] * 17}}, "tasks"),
+        ({"evaluation": {"every_rounds": 0}}, "every_rounds"),
+        ({"evaluation": {"max_seconds": float("nan")}}, "evaluation.max_seconds"),
+        ({"evaluation": {"tasks": ["a"]}, "model": {**MODEL, "num_stages": 2}}, "evaluation.tasks"),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(sections: dict[str, Any], words: str) -> None:
@@ -164,6 +171,15 @@ def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id(
     assert decoded == manifest(outer={"kind": "noloco", "gamma": 0.5, "codec": "int8"})
     assert decoded.screening == DEFAULT_SCREENING
     assert not decoded.inner.deterministic
+
+
+def test_a_run_without_evaluation_has_the_same_id_as_before_there_was_any() -> None:
+    """Its signed bytes do not have the section, so older releases read them, too."""
+    signed = sign_manifest(manifest(seed=7, evaluation={}), CREATOR)
+    assert signed.run_id.hex() == "9f22350432f3a0453baf1d549fcd8b39683cf8c31bcec1955675856fd3c3308b"
+    evaluated = sign_manifest(manifest(seed=7, evaluation={"tasks": ["arc_*"], "every_rounds": 10}), CREATOR)
+    assert decode_manifest(evaluated.encode())[0].evaluation == EvaluationConfig(("arc_*",), 10)
+    assert evaluated.run_id != signed.run_id
 
 
 def test_rules_are_chosen_by_kind() -> None:
