@@ -60,7 +60,13 @@ def readers() -> Iterator[tuple[str, object]]:
 
 
 # Methods of these names that take no peer's bytes.
-OTHERS = {"farandole.protocol.dial_caution.DialBudget.take", "farandole.protocol.microbatch_jobs.MicrobatchJobs.take"}
+OTHERS = {
+    "farandole.protocol.dial_caution.DialBudget.take",
+    "farandole.protocol.microbatch_jobs.MicrobatchJobs.take",
+    # Messages between two processes of one node.
+    "farandole.protocol.evaluation_messages.decode_order",
+    "farandole.protocol.evaluation_messages.decode_answer",
+}
 
 
 def test_no_decoder_is_missing_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
