@@ -191,16 +191,14 @@ class Evaluations:
             # A failed lease need not be followed, except the present one, which would begin again.
             self._held[rival] = [each for each in held if each not in late or each.mark == mark]
         for rival, failed_at in list(self._failed.items()):
-            if any((rival, mark) in event.reported for mark in self._marks_from(failed_at, event)):
+            # Not of marks to come: with such a report it would never have failed.
+            if any(author == rival and failed_at <= mark <= event.round for author, mark in event.reported):
                 del self._failed[rival]
 
     def _is_late(self, lease: _Held, now: float) -> bool:
         if lease.dropped_at is not None:
             return now - lease.dropped_at > REPORT_SECONDS
         return now - lease.since > self.max_seconds + REPORT_SECONDS
-
-    def _marks_from(self, first: int, event: Looked) -> Iterable[int]:
-        return (mark for _, mark in event.reported if mark >= first)
 
 
 # Reports
@@ -287,9 +285,11 @@ def _point(mark: int, task: str, metric: str, by_author: Mapping[str, TaskFigure
 
 
 def is_plausible(evaluation: Evaluation, every_rounds: int, current_round: int) -> bool:
-    """Return whether a report is of a mark that the run has reached, and of weights that are not older than it.
+    """Return whether a report has figures, of a mark that the run has reached, and of weights that are not older.
 
     So the marks that a liar can report are as many as the run has.
     """
     mark = evaluation.mark
-    return 0 < mark <= current_round and mark % every_rounds == 0 and evaluation.round >= mark
+    return (
+        bool(evaluation.figures) and 0 < mark <= current_round and mark % every_rounds == 0 and evaluation.round >= mark
+    )
