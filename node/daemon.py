@@ -35,7 +35,7 @@ from .base.exits import Exit
 from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
 from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError, parse_quiet_hours
-from .base.requirements import MemoryTooSmallError, line_shortfall, memory_needed, memory_shortfall
+from .base.requirements import MemoryTooSmallError, line_shortfall, memory_needed, memory_shortfall, require_harness
 from .base.settings import NodeSettings
 from .base.system.signals import STOP_SIGNALS
 from .inspect.listing import offers_of
@@ -83,7 +83,7 @@ async def run_node(settings: NodeSettings) -> int:
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
     console = Console(as_json=settings.log_format == "json")
-    journal = Journal(say=console.say, tell_round=console.tell_round)
+    journal = Journal(say=console.say, tell_round=console.tell_round, keep_evaluation=console.keep_evaluation)
     try:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
@@ -294,6 +294,8 @@ async def _dial(daemon: Daemon, host: Host, address: object) -> str:
 async def be_node(daemon: Daemon) -> None:
     """Join a run, train until asked to leave, and leave."""
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
+    if settings.evaluate:
+        require_harness()
     hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
     rest_keeper = RestKeeper(rest, store, hours, datetime.now, journal.warn)
     stored = await store.get_fact(MANIFEST_FACT)
@@ -366,6 +368,7 @@ async def be_node(daemon: Daemon) -> None:
                     pipeline=member.pipeline,
                     leases=member.leases,
                     audits=member.audits,
+                    evaluations=member.evaluations,
                     notices=member.notices,
                     nodes_of_stages=member.membership.nodes_of_stages,
                     apart=member.membership.apart,
@@ -380,6 +383,8 @@ def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
     """
     manifest, settings = decode_manifest(raw_manifest)[0], daemon.settings
     shortfalls = [line_shortfall(manifest, settings.upload_mbit, settings.download_mbit)]
+    if settings.evaluate and not manifest.evaluation.tasks:
+        shortfalls.append("--evaluate has no effect: this run's manifest names no tasks to evaluate it on")
     if settings.trainer == "own":
         needed = memory_needed(manifest, settings)
         shortfalls.append(memory_shortfall(needed, total_bytes(), available_bytes()))

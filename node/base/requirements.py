@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, Final
 
 from farandole.protocol.best_known import reason_for
@@ -17,6 +18,7 @@ from farandole.protocol.errors import FarandoleError
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, needs_of, needs_of_stage
 from farandole.protocol.planning import STAGES, Machine, changes, plan, remedy
+from farandole.training.extras import how_to_add
 
 from .figures import BYTES_PER_MBIT, mbit, size
 from .settings import NodeSettings
@@ -31,6 +33,16 @@ CAPS: Final = ("--upload-mbit", "--download-mbit")
 
 class MemoryTooSmallError(FarandoleError):
     """This machine can never hold the run's model."""
+
+
+class MissingHarnessError(FarandoleError):
+    """The settings ask for evaluations, and lm-evaluation-harness is not installed."""
+
+
+def require_harness() -> None:
+    """Raise `MissingHarnessError` unless lm-evaluation-harness is installed. Importing it would take seconds."""
+    if find_spec("lm_eval") is None:
+        raise MissingHarnessError(f"--evaluate needs the Python package 'lm-eval': {how_to_add('eval')}")
 
 
 def settings_line(settings: Mapping[str, Any]) -> str:

@@ -61,6 +61,8 @@ class EvaluationPlan:
     limit: int | None
     """Only the first documents of each task."""
     batch_size: int
+    may_be_files: bool = True
+    """Whether a task may be the path of a file; not where another person than the machine's owner names the tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def _quiet_harness() -> Iterator[None]:
 def _load_tasks(wanted: EvaluationPlan, say: Callable[[str], None]) -> Any:
     """Return the tasks with their data. Raises `EvaluationError`."""
     manager = _task_manager(wanted, say)
-    names = list(dict.fromkeys(name for task in wanted.tasks for name in _matching(manager, task, wanted.include)))
+    names = list(dict.fromkeys(name for task in wanted.tasks for name in _matching(manager, task, wanted)))
     try:
         return manager.load(names)
     except Exception as error:  # of the network, a parser, or a function of a task's
@@ -184,16 +186,17 @@ def _task_manager(wanted: EvaluationPlan, say: Callable[[str], None]) -> TaskMan
     return TaskManager(include_path=wanted.include)
 
 
-def _matching(manager: TaskManager, task: str, include: Path | None) -> list[str]:
+def _matching(manager: TaskManager, task: str, wanted: EvaluationPlan) -> list[str]:
     """Return the names that a user's word stands for. Raises `EvaluationError` if there is none."""
     names: list[str] = manager.match_tasks([task])
     if names:
         return names
-    if Path(task).is_file():
+    if wanted.may_be_files and Path(task).is_file():
         return [task]
     similar = difflib.get_close_matches(task, manager.all_tasks, n=_NUM_SIMILAR)
     hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-    where = "name the folder of its file with --include" if include is None else f"{include} has no such task"
+    is_missing = "name the folder of its file with --include"
+    where = is_missing if wanted.include is None else f"{wanted.include} has no such task"
     raise EvaluationError(
         f"lm-evaluation-harness knows no task {task!r}: {hint}`lm-eval ls tasks` lists them; for a task of your own, "
         f"{where}"
