@@ -327,8 +327,8 @@ class NodeSettings:
     )
     evaluate_include: Path | None = setting(
         None,
-        "With --evaluate: folder of more task files, as `farandole eval --include`. They may name Python functions, "
-        "which run with your rights.",
+        "With --evaluate: folder of more task files, in the form that `farandole eval` takes. They may name Python "
+        "functions, which run with your rights.",
         placeholder="FOLDER",
         unset="none",
         example="tasks",
