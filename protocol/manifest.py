@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -293,7 +293,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the rounds of each member that others replay (`farandole.protocol.audits`); 0: rounds are not committed
     to. Costs each member about 1.2 times this share of its time, and five checkpoints of its disk."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Later than a release: left out of the signed bytes where it has its defaults (`sign_manifest`)."""
 
     def __post_init__(self) -> None:
         if problems := _problems(self):
@@ -463,6 +462,13 @@ def _problems_of_own(model: ModelConfig, own: OwnModel) -> list[str]:
     return problems
 
 
+_LATER: Final[dict[str, tuple[str, ...]]] = {
+    "rounds": ("far_every", "near_ms"),
+    "evaluation": EvaluationConfig.__struct_fields__,
+}
+"""Settings that are later than a release, by section; a section without others is later as a whole."""
+
+
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A manifest as it travels: the signed bytes, the creator's key and signature."""
 
@@ -487,13 +493,16 @@ class _LaterSigned(SignedManifest, frozen=True, forbid_unknown_fields=False):
 def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManifest:
     """Sign a manifest. The result is final, and determines the run id.
 
-    A section that is later than a release is left out where it has its defaults. So older releases read the manifests
-    of runs that do not use it, and the same settings have the same run id in all releases.
+    A setting that is later than a release (`_LATER`) is left out where it has its default. So older releases read the
+    manifests of runs that do not use it, and the same settings have the same run id in all releases.
     """
-    fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
-    if manifest.evaluation == EvaluationConfig():
-        del fields["evaluation"]
-    body = msgspec.msgpack.encode(fields)
+    fields = msgspec.structs.asdict(manifest)
+    for section, names in _LATER.items():
+        given = fields[section]
+        kept = {name: value for name, value in msgspec.structs.asdict(given).items() if name not in names}
+        if given == type(given)(**kept):
+            fields[section] = kept
+    body = msgspec.msgpack.encode({name: value for name, value in fields.items() if value != {}})
     return SignedManifest(body, public_bytes(creator), sign(creator, _DOMAIN, body))
 
 

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS: Final = 2.0
 # An entry lives an hour: three may be lost.
 RENEW_SECONDS: Final = RULES[Kind.EVALUATOR].ttl / 4
+# Newest marks whose reports are held in memory; older ones are in the file, and are not heard again.
+MAX_MARKS: Final = 64
 
 
 class Publisher(Protocol):
@@ -93,7 +95,7 @@ class EvaluationKeeper:
         self._settings = settings
         self._run_id = gossip.state.run_id
         self._known: dict[int, dict[str, EvaluationRecord]] = {}
-        """Mark -> peer id -> its report: at most `MAX_REPORTS` of each mark that the run has reached."""
+        """Mark -> peer id -> its report: at most `MAX_REPORTS` of each of the last `MAX_MARKS` marks."""
         self._driver = Driver[Event, Evaluate](self._begin)
         # The machine asks for the next evaluation after the end of the last.
         self._to_evaluate, self._marks = trio.open_memory_channel[int](1)
@@ -136,7 +138,9 @@ class EvaluationKeeper:
             return
         for record in records:
             if record.run_id == self._run_id.hex():
-                self._known.setdefault(record.evaluation.mark, {}).setdefault(record.author, record)
+                reports = self._reports_of(record.evaluation.mark)
+                if reports is not None:
+                    reports.setdefault(record.author, record)
 
     def _hear(self) -> None:
         """Keep each member's first report of each mark."""
@@ -145,10 +149,18 @@ class EvaluationKeeper:
             evaluation, author = entry.payload, peer_id_of(entry.author)
             if not is_plausible(evaluation, self._config.every_rounds, current):
                 continue
-            reports = self._known.setdefault(evaluation.mark, {})
-            if author not in reports and len(reports) < MAX_REPORTS:
+            reports = self._reports_of(evaluation.mark)
+            if reports is not None and author not in reports and len(reports) < MAX_REPORTS:
                 reports[author] = EvaluationRecord(self._journal.clock(), self._run_id.hex(), author, evaluation)
                 self._journal.record_evaluation(reports[author], is_own=entry.author == self._author)
+
+    def _reports_of(self, mark: int) -> dict[str, EvaluationRecord] | None:
+        """Return the known reports of a mark, to be added to; None for a mark before all that are held."""
+        if mark not in self._known and len(self._known) == MAX_MARKS:
+            if mark < min(self._known):
+                return None
+            del self._known[min(self._known)]
+        return self._known.setdefault(mark, {})
 
     # Decisions
 

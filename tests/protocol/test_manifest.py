@@ -173,13 +173,16 @@ def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id(
     assert not decoded.inner.deterministic
 
 
-def test_a_run_without_evaluation_has_the_same_id_as_before_there_was_any() -> None:
-    """Its signed bytes do not have the section, so older releases read them, too."""
-    signed = sign_manifest(manifest(seed=7, evaluation={}), CREATOR)
+def test_a_run_without_later_settings_has_the_same_id_as_before_there_were_any() -> None:
+    """Its signed bytes do not have them, so older releases read them, too."""
+    signed = sign_manifest(manifest(seed=7, evaluation={}, rounds={"far_every": 1}), CREATOR)
     assert signed.run_id.hex() == "9f22350432f3a0453baf1d549fcd8b39683cf8c31bcec1955675856fd3c3308b"
     evaluated = sign_manifest(manifest(seed=7, evaluation={"tasks": ["arc_*"], "every_rounds": 10}), CREATOR)
     assert decode_manifest(evaluated.encode())[0].evaluation == EvaluationConfig(("arc_*",), 10)
     assert evaluated.run_id != signed.run_id
+    two_levels = sign_manifest(manifest(seed=7, rounds={"far_every": 4}), CREATOR)
+    assert decode_manifest(two_levels.encode())[0].rounds.far_every == 4
+    assert two_levels.run_id != signed.run_id
 
 
 def test_rules_are_chosen_by_kind() -> None:

@@ -324,3 +324,16 @@ async def test_the_process_does_not_outlive_a_cancelled_caller(script: Callable[
         assert may_exist(pid)
         nursery.cancel_scope.cancel()
     assert not may_exist(pid)
+
+
+async def test_only_the_newest_marks_are_held_and_older_ones_are_heard_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_threads: None, autojump_clock: trio.testing.MockClock
+) -> None:
+    monkeypatch.setattr(evaluation_service, "MAX_MARKS", 2)
+    node = Node(tmp_path, evaluates=False)
+    for slot, mark in enumerate((10, 20, 30)):
+        node.write(BOB, Kind.EVALUATION, slot, Evaluation(mark, mark, (TaskFigure("t", "acc", mark),)))
+    await play(node, 30, 30, 30)
+    heard = [record.evaluation.mark for record in node.kept]
+    assert len(heard) == len(set(heard)), "none is written again and again"
+    assert set(node.keeper._known) == {20, 30}
