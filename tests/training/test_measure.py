@@ -30,9 +30,9 @@ class Sleeper(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         time.sleep(SLOW_SECONDS)
-        y: Tensor = self.layer(x, cos, sin)
+        y: Tensor = self.layer(x, cos, sin, mask)
         return y
 
 
