@@ -105,6 +105,9 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     """Number of passes over the text, split among the nodes by leases (`farandole.protocol.leases`), after which the
     run is over. 0: each node draws on its own, without end."""
+    mask_documents: bool = False
+    """Whether tokens attend to their own document alone (Llama 3, arXiv 2407.21783, section 3.2), and not to others in
+    the same sequence (`farandole.training.model.document_mask`)."""
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -381,6 +384,11 @@ def _problems(manifest: Manifest) -> list[str]:
     if model.num_stages > 1 and not rounds.round_seconds:
         problems.append(
             "rounds.round_seconds is 0: with stages, a round that waits for others' microbatches needs an end"
+        )
+    if manifest.data.mask_documents and (model.own is not None or model.hf is not None or model.num_stages > 1):
+        problems.append(
+            "data.mask_documents is true: that needs farandole's own model, not cut into stages, of which only the "
+            "first has the tokens"
         )
     if manifest.audits:
         problems += [f"audits = {manifest.audits:g} {problem}" for problem in _problems_of_audits(manifest)]

@@ -25,6 +25,8 @@ def why_no_loop(manifest: Manifest) -> str:
         return "its inner steps have the same bits on all machines (inner.deterministic), and a loop's are its own"
     if manifest.data.epochs:
         return "its members divide the text among them (data.epochs), and a loop draws its own data"
+    if manifest.data.mask_documents:
+        return "its tokens attend to their own document alone (data.mask_documents), and a loop's model is its own"
     if manifest.rounds.partners > 1:
         return (
             f"its members meet {manifest.rounds.partners} partners after their inner steps (rounds.partners), and a "

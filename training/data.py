@@ -38,7 +38,7 @@ from .sources import Document, Progress, Reader, TextSource, no_progress, source
 from .spliced import joined
 from .token_cache import CORPUS_BYTES, Found, Sink, cache_name, keep_within, open_cache, write_cache
 from .token_files import open_tokens
-from .token_index import INDEX_DTYPE, index_tokens, spliced
+from .token_index import INDEX_DTYPE, index_tokens, require_separator, spliced
 from .tokenizer import Tokenizer, beyond_vocabulary, load_tokenizer
 
 # Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
@@ -99,6 +99,7 @@ class _Loader:
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> None:
         self._held_out = config.held_out
+        self._masks_documents = config.mask_documents
         self._tokenizer = tokenizer
         self._bring = bring
         self._in_use: set[Path] = set()
@@ -143,6 +144,8 @@ class _Loader:
             return index_tokens(arrays, self._tokenizer, self._held_out, training, held_out, tell)
 
         index = _in_memory(INDEX_DTYPE, write) if path is None else self._kept(path, INDEX_DTYPE, write)
+        for each, tokens in arrays if self._masks_documents else ():
+            require_separator(each, tokens, self._tokenizer)
         assert isinstance(index.training, np.ndarray)
         assert isinstance(index.held_out, np.ndarray)
         return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)

@@ -34,7 +34,8 @@ class Learner(Replica):
     and their gradients are summed to the batch's own, within rounding. ``is_compiled``: whether inner steps run through
     `torch.compile`, which takes a minute here and pays off on a GPU; raises `TrainingError` where it fails.
     ``recomputes``: see `Transformer.recomputes`. ``averages_on_host``, ``lean_author``: as in `Replica`. The last two
-    raise `TrainingError` for other models than farandole's own, and a lean one does in a deterministic run.
+    raise `TrainingError` for other models than farandole's own, and a lean one does in a deterministic run. If the
+    recipe masks documents, raises `DataError` where the sampler's tokenizer has no separator.
     """
 
     is_driven: ClassVar[bool] = False
@@ -57,6 +58,8 @@ class Learner(Replica):
             _check_lean(module)
         if recomputes:
             _own(module, "--recompute").recomputes = True
+        if recipe.data.mask_documents:
+            _own(module, "data.mask_documents").separator = sampler.separator
         super().__init__(
             module,
             recipe,

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.manifest import InnerConfig, Manifest, RoundConfig
+from farandole.protocol.manifest import DataConfig, InnerConfig, Manifest, RoundConfig
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
 
@@ -35,11 +35,12 @@ class Recipe:
     outer: OuterConfig = field(default_factory=NoLoCoConfig)
     screening: ScreeningConfig = DEFAULT_SCREENING
     rounds: RoundConfig = field(default_factory=RoundConfig)
+    data: DataConfig = field(default_factory=DataConfig)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Recipe:
         """The sections of a manifest."""
-        return cls(manifest.inner, manifest.outer, manifest.screening, manifest.rounds)
+        return cls(manifest.inner, manifest.outer, manifest.screening, manifest.rounds, manifest.data)
 
 
 class DeviceWeights:

@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
     def separator(self) -> int:
         """The token put after every document."""
 
+    @property
+    def has_separator(self) -> bool:
+        """Whether the vocabulary has a token for this; otherwise `separator` is 0, a token with another meaning."""
+
     def encode(self, text: bytes) -> npt.NDArray[np.integer]:
         """Tokens (n,) of a document."""
 
@@ -61,6 +65,7 @@ class ByteTokenizer:
     identity = "bytes"
     vocabulary = 256
     separator = 0
+    has_separator = True
 
     def encode(self, text: bytes) -> npt.NDArray[np.uint8]:
         """The bytes (n,)."""
@@ -78,8 +83,9 @@ class FileTokenizer:
         self.identity = sha256
         self._tokenizer = tokenizer
         self.vocabulary: int = tokenizer.get_vocab_size()
-        known = (tokenizer.token_to_id(name) for name in SEPARATORS)
-        self.separator: int = next((token for token in known if token is not None), 0)
+        known = [token for name in SEPARATORS if (token := tokenizer.token_to_id(name)) is not None]
+        self.separator: int = known[0] if known else 0
+        self.has_separator = bool(known)
 
     def encode(self, text: bytes) -> npt.NDArray[np.uint32]:
         """Tokens (n,), without the special tokens that the file may add."""

@@ -26,7 +26,11 @@ from farandole.protocol.outer_rules import NoLoCoConfig, OuterRules, gamma_limit
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, SimilarityConfig
 from farandole.protocol.vectors import FAST, OPTIMIZER_VECTORS, SENT, SLOW
 
+from .test_families import GPT2
+from .test_families import SIZES as GPT2_SIZES
+
 CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+OWN = {"function": "a.b:c", "package": "a", "ends": {"weight": [100, 100]}}
 MODEL = {"num_layers": 2, "width": 32, "num_heads": 2, "hidden": 64, "context": 32, "vocabulary": 256}
 
 
@@ -104,6 +108,7 @@ def test_a_long_manifest_is_refused_unread() -> None:
         ({"tokenizer": {"sha256": "0" * 64}}, "sha256"),
         ({"data": {"source": "http://example.org"}}, "source"),
         ({"data": {"held_out": 0.9}}, "held_out"),
+        ({"data": {"mask_documents": 1}}, "mask_documents"),
         ({"inner": {"learning_rate": float("nan")}}, "learning_rate"),
         ({"inner": {"learning_rate": float("inf")}}, "learning_rate"),
         ({"inner": {"learning_rate": 0}}, "learning_rate"),
@@ -130,6 +135,20 @@ def test_a_long_manifest_is_refused_unread() -> None:
 def test_what_is_out_of_range_is_refused_by_name(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ManifestError, match=words):
         manifest(**sections)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {**MODEL, "num_stages": 2},
+        {**GPT2_SIZES, "hf": GPT2},
+        {**MODEL, "num_layers": 1, "num_heads": 0, "hidden": 0, "width": 0, "own": OWN},
+    ],
+)
+def test_only_a_whole_model_of_our_own_masks_documents(model: dict[str, Any]) -> None:
+    assert not manifest(model=model).data.mask_documents
+    with pytest.raises(ManifestError, match=r"data\.mask_documents is true: .*own model, not cut into stages"):
+        manifest(model=model, data={"mask_documents": True})
 
 
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])

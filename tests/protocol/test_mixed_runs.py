@@ -24,6 +24,7 @@ EXTERNAL = {**dict.fromkeys(SIZES, 0), "num_layers": 1, "external": {"parameters
         ({"inner": {"deterministic": True}}, "inner.deterministic"),
         ({"inner": {"deterministic": True}, "audits": 0.1}, "audits"),
         ({"data": {"epochs": 2}}, "data.epochs"),
+        ({"data": {"mask_documents": True}}, "data.mask_documents"),
         ({"outer": {"drift": 0.1}}, "outer.drift"),
         ({"rounds": {"partners": 2}}, "rounds.partners"),
     ],

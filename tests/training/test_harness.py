@@ -38,6 +38,7 @@ class Letters:
     identity = "letters"
     vocabulary = 64
     separator = SEPARATOR
+    has_separator = True
 
     def encode(self, text: bytes) -> npt.NDArray[np.integer]:
         return np.array([byte - 32 if 32 < byte < 96 else 1 for byte in text], dtype=np.uint8)

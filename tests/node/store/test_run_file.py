@@ -45,6 +45,13 @@ def test_the_schedule_may_be_in_tokens_of_one_member() -> None:
     assert least.inner.total_steps == 1
 
 
+def test_a_run_may_mask_documents() -> None:
+    settings = {"name": "a", "model": "tiny", "inner": {"deterministic": True}, "audits": 0.03}
+    manifest = manifest_of({**settings, "data": {"mask_documents": True}}, Path(), 0)
+    assert manifest.data.mask_documents
+    assert not manifest_of(settings, Path(), 0).data.mask_documents
+
+
 def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"{}")
     settings = {"name": "a", "model": "tiny", "tokenizer": {"file": "tokenizer.json"}}
@@ -65,6 +72,11 @@ def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
         ("name = 'a'\nmodel = 'tiny'\n[outer]\ngamma = 1.9", r"outer\.gamma is 1\.9"),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\nbatch_size = '16'", r"inner\.batch_size"),
         ("name = 'a'\nmodel = 3", r"model"),
+        (
+            "name = 'a'\n[model]\npreset = 'tiny'\nnum_stages = 2\n[rounds]\nround_seconds = 9\n[data]\n"
+            "mask_documents = true",
+            r":8: data\.mask_documents is true: that needs farandole's own model, not cut into stages",
+        ),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = 1\ntotal_steps = 2", r":4: .*say the same: leave one"),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = 0", r":4: inner\.total_tokens is 0: a positive number"),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = inf", r":4: inner\.total_tokens is Infinity"),
