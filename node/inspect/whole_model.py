@@ -74,7 +74,8 @@ class WholeModel:
                 # The trainer computes beside it: several threads would wait for each other at every operation.
                 torch.set_num_threads(1)
             chosen = choose_device(device)
-            return load_model(weights.manifest, weights.read, chosen, self._allowed), chosen
+            separator = self.tokenizer.separator
+            return load_model(weights.manifest, weights.read, chosen, self._allowed, separator), chosen
 
 
 @contextlib.contextmanager

@@ -25,10 +25,12 @@ from farandole.training.batches import Batches
 from farandole.training.data import Bring, Sampler, Text, build_sampler
 from farandole.training.device import Device, choose_device
 from farandole.training.errors import DataError
+from farandole.training.generation import generate, last_logits, load_model
 from farandole.training.learner import Learner
 from farandole.training.model import Transformer, build_model, document_mask, language_loss
 from farandole.training.replay import replay_round
 from farandole.training.replica import Recipe
+from farandole.training.sampling import GREEDY, Sampling
 from farandole.training.tokenizer import ByteTokenizer, load_tokenizer
 
 from .conftest import ALICE, BOB, RUN_ID
@@ -188,6 +190,29 @@ def test_rows_of_a_stack_have_masks_of_their_own(model: ModelConfig) -> None:
         one_by_one = torch.stack([module(row) for row in rows])
 
     torch.testing.assert_close(at_once, one_by_one, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_is_one_document(model: ModelConfig) -> None:
+    """Sampling and `farandole eval` load the model so; what a prompt yields is the plain forward pass."""
+    run = Manifest("a", model, tokenizer=TokenizerConfig("tokenizers", "0" * 64), data=MASKED)
+    plain = sharp(model, separator=None)
+    weights = {name: value.detach().numpy() for name, value in plain.named_parameters()}
+    module = load_model(run, weights.__getitem__, CPU, separator=SEPARATOR)
+    assert isinstance(module, Transformer)
+    assert module.separator == SEPARATOR
+
+    for prompt in (DOCUMENTS[0], DOCUMENTS[2], [SEPARATOR]):
+        torch.testing.assert_close(last_logits(module, prompt, CPU), last_logits(plain, prompt, CPU))
+    after_another = last_logits(module, WINDOW[0].tolist(), CPU)
+    torch.testing.assert_close(after_another, last_logits(plain, DOCUMENTS[2], CPU), rtol=1e-4, atol=1e-4)
+    greedy = [
+        next(generate(each, DOCUMENTS[2], context=16, vocabulary=64, sampling=Sampling(GREEDY, 0, 0), device=CPU))
+        for each in (module, plain)
+    ]
+    assert greedy[0] == greedy[1]
+    unmasked = load_model(msgspec.structs.replace(run, data=DataConfig()), weights.__getitem__, CPU, separator=0)
+    assert isinstance(unmasked, Transformer)
+    assert unmasked.separator is None
 
 
 def test_a_round_is_replayed_with_the_mask(inner: InnerConfig, text: Text, tmp_path: Path) -> None:
