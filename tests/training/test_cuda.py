@@ -1,5 +1,6 @@
 """What needs a CUDA device: skipped without one."""
 
+import contextlib
 import logging
 import mmap
 from pathlib import Path
@@ -56,6 +57,17 @@ def make(
         device=choose_device(device),
         is_compiled=is_compiled,
     )
+
+
+@pytest.mark.parametrize("rel", [1e-4, 3e-2])
+def test_a_gpu_masks_documents(model: ModelConfig, rel: float) -> None:
+    device = choose_device("cuda")
+    module, tokens = build_model(model, 7).to(device.torch_device), torch.tensor([[7, 3, 9, 0, 4, 4, 1, 2]])
+    with torch.no_grad(), device.autocast() if rel > 1e-3 else contextlib.nullcontext():
+        alone = torch.cat([module(part.to(device.torch_device)) for part in tokens.split((3, 5), dim=1)], dim=1)
+        module.separator = 0
+        together = module(tokens.to(device.torch_device))
+    torch.testing.assert_close(together, alone, rtol=rel, atol=rel)
 
 
 @pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
