@@ -471,6 +471,7 @@ def _problems_of_own(model: ModelConfig, own: OwnModel) -> list[str]:
 
 
 _LATER: Final[dict[str, tuple[str, ...]]] = {
+    "data": ("mask_documents",),
     "rounds": ("far_every", "near_ms"),
     "evaluation": EvaluationConfig.__struct_fields__,
 }

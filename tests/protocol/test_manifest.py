@@ -201,7 +201,9 @@ def test_a_run_without_later_settings_has_the_same_id_as_before_there_were_any()
     assert evaluated.run_id != signed.run_id
     two_levels = sign_manifest(manifest(seed=7, rounds={"far_every": 4}), CREATOR)
     assert decode_manifest(two_levels.encode())[0].rounds.far_every == 4
-    assert two_levels.run_id != signed.run_id
+    masked = sign_manifest(manifest(seed=7, data={"mask_documents": True}), CREATOR)
+    assert decode_manifest(masked.encode())[0].data.mask_documents
+    assert len({signed.run_id, evaluated.run_id, two_levels.run_id, masked.run_id}) == 4
 
 
 def test_rules_are_chosen_by_kind() -> None:
