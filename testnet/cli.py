@@ -226,6 +226,9 @@ def compare(
             help="Folder with a subfolder for each kind of text; each replica trains on one.",
         ),
     ] = None,
+    is_mixed: Annotated[
+        bool, typer.Option("--mixed-text", help="Each replica trains on all kinds of text, instead of on one.")
+    ] = False,
     device: Annotated[
         str, typer.Option(help="cpu: one training per core. cuda: all seeds and rates of a method at once.")
     ] = "cpu",
@@ -250,6 +253,7 @@ def compare(
         baseline=baseline,
         model=model,
         text=text,
+        is_mixed=is_mixed,
         device=device,
     )
     results = run_compare(comparison, out / "compare.json" if out else None, section)

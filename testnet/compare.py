@@ -35,6 +35,7 @@ from farandole.training.device import Device, choose_device
 from farandole.training.durable import replacing
 from farandole.training.errors import DataError
 from farandole.training.sources import Reader, sources_of, stdlib_sources
+from farandole.training.spliced import joined
 from farandole.training.stacked import Stack, Trial, train_stacked
 from farandole.training.token_cache import Found
 
@@ -126,6 +127,8 @@ class MethodComparison:
     """A preset; empty: `MODEL`."""
     text: Path | None = None
     """A folder with a subfolder for each kind of text; None: the standard library."""
+    is_mixed: bool = False
+    """Whether each replica trains on the text of all kinds, instead of on one kind."""
     device: str = "cpu"
     """``cpu``: each training is a process with one thread; else all seeds and rates of a method are trained at once."""
 
@@ -196,8 +199,9 @@ def run_compare(comparison: MethodComparison, out: Path | None = None, section: 
         section.check()
     chosen = choose_methods(comparison.words, comparison.interval)
     texts = texts_by_kind(comparison.nodes, comparison.text)
+    texts = mixed(texts) if comparison.is_mixed else texts
     console = Console()
-    measured = {**setting(), **comparison.setting, "kinds": [*texts]}
+    measured = {**setting(), **comparison.setting, "kinds": [*(["mixed"] if comparison.is_mixed else []), *texts]}
     results = _earlier_results(out, measured) if out is not None else {}
 
     def keep(key: Play, result: Result) -> None:
@@ -275,6 +279,12 @@ def texts_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, Text]
         raise DataError(f"{where} has {len(packages)} kinds of text, too few for {num_kinds} nodes")
     largest = sorted(packages, key=lambda name: (-sum(map(len, packages[name])), name))[:num_kinds]
     return {name: _split(packages[name]) for name in largest}
+
+
+def mixed(texts: Mapping[str, Text]) -> dict[str, Text]:
+    """Return texts of which each has the training text of all kinds, and what is held out of its own."""
+    training = joined([text.training for text in texts.values()])
+    return {name: Text(training, text.held_out, text.found) for name, text in texts.items()}
 
 
 def _split(documents: Sequence[bytes]) -> Text:

@@ -18,6 +18,7 @@ from farandole.testnet.compare import (
     measure,
     measure_all,
     measure_at_once,
+    mixed,
     result_grid,
     run_compare,
     texts_by_kind,
@@ -201,6 +202,25 @@ def test_kinds_of_text_are_apart_and_the_last_tenth_is_held_out() -> None:
         assert len(text.held_out) == pytest.approx(len(text.training) / 9, rel=0.01)
         assert array_of(text.training).dtype == np.uint8
     assert len({bytes(array_of(text.training)[:200]) for text in texts.values()}) == 3
+
+
+def test_mixed_text_is_all_kinds_for_training_and_each_kind_for_measuring() -> None:
+    kinds = texts_by_kind(3)
+    texts = mixed(kinds)
+    whole = np.concatenate([array_of(text.training) for text in kinds.values()])
+    for name, text in texts.items():
+        assert np.array_equal(text.training[:], whole)
+        assert text.held_out is kinds[name].held_out
+
+
+def test_a_comparison_on_mixed_text_is_another_one(tmp_path: Path) -> None:
+    out = tmp_path / "compare.json"
+    settings = MethodComparison(nodes=2, steps=2, seeds=1, interval=2, words=("nobody averages",))
+    (apart,) = run_compare(settings, out)
+    with pytest.raises(DataError):
+        run_compare(replace(settings, is_mixed=True), out)
+    (together,) = run_compare(replace(settings, is_mixed=True))
+    assert together.loss != apart.loss
 
 
 def test_more_nodes_than_kinds_are_refused() -> None:
