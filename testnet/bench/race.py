@@ -145,6 +145,9 @@ def run(
     interval: Annotated[int, typer.Option(min=1, help="Inner steps between DiLoCo's averages.")] = 12,
     rate: Annotated[float, typer.Option(min=0.001, help="Factor of the scenario's learning rate for DiLoCo.")] = 1.0,
     peers: Annotated[bool, typer.Option(help="Play hivemind too, installing it once.")] = True,
+    hivemind_seconds: Annotated[
+        float, typer.Option(min=1.0, help="Seconds' worth of all members' steps between hivemind's averages.")
+    ] = 24.0,
     cache: Cache = CACHE,
     out: Out = OUT,
     write: Write = None,
@@ -174,10 +177,11 @@ def run(
         found = {NODES: sampler.samples, DILOCO: diloco}
         paces = {NODES: node_pace(scenario, manifest, play, seconds), DILOCO: diloco[-1].seconds / num_steps}
         if python is not None:
-            found[HIVEMIND], paces[HIVEMIND] = play_hivemind(bench, scenario, python, seconds, samples)
+            played = play_hivemind(bench, scenario, python, seconds, hivemind_seconds, samples)
+            found[HIVEMIND], paces[HIVEMIND] = played
         bench.say("losses")
         curves = {way: measured(manifest, each) for way, each in found.items()}
-        bench.publish(report(bench.setting, scenario, settings, play, curves, paces))
+        bench.publish(report(bench.setting, scenario, settings, play, curves, paces, hivemind_seconds))
 
 
 # DiLoCo
@@ -242,9 +246,12 @@ def play_diloco(
 
 
 def play_hivemind(
-    bench: Bench, scenario: Scenario, python: Path, seconds: float, folder: Path
+    bench: Bench, scenario: Scenario, python: Path, seconds: float, interval: float, folder: Path
 ) -> tuple[list[Sample], float]:
-    """Play hivemind for this time; return the mean of its weights now and then, and the seconds of a member's step."""
+    """Play hivemind for this time; return the mean of its weights now and then, and the seconds of a member's step.
+
+    ``interval``: seconds between two averages, if no member waits.
+    """
     assert scenario.link is not None
     manifest, due = scenario.manifest(0.0), replacements(scenario)
     early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
@@ -253,7 +260,7 @@ def play_hivemind(
         "folders": [os.path.abspath(each) for each in sys.path],
         "manifest": msgspec.to_builtins(manifest),
         "codec": "8-bit",
-        "target": round(manifest.rounds.round_seconds * speed * manifest.inner.batch_size),
+        "target": round(interval * speed * manifest.inner.batch_size),
     }
     command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), "hivemind_member"]
     with ExitStack() as stack:
@@ -370,6 +377,7 @@ def report(
     play: PlayReport,
     curves: Mapping[str, Sequence[Sample]],
     paces: Mapping[str, float],
+    hivemind_seconds: float,
 ) -> BenchReport:
     """Return the tables and their data."""
     nodes, diloco, manifest = curves[NODES], curves[DILOCO], scenario.manifest(0.0)
@@ -394,11 +402,15 @@ def report(
         f"{len(early)} homes, {num_parameters(manifest.model):,} parameters; an inner step takes {min(early):g} to "
         f"{max(early):g} s. Pairs average {manifest.outer.codec} every {manifest.rounds.round_seconds:g} s, DiLoCo "
         f"fp32 every {settings.interval} inner steps of each member, at {settings.rate:g} times their learning rate. "
-        f"hivemind {manifest.rounds.round_seconds:g} s' worth of all members' steps, at the same rate as the nodes. "
         "*A step*: seconds of the run for an inner step of an average member; *simulated*: the same by "
         "`farandole.testnet.simulate_time`, for these lines and speeds, and "
         "without replacements. Losses are of the mean of all replicas, in nats a token.",
     ]
+    if HIVEMIND in curves:
+        words.append(
+            "hivemind's members have the nodes' learning rate. They average once all together have taken as many "
+            f"steps as they can take in {hivemind_seconds:g} s."
+        )
     data = {
         "curves": {way: [[sample.seconds, sample.loss] for sample in curve] for way, curve in curves.items()},
         "play": msgspec.to_builtins(play),
