@@ -60,6 +60,7 @@ LEAST_GAIN: Final = 2.0
 _SLOW: Final = f"{SLOW}/"
 # By then a newcomer has loaded torch, on cores that others use.
 _PREPARE_SECONDS: Final = 15.0
+# Between two looks at the clock: hivemind's members train by themselves, and tell nothing.
 _LOOK_SECONDS: Final = 0.2
 NODES, DILOCO = "pairs, overlapping, int8", "DiLoCo, ring all-reduce, barrier, fp32"
 HIVEMIND = "hivemind 1.1.12, all, in the background, 8-bit"

@@ -24,9 +24,9 @@ from torch import Tensor
 from farandole.node.base.system.priority import TRAINING_NICENESS
 from farandole.protocol.manifest import Manifest, manifest_from_dict
 from farandole.training.data import build_sampler
-from farandole.training.inner import learning_rate
-from farandole.training.model import build_model, language_loss
+from farandole.training.model import build_model
 
+from .race_steps import take_step
 from .server import Server
 
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
@@ -75,13 +75,7 @@ class Member:
         """Take inner steps, each at least as long as this member's."""
         for _ in range(steps):
             began_at = time.monotonic()
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate(self._num_steps, self._inner)
-            self._optimizer.zero_grad()
-            language_loss(self._module, torch.as_tensor(self._sampler.batch(self._num_steps))).backward()
-            if self._inner.clip:
-                torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._inner.clip)
-            self._optimizer.step()
+            take_step(self._module, self._optimizer, self._sampler, self._inner, self._num_steps)
             self._num_steps += 1
             # The rest of the step of a slower machine: there is nothing to wait for but the time.
             time.sleep(max(0.0, self._step_seconds - (time.monotonic() - began_at)))

@@ -90,13 +90,13 @@ async def test_the_process_that_evaluates_ends_with_its_node(
     arguments = ("--data", str(texts), *SAVES, "--evaluate", "--evaluate-include", str(tasks))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *arguments) as alice:
         with trio.fail_after(PATIENCE):
-            while not place.exists():  # noqa: ASYNC110  # it is another process's
+            while not place.exists():  # noqa: ASYNC110  # another process writes the file
                 await trio.sleep(POLL_INTERVAL)
         pid = int(place.read_text())
         assert may_exist(pid)
         assert await alice.end(number) == (Exit.OK if number == signal.SIGINT else -signal.SIGKILL)
     with trio.fail_after(PATIENCE):
-        while may_exist(pid):  # noqa: ASYNC110  # as above
+        while may_exist(pid):  # noqa: ASYNC110  # it is no child of this process
             await trio.sleep(POLL_INTERVAL)
 
 
