@@ -144,8 +144,13 @@ class Gate:
             self._take_seat(0)
 
     def close(self, run_id: bytes, roster: Roster) -> None:
-        """Serve application protocols to members only."""
+        """Serve application protocols to members only.
+
+        Connected peers are asked for their admissions again: without a roster, none could be checked.
+        """
         self._run_id, self.roster = run_id, roster
+        for conn in self._host.connections.live:
+            conn.is_introduced = False
 
     def admits(self, peer: bytes, protocol: str) -> bool:
         """Return whether a peer may open a stream of this protocol; note who may, in case it is revoked (`run`)."""

@@ -98,6 +98,15 @@ async def test_who_is_invited_passes_both_ways(run: Run) -> None:
         assert await is_echoed(member, visitor.author)
 
 
+async def test_a_member_met_before_the_manifest_was_known_is_asked_for_its_admission_again(run: Run) -> None:
+    """A newcomer has no roster until it has the manifest, and can check no admission without one."""
+    async with member_and_visitor(run) as (member, visitor, _):
+        visitor.gate.show(RUN_ID, b"", run.invite())
+        assert await is_echoed(visitor, member.author)
+        visitor.gate.close(RUN_ID, run.roster())
+        assert await is_echoed(visitor, member.author)
+
+
 async def test_a_run_for_anybody_asks_for_nothing() -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob:
         alice.set_handler(ECHO, echo)
