@@ -14,6 +14,7 @@ from .author_places import Introducer
 from .entries import Delta, Entry, Kind
 from .errors import RemoteProtocolError
 from .inbound_meter import InboundMeter
+from .lazy_push import ID_BYTES, decode_have
 from .liveness import BASE_PERIOD, Liveness
 from .push import NUM_CHOSEN, Push, SendBatch, decode_batch
 from .state import MergeReport, RunState
@@ -44,10 +45,11 @@ class Gossip:
         rng: random.Random,
         base_period: float = BASE_PERIOD,
         network_of: Callable[[bytes], str] = lambda peer: "",
+        knows_ids: Callable[[bytes], bool] = lambda peer: True,
     ) -> None:
         """``author``: this node's own key. ``base_period``: seconds between heartbeats in a small run.
 
-        ``network_of``: where a connected peer is (`Introducer.network`).
+        ``network_of``: where a connected peer is (`Introducer.network`). ``knows_ids``: see `Push`.
         """
         self.state = state
         self.author = author
@@ -55,7 +57,7 @@ class Gossip:
         self._network_of = network_of
         self.inbound = InboundMeter()
         self.liveness = Liveness(base_period)
-        self.push = Push(rng)
+        self.push = Push(rng, knows_ids)
         self._rng = rng
         self._faults = PeerMeters(FAULT_BURST, FAULT_RATE)
         self._avoided: dict[bytes, float] = {}  # peer -> until when
@@ -74,6 +76,14 @@ class Gossip:
         report = self.merge(batch.delta, peer, unix, now)
         self.reached(peer)
         return report
+
+    def receive_ids(self, peer: bytes, payload: bytes, now: float) -> None:
+        """Take in announced ids. Raises as `receive_push` does."""
+        self.inbound.count_bytes(peer, len(payload), now)
+        have = decode_have(payload)
+        self.inbound.count_items(peer, len(have.wanted) // ID_BYTES, now)
+        self.push.heard_ids(peer, have, now)
+        self.reached(peer)
 
     def merge(
         self, delta: Delta, peer: bytes, unix: float, now: float, forward: bool = True, *, is_asked: bool = False

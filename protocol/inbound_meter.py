@@ -1,9 +1,9 @@
 """Limits on the valid gossip that a peer may send: more than any honest peer sends is a fault.
 
 An honest peer's worst case sets the bounds. In a run of 1,000 it forwards 33 heartbeats and up to 50 other entries a
-second, in two messages; a link that stalls holds up a minute of that, which then arrives at once. Whatever floods in,
-it forwards at most `farandole.protocol.push.MAX_ITEMS_A_TICK` a tick, so a flood from others never makes an honest peer
-a flooder.
+second, in two messages of items and two of ids; a link that stalls holds up a minute of that, which then arrives at
+once. Whatever floods in, it forwards at most `farandole.protocol.push.MAX_ITEMS_A_TICK` a tick, so a flood from others
+never makes an honest peer a flooder.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class InboundLimit:
 
 
 MESSAGES = InboundLimit("messages", burst=512, rate=20)
-"""An honest peer sends a batch a tick, two a second, or 12 if its entries have the largest size; a stall of a minute
-holds up 120 of them. A message costs 50 us before its entries are looked at."""
+"""An honest peer sends a batch and ids a tick, four messages a second, or 14 if its entries have the largest size; a
+stall of a minute holds up 240 of them. A message costs 50 us before its entries are looked at."""
 BYTES = InboundLimit("bytes", burst=4 * 1024 * 1024, rate=256 * 1024)
 """The burst is what an honest peer queues for another (`farandole.node.state.messenger`). The rate is more than
 `MAX_ITEMS_A_TICK` of the longest entries."""

@@ -33,6 +33,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
 from farandole.protocol.invitations import Admission, Roster
 from farandole.protocol.liveness import BASE_PERIOD
+from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.push import TICK_SECONDS
 from farandole.protocol.state import MAX_AUTHORS, RunState
 from farandole.protocol.writer import Mark, Writer
@@ -45,7 +46,7 @@ REFUSAL_SECONDS = 1.0
 """Until a sender learns that nobody is there: a reset, or a few retransmissions."""
 NUM_JOIN_SESSIONS = 3
 
-_PUSH, _TO_RESPONDER, _TO_INITIATOR = 0, 1, 2
+_PUSH, _TO_RESPONDER, _TO_INITIATOR, _IDS = 0, 1, 2, 3
 
 
 class SharedChecker(Checker):
@@ -197,7 +198,7 @@ class SimulatedNode:
 
     def _tick(self) -> bool:
         for batch in self.gossip.tick(self.clock.unix(), self.clock.monotonic()):
-            self._send(batch.peer, bytes((_PUSH,)) + batch.payload)
+            self._send(batch.peer, bytes((_PUSH if batch.protocol == PUSH_PROTOCOL else _IDS,)) + batch.payload)
         return True
 
     def _sync_later(self, periods: Iterator[float]) -> None:
@@ -223,7 +224,7 @@ class SimulatedNode:
 
     def _send(self, peer: bytes, message: bytes) -> None:
         network = self.world.network
-        network.send(self.author, peer, message, is_stream=message[0] != _PUSH)
+        network.send(self.author, peer, message, is_stream=message[0] not in {_PUSH, _IDS})
         if not network.can_hear(self.author, peer):
             self._later(REFUSAL_SECONDS, lambda: self._on_refusal(peer))
 
@@ -253,13 +254,14 @@ class SimulatedNode:
 
     def _receive(self, peer: bytes, message: bytes) -> None:
         unix, now = self.clock.unix(), self.clock.monotonic()
-        if message[0] == _PUSH:
+        if message[0] in {_PUSH, _IDS}:
             try:
-                report = self.gossip.receive_push(peer, message[1:], unix, now)
+                if message[0] == _IDS:
+                    self.gossip.receive_ids(peer, message[1:], now)
+                else:
+                    self._note(self.gossip.receive_push(peer, message[1:], unix, now).new)
             except RemoteProtocolError:
                 self.gossip.unreachable(peer, now)
-            else:
-                self._note(report.new)
             return
         number = int.from_bytes(message[1:5], "big")
         key = (message[0], peer, number)

@@ -6,6 +6,7 @@ seconds. All waits for a peer have a deadline, and no failure of a peer or of th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -24,9 +25,12 @@ from farandole.protocol.errors import FloodError, RemoteProtocolError
 from farandole.protocol.gossip import Gossip, is_worth_forwarding, slices_of, sync_periods
 from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.inbound_meter import InboundMeter
+from farandole.protocol.lazy_push import MAX_HAVE_BYTES
+from farandole.protocol.lazy_push import PROTOCOL as HAVE_PROTOCOL
 from farandole.protocol.liveness import BASE_PERIOD, Liveness
 from farandole.protocol.push import MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.releases import Software
 from farandole.protocol.state import RunState
 from farandole.protocol.token_bucket import PeerMeters
 from farandole.protocol.writer import Mark, Writer
@@ -76,6 +80,9 @@ class GossipHost(StreamHost, Protocol):
 
     def network_of(self, peer: bytes) -> str:
         """Return a peer's network, an IPv4 /24 or IPv6 /48; empty if it is not known."""
+
+    def software_of(self, peer: bytes) -> Software | None:
+        """Return what a connected peer runs; None if it has not said."""
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
         """End all connections to a peer, and refuse new ones for ``seconds``."""
@@ -133,7 +140,7 @@ class GossipService:
         self._store = store
         self._rng = rng
         self._unix = unix
-        self._gossip = Gossip(state, writer.author, rng, base_period, host.network_of)
+        self._gossip = Gossip(state, writer.author, rng, base_period, host.network_of, self._knows_ids)
         state.places.protect(lambda author: author in host.connected)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
@@ -178,6 +185,7 @@ class GossipService:
         """Load what is stored, then gossip until cancelled."""
         await self._load()
         self._messenger.set_receiver(PUSH_PROTOCOL, MAX_PUSH_BYTES, self._receive_push, self._note_failure)
+        self._messenger.set_receiver(HAVE_PROTOCOL, MAX_HAVE_BYTES, self._receive_ids, self._note_failure)
         self._host.set_handler(SYNC_PROTOCOL, self._serve)
         try:
             async with trio.open_nursery() as nursery:
@@ -240,22 +248,37 @@ class GossipService:
 
     async def _tick(self) -> None:
         for batch in self._gossip.tick(self._unix(), trio.current_time()):
-            self._messenger.send_nowait(batch.peer, PUSH_PROTOCOL, batch.payload)
+            self._messenger.send_nowait(batch.peer, batch.protocol, batch.payload)
 
     def _receive_push(self, peer: bytes, payload: bytes) -> None:
         """Take in a push.
 
         Raises `RemoteProtocolError`, which costs the peer its stream, or for a flood its connections.
         """
-        try:
+        with self._faults_noted(peer):
             report = self._gossip.receive_push(peer, payload, self._unix(), trio.current_time())
+        self._take_note(report.new)
+
+    def _receive_ids(self, peer: bytes, payload: bytes) -> None:
+        """Take in announced ids; raises as `_receive_push` does."""
+        with self._faults_noted(peer):
+            self._gossip.receive_ids(peer, payload, trio.current_time())
+
+    @contextlib.contextmanager
+    def _faults_noted(self, peer: bytes) -> Iterator[None]:
+        """Avoid a peer whose message was a fault, and keep it out after a flood."""
+        try:
+            yield
         except RemoteProtocolError as error:
             self._gossip.unreachable(peer, trio.current_time())
             if isinstance(error, FloodError):
                 logger.warning("%s floods this node, and is kept out for a while: %s", short_name(peer), error)
                 self._host.shut_out(peer, SHUT_OUT_SECONDS)
             raise
-        self._take_note(report.new)
+
+    def _knows_ids(self, peer: bytes) -> bool:
+        software = self._host.software_of(peer)
+        return software is not None and HAVE_PROTOCOL in software.protocols
 
     def _note_failure(self, peer: bytes, protocol: str) -> None:
         self._gossip.unreachable(peer, trio.current_time())

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import pytest
 
-from farandole.protocol.entries import Delta, Entry, Kind, Member
+from farandole.protocol import push
+from farandole.protocol.entries import Delta, Entry, Kind, Member, Proof, Signed
+from farandole.protocol.lazy_push import PROTOCOL as HAVE_PROTOCOL
+from farandole.protocol.lazy_push import Have
+from farandole.protocol.push import SendBatch
+from farandole.protocol.wire import encode
 from farandole.testnet.simulate_state import SimulatedNode, World
 from farandole.testnet.simulation import UNIX_EPOCH
 
@@ -48,6 +54,51 @@ def test_an_entry_reaches_all_living_nodes_within_twelve_seconds(num_nodes: int,
     traffic = [world.network.traffic[node.author] for node in living]
     assert sum(sent.messages for sent in traffic) / len(traffic) / 40.0 <= 20.0
     assert sum(sent.num_bytes for sent in traffic) / len(traffic) / 40.0 <= 20_000.0
+
+
+def test_ids_replace_a_quarter_of_what_flooding_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = []
+    for min_repeated in (push.MIN_REPEATED, 1_000):
+        monkeypatch.setattr(push, "MIN_REPEATED", min_repeated)
+        world = settled(4, 120)
+        world.publish_all(world.nodes, seconds=2.0)
+        world.publish_all(world.nodes, seconds=12.0)
+        world.simulation.run_until(15.0)
+        traffic.append(sum(sent.num_bytes for sent in world.network.traffic.values()))
+    assert traffic[0] <= 0.75 * traffic[1]
+
+
+def announce_only(liar: SimulatedNode, victims: set[bytes]) -> None:
+    """Let a node refuse all items, announce all that it hears of, and send nothing."""
+
+    def outputs(peer: bytes, batch: dict[bytes, object], wanted: Sequence[bytes]) -> list[SendBatch]:
+        return [SendBatch(peer, HAVE_PROTOCOL, encode(Have(True, True, b"".join(batch), b"")))]
+
+    liar.gossip.push._outputs_for = outputs  # type: ignore[method-assign, assignment]
+
+
+def withhold(liar: SimulatedNode, victims: set[bytes]) -> None:
+    """Let a node send everything at once, as the best of neighbours, except what the victims write."""
+    honest = liar.gossip.push.queue
+
+    def queue(entries: Iterable[Signed], proofs: Iterable[Proof], source: bytes | None) -> None:
+        honest([entry for entry in entries if entry.author not in victims], proofs, source)
+
+    liar.gossip.push.queue = queue  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("lie", [announce_only, withhold])
+def test_neighbours_that_lie_delay_nobodys_entries_for_long(lie: Callable[[SimulatedNode, set[bytes]], None]) -> None:
+    world = settled(7, 120, loss=0.05)
+    liars, victims = world.nodes[:24], world.nodes[24:34]
+    for liar in liars:
+        lie(liar, {node.author for node in victims})
+    world.publish_all(world.nodes[34:], seconds=15.0)
+    written = world.publish_all(victims, seconds=15.0)
+    world.simulation.run_until(40.0)
+    assert any(node.gossip.push._lazy for node in world.nodes[24:])
+    delays = latencies(world, written, world.nodes[24:])
+    assert delays[int(0.99 * len(delays))] <= 12.0
 
 
 @pytest.mark.parametrize("num_nodes", [120, pytest.param(1_000, marks=pytest.mark.soak)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,8 +22,10 @@ from farandole.protocol.entries import Beat, Delta, Kind, Member, Progress
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.inbound_meter import MESSAGES
+from farandole.protocol.lazy_push import PROTOCOL as HAVE_PROTOCOL
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.push import Batch
+from farandole.protocol.releases import Software
 from farandole.protocol.state import RunState
 from farandole.protocol.wire import encode
 from farandole.protocol.writer import Mark, Writer
@@ -72,6 +75,9 @@ class MemoryHost:
         self.on_failed: Callable[[bytes, str], None] | None = None
         self.addresses: dict[bytes, list[str]] = {}
         self.networks: dict[bytes, str] = {}
+        self.is_older = False
+        """Whether its release announces no ids."""
+        self.sent: Counter[str] = Counter()
         self.faults: list[bytes] = []
         self.shut_out_peers: list[bytes] = []
         self.num_opened = 0
@@ -84,6 +90,11 @@ class MemoryHost:
 
     def network_of(self, peer: bytes) -> str:
         return self.networks.get(peer, "")
+
+    def software_of(self, peer: bytes) -> Software | None:
+        other = self._wires.hosts.get(peer)
+        unknown = {HAVE_PROTOCOL} if other is not None and other.is_older else set()
+        return None if other is None else Software("1.0", frozenset(other.receivers) - unknown)
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
         self.shut_out_peers.append(peer)
@@ -124,6 +135,7 @@ class MemoryHost:
 
     def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
         other = self._wires.hosts.get(peer)
+        self.sent[protocol] += 1
         if other is None or protocol not in other.receivers or {peer, self.author} & self._wires.cut:
             if self.on_failed is not None:
                 self.on_failed(peer, protocol)
@@ -232,6 +244,26 @@ async def test_what_one_publishes_wakes_the_others(mock_clock: trio.testing.Mock
         with trio.fail_after(4.0):
             while nodes[4].state.total_progress().tokens != 42:
                 await nodes[4].service.changed()
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+async def test_much_news_goes_over_few_links_and_over_the_others_as_ids(
+    is_older: bool, mock_clock: trio.testing.MockClock
+) -> None:
+    async with wired(mock_clock) as wires:
+        nodes = [GossipNode(wires, number) for number in range(1, 9)]
+        for node in nodes:
+            node.host.is_older = is_older
+            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
+        await trio.sleep(10.0)
+        for step in range(10):
+            news = tuple(member(100 + 20 * step + number) for number in range(20))
+            nodes[step % 8].host.receivers[PUSH_PROTOCOL](nodes[0].author, encode(Batch(False, Delta(news))))
+            await trio.sleep(1.0)
+        await trio.sleep(5.0)
+        assert len({node.state.root for node in nodes}) == 1
+        assert all(node.host.faults == [] for node in nodes)
+        assert sum(node.host.sent[HAVE_PROTOCOL] > 10 for node in nodes) == (0 if is_older else 8)
 
 
 async def test_a_node_that_leaves_or_dies_is_gone_within_ten_seconds(mock_clock: trio.testing.MockClock) -> None:
