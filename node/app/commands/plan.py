@@ -87,7 +87,7 @@ def plan_run(
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
     from farandole.protocol.best_known import best_known
-    from farandole.protocol.planning import Machine, alternatives, plan
+    from farandole.protocol.planning import Machine, plan
 
     planned = _read(model)
     machine = Machine(
@@ -98,18 +98,13 @@ def plan_run(
         is_lean=lean,
     )
     best = plan(best_known(planned.manifest, planned.given), machine, planned.given, members)
-    if as_json:
-        print_json(_as_json(best, planned, machine))
-    else:
-        from rich.console import Console
-
-        for line in _lines(best, planned, machine):
-            typer.echo(line)
-        Console().print(_table(alternatives(best.manifest, machine, planned.given), machine))
-    if out is not None and best.fits:
-        _write(out, planned, best, force=force)
-        if not as_json:
-            typer.echo(f"{out} is written; sign it with: farandole run create {out}")
+    try:
+        _show(best, planned, machine, as_json=as_json)
+    finally:  # also where a pipe's reader ends early
+        if out is not None and best.fits:
+            _write(out, planned, best, force=force)
+    if out is not None and best.fits and not as_json:
+        typer.echo(f"{out} is written; sign it with: farandole run create {out}")
     if not best.fits:
         raise typer.Exit(Exit.NOT_WELL)
 
@@ -127,6 +122,19 @@ def _read(model: str) -> _Model:
     is_folder = model.startswith("hf:")
     table = {"hf": str(Path(model.removeprefix("hf:")).absolute())} if is_folder else {"preset": model}
     return _Model(manifest_of({"name": name, "model": table}, Path(), time.time()), frozenset(), table)
+
+
+def _show(best: Plan, planned: _Model, machine: Machine, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from farandole.protocol.planning import alternatives
+
+    if as_json:
+        print_json(_as_json(best, planned, machine))
+        return
+    for line in _lines(best, planned, machine):
+        typer.echo(line)
+    Console().print(_table(alternatives(best.manifest, machine, planned.given), machine))
 
 
 def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:

@@ -205,3 +205,12 @@ def test_the_traffic_with_far_members_is_printed(run: Run, tmp_path: Path) -> No
     _, out, _ = run("run", "plan", "wanted.toml", "--upload", "20Mbit")
     (line,) = (line for line in out.splitlines() if line.startswith("traffic"))
     assert "with far members" in line
+
+
+def test_a_plan_is_written_though_nobody_reads_the_rest_of_its_output(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "farandole.node", "run", "plan", "tiny", "--out", "run.toml"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait() != 0
+    assert manifest_of_file(read_toml(tmp_path / "run.toml"), 0.0).name == "tiny"
