@@ -17,10 +17,11 @@ from farandole.protocol.best_known import reason_for
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, needs_of, needs_of_stage
+from farandole.protocol.pairing import MEETING_SHARE
 from farandole.protocol.planning import STAGES, Machine, changes, plan, remedy
 from farandole.training.extras import how_to_add
 
-from .figures import BYTES_PER_MBIT, mbit, size
+from .figures import BYTES_PER_MBIT, duration, mbit, size
 from .settings import NodeSettings
 from .system.nvidia import has_nvidia_driver
 
@@ -84,6 +85,19 @@ def unusual_needs(manifest: Manifest) -> list[str]:
     if needs.on_cpu.host > USUAL_MEMORY:
         found.append(f"each member needs {memory_line(needs)}. {_memory_remedy(manifest)}")
     return found
+
+
+def slow_steps(manifest: Manifest, step_seconds: float) -> str:
+    """Return a warning if partners give up while they wait for this node's last inner step of a round, else nothing."""
+    patience = MEETING_SHARE * manifest.rounds.exchange_seconds
+    if not manifest.rounds.round_seconds or step_seconds <= patience:
+        return ""
+    return (
+        f"an inner step takes {duration(step_seconds)} on this machine, and a partner waits {duration(patience)} for "
+        f"it at the end of a round (a quarter of exchange_seconds = {manifest.rounds.exchange_seconds:g}), so some "
+        "exchanges fail. Give the node a faster device, or more of this one (--threads, no other programs); the run's "
+        "creator can make a run with a smaller inner.batch_size or a longer rounds.exchange_seconds"
+    )
 
 
 def memory_line(needs: Needs) -> str:

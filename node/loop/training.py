@@ -21,6 +21,7 @@ from farandole.protocol.pipeline_events import Measure, RoundBegan, RoundEnds
 from farandole.protocol.training_loop import TrainingLoop
 
 from ..base.driver import Driver
+from ..base.requirements import slow_steps
 from ..bulk.exchange_service import ExchangeService
 from ..state.messenger import Messenger
 from ..status.journal import Journal
@@ -104,6 +105,7 @@ class Training:
         self._over = trio.Event()
         self._error = ""
         self._tenth_told = 0  # of the text that is tokenised
+        self._is_slowness_told = False
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
 
     async def run(self) -> None:
@@ -334,12 +336,21 @@ class Training:
                 if isinstance(report, messages.Contributed):
                     session.contribute(report)
                     self._journal.losses.add_training(report.round, report.loss)
+                    self._warn_if_slow(report)
                 elif isinstance(report, messages.Replayed) and self._surroundings.audits is not None:
                     self._surroundings.audits.note_replayed(report)
                 elif isinstance(report, messages.Saved) and not report.problem:
                     self._surroundings.on_saved(report)
                 self.handle(machine.OthersMoved(self._surroundings.partners_round()))
                 self.handle(report)
+
+    def _warn_if_slow(self, report: messages.Contributed) -> None:
+        """Warn once if the inner steps are too long for the run's exchanges."""
+        seconds = report.busy_seconds / max(1, report.inner_steps_this_round)
+        warning = slow_steps(self._loop.config.manifest, seconds)
+        if warning and not self._is_slowness_told:
+            self._is_slowness_told = True
+            self._journal.warn(warning)
 
     def _note_judgement(self, peer: bytes, judged: messages.Screened) -> None:
         if judged.reason:
