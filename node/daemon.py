@@ -34,7 +34,7 @@ from .base.errors import PeerUnreachableError
 from .base.exits import Exit
 from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
 from .base.nurseries import open_service_nursery, own_error
-from .base.quiet_hours import QuietHoursError, parse_quiet_hours
+from .base.quiet_hours import QuietHoursError
 from .base.requirements import MemoryTooSmallError, line_shortfall, memory_needed, memory_shortfall, require_harness
 from .base.settings import NodeSettings
 from .base.system.signals import STOP_SIGNALS
@@ -62,7 +62,7 @@ from .status.journal import Journal
 from .store.disk_space import DiskError
 from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
-from .ui.caps import set_caps
+from .ui.caps import change_quiet_hours, set_caps
 from .ui.chronicle import keep_chronicle
 from .ui.console import Console
 from .ui.dashboard.server import open_dashboard
@@ -231,7 +231,7 @@ async def open_desk(
         mesh.shaping,
         mesh.connectivity,
         traffic=mesh.traffic,
-        quiet_hours=settings.quiet_hours,
+        rest=daemon.rest,
     )
     desk = Desk(reporter)
 
@@ -296,8 +296,7 @@ async def be_node(daemon: Daemon) -> None:
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
     if settings.evaluate:
         require_harness()
-    hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
-    rest_keeper = RestKeeper(rest, store, hours, datetime.now, journal.warn)
+    rest_keeper = RestKeeper(rest, store, settings.quiet_hours, datetime.now, journal.warn)
     stored = await store.get_fact(MANIFEST_FACT)
     stored_network_key = await store.get_fact(NETWORK_KEY_FACT) or b""
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
@@ -318,6 +317,11 @@ async def be_node(daemon: Daemon) -> None:
         await rest_keeper.resume()
         return f"still resting: {rest.words}" if rest.is_on else "training again"
 
+    async def quiet(params: dict[str, Any]) -> object:
+        words = change_quiet_hours(rest_keeper, params)
+        journal.say(words)
+        return words
+
     async def invitation(params: dict[str, Any]) -> object:
         try:
             return await trio.to_thread.run_sync(own_invite, settings.home)
@@ -326,7 +330,7 @@ async def be_node(daemon: Daemon) -> None:
 
     limits = Limits() if settings.relay else None
     questions = {"checkpoints": checkpoints, **admission_handlers(lambda: member)}
-    deeds = {"invitation": invitation, "pause": pause, "resume": resume}
+    deeds = {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
     async with (
         open_mesh(daemon, [target.run_id], target.peers, limits, target.network_key) as mesh,
         open_messenger(mesh.host) as messenger,

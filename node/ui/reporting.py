@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import trio
@@ -23,6 +23,7 @@ from ..loop.audit_service import AuditKeeper
 from ..loop.evaluation_service import EvaluationKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard
+from ..loop.pause.pause import Rest
 from ..loop.stages.pipeline import PipelineService
 from ..loop.traffic.traffic_service import TrafficKeeper
 from ..mesh.host import Host
@@ -62,7 +63,7 @@ class Reporter:
     apart: Callable[[], Collection[bytes]] = frozenset
     """Returns the peers whose release this node cannot average with."""
     traffic: TrafficKeeper | None = None
-    quiet_hours: Sequence[str] = ()
+    rest: Rest = field(default_factory=Rest)
     _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
     """Time by trio's clock, the members, and their summary at that time."""
 
@@ -106,7 +107,7 @@ class Reporter:
             relays=[peer_id_of(held.relay) for held in connectivity.keeper.held],
             relayed_peers=connectivity.num_reservations,
             relayed_circuits=connectivity.num_circuits,
-            quiet_hours=list(self.quiet_hours),
+            quiet_hours=list(self.rest.quiet_hours),
             upload_mbit=shaping.up.rate / BYTES_PER_MBIT,
             download_mbit=shaping.down.rate / BYTES_PER_MBIT,
             bytes_sent_per_second=shaping.up.per_second(),

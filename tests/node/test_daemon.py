@@ -7,6 +7,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
         assert "upload at most 50 Mbit/s, download without a cap" in await bob.ask("limit", upload_mbit=50)
         await bob.says("averaged with", alice.name)
         assert (await bob.status()).upload_mbit == 50
+        another_day = f"{datetime.now() + timedelta(days=3):%a} 12:00-12:01"
+        await bob.ask("quiet", hours=another_day)
+        assert (await bob.status()).quiet_hours == [another_day]
         trainer = (await bob.ask("status"))["trainer_pid"]
 
         await bob.ask("pause")

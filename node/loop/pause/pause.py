@@ -17,6 +17,8 @@ class Rest:
     """The reasons to rest, by name."""
 
     def __init__(self) -> None:
+        self.quiet_hours: tuple[str, ...] = ()
+        """The quiet hours that this node keeps, for display."""
         self._reasons: dict[str, str] = {}
         self._changed = trio.Event()
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import trio
 
-from ...base.quiet_hours import QuietHours, quiet_until
+from ...base.quiet_hours import QuietHours, parse_quiet_hours, quiet_until
 from ...state.store import Store, StoreError
 from .pause import BY_HAND, Rest
 
@@ -21,22 +21,24 @@ LOOK_INTERVAL: Final = 5.0
 class RestKeeper:
     """Pauses the node by hand and in the quiet hours.
 
-    ``clock`` gives the local time; ``warn`` shows a warning to the owner.
+    ``hours``: quiet hours, each as `parse_quiet_hours` reads it, which may raise `QuietHoursError`. ``clock`` gives the
+    local time; ``warn`` shows a warning to the owner.
     """
 
     def __init__(
         self,
         rest: Rest,
         store: Store,
-        hours: Sequence[QuietHours],
+        hours: Sequence[str],
         clock: Callable[[], datetime],
         warn: Callable[[str], None],
     ) -> None:
         self._rest = rest
         self._store = store
-        self._hours = hours
         self._clock = clock
         self._warn = warn
+        self._hours: list[QuietHours] = []
+        self._set_hours(hours)
 
     async def begin(self) -> None:
         """Rest if an earlier life was paused by hand, or in quiet hours; call it before anything else."""
@@ -59,6 +61,15 @@ class RestKeeper:
         """End a pause by hand. It does not end the quiet hours, which the owner has set as well."""
         self._rest.end(BY_HAND)
         await self._remember(b"")
+
+    def change_hours(self, hours: Sequence[str]) -> None:
+        """Keep other quiet hours until the node ends. Raises `QuietHoursError`."""
+        self._set_hours(hours)
+        self._look()
+
+    def _set_hours(self, hours: Sequence[str]) -> None:
+        self._hours = [parse_quiet_hours(text) for text in hours]
+        self._rest.quiet_hours = tuple(hours)
 
     def _pause(self) -> None:
         self._rest.begin(BY_HAND, "paused; `farandole resume` goes on")

@@ -192,6 +192,7 @@ function limit() {
   if (!overview) return;
   byId("caps-up").value = overview.status.upload_mbit;
   byId("caps-down").value = overview.status.download_mbit;
+  byId("caps-quiet").value = overview.status.quiet_hours.join(", ");
   byId("caps-problem").textContent = "";
   byId("caps").showModal();
 }
@@ -199,10 +200,13 @@ function limit() {
 async function setCaps(event) {
   event.preventDefault();
   const caps = { upload_mbit: Number(byId("caps-up").value), download_mbit: Number(byId("caps-down").value) };
-  const said = await ask("limit", caps, byId("caps-problem"));
-  if (said === null) return;
+  const hours = byId("caps-quiet").value.trim(), said = [await ask("limit", caps, byId("caps-problem"))];
+  if (said[0] !== null && hours !== overview.status.quiet_hours.join(", ")) {
+    said.push(await ask("quiet", { hours }, byId("caps-problem")));
+  }
+  if (said.includes(null)) return;
   byId("caps").close();
-  byId("answer").textContent = said;
+  byId("answer").textContent = said.join("; ");
 }
 
 function drawCode(canvas, text) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.control import ControlError
 from farandole.node.base.exits import Exit
 from farandole.node.base.figures import BYTES_PER_MBIT
-from farandole.node.ui.caps import set_caps
+from farandole.node.loop.pause.pause import Rest
+from farandole.node.loop.pause.pause_service import RestKeeper
+from farandole.node.state.store import open_store
+from farandole.node.ui.caps import change_quiet_hours, set_caps
 
 from .conftest import Run
 
@@ -22,6 +26,21 @@ def test_it_takes_a_cap_and_a_running_node(run: Run, home: Path) -> None:
     code, _, told = run("limit", "--upload-mbit", "2")
     assert code == Exit.NO_NODE
     assert str(home) in told
+
+
+async def test_quiet_hours_are_set_all_or_none(tmp_path: Path) -> None:
+    rest = Rest()
+    async with open_store(tmp_path / "store.sqlite") as store:
+        keeper = RestKeeper(rest, store, ["22:00-07:30"], lambda: datetime(2026, 11, 23, 12), lambda text: None)
+        for wrong in ({}, {"hours": 22}, {"hours": "09:00-10:00, at night"}):
+            with pytest.raises(ControlError):
+                change_quiet_hours(keeper, wrong)
+        assert rest.quiet_hours == ("22:00-07:30",)
+        said = change_quiet_hours(keeper, {"hours": "Sat-Sun 09:00-18:00,  11:00-13:00"})
+        assert said == "until this node ends: quiet hours Sat-Sun 09:00-18:00, 11:00-13:00"
+        assert rest.is_on
+        change_quiet_hours(keeper, {"hours": " "})
+        assert not rest.is_on
 
 
 def test_a_cap_that_is_not_named_stays_and_all_or_none_are_set() -> None:

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.base.quiet_hours import parse_quiet_hours
+from farandole.node.base.quiet_hours import QuietHoursError
 from farandole.node.loop.pause import pause_service as keeper_module
 from farandole.node.loop.pause.pause import Rest
 from farandole.node.loop.pause.pause_service import RestKeeper
@@ -29,8 +29,7 @@ async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestKeeper
         def local_time() -> datetime:
             return MIDNIGHT + timedelta(seconds=trio.current_time() - began)
 
-        quiet = [parse_quiet_hours(text) for text in hours]
-        yield RestKeeper(rest, store, quiet, local_time, lambda warning: None), rest
+        yield RestKeeper(rest, store, hours, local_time, lambda warning: None), rest
 
 
 async def test_a_node_rests_in_its_quiet_hours_and_not_else(
@@ -52,6 +51,22 @@ async def test_a_node_rests_in_its_quiet_hours_and_not_else(
             await trio.sleep(60)
         nursery.cancel_scope.cancel()
     assert changes == [("01:00", False), ("09:00", True), ("12:30", False), ("22:00", True)]
+
+
+async def test_other_quiet_hours_hold_at_once_and_wrong_ones_change_nothing(tmp_path: Path) -> None:
+    async with open_keeper(tmp_path, "22:00-07:00") as (keeper, rest):
+        await keeper.begin()
+        assert rest.is_on
+        keeper.change_hours(["09:00-17:00", "Sat-Sun 00:00-24:00"])
+        assert not rest.is_on
+        assert rest.quiet_hours == ("09:00-17:00", "Sat-Sun 00:00-24:00")
+        with pytest.raises(QuietHoursError):
+            keeper.change_hours(["23:00-08:00", "at night"])
+        assert not rest.is_on
+        keeper.change_hours(["23:00-08:00"])
+        assert rest.words == "quiet hours until Mon 08:00"
+        keeper.change_hours([])
+        assert not rest.is_on
 
 
 async def test_the_owners_word_outlives_the_node(tmp_path: Path) -> None:

@@ -62,6 +62,12 @@ async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> A
         )
         return words
 
-    deeds = {"pause": pause, "leave": leave, "invitation": invitation, "limit": limit}
+    async def quiet(params: dict[str, Any]) -> object:
+        if "night" in params["hours"]:
+            raise ControlError("bad_request", f"{params['hours']!r} is no quiet hours")
+        shown.status = msgspec.structs.replace(shown.status, quiet_hours=[params["hours"]])
+        return f"quiet hours {params['hours']}"
+
+    deeds = {"pause": pause, "leave": leave, "invitation": invitation, "limit": limit, "quiet": quiet}
     async with open_dashboard(folder / "dashboard.json", 0, lambda: shown.status, deeds, clock) as shown.place:
         yield shown

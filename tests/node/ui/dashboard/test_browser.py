@@ -132,6 +132,14 @@ async def test_caps_are_set_on_the_page_and_a_cap_that_is_none_is_refused_there(
             expect(page.locator("#limits")).to_contain_text("upload: 2 Mbit/s")
             page.click("#limit")
             expect(page.locator("#caps-down")).to_have_value("20")
+            page.fill("#caps-quiet", "at night")
+            page.click("#caps-set")
+            expect(page.locator("#caps-problem")).to_contain_text("no quiet hours")
+            page.fill("#caps-quiet", "22:00-07:30")
+            page.click("#caps-set")
+            expect(page.locator("#caps")).to_be_hidden()
+            expect(page.locator("#answer")).to_contain_text("quiet hours 22:00-07:30")
+            expect(page.locator("#limits")).to_contain_text("quiet hours: 22:00-07:30")
             assert [problem for problem in browser.problems if "409" not in problem] == []
 
     await in_browser(tmp_path, look)
