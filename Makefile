@@ -72,7 +72,8 @@ install: ## Install the program for a volunteer, without the developers' tools (
 	PYTHON=$(PYTHON) .ci/install-runtime $(PREFIX) .
 	@mkdir -p $(BIN_DIR)
 	@if [ -e $(BIN_DIR)/farandole ] && [ ! -L $(BIN_DIR)/farandole ]; then echo "$(BIN_DIR)/farandole is another program: run $(PREFIX)/bin/farandole"; \
-	  else ln -sfn $(PREFIX)/bin/farandole $(BIN_DIR)/farandole; echo "farandole is in $(BIN_DIR); farandole doctor checks this machine"; fi
+	  else ln -sfn $(PREFIX)/bin/farandole $(BIN_DIR)/farandole; echo "farandole is in $(BIN_DIR); farandole doctor checks this machine"; \
+	  case ":$$PATH:" in *":$(BIN_DIR):"*) ;; *) echo "this shell does not find it there: log in again, or type $(BIN_DIR)/farandole";; esac; fi
 
 wheel: ## Build the wheel into dist/, and check it in a new environment without a C compiler
 	rm -rf build dist/farandole-*.whl

@@ -252,7 +252,7 @@ def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan
     seconds = needs_of(manifest).seconds(LINE_SHARE * machine.rate)
     rounds = manifest.rounds
     if "rounds.exchange_seconds" not in given:
-        needed = seconds / TRANSFER_SHARE
+        needed = math.ceil(seconds / TRANSFER_SHARE)
         exchange = _step(max(needed, LEAST_UNBOXED if _may_be_apart(manifest) else 0.0))
         if "rounds.round_seconds" in given and not _may_be_apart(manifest):
             exchange = min(exchange, max(needed, rounds.round_seconds, MIN_EXCHANGE))

@@ -17,6 +17,7 @@ import typer
 from farandole.node.app.commands.output import print_json
 from farandole.node.base.exits import Exit
 from farandole.protocol.errors import FarandoleError
+from farandole.training.extras import how_to_add
 
 from .section import Write
 
@@ -160,7 +161,7 @@ def _drawing(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        typer.echo(f"no {name}: matplotlib is missing (pip install 'farandole[testnet]')", err=True)
+        typer.echo(f"no {name}: matplotlib is missing; add it with: {how_to_add('testnet')}", err=True)
 
 
 def _draw(report: PlayReport, folder: Path) -> None:
@@ -201,7 +202,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="WORDS",
-            help="Method with this name, or all that contain it; repeatable. `--methods ?` lists all.",
+            help="Method with this name, or all that contain it; repeatable. `--methods list` lists all.",
         ),
     ] = None,
     rates: Annotated[
@@ -239,9 +240,18 @@ def compare(
     Examples: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan];
     [cyan]farandole testnet compare --model 0.5M --seeds 5 --rates 0.5,1,2,4 --methods DiLoCo --methods Muon[/cyan]
     """
-    from .compare import MethodComparison, run_compare
+    from farandole.training.errors import DataError
+
+    from .compare import MethodComparison, choose_methods, run_compare
     from .section import Section
 
+    if methods == ["list"]:
+        typer.echo("\n".join(method.name for method in choose_methods([], interval)))
+        return
+    try:
+        choose_methods(methods or (), interval)
+    except DataError as error:
+        raise typer.BadParameter(f"{error}", param_hint="--methods") from error
     section = Section(write, "compare") if write else None
     comparison = MethodComparison(
         nodes,

@@ -96,7 +96,7 @@ class Result:
 def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
     """Return the methods with one of these names, or whose names contain one of the words; all of them without words.
 
-    Raises `DataError`, which lists the methods, if a word is in no name.
+    Raises `DataError` if a word is in no name.
     """
     every = methods(interval)
     chosen = set[str]()
@@ -104,7 +104,7 @@ def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
         names = [method.name for method in every if word == method.name]
         names = names or [method.name for method in every if word in method.name]
         if not names:
-            raise DataError(f"no method is called {word!r}; there are {'; '.join(method.name for method in every)}")
+            raise DataError(f"no method is called {word!r}; `--methods list` lists all")
         chosen.update(names)
     return [method for method in every if not words or method.name in chosen]
 

@@ -22,7 +22,7 @@ def require_allowed(function: str, package: str, allowed: Collection[str]) -> No
         raise TrainingError(
             f"this run's model is code of its own: {_described(function, package)}. farandole takes no code from the "
             "network, and runs only what you have installed and allowed. Get that package from whoever invited you, "
-            "look at it (it runs with your rights), install it beside farandole, and come with --allow-model "
+            "read it (it runs with your rights), install it into farandole's environment, and join with --allow-model "
             f"{function}"
         )
 

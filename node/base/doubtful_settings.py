@@ -15,16 +15,22 @@ def doubtful_settings(manifest: Manifest, given: Collection[str] = ()) -> list[s
 
     ``given``: the settings in the run file, such as ``outer.topk`` (`farandole.protocol.planning.given_by`).
     """
-    return [*_of_times(manifest), *_of_members(manifest), *_without_effect(manifest, given)]
+    return [*_of_times(manifest, given), *_of_members(manifest), *_without_effect(manifest, given)]
 
 
-def _of_times(manifest: Manifest) -> Iterator[str]:
+def _of_times(manifest: Manifest, given: Collection[str]) -> Iterator[str]:
     rounds, inner = manifest.rounds, manifest.inner
     if 0 < rounds.round_seconds < rounds.exchange_seconds:
+        is_chosen = "rounds.round_seconds" in given and "rounds.exchange_seconds" not in given
+        remedy = (
+            "or leave it out, and it is chosen; or send less a round, with more outer.fragments"
+            if is_chosen
+            else "or a shorter exchange_seconds"
+        )
         yield (
             f"rounds.exchange_seconds ({rounds.exchange_seconds:g}) is longer than rounds.round_seconds "
             f"({rounds.round_seconds:g}): a member may wait longer for its partner than it trains. Set a longer "
-            "round_seconds, or a shorter exchange_seconds"
+            f"round_seconds, {remedy}"
         )
     if manifest.model.external is None and inner.warmup_steps >= inner.total_steps:
         yield (

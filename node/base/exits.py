@@ -24,8 +24,10 @@ class Exit(enum.IntEnum):
     OK = 0, "Done; of `join` and `relay`: left cleanly."
     NOT_WELL = (
         1,
-        "`farandole doctor` found a fault that keeps a node from working.",
-        "Follow the remedy after each `->`. All causes are listed below.",
+        "`farandole doctor` found a fault that keeps a node from working; or `run plan` found no settings that fit; or "
+        "a defect of farandole (a traceback).",
+        "Doctor: follow the remedy after each `->`; all causes are listed below. Plan: take a smaller model, or "
+        "members with more memory or a faster line. A traceback: report it.",
     )
     USAGE = 2, "Wrong options or arguments.", "Run the command with `--help`: it lists its options, with examples."
     BAD_INPUT = (
@@ -61,6 +63,7 @@ class Exit(enum.IntEnum):
     )
     INTERRUPTED = (
         130,
-        "Ctrl-C before the command had finished, or a second request to leave while a node was leaving.",
+        "Ctrl-C before the command had finished, a second request to leave while a node was leaving, or the answer to "
+        "a question was no.",
         "Run the command again. A node loses only the training since its last checkpoint.",
     )

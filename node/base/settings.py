@@ -84,7 +84,7 @@ class NodeSettings:
     )
     listen: list[str] = setting(
         DEFAULT_LISTEN,
-        "Multiaddr to listen on; repeatable. By default all addresses of this machine.",
+        "Address to listen on, as /ip4/192.168.1.10/tcp/4001; repeatable. By default all addresses of this machine.",
         placeholder="MULTIADDR",
         panel="Network",
     )
@@ -100,14 +100,14 @@ class NodeSettings:
     )
     bootstrap: list[str] = setting(
         [],
-        "Multiaddr of a peer to dial, in addition to the invite's; repeatable.",
+        "Address of a peer to dial, in addition to the invite's, with its peer id at the end; repeatable.",
         placeholder="MULTIADDR",
         example=["/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."],
         panel="Network",
     )
     trainer: Literal["own", "external"] = setting(
         "own",
-        "own: this node trains by itself; external: your own training loop attaches with farandole.NoLoCo.",
+        "own: farandole's built-in trainer; external: the node waits for your training loop (farandole.NoLoCo).",
         panel="Run",
     )
     device: str = setting(

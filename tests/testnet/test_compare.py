@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from farandole.testnet import compare
+from farandole.node.base.exits import Exit
+from farandole.testnet import cli, compare
 from farandole.testnet.compare import (
     TUNING_SEED,
     MethodComparison,
@@ -142,11 +144,20 @@ def test_a_document_without_the_section_is_refused_before_training(tmp_path: Pat
         run_compare(MethodComparison(), section=Section(tmp_path / "FIGURES.md", "compare"))
 
 
+def test_the_command_lists_the_methods_and_refuses_a_name_that_is_none() -> None:
+    listed = CliRunner().invoke(cli.testnet_app, ["compare", "--methods", "list"])
+    assert listed.exit_code == 0
+    assert listed.output.splitlines() == [method.name for method in methods()]
+    refused = CliRunner().invoke(cli.testnet_app, ["compare", "--methods", "magic"])
+    assert refused.exit_code == Exit.USAGE
+    assert "--methods list" in refused.output
+
+
 def test_some_methods_are_chosen_by_words_of_their_names() -> None:
     assert [method.name for method in choose_methods(["DiLoCo", "nobody"])] == ["DiLoCo", "nobody averages"]
     assert {method.late for method in choose_methods(["late"], interval=5)} == {3, 5}
     assert len(choose_methods([])) == len(methods())
-    with pytest.raises(DataError, match="there are synchronous data parallel; "):
+    with pytest.raises(DataError, match="--methods list"):
         choose_methods(["DiLoCo", "magic"])
 
 

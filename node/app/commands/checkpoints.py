@@ -31,7 +31,10 @@ Folder = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="A consolidated checkpoint, of `pull` or `import`.", exists=True)
 ]
 RunFile = Annotated[
-    Path, typer.Argument(metavar="RUN.TOML", help="The new run: as for `run create`; what it leaves out stays.")
+    Path, typer.Argument(metavar="RUN.TOML", help="The new run, as for `run create`; what it leaves out stays.")
+]
+ImportedRunFile = Annotated[
+    Path, typer.Argument(metavar="RUN.TOML", help="The new run, as for `run create`, without the model.")
 ]
 Out = Annotated[
     Path | None,
@@ -77,10 +80,10 @@ def pull_model(
 ) -> None:
     """Take the whole model out of a run, as a folder: each stage from the members that hold it, without training.
 
-    Without an invite it is the run of the node that runs here. A run for its members takes the key of this data
-    directory, if it is a member's, or an invite that is for you. Late in a run the mean of several replicas is better
-    than any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one, which goes on with
-    them while a member still holds that checkpoint.
+    Without an invite it is the run of the node that runs here. A run for invited members wants the data directory of a
+    member (--home), or an invite, of which it uses one place. Late in a run the mean of several replicas is better than
+    any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one, which goes on with them
+    while a member still holds that checkpoint.
 
     Examples: [cyan]farandole checkpoint pull farandole1... --to model --merge 4[/cyan]; then
     [cyan]farandole checkpoint export model --to model-hf[/cyan]
@@ -170,7 +173,7 @@ def import_model(
     hf_folder: Annotated[
         Path, typer.Argument(metavar="HF_FOLDER", help="config.json and model.safetensors.", exists=True)
     ],
-    run_file: RunFile,
+    run_file: ImportedRunFile,
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where its weights go, as a checkpoint.")],
     out: Out = None,
     as_json: AsJson = False,
@@ -201,7 +204,7 @@ def export_model(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a Hugging Face folder: config.json, model.safetensors, tokenizer; for transformers, and who reads the like.
+    """Write a Hugging Face folder: config.json, model.safetensors, tokenizer; for transformers and programs like it.
 
     Example: [cyan]farandole checkpoint export model --to model-hf[/cyan]
     """

@@ -49,9 +49,9 @@ def init_config(
 @config_app.command("show")
 @takes_settings(*(setting.name for setting in SETTINGS), must_exist=False)
 def show_config(settings: NodeSettings, context: typer.Context, config: Path, as_json: AsJson = False) -> None:
-    """Print every setting, and whether a flag, the environment, the settings file or the default says it.
+    """Print every setting, and where its value comes from: a flag, the environment, the settings file or the default.
 
-    Takes all flags of settings, to see what would come of it.
+    Add flags of `farandole join` to see their effect.
 
     Examples: [cyan]farandole config show[/cyan]; [cyan]farandole config show --json | jq .settings.slow[/cyan]
     """

@@ -12,7 +12,7 @@ from .options import Home
 def dial(
     home: Home,
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="Multiaddr that ends in /p2p/..., as a relay prints it.")
+        str, typer.Argument(metavar="ADDRESS", help="Address that ends in /p2p/..., as a relay prints it.")
     ],
 ) -> None:
     """Connect the node that runs here to a peer at this address, and remember the peer.

@@ -70,8 +70,9 @@ def evaluate(
     """Evaluate a model on tasks of lm-evaluation-harness: this node's newest checkpoint, or a folder.
 
     It needs farandole's extra `eval`, which brings lm-eval. Data sets are downloaded from huggingface.co, and kept.
-    The standard error is that of the sample of documents. No code from data sets runs, and no code that a model writes;
-    task files that you name yourself are code of yours. Few-shot examples and their order are the harness's.
+    The figure after ± is the statistical standard error over the documents. No code from data sets runs, and no code
+    that a model writes; task files that you name yourself are code of yours. Few-shot examples and their order are the
+    harness's.
 
     Examples: [cyan]farandole eval model --tasks hellaswag,arc_easy[/cyan];
     [cyan]farandole eval --tasks lambada_openai --limit 100 --json[/cyan];

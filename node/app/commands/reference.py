@@ -16,17 +16,17 @@ _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
 _HEAD: Final = """\
 # Reference
 
-Every command, setting and exit code of farandole. Made by `make reference`; do not edit it by hand.
+Every command, setting of a node and exit code of farandole. Made by `make reference`; do not edit it by hand.
 """
 _SETTINGS: Final = """\
 ## Settings
 
 What a volunteer decides about a node. Each is a flag, an environment variable, and a key in the settings file
-(`config.toml` in the node's folder, or what `--config` or `FARANDOLE_CONFIG` names): a flag goes before the variable,
-that before the file, and that before the default. `farandole config init` writes a file with all of them,
-`farandole config check` looks one over, and `farandole config show` tells where each value comes from.
-Of a setting that takes several values, repeat the flag, separate them by spaces in the variable (paths by `:`), and
-write a list in the file, whose relative paths start at its folder.
+(`config.toml` in the node's folder, or what `--config` or `FARANDOLE_CONFIG` names). Order of precedence: flag,
+environment variable, settings file, default. `farandole config init` writes a file with all of them,
+`farandole config check` checks one, and `farandole config show` shows where each value comes from.
+For a setting with several values, repeat the flag, separate the values by spaces in the variable (paths by `:`), or
+write a list in the file. Relative paths in the file start at its folder.
 """
 
 

@@ -36,7 +36,13 @@ run_app = typer.Typer(help="Create a run, inspect it, invite others.", no_args_i
 @takes_settings("allow_model")
 def create_run(
     settings: NodeSettings,
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The settings: see examples/run.toml.")],
+    run_file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN.TOML",
+            help="The run's settings. Two lines are enough: name = 'my run', model = '3M'. See examples/run.toml.",
+        ),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", help="Where to write the manifest.", show_default="beside RUN.TOML")
     ] = None,
@@ -311,7 +317,8 @@ def notify(
     pause: Annotated[bool, typer.Option("--pause", help="All members stop training until --resume.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="They train again.")] = False,
     stop: Annotated[
-        bool, typer.Option("--stop", help="They save their weights, end training, and stay to give the weights.")
+        bool,
+        typer.Option("--stop", help="They save their weights and end training, but stay online to give them."),
     ] = False,
 ) -> None:
     """Tell all members of the run something, or have them pause, resume or stop training.

@@ -131,7 +131,9 @@ CAUSES: Final = {
     "data-two-kinds": _failed("both --data and --stream are given, and a node takes only one of them", "leave out one"),
     "model-none": _ok("no code is allowed: a run with a model of its own needs --allow-model"),
     "model-fine": _ok("{function} is installed, of {package}, and allowed"),
-    "model-no-function": _failed("{function} is no function's name", "write --allow-model PACKAGE.MODULE:FUNCTION"),
+    "model-no-function": _failed(
+        "{function} is not a valid function name", "write --allow-model PACKAGE.MODULE:FUNCTION"
+    ),
     "model-missing": _failed(
         "{function} is allowed, and there is no module {module} here",
         "install its package into farandole's environment, with the same Python",
@@ -153,7 +155,8 @@ CAUSES: Final = {
     ),
     "port-no-ipv6": _ok("{address} is left out: this system has no IPv6"),
     "port-no-address": _failed(
-        "{address} is no address to listen on", "write it as in --listen /ip4/192.168.1.10/tcp/4001, or say --port 4001"
+        "cannot listen on {address}: it is not a valid address",
+        "write it as in --listen /ip4/192.168.1.10/tcp/4001, or say --port 4001",
     ),
     # The invite
     "invite-fine": _ok("it leads to run {run}, by way of {names}"),
@@ -228,7 +231,7 @@ CAUSES: Final = {
         "{address} has a name that does not resolve", "check this machine's DNS server; or " + _NEWER_INVITE
     ),
     "bootstrap-stranger": _failed("another node than the invite says is at {address}", _NEWER_INVITE),
-    "bootstrap-no-handshake": _failed("what is at {address} is no node of farandole: {why}", _NEWER_INVITE),
+    "bootstrap-no-handshake": _failed("the program at {address} is not a farandole node: {why}", _NEWER_INVITE),
     "run-fine": _ok("a peer has the manifest of run {run}: {name!r}"),
     "run-needs-text": _warning(
         "it trains on text that each node brings, and none is named",
