@@ -72,9 +72,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings; or another kind of model."""
 
     num_layers: NumLayers
+    """Layers of attention and SwiGLU."""
     width: _Width
     """Width of the activations between layers; at least 8."""
     num_heads: _NumHeads
+    """Heads of attention; they divide the width."""
     hidden: _Hidden
     """Width of the SwiGLU layer; at least 8."""
     context: _Context
@@ -114,7 +116,9 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``bytes`` (256 tokens), or a Hugging Face ``tokenizers`` file, known by its hash; each node names its copy."""
 
     kind: Literal["bytes", "tokenizers"] = "bytes"
+    """``bytes``: each byte is a token; ``tokenizers``: a file of Hugging Face ``tokenizers``."""
     sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?$", description=_DIGEST_FORM)] = ""
+    """SHA-256 of that file; empty for bytes."""
 
 
 class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,23 +128,31 @@ class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     learning_rate: _Positive = 6e-4
+    """The highest rate, at the end of the warm-up."""
     min_learning_rate_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    """The rate at the end of the schedule, as a share of the highest."""
     warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 1_000
+    """Inner steps in which the rate rises from 0."""
     total_steps: _Count = 25_000
     """Inner steps of one replica after which the learning rate stays at its least."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """How the rate falls: as a cosine, from the end of the warm-up; or ``wsd``, warm-up, stable, decay (arXiv
     2404.06395): it is stable until the last ``decay_share`` of ``total_steps``, and falls linearly there."""
     decay_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
+    """Share of ``total_steps`` in which ``wsd`` lowers the rate."""
     ends_rate: _Positive = 1.0
     """Factor of the rate for embedding, head, norms, biases and all else that Muon would not step."""
     z_loss: _NonNegative = 0.0
     """Weight of the squared logarithm of the softmax's denominator in the training loss, which keeps logits small
     (PaLM, arXiv 2204.02311, section 5: 1e-4)."""
     beta1: _UnitInterval = 0.9
+    """Share that AdamW's mean of gradients keeps in a step."""
     beta2: _UnitInterval = 0.95
+    """Share that AdamW's mean of squared gradients keeps in a step."""
     epsilon: _Positive = 1e-8
+    """Added by AdamW to the root of that mean."""
     weight_decay: _NonNegative = 0.0
+    """Decoupled weight decay, of AdamW and Muon."""
     clip: _NonNegative = 1.0
     """Largest norm of a gradient; 0 clips nothing."""
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
@@ -272,9 +284,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training run. Immutable: another setting is another run."""
 
     name: _Name
+    """The run's name, for people."""
     model: ModelConfig
     version: Literal[1] = 1
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of the initial weights and of what each node draws."""
     created_at: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
     """Unix seconds, for people; nothing depends on it."""
     tokenizer: TokenizerConfig = TokenizerConfig()

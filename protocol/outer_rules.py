@@ -81,9 +81,13 @@ class NoLoCoConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only
     """The NoLoCo step: m <- alpha m + beta mean(theta - phi) + gamma (mean(phi) - phi_own); phi <- phi + m."""
 
     alpha: _UnitInterval = 0.5
+    """Share of the momentum that an outer step keeps."""
     beta: _Positive = 0.7
+    """Strength of the pair's mean movement."""
     gamma: _Positive = 0.7
+    """Strength of the pull between the pair's slow weights."""
     momentum: Momentum = "heavy_ball"
+    """``nesterov``: the step looks ahead by the momentum (no better with NoLoCo: docs/learning.md)."""
 
     vectors = ("momentum",)
 

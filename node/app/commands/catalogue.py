@@ -8,7 +8,7 @@ from typing import Final
 
 from ...base.exits import Exit
 from ..doctor.causes import CAUSES, CHECKS, check_of
-from .reference import table
+from .markdown_table import table
 
 _HEAD: Final = """\
 # What can be wrong, and what to do

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import typer
 
 from ...base.config.file import SETTINGS, default_of
 from ...base.exits import Exit
+from .markdown_table import table
 
 _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
 _HEAD: Final = """\
 # Reference
 
-Every command, setting of a node and exit code of farandole. Made by `make reference`; do not edit it by hand.
+Every command, setting and exit code of farandole. Made by `make reference`; do not edit it by hand.
 """
 _SETTINGS: Final = """\
 ## Settings
@@ -40,16 +41,12 @@ def print_reference(
         parts = catalogue()
     else:
         root = context.find_root()
+        from .run_settings import run_settings
+
         exits = table("| code | name | meaning |", ((str(code.value), code.name, code.meaning) for code in Exit))
-        settings = (_SETTINGS, _settings(), "", "## Exit codes\n", exits, "")
+        settings = (_SETTINGS, _settings(), "", run_settings(), "## Exit codes\n", exits, "")
         parts = itertools.chain([_HEAD], _commands(root.command, root), settings)
     typer.echo("\n".join(parts), nl=False)
-
-
-def table(header: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of cells as a Markdown table, below the line ``header``."""
-    lines = ("".join(f"| {_cell(cell)} " for cell in row) + "|" for row in rows)
-    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines])
 
 
 def _commands(command: Any, context: Any) -> Iterator[str]:
@@ -109,7 +106,3 @@ def _settings() -> str:
 def _markdown(text: str) -> str:
     """Return Rich's markup as Markdown."""
     return re.sub(r"\[cyan\](.*?)\[/cyan\]", r"`\1`", text)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")
