@@ -34,7 +34,7 @@ PATIENCE_SECONDS: Final = 1.0
 """From the announcement of an item to the request for it, and to the next announcer's turn. Two ticks: the announcement
 may have come by a shorter path than the item."""
 MAX_RECENT: Final = 8_192
-"""Items that a peer may ask for, the latest ones: 1 MB, and 100 s of a run of 1,000 nodes."""
+"""Ids of the latest items, and the items, if they were accepted: 1 MB, and 100 s of a run of 1,000 nodes."""
 MAX_AWAITED: Final = 512
 """Announced items per neighbour that this node lacks; it ignores more. Several seconds of a run of 1,000 nodes."""
 
@@ -71,8 +71,9 @@ def ids_in(joined: bytes) -> Iterator[bytes]:
 
 
 def id_of(item: Signed | Proof) -> bytes:
-    """Return the id of an item: a hash of its bytes without signatures."""
-    parts = (item.author, item.body) if isinstance(item, Signed) else (item.a.author, item.a.body, item.b.body)
+    """Return the id of an item: a hash of all its bytes, so that a false signature gives another id."""
+    signed = (item,) if isinstance(item, Signed) else (item.a, item.b)
+    parts = (part for each in signed for part in (each.author, each.body, each.signature))
     return hashlib.blake2b(b"".join(parts), digest_size=ID_BYTES).digest()
 
 
@@ -86,29 +87,41 @@ class _Awaited:
 
 
 class Recall:
-    """The items that came in lately, and the announced ones that did not. ``now``: monotonic seconds."""
+    """The items that came in lately, and the announced ones that did not. ``now``: monotonic seconds.
+
+    Items that the run state does not accept are not asked for again.
+    """
 
     def __init__(self) -> None:
-        self._recent: dict[bytes, Signed | Proof] = {}
+        self._recent: dict[bytes, Signed | Proof | None] = {}
+        """None for an item that was not accepted, or is not merged yet."""
         self._awaited: dict[bytes, _Awaited] = {}
         self._num_awaited: Counter[bytes] = Counter()
         """Per neighbour, the items in `_awaited` that it announced and was not asked for."""
 
-    def __contains__(self, id_: bytes) -> bool:
-        return id_ in self._recent
-
     def add(self, items: Iterable[Signed | Proof]) -> None:
-        """Note items that are new to this node."""
+        """Note items that were accepted, and new."""
         for item in items:
-            id_ = id_of(item)
-            self._recent[id_] = item
+            self._set(id_ := id_of(item), item)
             self._forget(id_)
-        while len(self._recent) > MAX_RECENT:
+
+    def add_received(self, ids: Iterable[bytes]) -> int:
+        """Note items that a neighbour has sent; return how many of them had come before."""
+        num_known = 0
+        for id_ in ids:
+            num_known += id_ in self._recent
+            if id_ not in self._recent:
+                self._set(id_, None)
+        return num_known
+
+    def _set(self, id_: bytes, item: Signed | Proof | None) -> None:
+        self._recent[id_] = item
+        if len(self._recent) > MAX_RECENT:
             del self._recent[next(iter(self._recent))]
 
     def find(self, ids: Iterable[bytes]) -> list[Signed | Proof]:
         """Return those of the items that are still known."""
-        return [self._recent[id_] for id_ in ids if id_ in self._recent]
+        return [item for id_ in ids if (item := self._recent.get(id_)) is not None]
 
     def announcers_of(self, id_: bytes) -> list[bytes]:
         """Return neighbours that announced an item which this node lacks, without those that were asked for it."""
@@ -130,8 +143,8 @@ class Recall:
         for id_, awaited in list(self._awaited.items()):
             if awaited.due > now:
                 continue
-            if not awaited.announcers:
-                self._forget(id_)  # all have been asked: anti-entropy brings it
+            if id_ in self._recent or not awaited.announcers:  # not accepted; or all were asked, and sync brings it
+                self._forget(id_)
                 continue
             asked = next((peer for peer in awaited.announcers if len(requests.get(peer, ())) < MAX_IDS), None)
             if asked is None:

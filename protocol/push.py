@@ -150,7 +150,7 @@ class Push:
         self._note_sign(peer, batch.is_choice, now)
         ids = [*map(id_of, batch.delta.proofs), *map(id_of, batch.delta.entries)]
         self._note_known(peer, ids)
-        repeated = sum(id_ in self._recall for id_ in ids)
+        repeated = self._recall.add_received(ids)
         others = self.neighbours - self._lazy - {peer}
         is_too_much = repeated >= MIN_REPEATED and 2 * repeated >= len(ids)
         if is_too_much and others and self._refused is None and self._knows_ids(peer):

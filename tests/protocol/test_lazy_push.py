@@ -102,6 +102,13 @@ def test_what_was_announced_and_does_not_arrive_is_requested_from_one_after_the_
     assert tick(push, 3.0 * PATIENCE_SECONDS)[0].keys() == {ALICE, BOB}, "both carry items again"
 
 
+def test_what_is_not_accepted_is_not_requested_again_but_a_false_signature_hides_nothing(push: Push) -> None:
+    refused, forged = member(40), Signed(ITEMS[0].author, ITEMS[0].body, bytes(64))
+    push.heard(ALICE, Batch(False, Delta((refused, forged))), 0.0)
+    push.heard_ids(BOB, have([refused, ITEMS[0]]), 0.0)
+    assert tick(push, PATIENCE_SECONDS)[1] == {BOB: have(wanted=ITEMS[:1])}
+
+
 def test_a_request_is_answered_and_the_link_carries_items_again(push: Push) -> None:
     push.heard_ids(BOB, have(is_refusal=True), 0.0)
     push.queue(ITEMS, [], None)
