@@ -89,7 +89,7 @@ class _Awaited:
 class Recall:
     """The items that came in lately, and the announced ones that did not. ``now``: monotonic seconds.
 
-    Items that the run state does not accept are not asked for again.
+    Items that the run state does not accept, as it rations new authors, are left to anti-entropy, and not asked for.
     """
 
     def __init__(self) -> None:

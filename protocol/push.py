@@ -166,7 +166,7 @@ class Push:
         self._recall.await_items(peer, announced, now)
         if have.wanted:
             self._lazy.discard(peer)
-            self._asked[peer] = tuple(ids_in(have.wanted))[:MAX_ITEMS_A_TICK]
+            self._asked[peer] = (*self._asked.get(peer, ()), *ids_in(have.wanted))[:MAX_ITEMS_A_TICK]
         elif have.is_refusal:
             self._lazy.add(peer)
 
