@@ -35,7 +35,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "outer.fragments": "all at once would take too long on this line",
     "rounds.overlap": "training goes on during exchanges",
     "rounds.exchange_seconds": "about three times as long as an exchange, or more",
-    "rounds.round_seconds": "short rounds learn more than long ones",
+    "rounds.round_seconds": "as short as the line allows: short rounds learn more",
     "model.num_stages": "the whole model is too large for a member's memory",
     "pipeline.recompute": "takes less memory for a stage's activations",
     "pipeline.in_flight": "takes less memory for a stage's activations",

@@ -394,7 +394,10 @@ def _problems(manifest: Manifest) -> list[str]:
     if manifest.tokenizer.kind == "bytes" and model.vocabulary < 256:
         problems.append(f"model.vocabulary is {model.vocabulary}: the byte-level tokenizer has 256 tokens")
     if (manifest.tokenizer.kind == "tokenizers") != bool(manifest.tokenizer.sha256):
-        problems.append("tokenizer.sha256 names the file of kind 'tokenizers', and is empty for kind 'bytes'")
+        problems.append(
+            "tokenizer.sha256 names the file of kind 'tokenizers', and is empty for kind 'bytes'. In a run file write "
+            'file = "tokenizer.json" in place of both'
+        )
     if model.num_stages > 1 and not rounds.round_seconds:
         problems.append(
             "rounds.round_seconds is 0: with stages, a round that waits for others' microbatches needs an end"

@@ -201,7 +201,7 @@ class NodeSettings:
         [],
         "Hours without training, in local time: 22:00-07:30, or Sat-Sun 09:00-18:00; repeatable.",
         placeholder="HOURS",
-        form="a list of hours in quotes, each as 22:00-07:30 or Sat-Sun 09:00-18:00",
+        form="hours as 22:00-07:30 or 'Sat-Sun 09:00-18:00'; in the settings file, a list of them in quotes",
         read=split_quiet_hours,
         example=["Mon-Fri 18:00-23:00"],
         panel="When to train",
@@ -251,9 +251,9 @@ class NodeSettings:
     lean: bool = setting(
         False,
         "Train in half of the GPU's memory: weights, gradient and the optimizer's means in bf16 with stochastic "
-        "rounding, 8 bytes a parameter instead of 18 at the peak, 6 with Muon. Exchanges stay fp32. On a CPU it saves "
-        "nothing. Refused in deterministic or audited runs, with stages, with --average-on-gpu, and for other models "
-        "than farandole's own.",
+        "rounding: at the peak 8 bytes a parameter instead of 18, with Muon 6 instead of 14. Exchanges stay fp32. On a "
+        "CPU it saves nothing. Refused in deterministic or audited runs, with stages, with --average-on-gpu, and for "
+        "other models than farandole's own.",
     )
     recompute: bool = setting(
         False,

@@ -82,7 +82,11 @@ def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, A
         raise FaultyError(faults)
     table = msgspec.convert(model, _Table, strict=True)
     try:
-        require_allowed(table.own, "", allowed)
+        if table.own not in allowed:
+            raise ManifestError(
+                f"model.own: {table.own} is code of your own, and not allowed yet: install its package into "
+                f"farandole's environment, and type the command again with --allow-model {table.own}"
+            )
         from farandole.training.own_trial import try_own_model  # torch is imported for no other run file
 
         tried = try_own_model(table.own, table.config, table.context, table.vocabulary, allowed)

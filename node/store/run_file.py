@@ -19,6 +19,7 @@ from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, mani
 from farandole.protocol.outer_rules import with_kind
 from farandole.protocol.planning import BY_TOKENS
 from farandole.protocol.presets import PRESETS, preset
+from farandole.protocol.screening_rules import DEFAULT_SCREENING
 
 from ..base.config.faults import Context, FaultyError, FileFault, Place, did_you_mean, faults_in, faults_of, shown
 from ..base.config.toml_file import TomlFile
@@ -62,6 +63,8 @@ def manifest_of(
     """
     model, tokenizer = _table(settings.get("model")), settings.get("tokenizer", {})
     complete = {"created_at": int(now), **settings, "outer": with_kind(settings.get("outer", {}))}
+    if isinstance(screening := settings.get("screening"), Mapping):
+        complete["screening"] = {"kind": DEFAULT_SCREENING.kind, **screening}
     found: list[FileFault] = []
     doubtful: list[str] = []
     try:

@@ -163,8 +163,8 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
         *(f"  {line}" for line in chosen),
         "",
         f"exchange  {size(needs.contribution_bytes)} each way: {duration(best.seconds)} with {LINE_SHARE:.0%} of the "
-        f"line, of the {duration(needs.transfer_seconds)} that are certain ({TRANSFER_SHARE:.0%} of exchange_seconds); "
-        f"{mbit(needs.rate)} are needed",
+        f"line; with a late partner it has {duration(needs.transfer_seconds)} ({TRANSFER_SHARE:.0%} of "
+        f"exchange_seconds), for which {mbit(needs.rate)} are needed",
     ]
     if best.busy is not None:
         times = "once" if rounds.partners == 1 else f"{rounds.partners} times"

@@ -22,12 +22,41 @@ _HEAD: Final = """\
 
 What a run's creator writes into its run file, for `farandole run create`. [examples/run.toml](../examples/run.toml)
 explains the usual ones, and [researcher.md](researcher.md#describe-the-run) when to choose which. `farandole run show`
-prints those of a run. They never change: another setting is another run. What a run file leaves open is chosen by
-`farandole run create`, or has the default below.
+prints those of a run. They never change: another setting is another run. What a run file leaves out has the default;
+*chosen*: `farandole run create` chooses it for your model and home lines, and prints it with the reason.
 """
 _TOP: Final = ("name", "seed", "admission", "private", "audits")
 # Sections that people write; commands write the others.
 _SECTIONS: Final = ("model", "tokenizer", "data", "inner", "outer", "rounds", "pipeline", "screening", "evaluation")
+# What a run file has in place of what the manifest has: key, value, meaning.
+_RUN_FILE: Final = {
+    "model": (
+        ("preset", "a preset's name in quotes", "the sizes below; the section's other keys change them"),
+        ("hf", "a folder or a config.json, in quotes", "a Hugging Face model, which the sizes below follow from"),
+        ("own", '"package.module:function"', "a module of your own"),
+        ("config", "a table", "the arguments of that function"),
+    ),
+    "tokenizer": (
+        ("file", "a path in quotes", "a file of Hugging Face `tokenizers`; without it, each byte is a token"),
+    ),
+    "inner": (
+        ("warmup_tokens", "a number above 0", "in place of `warmup_steps`: tokens of one member"),
+        ("total_tokens", "a number above 0", "in place of `total_steps`: tokens of one member"),
+    ),
+}
+_REPLACED: Final = frozenset({"model.hf", "model.own", "model.external", "tokenizer.kind", "tokenizer.sha256"})
+# Bounds that only models made elsewhere may fall below.
+_LEAST: Final = {"model.width": 8, "model.hidden": 8, "model.context": 8, "model.vocabulary": 2, "model.num_heads": 1}
+# Left open, these are chosen (`farandole.protocol.best_known` and `farandole.protocol.planning`).
+_CHOSEN: Final = frozenset(
+    {
+        *("inner.optimizer", "inner.learning_rate", "inner.warmup_steps"),
+        *("outer.codec", "outer.fragments"),
+        *("rounds.round_seconds", "rounds.exchange_seconds", "rounds.overlap"),
+    }
+)
+# A rule for comparisons, which no run may have.
+_NOT_FOR_RUNS: Final = "diloco"
 _HEADER: Final = "| key | value | default | meaning |"
 
 
@@ -35,11 +64,12 @@ def run_settings() -> str:
     """Return the chapter about the settings of a run."""
     manifest = _struct(types.type_info(Manifest))
     top = [field for field in manifest.fields if field.name in _TOP]
-    parts = [_HEAD, table(_HEADER, _rows(top, _meanings(Manifest))), ""]
+    parts = [_HEAD, table(_HEADER, _rows("", top, _meanings(Manifest))), ""]
     for section in _SECTIONS:
         field = next(field for field in manifest.fields if field.name == section)
         options = field.type.types if isinstance(field.type, types.UnionType) else [field.type]
-        parts += _section(section, [*map(_struct, options)], field.default)
+        structs = [struct for struct in map(_struct, options) if struct.tag != _NOT_FOR_RUNS]
+        parts += _section(section, structs, field.default)
     return "\n".join(parts)
 
 
@@ -52,31 +82,42 @@ def _struct(kind: types.Type) -> types.StructType:
 def _section(name: str, structs: Sequence[types.StructType], default: Any) -> Iterator[str]:
     """Yield the lines about a section; of several structs, which ``kind`` names, first the settings that all have."""
     shared = set.intersection(*({field.name for field in struct.fields} for struct in structs))
+    written = ((f"`{key}`", value, "", meaning) for key, value, meaning in _RUN_FILE.get(name, ()))
     yield f"### [{name}]\n"
     if len(structs) == 1:
         yield f"{_sentences(structs[0].cls.__doc__ or '')}\n"
+    elif name == "outer":
+        momentum = "`alpha`, `beta`, `gamma` or `momentum`"
+        yield f"Without `kind`, a run gets `plain`, or `noloco` if the section sets {momentum}.\n"
     else:
-        yield f'`kind` names the rule. Without it, `kind = "{default.kind}"`.\n'
+        yield f"Without `kind`, a run gets `{default.kind}`.\n"
     if common := [field for field in structs[0].fields if field.name in shared]:
-        yield table(_HEADER, _rows(common, _meanings(structs[0].cls)))
+        yield table(_HEADER, [*written, *_rows(name, common, _meanings(structs[0].cls))])
         yield ""
     for struct in structs if len(structs) > 1 else []:
         yield f'With `kind = "{struct.tag}"`: {_sentences(struct.cls.__doc__ or "")}\n'
         if own := [field for field in struct.fields if field.name not in shared]:
-            yield table(_HEADER, _rows(own, _meanings(struct.cls)))
+            yield table(_HEADER, _rows(name, own, _meanings(struct.cls)))
             yield ""
 
 
-def _rows(fields: Sequence[types.Field], meanings: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+def _rows(section: str, fields: Sequence[types.Field], meanings: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
     for field in fields:
-        default = "" if field.default is NODEFAULT else f"`{_default(field.default)}`"
-        yield f"`{field.name}`", _value(field.type), default, _sentences(meanings.get(field.name, ""))
+        place = f"{section}.{field.name}"
+        if place in _REPLACED:
+            continue
+        value = _value(field.type)
+        if place in _LEAST:
+            value = value.replace(" from 0 ", f" from {_LEAST[place]} ")
+        default = "" if field.default in (NODEFAULT, None) else f"`{_default(field.default)}`"
+        meaning = meanings.get(field.name, "")
+        yield f"`{field.name}`", value, "chosen" if place in _CHOSEN else default, _sentences(meaning)
 
 
 def _default(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return "none" if value is None else json.dumps(value)
+    return "" if value is None else json.dumps(value)
 
 
 def _value(kind: types.Type) -> str:
@@ -95,8 +136,6 @@ def _value(kind: types.Type) -> str:
         case types.UnionType(types=options):
             named = [each for each in options if not isinstance(each, types.NoneType)]
             return "; or ".join(map(_value, named))
-        case types.StructType(cls=struct):
-            return f"a table, written by a command (`{struct.__name__}`)"
         case _:
             return "a text in quotes"
 
@@ -127,4 +166,4 @@ def _meanings(struct: type) -> dict[str, str]:
 def _sentences(docstring: str) -> str:
     """Return a docstring's first paragraph in one line, with names as in Markdown."""
     text = " ".join(inspect.cleandoc(docstring).split("\n\n")[0].split())
-    return re.sub(r"``([^`]*)``", r"`\1`", text)
+    return re.sub(r"``([^`]*)``", r"`\1`", text).replace("null:", "left out:")

@@ -14,6 +14,7 @@ from farandole.node.base.config.toml_file import MAX_FILE_BYTES, read_toml
 from farandole.node.store.run_file import manifest_of, manifest_of_file
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.screening_rules import GuardConfig
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "run.toml"
 
@@ -154,11 +155,11 @@ def test_all_faults_are_named_at_once_with_their_lines_and_what_would_be_right(t
     ("text", "lines"),
     [
         (
-            "model = 'tinny'\n[outer]\nkind = 'nolco'\n[screening]\nradius = 3.0",
+            "model = 'tinny'\n[outer]\nkind = 'nolco'\n[screening]\nradius = 0.5",
             [
                 "2: model: no preset is called 'tinny'; there are tiny, 0.5M, ",
                 "4: outer.kind: expected one of noloco, diloco",
-                "5: screening.kind is missing: expected one of similarity, guard",
+                "6: screening.radius: expected a finite number, 1 to 100",
             ],
         ),
         # Settings next to a preset that there is not, and a tokenizer's file that there is not.
@@ -235,3 +236,8 @@ def test_a_good_file_makes_the_manifest_of_its_settings() -> None:
     """The bytes of the manifest decide on the run id."""
     expected = manifest_of(tomllib.loads(EXAMPLE.read_text()), EXAMPLE.parent, 0)
     assert msgspec.msgpack.encode(manifest_of_file(read_toml(EXAMPLE), now=0)) == msgspec.msgpack.encode(expected)
+
+
+def test_a_section_about_screening_without_a_kind_is_about_the_guard() -> None:
+    values = tomllib.loads("name = 'run'\nmodel = 'tiny'\n[screening]\nmax_loss_increase = 0.01")
+    assert manifest_of(values, Path(), 0).screening == GuardConfig(max_loss_increase=0.01)
