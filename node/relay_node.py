@@ -142,7 +142,7 @@ class MemberSeeker:
                     await self._look_for(run)
                 journal.update(isolation="")
             elif known:
-                journal.update(isolation=f"{NO_ANSWER}: {how_many(known)} tried; trying on")
+                journal.update(isolation=f"{NO_ANSWER}: {how_many(known)} tried; still trying")
             await self.remember()
             await trio.sleep(next(waits))
 

@@ -115,7 +115,7 @@ async def publish(settings: NodeSettings, invite: Invite, own: list[str], page: 
         except FarandoleError as error:
             if str(error) != told:
                 told = str(error)
-                journal.warn(f"the page is not written, trying on: {told}")
+                journal.warn(f"the page could not be written, still trying: {told}")
             await trio.sleep(next(waits))
 
 
@@ -128,7 +128,7 @@ async def _write_often(visit: Visit, page: PublicPage, journal: Journal) -> None
             has_failed = False
         except OSError as error:
             if not has_failed:
-                journal.warn(f"the page is not written, trying on: {error}")
+                journal.warn(f"the page could not be written, still trying: {error}")
             has_failed = True
         await trio.sleep(WRITE_INTERVAL)
 

@@ -439,7 +439,7 @@ def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterat
     own_affairs |= {"pipeline": PipelineConfig(), "evaluation": EvaluationConfig()}
     for name, default in own_affairs.items():
         if getattr(manifest, name) != default:
-            yield f"{name} is set, but with model.external it is each member's own affair"
+            yield f"{name} is set, but in a run for members' own loops each loop chooses it: leave it out"
     if manifest.outer.drift:
         yield "outer.drift is set, but with model.external members' own loops take the inner steps"
     if external.num_parameters > MAX_PARAMETERS:
@@ -547,7 +547,9 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
         if not is_signed_by(signed.creator, signed.signature, _DOMAIN, signed.body):
             raise ManifestError("the manifest's signature is not its creator's")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"not a manifest: {error}") from error
+        raise ManifestError(
+            f"not a manifest: {error}. If it is a run file, sign it first, with `farandole run create`"
+        ) from error
     try:
         msgspec.msgpack.decode(raw, type=SignedManifest)
         return decode_body(signed.body), signed

@@ -79,7 +79,10 @@ def limit_memory(device: Device, max_bytes: int) -> None:
     """
     kind, index = device.torch_device.type, device.torch_device.index or 0
     if kind not in ("cuda", "mps"):
-        raise TrainingError(f"this trains on the {device.description}, which has no GPU memory to bound")
+        raise TrainingError(
+            f"--gpu-memory limits the memory of a GPU, and training runs on the {device.description} here: leave it "
+            "out; if this machine has an NVIDIA GPU, `farandole doctor` says why it is not used"
+        )
     allocated = max_bytes - (CONTEXT_BYTES if kind == "cuda" else 0)
     if allocated <= 0:
         raise TrainingError(f"of {max_bytes / 1e9:g} GB of GPU memory the driver takes {CONTEXT_BYTES / 1e9:g} GB")

@@ -142,7 +142,7 @@ class Pull:
             if not found:
                 continue
             if len(found) < self.merge:
-                self.say(f"{self._name(stage)}: {len(found)} of {self.merge} replicas are to be had")
+                self.say(f"{self._name(stage)}: {len(found)} of {self.merge} replicas are available")
             try:
                 return [await self._fetch(each) for each in found]
             except PeerUnreachableError as error:

@@ -96,7 +96,7 @@ def find_target(
     if stored is not None and decode_manifest(stored)[1].run_id != run_id:
         raise JoinError(
             f"{settings.home} belongs to another run ({decode_manifest(stored)[1].run_id.hex()[:16]}): "
-            "use a folder of its own for this one, with --home"
+            "use a folder of its own for this one, with --home. (Whoever makes a run signs it there, too.)"
         )
     peers = peers_at([*(invite.addresses if invite else ()), *settings.bootstrap])
     for peer, addresses in remembered.items():
@@ -236,7 +236,7 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
             journal.warn(
                 "step 2, the manifest: bootstrap peers answer, but no member of run "
                 f"{target.run_id.hex()[:16]} was found through them or the DHT. Has the run ended, or is it for "
-                "invited members? Ask for a newer invite, one that is for you. Trying on."
+                "invited members? Ask for a newer invite, one that is for you. Still trying."
             )
         journal.enter("joining", f"no member found; looking again in {pause:.0f} s", "a member of the run")
         await trio.sleep(pause)

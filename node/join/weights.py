@@ -165,7 +165,7 @@ class Weights:
             if own_round is None and self._is_unheard_of(stage) and trio.current_time() >= began_at + SEED_AFTER:
                 origin = "seed" if self.files.manifest.start is None else "starting checkpoint"
                 journal.warn(
-                    f"NOBODY HAS THE WEIGHTS OF STAGE {stage}: its members are gone, and no backup is to be had. It "
+                    f"NOBODY HAS THE WEIGHTS OF STAGE {stage}: its members are gone, and there is no backup. It "
                     f"begins again from the run's {origin}; what it had learnt is lost"
                 )
                 return True

@@ -275,4 +275,4 @@ class LeaseKeeper:
         try:
             await self._store.put_fact(LEASES_FACT, msgspec.msgpack.encode(saved))
         except StoreError as error:
-            self._journal.warn(f"{error}; a next life may not know what was leased of the data")
+            self._journal.warn(f"{error}; after a restart this node may not know which data it had leased")

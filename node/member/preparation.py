@@ -99,4 +99,4 @@ class Preparation:
             fact = f"{self.daemon.settings.device} {self.supervisor.microbatch}"
             await self.daemon.store.put_fact(MICROBATCH_FACT, fact.encode())
         except StoreError as error:
-            self.daemon.journal.warn(f"{error}; a next life may run out of memory again")
+            self.daemon.journal.warn(f"{error}; after a restart the trainer may run out of memory again")

@@ -31,7 +31,7 @@ class StageRecord:
         try:
             await self._daemon.store.put_fact(STAGE_FACT, b"%d" % stage)
         except StoreError as error:
-            self._daemon.journal.warn(f"{error}; a next life may begin with another stage")
+            self._daemon.journal.warn(f"{error}; after a restart this node may take another stage")
         for other in range(self._membership.num_stages):
             if other != stage:
                 self._host.withdraw(shard_key(self._run_id, other))

@@ -92,7 +92,10 @@ def _write_run(
         )
     start = home.home / START_NAME
     if start.exists():
-        raise ManifestError(f"{start} is there already: a run is made in a directory of its own")
+        raise ManifestError(
+            f"{home.home} has a run already. To go on with it, pass the folder to NoLoCo as run=; for another run, "
+            "name a new folder"
+        )
     key = load_or_create_key(home.key)
     wholes = _wholes(parameters, ranks)
 

@@ -77,7 +77,10 @@ class Credentials:
             return
         try:
             if not self.gate.admission:
-                raise NotAdmittedError("this run is for invited members: join it with an invite that is for you")
+                raise NotAdmittedError(
+                    "this run is for invited members: join it with an invite that is for you; if you made this run, "
+                    "with the data directory that signed it (--home)"
+                )
             self.roster.admit(decode_admission(self.gate.admission))
         except RemoteProtocolError as error:
             raise NotAdmittedError(f"not admitted to this run: {error}") from error
@@ -89,7 +92,7 @@ class Credentials:
             try:
                 await self.store.put_fact(ADMISSION_FACT, self.gate.admission)
             except StoreError as error:
-                self.journal.warn(f"{error}; keep the invite, a next life needs it")
+                self.journal.warn(f"{error}; keep the invite: this node needs it at its next start")
 
     async def run(self) -> None:
         """Renew entries, and warn if this node is no longer a member, until cancelled."""

@@ -54,6 +54,16 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_run_is_started_with_the_data_directory_that_signed_it(run: Run, run_file: Path, tmp_path: Path) -> None:
+    code, out, _ = run("run", "create", run_file)
+    assert code == 0
+    assert "--home" not in out
+    assert f" --home {tmp_path}/other" in run("run", "create", run_file, "--force", "--home", tmp_path / "other")[1]
+    code, _, err = run("join", run_file)
+    assert code == Exit.BAD_INPUT
+    assert "farandole run create" in err
+
+
 class FakeNode:
     """Serves the control API from another thread, as the daemon does from another process."""
 

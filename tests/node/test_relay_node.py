@@ -118,7 +118,7 @@ async def test_it_says_that_no_peer_answers(tmp_path: Path) -> None:
     nobody = encode_invite(Invite(RUN, (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(32))}",)))
     async with started(tmp_path / "relay", "relay", nobody, "--no-mdns") as relay:
         await relay.says("listening on")
-        told = "no known address answers: 1 address of 1 peer tried; trying on"
+        told = "no known address answers: 1 address of 1 peer tried; still trying"
         await relay.until(lambda status: status.isolation == told)
 
 

@@ -14,7 +14,15 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, print_json, say_chosen, say_warnings, write_manifest
+from .output import (
+    home_option,
+    options_of_nodes,
+    print_answer,
+    print_json,
+    say_chosen,
+    say_warnings,
+    write_manifest,
+)
 
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
@@ -80,10 +88,10 @@ def pull_model(
 ) -> None:
     """Take the whole model out of a run, as a folder: each stage from the members that hold it, without training.
 
-    Without an invite it is the run of the node that runs here. A run for invited members wants the data directory of a
-    member (--home), or an invite, of which it uses one place. Late in a run the mean of several replicas is better than
-    any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one, which goes on with them
-    while a member still holds that checkpoint.
+    Without an invite it is the run of the node that runs here. In a run for invited members, name a member's data
+    directory (--home), or give an invite; the command then takes one of its --uses. Late in a run the mean of several
+    replicas is better than any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one,
+    which goes on with them while a member still holds that checkpoint.
 
     Examples: [cyan]farandole checkpoint pull farandole1... --to model --merge 4[/cyan]; then
     [cyan]farandole checkpoint export model --to model-hf[/cyan]
@@ -156,7 +164,7 @@ def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, a
     with file.naming_lines():
         manifest = resumed_manifest(before, file.values, run_file.parent, time.time())
     signed = sign_manifest(manifest, load_or_create_key(home / "key"))
-    _write_manifest(path, signed, folder, as_json)
+    _write_manifest(path, signed, folder, home, as_json)
     if manifest.data.epochs and not as_json:
         assert manifest.start is not None, "it is resumed"
         epochs, why = manifest.start.epochs, other_slices(before.manifest, manifest)
@@ -191,7 +199,7 @@ def import_model(
     key, file = load_or_create_key(home / "key"), read_toml(run_file)
     with file.naming_lines():
         _, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time(), say_chosen)
-    _write_manifest(path, signed, to, as_json)
+    _write_manifest(path, signed, to, home, as_json)
 
 
 @checkpoint_app.command("export")
@@ -222,7 +230,7 @@ def _new_file(out: Path | None, run_file: Path) -> Path:
     return path
 
 
-def _write_manifest(path: Path, signed: SignedManifest, folder: Path, as_json: bool) -> None:
+def _write_manifest(path: Path, signed: SignedManifest, folder: Path, home: Path, as_json: bool) -> None:
     from farandole.protocol.manifest import decode_body
 
     from ...base.doubtful_settings import doubtful_settings
@@ -232,5 +240,6 @@ def _write_manifest(path: Path, signed: SignedManifest, folder: Path, as_json: b
     manifest = decode_body(signed.body)
     say_warnings([*unusual_needs(manifest), *doubtful_settings(manifest)])
     run_id, start = signed.run_id.hex(), f"start its first node with: farandole join {path} --start {folder}"
+    start += options_of_nodes(manifest) + home_option(home)
     made = {"run_id": run_id, "manifest": str(path), "start": str(folder)}
     print_answer(as_json, made, f"run {run_id}\nmanifest in {path}; {start}")

@@ -88,3 +88,19 @@ def split_source(source: str | None) -> tuple[str | None, Path | None]:
     path = Path(source)
     read_manifest(path)
     return None, path
+
+
+def home_option(home: Path) -> str:
+    """Return the option that names a data directory, if it is not the usual one."""
+    from ...base.settings import default_home
+
+    return "" if home == default_home() else f" --home {home}"
+
+
+def options_of_nodes(manifest: Manifest) -> str:
+    """Return the options that each node's command line needs in addition to the run."""
+    model = f" --allow-model {manifest.model.own.function}" if manifest.model.own else ""
+    if manifest.model.external:
+        return " --trainer external"
+    data = " --data PATH" if manifest.data.source == "text" else ""
+    return model + data + (" --tokenizer FILE" if manifest.tokenizer.sha256 else "")

@@ -17,7 +17,17 @@ from farandole.protocol.errors import ManifestError
 from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, print_json, read_manifest, say_chosen, say_warnings, split_source, write_manifest
+from .output import (
+    home_option,
+    options_of_nodes,
+    print_answer,
+    print_json,
+    read_manifest,
+    say_chosen,
+    say_warnings,
+    split_source,
+    write_manifest,
+)
 
 if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
@@ -114,19 +124,11 @@ def create_run(
     if measured is not None:
         _show_measured(measured)
     typer.echo(f"run {signed.run_id.hex()}")
-    brings = _brings(manifest)
-    typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{brings}")
+    brings = options_of_nodes(manifest)
+    here = home_option(settings.home)
+    typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{brings}{here}")
     if invite:
         typer.echo(f"others join with: farandole join {invite}{brings}")
-
-
-def _brings(manifest: Manifest) -> str:
-    """Return the options that each node's command line needs in addition to the run."""
-    model = f" --allow-model {manifest.model.own.function}" if manifest.model.own else ""
-    if manifest.model.external:
-        return " --trainer external"
-    data = " --data PATH" if manifest.data.source == "text" else ""
-    return model + data + (" --tokenizer FILE" if manifest.tokenizer.sha256 else "")
 
 
 def _show_measured(measured: MeasuredCut) -> None:
@@ -193,6 +195,12 @@ def make_invite(
 
     if manifest is None:
         invite = own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota)
+        if not decode_invite(invite).admission and (uses, expires, quota) != (1, "7d", 0):
+            typer.echo(
+                "warning: this run is open to all, so its invites do not expire, and any number may join with one: "
+                '--uses, --expires and --quota need admission = "invited" in the run file',
+                err=True,
+            )
     elif address:
         run, signed = read_manifest(manifest)
         if run.private:

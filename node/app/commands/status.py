@@ -102,7 +102,7 @@ def dashboard(
         raise FarandoleError("this node serves no page: it was started with --no-dashboard, or is just starting")
     print_answer(as_json, {"url": place.url, "token": place.token}, place.link)
     if open_browser and not webbrowser.open(place.link):
-        raise FarandoleError("no browser is to be had here; open the address above")
+        raise FarandoleError("no browser was found here; open the address above")
 
 
 def _first_of(source: Path) -> NodeStatus:

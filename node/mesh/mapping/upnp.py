@@ -230,7 +230,7 @@ async def _request(method: str, url: str, headers: Mapping[str, str], body: byte
                 while len(reply) <= MAX_REPLY_BYTES and (data := await stream.receive_some(MAX_REPLY_BYTES)):
                     reply += data
     except (OSError, ValueError, trio.TooSlowError, trio.BrokenResourceError) as error:
-        raise UpnpError(f"the router answers not, or too slowly: {error!r}") from error
+        raise UpnpError(f"the router does not answer, or too slowly: {error!r}") from error
     head, _, content = bytes(reply).partition(b"\r\n\r\n")
     match = re.match(rb"HTTP/1\.[01] (\d{3})\b", head)
     if match is None or len(reply) > MAX_REPLY_BYTES:

@@ -53,14 +53,14 @@ def test_a_run_starts_from_the_models_weights(tmp_path: Path, with_frozen: bool)
 
 def test_a_run_is_made_in_a_folder_of_its_own(tmp_path: Path) -> None:
     farandole.create_run(a_model(), tmp_path / "run")
-    with pytest.raises(ManifestError, match="is there already"):
+    with pytest.raises(ManifestError, match="has a run already"):
         farandole.create_run(a_model(), tmp_path / "run")
 
 
 def test_settings_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="colour"):
         farandole.create_run(a_model(), tmp_path / "run", colour="red")
-    with pytest.raises(ManifestError, match="each member's own affair"):
+    with pytest.raises(ManifestError, match="each loop chooses it"):
         farandole.create_run(a_model(), tmp_path / "run", inner={"batch_size": 2})
     assert not (tmp_path / "run").exists()
 

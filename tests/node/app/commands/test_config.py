@@ -75,11 +75,11 @@ def test_hours_that_are_none_are_found_before_a_node_begins(
 ) -> None:
     file.write_text('quiet_hours = ["Sat-Sun"]')
     code, _, err = run("config", "check")
-    assert (code, "quiet_hours: expected a list of hours" in err) == (Exit.BAD_INPUT, True)
+    assert (code, "quiet_hours: expected hours as 22:00-07:30" in err) == (Exit.BAD_INPUT, True)
     file.unlink()
     for hours in ("by night", "25:00-26:00", "22:00-07:30 and later"):
         code, _, err = run("config", "show", "--quiet-hours", hours)
-        assert (code, "22:00-07:30 or Sat-Sun" in " ".join(err.split())) == (Exit.USAGE, True)
+        assert (code, "22:00-07:30 or 'Sat-Sun" in " ".join(err.split())) == (Exit.USAGE, True)
 
 
 def test_another_file_may_be_named(run: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
