@@ -35,7 +35,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "outer.fragments": "all at once would take too long on this line",
     "rounds.overlap": "training goes on during exchanges",
     "rounds.exchange_seconds": "about three times as long as an exchange, or more",
-    "rounds.round_seconds": "as short as the line allows: short rounds learn more",
+    "rounds.round_seconds": "as short as the line, or audits, allow: short rounds learn more",
     "model.num_stages": "the whole model is too large for a member's memory",
     "pipeline.recompute": "takes less memory for a stage's activations",
     "pipeline.in_flight": "takes less memory for a stage's activations",
@@ -91,8 +91,10 @@ def learning_rate_for(size: int, *, is_muon: bool) -> float:
 def reason_for(setting: str, value: object) -> str:
     """Return why a setting that the run file leaves open was given this value; empty if there is nothing to say."""
     match setting, value:
-        case ("outer.fragments", 1) | ("rounds.overlap", False):
+        case "outer.fragments", 1:
             return ""
+        case "rounds.overlap", False:
+            return "audits or several partners need it, or exchanges are short"
         case "outer.codec", "int8":
             return "a quarter of fp32's traffic, without a measured loss"
         case "outer.codec" | "outer.topk", _:

@@ -187,6 +187,15 @@ def changes(before: Manifest, after: Manifest) -> dict[str, Any]:
     return found
 
 
+def choices(before: Manifest, after: Manifest, given: Collection[str]) -> dict[str, Any]:
+    """Return `changes`, and the times that were chosen although they are the defaults; ``given``: as for `complete`."""
+    found, rounds = changes(before, after), after.rounds
+    times = {f"rounds.{name}": getattr(rounds, name) for name in ("round_seconds", "exchange_seconds", "overlap")}
+    if rounds.inner_steps:
+        del times["rounds.round_seconds"]
+    return found | {name: value for name, value in times.items() if name not in given}
+
+
 def given_by(settings: object) -> frozenset[str]:
     """Return the settings in a parsed run file, as ``section.field``."""
     if not isinstance(settings, dict):

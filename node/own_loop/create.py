@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.external_model import recipe_hash
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_dict, sign_manifest
-from farandole.protocol.planning import changes, complete, given_by
+from farandole.protocol.planning import choices, complete, given_by
 from farandole.protocol.vectors import SLOW
 from farandole.training.follower import Follower
 from farandole.training.ranks import Order, Ranks, open_ranks, parameters_of, whole_of
@@ -122,9 +122,10 @@ def _wholes(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> dict[str, T
 
 def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:
     manifest = manifest_from_dict({**settings, "start": {"id": checkpoint.hex(), "run_id": NO_RUN.hex()}})
-    completed = complete(manifest, given_by(settings))
+    given = given_by(settings)
+    completed = complete(manifest, given)
     if checkpoint != NO_RUN:
-        for line in settings_with_reasons(changes(manifest, completed)):
+        for line in settings_with_reasons(choices(manifest, completed, given)):
             logger.info("chosen for lines of 20 Mbit/s: %s", line)
     return completed
 

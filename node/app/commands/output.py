@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,13 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def say_chosen(written: Manifest, completed: Manifest, warnings: Iterable[str] = ()) -> None:
+def say_chosen(written: Manifest, completed: Manifest, given: Collection[str], warnings: Iterable[str] = ()) -> None:
     """Print, on standard error, what was chosen for settings that the run file leaves open and why, and warnings."""
-    from farandole.protocol.planning import changes
+    from farandole.protocol.planning import choices
 
     from ...base.requirements import settings_with_reasons
 
-    if chosen := changes(written, completed):
+    if chosen := choices(written, completed, given):
         typer.echo("note: the run file leaves these open; chosen by measurements, for lines of 20 Mbit/s:", err=True)
         for line in settings_with_reasons(chosen):
             typer.echo(f"  {line}", err=True)

@@ -142,7 +142,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
     import msgspec
 
     from farandole.protocol.needs import TRANSFER_SHARE
-    from farandole.protocol.planning import LINE_SHARE, changes, judge
+    from farandole.protocol.planning import LINE_SHARE, choices, judge
     from farandole.protocol.presets import num_parameters
 
     from ...base.requirements import settings_with_reasons
@@ -153,7 +153,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
     has = [f"{mbit(machine.upload)} up, {mbit(machine.download)} down"]
     has += [f"a GPU with {size(machine.gpu)}"] if machine.gpu is not None else []
     has += [f"{size(machine.memory)} of memory"] if machine.memory is not None else []
-    chosen = settings_with_reasons(changes(planned.manifest, manifest))
+    chosen = settings_with_reasons(choices(planned.manifest, manifest, planned.given))
     lacks = [name for name, is_lacking in (("line", best.lacks_line), ("memory", best.lacks_memory)) if is_lacking]
     verdict = f"does not fit (too little {' and '.join(lacks)}); nearest:" if lacks else "fits, with"
     unchanged = "" if chosen else " the settings as they are"
@@ -223,9 +223,9 @@ def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
     from dataclasses import asdict
 
     from farandole.protocol.best_known import reason_for
-    from farandole.protocol.planning import changes
+    from farandole.protocol.planning import choices
 
-    settings = changes(planned.manifest, best.manifest)
+    settings = choices(planned.manifest, best.manifest, planned.given)
     return {
         "fits": best.fits,
         "settings": settings,

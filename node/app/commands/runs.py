@@ -109,7 +109,7 @@ def create_run(
     key = load_or_create_key(settings.key)
     signed = sign_manifest(manifest, key)
     warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given)]
-    say_chosen(written, completed, warnings)
+    say_chosen(written, completed, given, warnings)
     network_key = network_key_of(key, signed.run_id) if manifest.private else b""
     addresses = tuple(invite_address or ())
     invite = encode_invite(Invite(signed.run_id, addresses, network_key=network_key)) if addresses else None

@@ -6,7 +6,7 @@ rate's schedule resumes where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,12 +103,12 @@ def import_model(
     to: Path,
     key: Ed25519PrivateKey,
     now: float,
-    on_chosen: Callable[[Manifest, Manifest], None] = lambda written, completed: None,
+    on_chosen: Callable[[Manifest, Manifest, Collection[str]], None] = lambda written, completed, given: None,
 ) -> tuple[Manifest, SignedManifest]:
     """Write a Hugging Face folder's weights as the folder ``to``; return the manifest of a run that starts from it.
 
     What the run file leaves open is chosen as for a new run, but for the optimizer and its learning rate; ``on_chosen``
-    gets the manifest before and after that.
+    gets the manifest before and after that, and the settings in the run file.
 
     Raises `ManifestError` if the configuration or the run file will not do, `ConsolidatedError` if the weights will
     not, or cannot be written.
@@ -117,8 +117,9 @@ def import_model(
     if not isinstance(model, Mapping) or any(name in model for name in _MODELS_BY):
         raise ManifestError("model: the folder says which model it is; the run file says no more than how it is cut")
     written = manifest_of({**settings, "model": {**model, "hf": str(hf_folder.absolute())}}, place, now)
-    manifest = complete(written, given_by(settings))
-    on_chosen(written, manifest)
+    given = given_by(settings)
+    manifest = complete(written, given)
+    on_chosen(written, manifest, given)
 
     def sign(checkpoint_id: bytes) -> bytes:
         start = StartConfig(checkpoint_id.hex(), NO_RUN.hex())

@@ -214,3 +214,12 @@ def test_a_plan_is_written_though_nobody_reads_the_rest_of_its_output(tmp_path: 
         process.stdout.close()
         assert process.wait() != 0
     assert manifest_of_file(read_toml(tmp_path / "run.toml"), 0.0).name == "tiny"
+
+
+def test_a_chosen_time_is_shown_though_it_is_the_default_and_a_given_one_is_not(run: Run) -> None:
+    settings = json.loads(run("run", "plan", "30M", "--upload", "15Mbit", "--json")[1])["settings"]
+    assert settings["rounds.round_seconds"] == settings["rounds.exchange_seconds"] == 60
+    Path("run.toml").write_text("name = 'run'\nmodel = '30M'\n[rounds]\nround_seconds = 60")
+    given = json.loads(run("run", "plan", "run.toml", "--upload", "15Mbit", "--json")[1])["settings"]
+    assert "rounds.round_seconds" not in given
+    assert "rounds.exchange_seconds" in given
