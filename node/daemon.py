@@ -266,7 +266,7 @@ async def open_desk(
         async with open_dashboard(
             settings.dashboard_place, settings.dashboard_port, lambda: desk.reporter.status(), all_deeds, time.time
         ) as place:
-            journal.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
+            journal.say(f"this node's page, for `farandole dashboard --open`, is at {place.url}")
             yield desk
 
 

@@ -32,8 +32,9 @@ class Exit(enum.IntEnum):
     USAGE = 2, "Wrong options or arguments.", "Run the command with `--help`: it lists its options, with examples."
     BAD_INPUT = (
         3,
-        "A manifest, an invite, a run file, a settings file or a scenario is not valid.",
-        "The message names the line or the field, and what is valid there. For an invite, copy the whole line again.",
+        "The command cannot work with what it was given or found: an invite, a manifest, a run file, a settings file "
+        "or a scenario that is not valid; a file that is there already; or no run, round or checkpoint yet.",
+        "The message says which, and what to do. For an invite, copy the whole line again.",
     )
     NO_NODE = (
         4,

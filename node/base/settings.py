@@ -64,8 +64,8 @@ class NodeSettings:
     """The node's folder, which contains all its files."""
     invite: str | None = setting(
         None,
-        "An invite, or a manifest file for a run's first node.",
-        placeholder="INVITE|MANIFEST",
+        "An invite; `farandole join` also takes a manifest file, for a run's first node.",
+        placeholder="INVITE",
         unset="the run that this folder knows",
         example="farandole1...",
         is_argument=True,

@@ -96,7 +96,8 @@ def find_target(
     if stored is not None and decode_manifest(stored)[1].run_id != run_id:
         raise JoinError(
             f"{settings.home} belongs to another run ({decode_manifest(stored)[1].run_id.hex()[:16]}): "
-            "use a folder of its own for this one, with --home. (Whoever makes a run signs it there, too.)"
+            "one data directory serves one run. Join this one with a new directory, --home NEW; if you make the run, "
+            "sign it with that directory, too: farandole run create RUN.TOML --home NEW"
         )
     peers = peers_at([*(invite.addresses if invite else ()), *settings.bootstrap])
     for peer, addresses in remembered.items():

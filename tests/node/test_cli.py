@@ -21,7 +21,9 @@ import typer
 from farandole.node.base.control import serve_control
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
+from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import EXTENSIONS, add_extensions, main
+from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.protocol.invite import decode_invite
 from farandole.protocol.manifest import decode_manifest
 
@@ -62,6 +64,16 @@ def test_a_run_is_started_with_the_data_directory_that_signed_it(run: Run, run_f
     code, _, err = run("join", run_file)
     assert code == Exit.BAD_INPUT
     assert "farandole run create" in err
+
+
+async def test_who_signs_in_a_directory_of_another_run_is_warned(run: Run, run_file: Path, tmp_path: Path) -> None:
+    assert "belongs to run" not in run("run", "create", run_file)[2]
+    (tmp_path / "home").mkdir(exist_ok=True)
+    async with open_store(NodeSettings(home=tmp_path / "home").store) as store:
+        await store.put_fact(MANIFEST_FACT, run_file.with_suffix(".manifest").read_bytes())
+    other = tmp_path / "other.toml"
+    other.write_text(run_file.read_text())
+    assert "belongs to run" in run("run", "create", other)[2]
 
 
 class FakeNode:

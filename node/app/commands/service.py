@@ -143,7 +143,13 @@ def run_commands(commands: Sequence[Command], *, must_succeed: bool = True) -> N
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ServiceError(f"{command[0]}: {error}") from error
         if done.returncode and must_succeed:
-            raise ServiceError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+            why = done.stderr.strip() or f"exit code {done.returncode}"
+            if "connect to bus" in why:
+                why += (
+                    ". Log in as this user itself (on the desktop or by ssh, not by su or sudo) and try again; where "
+                    "there is no systemd, as in a container, use farandole join"
+                )
+            raise ServiceError(f"{' '.join(command)}: {why}")
 
 
 def _show(command: Command) -> int:
