@@ -33,6 +33,7 @@ from farandole.protocol import (
     entries,
     exchange_messages,
     invitations,
+    lazy_push,
     manifest,
     outcomes,
     pairing_messages,
@@ -397,6 +398,7 @@ DECODERS: dict[str, Decoder] = {
     "protobuf-punch": protobuf(HolePunch, HolePunch(type=HolePunch.CONNECT, ObsAddrs=[_ADDRESS])),
     "protobuf-stop": protobuf(StopMessage, StopMessage(type=StopMessage.CONNECT, peer=_PAIR, limit=Limit(data=5))),
     "push": of(push.decode_batch, push.Batch),
+    "push-ids": of(lazy_push.decode_have, lazy_push.Have),
     "reachability-request": of(reachability.decode_request, reachability.Request),
     "reachability-answer": of(
         lambda raw: reachability.decode_answer(raw, reachability.Request((4_001,))), reachability.DialBackAnswer

@@ -35,7 +35,7 @@ def test_auto_prefers_an_accelerator() -> None:
 
 
 def test_memory_is_bounded_where_there_is_a_gpu_alone() -> None:
-    with pytest.raises(TrainingError, match="no GPU memory"):
+    with pytest.raises(TrainingError, match="limits the memory of a GPU"):
         limit_memory(choose_device("cpu"), 8 * GB)
 
 

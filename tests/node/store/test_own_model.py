@@ -81,7 +81,7 @@ async def test_two_nodes_train_it_and_a_third_is_told_what_it_needs(tmp_path: Pa
             async with joined(tmp_path / "carol", invite, "--data", str(texts)) as carol:
                 told = await carol.says("error:")
                 assert f"--allow-model {BUILD}" in told
-                assert "install it beside farandole" in told
+                assert "install it into farandole's environment" in told
                 assert await carol.process.wait() == Exit.CANNOT_JOIN
 
 

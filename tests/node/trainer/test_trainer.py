@@ -71,7 +71,7 @@ async def digest_of(trainer: Trainer) -> bytes:
 
 
 async def test_gpu_memory_cannot_be_bounded_where_there_is_no_gpu(prepare: Callable[..., messages.Prepare]) -> None:
-    with pytest.raises(TrainerError, match="no GPU memory") as caught:
+    with pytest.raises(TrainerError, match="limits the memory of a GPU") as caught:
         async with open_trainer(prepare(gpu_memory=4 * 10**9), None):
             pass
     assert caught.value.cause == "setup"
