@@ -74,6 +74,7 @@ def announce_only(liar: SimulatedNode, victims: set[bytes]) -> None:
     def outputs(peer: bytes, batch: dict[bytes, object], wanted: Sequence[bytes]) -> list[SendBatch]:
         return [SendBatch(peer, HAVE_PROTOCOL, encode(Have(True, True, b"".join(batch), b"")))]
 
+    # A liar is an honest node with one method replaced.
     liar.gossip.push._outputs_for = outputs  # type: ignore[method-assign, assignment]
 
 
@@ -84,6 +85,7 @@ def withhold(liar: SimulatedNode, victims: set[bytes]) -> None:
     def queue(entries: Iterable[Signed], proofs: Iterable[Proof], source: bytes | None) -> None:
         honest([entry for entry in entries if entry.author not in victims], proofs, source)
 
+    # A liar is an honest node with one method replaced.
     liar.gossip.push.queue = queue  # type: ignore[method-assign]
 
 

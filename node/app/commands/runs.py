@@ -110,7 +110,7 @@ def create_run(
     key = load_or_create_key(settings.key)
     signed = sign_manifest(manifest, key)
     warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given)]
-    if (known := read_fact(settings.store, MANIFEST_FACT)) and not force:
+    if known := read_fact(settings.store, MANIFEST_FACT):
         warnings.append(
             f"{settings.home} belongs to run {decode_manifest(known)[1].run_id.hex()[:16]}, so its node cannot join "
             "this one: sign it with a new data directory, --home NEW, and join with the same"

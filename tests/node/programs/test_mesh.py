@@ -95,6 +95,7 @@ async def connect(a: Host, b: Host) -> None:
 async def program(function: Callable[[], T]) -> T:
     """Run a program in a thread, which is left alone when another one has failed."""
     with trio.fail_after(PATIENCE):
+        # `abandon_on_cancel` is newer than the stubs of trio that libp2p brings.
         return await trio.to_thread.run_sync(function, abandon_on_cancel=True)  # type: ignore[call-arg]
 
 
