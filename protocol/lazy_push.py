@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -99,10 +99,10 @@ class Recall:
         self._num_awaited: Counter[bytes] = Counter()
         """Per neighbour, the items in `_awaited` that it announced and was not asked for."""
 
-    def add(self, items: Iterable[Signed | Proof]) -> None:
-        """Note items that were accepted, and new."""
-        for item in items:
-            self._set(id_ := id_of(item), item)
+    def add(self, items: Mapping[bytes, Signed | Proof]) -> None:
+        """Note items that were accepted, and new, by their ids."""
+        for id_, item in items.items():
+            self._set(id_, item)
             self._forget(id_)
 
     def add_received(self, ids: Iterable[bytes]) -> int:

@@ -119,9 +119,10 @@ class Push:
 
     def queue(self, entries: Iterable[Signed], proofs: Iterable[Proof], source: bytes | None) -> None:
         """Queue items that are new to this node; ``source`` has them already (None: written here)."""
-        items: list[Signed | Proof] = [*proofs, *entries]
-        for item in items:
-            waiting, id_ = self._pending.setdefault(source, {}), id_of(item)
+        both: list[Signed | Proof] = [*proofs, *entries]
+        items = {id_of(item): item for item in both}
+        for id_, item in items.items():
+            waiting = self._pending.setdefault(source, {})
             self._num_pending += id_ not in waiting
             waiting[id_] = _Pending(item, {source, *self._recall.announcers_of(id_)})
             if self._num_pending > MAX_PENDING:

@@ -175,7 +175,7 @@ def test_who_announces_what_nobody_has_is_bounded_and_delays_nobody_else() -> No
 def test_the_latest_items_are_remembered() -> None:
     recall = Recall()
     items = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_RECENT + 1)]
-    recall.add(items)
+    recall.add({id_of(item): item for item in items})
     assert recall.find(map(id_of, items)) == items[1:]
 
 
