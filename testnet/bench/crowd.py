@@ -163,7 +163,8 @@ class Wire:
         on_failed: Callable[[bytes, str], None] | None = None,
     ) -> None:
         """See `Messenger.set_receiver`."""
-        self.push = receive
+        if protocol == PUSH_PROTOCOL:
+            self.push = receive
         self._messenger.set_receiver(protocol, max_bytes, receive, on_failed)
 
 

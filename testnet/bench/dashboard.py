@@ -160,7 +160,7 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFig
     with open_leash() as leash, _running_daemon(leash, folder, home) as (daemon, signed):
         status = _wait(home, lambda status: status.phase == "paused")
         say(f"{num_members} members more join the run")
-        with _running_crowd(leash, folder, status.addresses[0], signed, num_members):
+        with _running_crowd(leash, folder, status.addresses[0], signed, num_members) as crowd:
             _wait(home, lambda status: status.run.members_live + status.run.members_heard >= num_members)
             time.sleep(SETTLE_SECONDS)  # the newcomers' cost is not measured
             say("the daemon without a page")
@@ -176,6 +176,8 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFig
                 page.wait_for_function(  # on a busy machine one may come late
                     "['members', 'overview'].every((name) => window.refreshes.some((refresh) => refresh[0] === name))"
                 )
+                if crowd.poll() is not None:
+                    raise BenchError(f"the members of the run have ended; see {folder / 'dashboard-crowd.log'}")
                 seen = page.evaluate("window.refreshes")
                 sizes = [page.evaluate(_LENGTH_OF, f"api/{name}") for name in ("overview", "members")]
     rows = [
@@ -229,11 +231,14 @@ _RUN: Final[Mapping[str, Any]] = {
 @contextlib.contextmanager
 def _running_crowd(
     leash: Leash, folder: Path, address: str, signed: SignedManifest, num_members: int
-) -> Iterator[None]:
+) -> Iterator[subprocess.Popen[bytes]]:
     arguments = [address, signed.run_id.hex(), signed.creator.hex(), str(num_members)]
     command = [sys.executable, "-m", "farandole.testnet.bench.crowd", *arguments]
-    with (folder / "dashboard-crowd.log").open("wb") as output, held(command, leash, stdout=output, stderr=output):
-        yield
+    with (
+        (folder / "dashboard-crowd.log").open("wb") as output,
+        held(command, leash, stdout=output, stderr=output) as process,
+    ):
+        yield process
 
 
 @contextlib.contextmanager
