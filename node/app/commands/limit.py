@@ -6,9 +6,17 @@ from typing import Annotated
 
 import typer
 
-from .options import Home
+from ...base.config.setting import settings_of
+from ...base.settings import NodeSettings
+from .options import Home, number_of
 
-Cap = Annotated[float | None, typer.Option(help="Mbit/s, 0.5 or more; 0: no cap.", show_default=False)]
+_UPLOAD = next(setting for setting in settings_of(NodeSettings) if setting.name == "upload_mbit")
+Cap = Annotated[
+    float | None,
+    typer.Option(
+        help="Mbit/s, 0.5 or more; 0: no cap.", show_default=False, parser=number_of(_UPLOAD), metavar="<number>"
+    ),
+]
 
 
 def limit(

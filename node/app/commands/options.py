@@ -119,6 +119,18 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
     return decorate
 
 
+def number_of(setting: Setting) -> Callable[[str], Any]:
+    """Return what reads a number from a command line. It raises `typer.BadParameter`, with what is expected."""
+
+    def read(text: str) -> Any:
+        try:
+            return setting.kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"expected {setting.expected}, got {text!r}{setting.hint(text)}") from None
+
+    return read
+
+
 def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -138,6 +150,8 @@ def _option(setting: Setting, must_exist: bool) -> Any:
         "show_envvar": False,  # the help of ``--config`` says how variables are called
         "callback": check,
     }
+    if setting.kind in (int, float):
+        told["parser"] = number_of(setting)
     if placeholder := about.placeholder or about.unit.upper():
         told["metavar"] = placeholder
     if about.unset:

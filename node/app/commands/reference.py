@@ -96,10 +96,9 @@ def _settings() -> str:
     rows = []
     for setting in SETTINGS:
         about = setting.about
-        value = setting.expected + (f" ({about.unit})" if about.unit else "")
         flag = f"`{setting.flag}`" if setting.flag else f"`{about.placeholder}`, without a flag"
         default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
-        rows.append((f"`{setting.name}`", flag, f"`{setting.variable}`", value, default, about.help))
+        rows.append((f"`{setting.name}`", flag, f"`{setting.variable}`", setting.expected, default, about.help))
     return table("| key | flag | variable | value | default | meaning |", rows)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ...base.config.file import CONFIG_NAME
+from ...base.config.file import CONFIG_NAME, read_config
 from ...base.exits import Exit
 from ...base.interrupts import interruptible
 from ...base.settings import NodeSettings
@@ -62,15 +62,23 @@ def install_service(
         return
     from ...base.identity import make_home
 
+    if not sources:
+        _check_run_known(settings, config, as_relay)
     make_home(home)
-    if path.exists():
+    is_new = not path.exists()
+    if not is_new:
         run_commands(manager.stop(name), must_succeed=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(manager.text(service), encoding="utf-8")
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror}") from error
-    run_commands([*manager.reload(), *manager.start(name)])
+    try:
+        run_commands([*manager.reload(), *manager.start(name)])
+    except ServiceError:
+        if is_new:
+            path.unlink()
+        raise
     typer.echo(f"{path} is written, and the node started; farandole service logs shows what it says")
     if hint := manager.hint(getpass.getuser()):
         typer.echo(hint)
@@ -114,6 +122,17 @@ def service_logs(
     """
     with interruptible():
         _show(manager_here().logs(name, home.absolute(), lines, is_followed=follow))
+
+
+def _check_run_known(settings: NodeSettings, config: Path, as_relay: bool) -> None:
+    """Raise `ServiceError` if the node, started without an invite, would not know its run."""
+    from ...relay_node import RUNS_FACT
+    from ...state.store import MANIFEST_FACT, read_fact
+
+    if config.exists() and {"invite", "manifest"} & read_config(config).keys():
+        return
+    if not read_fact(settings.store, RUNS_FACT if as_relay else MANIFEST_FACT):
+        raise ServiceError(f"which run? {settings.home} knows none: farandole service install farandole1...")
 
 
 def manager_here() -> Manager:

@@ -63,7 +63,8 @@ def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator
             hint = f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
             yield FileFault((name,), f"{name} is no setting; {hint}")
         elif not known[name].is_valid(value):
-            yield FileFault((name,), f"{name}: expected {known[name].expected}, got {shown(value)}")
+            hint = known[name].hint(value)
+            yield FileFault((name,), f"{name}: expected {known[name].expected}, got {shown(value)}{hint}")
 
 
 def _placed(setting: Setting, value: Any, folder: Path) -> Any:
@@ -82,8 +83,6 @@ def config_text() -> str:
 def _paragraph(setting: Setting) -> str:
     about = setting.about
     told = f"{setting.expected[0].upper()}{setting.expected[1:]}."
-    if about.unit:
-        told += f" Unit: {about.unit}."
     ways = [f"flag {setting.flag}"] if setting.flag else []
     told += f" Or {', '.join([*ways, f'variable {setting.variable}'])}. Default: {default_of(setting)}."
     lines = textwrap.wrap(about.help, _WIDTH) + textwrap.wrap(told, _WIDTH)

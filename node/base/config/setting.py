@@ -7,7 +7,9 @@ value is the field's. So each setting is defined in one place, and nothing can c
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -92,14 +94,22 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """Describe the allowed values in words: ``a finite number, at least 0.5, or 0``."""
+        """Describe the allowed values in words: ``a finite number of GB, at least 0.5, or 0``."""
         if self.about.form:
             return self.about.form
         if choices := self.choices:
             return "one of " + ", ".join(map(str, choices))
         if get_origin(self.kind) is list:
             return f"a list of {_PLURALS[get_args(self.kind)[0]]}"
-        return ", ".join(part for part in (NOUNS[self.kind], self.bounds) if part)
+        noun = NOUNS[self.kind] + (f" of {self.about.unit}" if self.about.unit else "")
+        return ", ".join(part for part in (noun, self.bounds) if part)
+
+    def hint(self, value: object) -> str:
+        """Return what to write instead of a number with a unit: ``; write 20`` for "20 GB"; otherwise nothing."""
+        if self.kind not in (int, float) or not isinstance(value, str):
+            return ""
+        number = re.match(r"\s*(\d+(\.\d+)?)\s*[a-zA-Z]", value)
+        return f"; write {number[1]}" if number and self.is_valid(json.loads(number[1])) else ""
 
     @property
     def bounds(self) -> str:

@@ -135,11 +135,11 @@ def test_no_command_begins_with_a_wrong_file(run: Run, file: Path) -> None:
         code, _, err = run(*command)
         assert code == Exit.BAD_INPUT
         assert "did you mean slow?" in err
-        assert "threads: expected a whole number, at least 1, got 0" in err
+        assert "threads: expected a whole number of threads, at least 1, got 0" in err
 
 
 def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, expected in (("0", "at least 1"), ("two", "valid integer")):
+    for value, expected in (("0", "at least 1"), ("two", "a whole number of")):
         monkeypatch.setenv("FARANDOLE_THREADS", value)
         code, _, err = run("join")
         assert (code, "FARANDOLE_THREADS" in err, expected in err) == (Exit.USAGE, True, True)

@@ -73,9 +73,31 @@ def test_a_machine_without_either_is_told_so(run: Run, monkeypatch: pytest.Monke
         (["install", "farandole1abcdefgh", "--print"], "damaged"),
         (["install", INVITE, INVITE, "--print"], "one run"),
         (["install", INVITE, "--name", "../x", "--print"], "no name for a service"),
+        (["install"], "which run?"),
+        (["install", "--as-relay"], "which run?"),
         (["uninstall", "--name", "never-installed"], "there is no service never-installed"),
     ],
 )
 def test_what_cannot_be_is_said(run: Run, arguments: list[str], message: str) -> None:
     code, _, err = run("service", *arguments)
     assert (code, message in err) == (Exit.BAD_INPUT, True)
+
+
+def test_a_service_that_cannot_start_is_not_left_behind(
+    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # no systemctl
+    code, _, err = run("service", "install", INVITE)
+    assert (code, "systemctl" in err) == (Exit.BAD_INPUT, True)
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".service"]
+
+
+def test_a_settings_file_may_name_the_run(
+    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    home.mkdir()
+    (home / "config.toml").write_text(f'invite = "{INVITE}"\n')
+    assert "systemctl" in run("service", "install")[2]

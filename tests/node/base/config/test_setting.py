@@ -15,7 +15,7 @@ class Party:
     cake: str = setting("apple", "What is baked.")
     guests: int | None = setting(None, "How many.", least=1, unset="whoever comes")
     door: int = setting(3, "Which bell.", least=0, most=9)
-    volume: float = setting(0.0, "Of the music.", least=0.5, or_zero=True)
+    volume: float = setting(0.0, "Of the music.", unit="dB", least=0.5, or_zero=True)
     is_loud: bool = setting(True, "For the neighbours.")
     dress: Literal["black", "white"] = setting("black", "What is worn.")
     songs: list[Path] = setting([], "What is sung.")
@@ -56,7 +56,12 @@ def test_defaults_are_the_dataclass_s_own_and_lists_are_not_shared() -> None:
         ("cake", ["plum"], [1, None, ["plum"]], "a text in quotes"),
         ("guests", [1, 99], [0, 1.5, "many", True], "a whole number, at least 1"),
         ("door", [0, 9], [-1, 10, 1.0], "a whole number, 0 to 9"),
-        ("volume", [0, 0.5, 11], [0.1, -1, float("inf"), float("nan"), "loud"], "a finite number, at least 0.5, or 0"),
+        (
+            "volume",
+            [0, 0.5, 11],
+            [0.1, -1, float("inf"), float("nan"), "loud"],
+            "a finite number of dB, at least 0.5, or 0",
+        ),
         ("is_loud", [False], [0, "yes"], "true or false"),
         ("dress", ["white"], ["red", 1], "one of black, white"),
         ("songs", [[], ["tango", "valse"]], ["tango", [1]], "a list of paths in quotes"),
@@ -66,6 +71,24 @@ def test_a_value_has_a_type_and_bounds(name: str, good: list[object], bad: list[
     assert all(map(one(name).is_valid, good))
     assert not any(map(one(name).is_valid, bad))
     assert one(name).expected == words
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("volume", "8dB", "; write 8"),
+        ("volume", "2.5 dB", "; write 2.5"),
+        ("volume", "0.1 dB", ""),  # too little
+        ("volume", "loud", ""),
+        ("door", "3 bells", "; write 3"),
+        ("door", "1.5 bells", ""),
+        ("door", "1.5", ""),
+        ("cake", "3 apples", ""),
+        ("volume", True, ""),
+    ],
+)
+def test_what_to_write_instead_of_a_number_with_a_unit(name: str, value: object, hint: str) -> None:
+    assert one(name).hint(value) == hint
 
 
 def test_every_setting_of_a_node_can_be_told() -> None:
