@@ -77,7 +77,7 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version, and where the project lives."
+            "--version", callback=_print_version, is_eager=True, help="Print the version, and the project's addresses."
         ),
     ] = False,
 ) -> None:

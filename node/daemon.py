@@ -35,7 +35,14 @@ from .base.exits import Exit
 from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
 from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError
-from .base.requirements import MemoryTooSmallError, line_shortfall, memory_needed, memory_shortfall, require_harness
+from .base.requirements import (
+    MemoryTooSmallError,
+    line_shortfall,
+    memory_needed,
+    memory_shortfall,
+    require_harness,
+    unused_inputs,
+)
 from .base.settings import NodeSettings
 from .base.system.signals import STOP_SIGNALS
 from .inspect.listing import offers_of
@@ -387,6 +394,7 @@ def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
     """
     manifest, settings = decode_manifest(raw_manifest)[0], daemon.settings
     shortfalls = [line_shortfall(manifest, settings.upload_mbit, settings.download_mbit)]
+    shortfalls += unused_inputs(manifest, settings)
     if settings.evaluate and not manifest.evaluation.tasks:
         shortfalls.append("--evaluate has no effect: this run's manifest names no tasks to evaluate it on")
     if settings.trainer == "own":

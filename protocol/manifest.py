@@ -548,7 +548,7 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
             raise ManifestError("the manifest's signature is not its creator's")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(
-            f"not a manifest: {error}. If it is a run file, sign it first, with `farandole run create`"
+            f"not a manifest ({error}). If it is a run file, sign it first, with `farandole run create`"
         ) from error
     try:
         msgspec.msgpack.decode(raw, type=SignedManifest)

@@ -90,7 +90,7 @@ def run_testnet(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end.")] = False,
 ) -> None:
-    """Start real nodes as processes, play the scenario's faults, and judge: exit code 0 only on a pass.
+    """Start real nodes as processes, cause the scenario's faults, and judge: exit code 0 only on a pass.
 
     Examples: [cyan]farandole testnet run demo[/cyan]; [cyan]farandole testnet run churn --out /tmp/churn[/cyan];
     [cyan]farandole testnet run --nodes 9 --stages 3[/cyan];

@@ -186,7 +186,7 @@ def test_the_composed_network_is_of_this_image() -> None:
         assert service["build"] == "."
         assert service["volumes"][0] == f"{name}:/data"
         assert service["stop_grace_period"] == "60s"
-    assert set(composed["volumes"]) == {*services, "shared"}
+    assert set(composed["volumes"]) == set(services)
 
 
 def test_the_image_takes_no_package_from_two_indexes() -> None:

@@ -164,7 +164,9 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
 
 def _exchange(home: Path, request: bytes, timeout: float) -> bytes:
     """Send one line, receive one line."""
-    advice = "start one with `farandole join INVITE`, or name another folder with --home"
+    # A folder that has been in a run knows it.
+    start = "it again with `farandole join`" if (home / "store.sqlite").exists() else "one with `farandole join INVITE`"
+    advice = f"start {start}, or name another folder with --home"
     try:
         with contextlib.closing(connect(home / "control.sock", timeout)) as connection:
             connection.sendall(request)

@@ -100,6 +100,27 @@ def slow_steps(manifest: Manifest, step_seconds: float) -> str:
     )
 
 
+def unused_inputs(manifest: Manifest, settings: NodeSettings) -> list[str]:
+    """Return a warning for each input that the user gives and this run does not take."""
+    of_data = {
+        "--data": settings.data,
+        "--data-weight": settings.data_weight,
+        "--stream": settings.stream,
+        "--tokenizer": settings.tokenizer,
+    }
+    found = []
+    if settings.trainer == "external":
+        found += [(flag, "the training loop has its own data") for flag, given in of_data.items() if given]
+    elif manifest.data.source == "stdlib":
+        text = "this run trains on the sources of Python's standard library"
+        found += [(flag, text) for flag, given in of_data.items() if given and flag != "--tokenizer"]
+    if settings.trainer == "own" and settings.tokenizer and not manifest.tokenizer.sha256:
+        found.append(("--tokenizer", "this run's tokens are bytes"))
+    if settings.allow_model and not manifest.model.own:
+        found.append(("--allow-model", "this run's model needs no code of others"))
+    return [f"{flag} has no effect: {reason}" for flag, reason in found]
+
+
 def memory_line(needs: Needs) -> str:
     """Describe the memory that a trainer takes on the CPU and on a GPU."""
     gpu = needs.on_gpu

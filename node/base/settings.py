@@ -64,7 +64,7 @@ class NodeSettings:
     """The node's folder, which contains all its files."""
     invite: str | None = setting(
         None,
-        "An invite; `farandole join` also takes a manifest file, for a run's first node.",
+        "An invite, or for a run's first node a manifest file (`join`, `config show`).",
         placeholder="INVITE",
         unset="the run that this folder knows",
         example="farandole1...",
@@ -272,7 +272,8 @@ class NodeSettings:
     )
     start: Path | None = setting(
         None,
-        "Consolidated checkpoint, for the first node of a run that starts from it; the other nodes fetch it.",
+        "Folder of a model, written by `checkpoint pull` or `import`, for the first node of a run that starts from it; "
+        "the other nodes fetch it.",
         placeholder="FOLDER",
         unset="fetched from others, for runs that have one",
         example="model",
@@ -285,7 +286,7 @@ class NodeSettings:
         unit="seconds",
         least=0.1,
         unset="5",
-        example=120.0,
+        example=5.0,
     )
     # Much longer than a trainer waits for a slow disk or on a busy machine.
     hung_seconds: float = setting(

@@ -49,7 +49,7 @@ def warnings_about(addresses: Sequence[str]) -> list[str]:
         ]
     hosts = ", ".join(dict.fromkeys(address.split("/")[2] for address in addresses if address.count("/") > 1))
     return [
-        f"this invite has private addresses alone ({hosts or 'none'}): it works in this network or on this machine "
+        f"this invite has only private addresses ({hosts or 'none'}): it works in this network or on this machine "
         "only. For others: forward a TCP port of the router to this machine, start the node again with --port PORT "
         "--announce /ip4/PUBLIC-IP/tcp/PORT, and make another invite; or start `farandole relay` on a public machine, "
         "and type the `farandole dial` line that it prints here"

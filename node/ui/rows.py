@@ -14,6 +14,7 @@ import msgspec
 
 from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, size, sparkline
 from ..base.release_words import release_words, releases
+from ..status.round_log import more_steps
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus
 
 # Share of an epoch from which on doubted slices are shown: there are always some of members that have just come.
@@ -96,7 +97,7 @@ def _progress(status: NodeStatus) -> Row:
         f"{status.inner_steps:,} inner steps ({status.inner_steps_this_round} in this round)",
         f"{count(status.tokens)} tokens at {speed}/s",
         busy,
-        f"outer step {status.late_steps} inner steps late" if status.late_steps else "",
+        f"outer step {more_steps(status.late_steps)}" if status.late_steps else "",
         f"{status.microbatch} sequences at a time" if status.microbatch else "",
     )
     return Row("progress", value, brief=_joined("\n", f"{speed} tokens/s on {status.device or 'no device yet'}", busy))

@@ -48,7 +48,7 @@ async def test_an_invite_leads_through_a_port_that_was_opened_by_hand(tmp_path: 
         addresses, _, complaint = await invite_of(alice)
         inner = int(alice.addresses[0].split("/")[4])
         assert addresses == alice.addresses
-        assert "warning: this invite has private addresses alone (127.0.0.1)" in complaint
+        assert "warning: this invite has only private addresses (127.0.0.1)" in complaint
         assert "--announce" in complaint
 
     async with trio.open_nursery() as nursery:

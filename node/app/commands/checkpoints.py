@@ -36,7 +36,8 @@ checkpoint_app = typer.Typer(
 )
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="A consolidated checkpoint, of `pull` or `import`.", exists=True)
+    Path,
+    typer.Argument(metavar="FOLDER", help="Folder of a model, written by `checkpoint pull` or `import`.", exists=True),
 ]
 RunFile = Annotated[
     Path, typer.Argument(metavar="RUN.TOML", help="The new run, as for `run create`; what it leaves out stays.")
@@ -117,7 +118,7 @@ def pull_model(
 
 @checkpoint_app.command("verify")
 def verify_checkpoint(
-    path: Annotated[Path, typer.Argument(metavar="FOLDER|FILE", help="A consolidated checkpoint, or one file.")],
+    path: Annotated[Path, typer.Argument(metavar="FOLDER|FILE", help="Folder of a model, or one file of it.")],
     as_json: AsJson = False,
 ) -> None:
     """Check hashes, names, shapes and every value; exit code 0 only if all is well.

@@ -28,7 +28,8 @@ def init_config(
     home: Home,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a settings file into the node's folder, with every setting, its meaning and its default, commented out.
+    """Write a settings file into the node's folder, with every setting, its meaning, and its default or an
+    example, commented out.
 
     Example: [cyan]farandole config init[/cyan]
     """

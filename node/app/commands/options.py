@@ -119,6 +119,18 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
     return decorate
 
 
+def reader_of(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return ``parse``, which raises `ValueError`, as typer takes it: raising `typer.BadParameter`."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return read
+
+
 def number_of(setting: Setting) -> Callable[[str], Any]:
     """Return what reads a number from a command line. It raises `typer.BadParameter`, with what is expected."""
 

@@ -61,6 +61,8 @@ def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:
     """Read and check a manifest file; raise `ManifestError` if it cannot be read or is not valid."""
     from farandole.protocol.manifest import decode_manifest
 
+    if path.suffix == ".toml":
+        raise ManifestError(f"{path} is a run file, not a manifest: sign it first, with `farandole run create {path}`")
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -76,12 +78,18 @@ def write_manifest(path: Path, signed: SignedManifest) -> None:
         raise ManifestError(f"cannot write {path}: {error.strerror}") from error
 
 
+def unquoted(text: str) -> str:
+    """Return a pasted line without the quotes or brackets around it."""
+    return text.strip().strip("\"'`<>()[]“”‘’«»‹›").strip()
+
+
 def split_source(source: str | None) -> tuple[str | None, Path | None]:
     """Return the argument of ``join`` as an invite or a manifest file, checked here so that a mistake shows at once."""
     from farandole.protocol.invite import decode_invite, is_invite
 
     if source is None:
         return None, None
+    source = unquoted(source)
     if is_invite(source) and not os.path.exists(source):
         decode_invite(source)
         return source, None

@@ -10,7 +10,8 @@ from .options import Home
 def pause(home: Home) -> None:
     """Stop training on this machine until `farandole resume`, also after a restart: its memory and GPU are free then.
 
-    The node stays in the run: it keeps what it has learnt, and goes on helping others to reach each other.
+    The node stays in the run, and goes on helping others to reach each other. It saves first if that takes at most
+    three seconds; otherwise what it has learnt since its last checkpoint is lost.
 
     Example: [cyan]farandole pause[/cyan]
     """

@@ -17,7 +17,7 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.exits import Exit
 from ...base.figures import count, duration, mbit, parse_rate, parse_size, size
-from .options import AsJson
+from .options import AsJson, reader_of
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -43,13 +43,16 @@ def plan_run(
         str, typer.Argument(metavar="MODEL|RUN.TOML", help="A preset such as 125M, hf:FOLDER, or a run file.")
     ],
     upload: Annotated[
-        float, typer.Option("--upload", parser=parse_rate, metavar="RATE", help="The slowest member's upload rate.")
+        float,
+        typer.Option(
+            "--upload", parser=reader_of(parse_rate), metavar="RATE", help="The slowest member's upload rate."
+        ),
     ] = "20Mbit",  # type: ignore[assignment]  # typer parses it
     download: Annotated[
         float | None,
         typer.Option(
             "--download",
-            parser=parse_rate,
+            parser=reader_of(parse_rate),
             metavar="RATE",
             help="The slowest member's download rate.",
             show_default="as --upload",
@@ -57,11 +60,15 @@ def plan_run(
     ] = None,
     gpu: Annotated[
         float | None,
-        typer.Option("--gpu", parser=parse_size, metavar="SIZE", help="Memory of each GPU.", show_default="no GPU"),
+        typer.Option(
+            "--gpu", parser=reader_of(parse_size), metavar="SIZE", help="Memory of each GPU.", show_default="no GPU"
+        ),
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option("--memory", parser=parse_size, metavar="SIZE", help="Memory of each machine.", show_default="any"),
+        typer.Option(
+            "--memory", parser=reader_of(parse_size), metavar="SIZE", help="Memory of each machine.", show_default="any"
+        ),
     ] = None,
     lean: Annotated[
         bool,

@@ -66,6 +66,9 @@ def install_service(
         _check_run_known(settings, config, as_relay)
     make_home(home)
     is_new = not path.exists()
+    folder = str(home)
+    if not is_new and folder in manager.text(service) and folder not in path.read_text(encoding="utf-8"):
+        raise ServiceError(f"the service {name} is a node of another folder, see {path}: give this one another --name")
     if not is_new:
         run_commands(manager.stop(name), must_succeed=False)
     try:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -9,9 +11,10 @@ from farandole.node.base.requirements import (
     memory_needed,
     memory_shortfall,
     settings_line,
+    unused_inputs,
 )
 from farandole.node.base.settings import NodeSettings
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.manifest import DataConfig, Manifest
 from farandole.protocol.needs import needs_of
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.presets import preset
@@ -81,3 +84,18 @@ def test_settings_are_said_as_a_run_file_has_them() -> None:
     assert (
         settings_line(settings) == '[outer] codec = "int8", fragments = 4; [rounds] overlap = true, round_seconds = 90'
     )
+
+
+def test_inputs_that_a_run_does_not_take_are_named() -> None:
+    given = NodeSettings(data=[Path("texts")], tokenizer=Path("tokenizer.json"), allow_model=["a.b:c"])
+    assert unused_inputs(LARGE, given) == [
+        "--data has no effect: this run trains on the sources of Python's standard library",
+        "--tokenizer has no effect: this run's tokens are bytes",
+        "--allow-model has no effect: this run's model needs no code of others",
+    ]
+    of_text = msgspec.structs.replace(LARGE, data=DataConfig("text"))
+    assert unused_inputs(of_text, NodeSettings(data=[Path("texts")], stream=["a/b"])) == []
+    assert unused_inputs(of_text, NodeSettings(data=[Path("texts")], trainer="external")) == [
+        "--data has no effect: the training loop has its own data"
+    ]
+    assert unused_inputs(LARGE, NodeSettings()) == []

@@ -101,3 +101,16 @@ def test_a_settings_file_may_name_the_run(
     home.mkdir()
     (home / "config.toml").write_text(f'invite = "{INVITE}"\n')
     assert "systemctl" in run("service", "install")[2]
+
+
+def test_a_service_of_another_folder_is_not_replaced(
+    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    unit = tmp_path / "config/systemd/user/farandole.service"
+    unit.parent.mkdir(parents=True)
+    unit.write_text("the service of another folder")
+    code, _, err = run("service", "install", INVITE)
+    assert (code, "give this one another --name" in err) == (Exit.BAD_INPUT, True)
+    assert unit.read_text() == "the service of another folder"
