@@ -164,9 +164,10 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
 
 def _exchange(home: Path, request: bytes, timeout: float) -> bytes:
     """Send one line, receive one line."""
-    # A folder that has been in a run knows it.
-    start = "it again with `farandole join`" if (home / "store.sqlite").exists() else "one with `farandole join INVITE`"
-    advice = f"start {start}, or name another folder with --home"
+    advice = (
+        "start one with `farandole join INVITE` (without an invite if this folder has been in a run), or name another "
+        "folder with --home"
+    )
     try:
         with contextlib.closing(connect(home / "control.sock", timeout)) as connection:
             connection.sendall(request)

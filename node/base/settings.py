@@ -64,7 +64,7 @@ class NodeSettings:
     """The node's folder, which contains all its files."""
     invite: str | None = setting(
         None,
-        "An invite, or for a run's first node a manifest file (`join`, `config show`).",
+        "An invite, or for a run's first node a manifest file.",
         placeholder="INVITE",
         unset="the run that this folder knows",
         example="farandole1...",

@@ -29,6 +29,8 @@ START_SECONDS: Final = 60.0
 LOOK_SECONDS: Final = 0.2
 # The node's output, for people; its log is next to it.
 OUTPUT_NAME: Final = "output"
+# Of an error in a box: its heading and its text.
+_BOXED_LINES: Final = 3
 _MARK_NAME: Final = "started-by-loop"
 _MAX_QUOTED_BYTES: Final = 2_000
 
@@ -106,9 +108,12 @@ class ChildNode:
             return "", False
         if self._process.poll() is None:
             return "", True
-        printed = self._output.read_bytes()[-_MAX_QUOTED_BYTES:].decode(errors="replace").strip()
-        last = "".join(printed.splitlines()[-1:])
-        return f"the node ended with exit code {self._process.returncode}: {last}", False
+        printed = self._output.read_bytes()[-_MAX_QUOTED_BYTES:].decode(errors="replace")
+        lines = [words for line in printed.splitlines() if (words := line.strip("─│╭╮╰╯ "))]
+        is_boxed = "╰" in printed  # a flag that it does not know, in a box of several lines
+        last = " ".join(lines[-_BOXED_LINES:] if is_boxed else lines[-1:])
+        code = self._process.returncode
+        return f"the node ended with exit code {code}: {last}; its output is in {self._output}", False
 
     def end(self) -> None:
         """Make a node that a loop has started leave the run, and wait until it is gone."""

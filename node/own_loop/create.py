@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.external_model import recipe_hash
-from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, sign_manifest
 from farandole.protocol.planning import choices, complete, given_by
 from farandole.protocol.vectors import SLOW
 from farandole.training.follower import Follower
@@ -25,6 +25,7 @@ from ..base.requirements import settings_with_reasons
 from ..base.settings import NodeSettings
 from ..store.consolidated.folder import MANIFEST_NAME, NO_RUN, WeightCounters, write_folder
 from ..store.consolidated.tensors import Floats
+from ..store.run_file import manifest_of
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,8 @@ def _wholes(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> dict[str, T
 
 
 def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:
-    manifest = manifest_from_dict({**settings, "start": {"id": checkpoint.hex(), "run_id": NO_RUN.hex()}})
+    start = {"id": checkpoint.hex(), "run_id": NO_RUN.hex()}
+    manifest = manifest_of({**settings, "start": start}, Path(), settings["created_at"])
     given = given_by(settings)
     completed = complete(manifest, given)
     if checkpoint != NO_RUN:

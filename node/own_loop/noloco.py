@@ -19,6 +19,7 @@ from farandole.training.ranks import open_ranks
 
 from ..base.control import call
 from ..base.settings import NodeSettings, default_home
+from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import MANIFEST_NAME
 from .attachment import Attachment, Loop
 from .child_node import ChildNode, await_node
@@ -71,6 +72,8 @@ class NoLoCo:
         self._ranks = ranks = open_ranks()
         self._member: Attachment | Follower
         if ranks.is_leader:
+            if run is None:
+                _check_run_known(self.home)
             loop = Loop(model, recipe, evaluate, tokens_per_byte, tokens_per_step, ranks)
             door = NodeSettings(home=self.home).door
             self._member = Attachment(door, run_id, loop, self._node.why_gone)
@@ -162,6 +165,15 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
         raise ManifestError(f"{run} is no invite, and no directory that farandole.create_run has made")
     manifest = start / MANIFEST_NAME
     return decode_manifest(manifest.read_bytes())[1].run_id, [str(manifest), "--start", str(start)], folder
+
+
+def _check_run_known(home: Path) -> None:
+    """Raise `ManifestError` if no node runs in this data directory, and one would not know its run."""
+    if read_fact(NodeSettings(home=home).store, MANIFEST_FACT) is None and not await_node(home):
+        raise ManifestError(
+            f"which run? {home} knows none: give run= an invite, or a directory of farandole.create_run; or start a "
+            "node with `farandole join INVITE --trainer external`"
+        )
 
 
 def _home_of(run_id: bytes) -> Path:

@@ -16,35 +16,29 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import msgspec
 import typer
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.control import ControlError, NoNodeError, call
 from farandole.node.base.settings import NodeSettings
-from farandole.node.status.status import NodeStatus
 from farandole.node.ui.dashboard.place import find_place
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import SignedManifest
 
 from ..grid import Grid
 from ..leash import Leash, open_leash
 from ..namespace import held
+from .daemon import START_TIMEOUT, running_daemon, sign_run, wait_for_node
 from .process import BenchError, Say
 from .report import OUT, BenchReport, Out, Write, open_bench
 
 # Limits.
 MAX_REFRESH_MS: Final = 100.0
 MAX_DAEMON_SHARE: Final = 0.05
-# A busy machine takes this long to start a daemon, and to verify three thousand signatures.
-START_TIMEOUT: Final = 180.0
 # After this time the entries of a thousand newcomers are synced to disk, and the page has drawn a few times.
 SETTLE_SECONDS: Final = 30.0
-LOOK_INTERVAL: Final = 0.25
 
 # Lengths of the answers that the page fetches.
 _LENGTH_OF: Final = """
@@ -154,14 +148,13 @@ def run(
 
 def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFigures:
     """Start a daemon, its run's members and a browser, and measure their costs."""
-    home = folder / "dashboard-node"
-    shutil.rmtree(home, ignore_errors=True)
+    home, signed = folder / "dashboard-node", sign_run()
     say("starting a daemon")
-    with open_leash() as leash, _running_daemon(leash, folder, home) as (daemon, signed):
-        status = _wait(home, lambda status: status.phase == "paused")
+    with open_leash() as leash, running_daemon(leash, home, signed) as daemon:
+        status = wait_for_node(home, lambda status: status.phase == "paused")
         say(f"{num_members} members more join the run")
         with _running_crowd(leash, folder, status.addresses[0], signed, num_members) as crowd:
-            _wait(home, lambda status: status.run.members_live + status.run.members_heard >= num_members)
+            wait_for_node(home, lambda status: status.run.members_live + status.run.members_heard >= num_members)
             time.sleep(SETTLE_SECONDS)  # the newcomers' cost is not measured
             say("the daemon without a page")
             share_without = _share(daemon.pid, seconds)
@@ -202,33 +195,6 @@ def _sum_up(seen: Sequence[tuple[str, float, float]]) -> list[PageCost]:
 
 
 @contextlib.contextmanager
-def _running_daemon(leash: Leash, folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen[bytes], SignedManifest]]:
-    """Run a paused node, alone in a run of its own."""
-    signed = sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate())
-    manifest, text = folder / "dashboard.manifest", folder / "dashboard.txt"
-    manifest.write_bytes(signed.encode())
-    text.write_text("Nobody trains on this text. " * 1_000)
-    options = ["--home", str(home), "--data", str(text), "--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns", "--no-upnp"]
-    command = [sys.executable, "-m", "farandole.node", "join", str(manifest), *options]
-    with (
-        (folder / "dashboard-node.log").open("wb") as output,
-        held(command, leash, stdout=output, stderr=output) as process,
-    ):
-        _ask(home, "pause")
-        yield process, signed
-
-
-# The model is minimal: it is loaded once at most, before the pause.
-_RUN: Final[Mapping[str, Any]] = {
-    "name": "a large run",
-    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-    "inner": {"batch_size": 2},
-    "rounds": {"inner_steps": 0, "round_seconds": 30.0, "exchange_seconds": 5.0},
-    "data": {"source": "text"},
-}
-
-
-@contextlib.contextmanager
 def _running_crowd(
     leash: Leash, folder: Path, address: str, signed: SignedManifest, num_members: int
 ) -> Iterator[subprocess.Popen[bytes]]:
@@ -263,29 +229,6 @@ def _open_page(home: Path) -> Iterator[Any]:
         page.goto(place.link)
         yield page
         browser.close()
-
-
-def _ask(home: Path, method: str, **parameters: Any) -> Any:
-    """Return the daemon's answer, and retry until it is up."""
-    deadline = time.monotonic() + START_TIMEOUT
-    while True:
-        try:
-            return call(home, method, **parameters)
-        except (NoNodeError, ControlError) as error:
-            if time.monotonic() > deadline:
-                raise BenchError(f"the daemon is not to be had: {error}; see {home / 'log'}") from error
-            time.sleep(LOOK_INTERVAL)  # the daemon starts in a process of its own
-
-
-def _wait(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
-    deadline = time.monotonic() + START_TIMEOUT
-    while True:
-        status = msgspec.convert(_ask(home, "status", max_members=0), NodeStatus)
-        if is_so(status):
-            return status
-        if time.monotonic() > deadline:
-            raise BenchError(f"the daemon does not come so far: {status.phase}, {status.run.members_live} live members")
-        time.sleep(LOOK_INTERVAL)  # the daemon sends no event for this, so poll it
 
 
 def _share(pid: int, seconds: float) -> float:

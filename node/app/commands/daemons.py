@@ -12,7 +12,7 @@ import typer
 from ...base.settings import NodeSettings
 from ...base.system.collector import importing_for_good
 from .options import takes_settings
-from .output import split_source
+from .output import split_source, unquoted
 
 
 @takes_settings()
@@ -60,12 +60,13 @@ def relay(
     """
     from farandole.protocol.invite import decode_invite
 
-    for invite in invites or []:
+    given = [invite for text in invites or [] if (invite := unquoted(text))]  # compose.yaml passes an empty one
+    for invite in given:
         decode_invite(invite)  # reports a mistyped invite at once
     with importing_for_good():
         from ...relay_node import run_relay
 
-    _run(settings, run_relay, settings, invites or [], page)
+    _run(settings, run_relay, settings, given, page)
 
 
 def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *arguments: object) -> NoReturn:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -109,7 +110,7 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
             _parameter("home", Home, inspect.Parameter.empty),
             _parameter("config", ConfigFile, None),
             *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),
-            *(_parameter(setting.name, _option(setting, must_exist), setting.default) for setting in chosen),
+            *(_parameter(each.name, _option(_as_taken(each, names), must_exist), each.default) for each in chosen),
         ]
         # The attributes that typer reads.
         vars(run).update(__signature__=inspect.Signature(parameters))
@@ -141,6 +142,13 @@ def number_of(setting: Setting) -> Callable[[str], Any]:
             raise typer.BadParameter(f"expected {setting.expected}, got {text!r}{setting.hint(text)}") from None
 
     return read
+
+
+def _as_taken(setting: Setting, names: Sequence[str]) -> Setting:
+    """Return a setting with its help, of a command that takes ``names``: only a whole node takes a manifest too."""
+    if setting.name != "invite" or not names:
+        return setting
+    return replace(setting, about=replace(setting.about, help="An invite to the run."))
 
 
 def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:

@@ -87,9 +87,8 @@ def split_source(source: str | None) -> tuple[str | None, Path | None]:
     """Return the argument of ``join`` as an invite or a manifest file, checked here so that a mistake shows at once."""
     from farandole.protocol.invite import decode_invite, is_invite
 
-    if source is None:
+    if not (source := unquoted(source or "")):  # compose.yaml passes an empty one
         return None, None
-    source = unquoted(source)
     if is_invite(source) and not os.path.exists(source):
         decode_invite(source)
         return source, None

@@ -225,12 +225,6 @@ async def test_no_node(has_unix_sockets: bool, tmp_path: Path) -> None:
         await ask(tmp_path, "echo")
 
 
-async def test_a_folder_that_has_been_in_a_run_needs_no_invite(has_unix_sockets: bool, tmp_path: Path) -> None:
-    (tmp_path / "store.sqlite").touch()
-    with pytest.raises(NoNodeError, match=r"start it again with `farandole join`,"):
-        await ask(tmp_path, "echo")
-
-
 async def test_a_dead_nodes_socket_is_told_from_a_node_and_replaced(tmp_path: Path, nursery: trio.Nursery) -> None:
     path = tmp_path / "control.sock"
     with trio.socket.socket(trio.socket.AF_UNIX) as dead:

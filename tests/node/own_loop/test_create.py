@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,26 @@ def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         farandole.NoLoCo(model, optimizer, "farandole1abc", tokens_per_byte=0)
     farandole.create_run(model, "farandole1abc")
     assert farandole.NoLoCo(model, optimizer, "farandole1abc").home == Path("farandole1abc")
+
+
+def test_what_is_wrong_is_said_as_for_a_run_file(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for sections, message in (
+        ({"rounds": {"round_second": 3}}, "rounds.round_second is no setting; did you mean round_seconds?"),
+        ({"outer": {"codec": "int9"}}, "did you mean int8?"),
+        ({"roundz": {}}, "roundz is no section"),
+    ):
+        with pytest.raises(ManifestError, match=re.escape(message)):
+            farandole.create_run(model, tmp_path / "new", **sections)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_loop_says_what_its_node_lacks(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ManifestError, match=r"which run.* knows none: give run= an invite"):
+        farandole.NoLoCo(model, optimizer, home=tmp_path / "new")
+    home = farandole.create_run(model, tmp_path / "run")
+    loop = farandole.NoLoCo(model, optimizer, run=home, options=["--upload-mbit", "fast"])
+    with pytest.raises(farandole.NodeError, match=r"Invalid value for '--upload-mbit'.*its output is in"), loop:
+        pass
