@@ -11,7 +11,7 @@ NUM_TESTERS ?= 4
 PREFIX ?= $(HOME)/.local/share/farandole
 BIN_DIR ?= $(HOME)/.local/bin
 
-.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-hostile bench-large bench-race bench-nat bench-dashboard wheel install release clean
+.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-stages bench-mesh bench-save bench-deterministic bench-faults bench-hostile bench-large bench-race bench-nat bench-dashboard wheel install release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on th
 
 bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lattica (10 minutes)
 	$(BIN)/farandole testnet bench exchange --out out/bench --write BENCHMARKS.md
+
+bench-mesh: $(STAMP) ## What requests, streams and files cost programs that use the mesh, beside Lattica's SDK (3 minutes)
+	$(BIN)/farandole testnet bench mesh --out out/bench --write BENCHMARKS.md
 
 bench-join: $(STAMP) ## How fast a newcomer gets its weights, beside hivemind; needs root (5 minutes)
 	$(BIN)/farandole testnet bench join --out out/bench --write BENCHMARKS.md

@@ -15,6 +15,8 @@ from farandole.protocol.program_messages import END, LENGTH, MAX_MESSAGE_BYTES, 
 
 from .local import READ_BYTES, MeshError, close
 
+# A message of this length at most leaves in one piece with its length: each piece is a frame of the encrypted stream.
+_JOINED_BYTES: Final = 64 * 1024
 # The end of a side is four bytes, which wait behind whatever was sent before.
 END_SECONDS: Final = 30.0
 
@@ -55,7 +57,8 @@ class MeshStream:
         view = memoryview(message).cast("B")
         if view.nbytes > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {view.nbytes} bytes: the most is {MAX_MESSAGE_BYTES}; share a file instead")
-        self._send((LENGTH.pack(view.nbytes), view), timeout)
+        length = LENGTH.pack(view.nbytes)
+        self._send((length + view,) if view.nbytes <= _JOINED_BYTES else (length, view), timeout)
 
     def receive(self, timeout: float | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes | None:
         """Return the next message; None when the other program has ended its side.

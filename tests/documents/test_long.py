@@ -33,6 +33,7 @@ PATIENCE: Final = 2 * 3_600.0
 SMALL: Final = {
     "testnet compare": "--nodes 2 --steps 4 --seeds 1 --interval 2",
     "testnet bench exchange": "--sizes 1 --repeats 1 --no-peers",
+    "testnet bench mesh": "--size 1 --requests 4 --repeats 1 --no-peers",
     "testnet bench join": "--size 32 --repeats 1 --no-peers --no-link",
     "testnet bench stages": "--stages 2 --steps 1 --repeats 1 --codec-steps 2 --seeds 1",
     "testnet bench save": "--turns 1 --round-seconds 1",
