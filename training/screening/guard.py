@@ -87,8 +87,10 @@ GAIN_SHARE: Final = 0.25
 # After this number of consecutive partners that are as good as this node, but whose means are worse, the node takes
 # over the weights of one that is better.
 MAX_APART: Final = 3
-# A contribution whose losses are compared may be further away by this factor.
+# A contribution whose losses are compared may be further away by this factor, and by as much more as its sender has
+# trained on more tokens than this node, up to twice.
 CHECKED_RADIUS: Final = 2.0
+MAX_FASTER: Final = 2.0
 # A contribution that stands out is not averaged if it is further away than usual by more than this factor.
 TOLERATED_RADIUS: Final = 2.0
 # Lower bound of the usual distance, to avoid a division by zero.
@@ -142,8 +144,11 @@ ROUNDING_NOISE: Final = 2.0
 CROSSING: Final = 0.5
 SLOWER_LAG: Final = 2.5
 # A contribution that stands out is averaged anyway, if its partner has not used up its allowance, where the mean costs
-# no more than the gain of inner steps in this number of rounds, or `LEAST_LAG`.
+# no more than the gain of inner steps in this number of rounds, or `LEAST_LAG`. While the usual change of the loss is
+# not known, it is a larger number: in the first rounds of a run, whoever has met a faster member is rounds ahead of
+# whoever has not, and the next inner steps recover a cost soon.
 TOLERATED_ROUNDS: Final = 1.25
+FIRST_TOLERATED_ROUNDS: Final = 2.5
 
 
 class Guard(ScreeningRule):
@@ -225,7 +230,11 @@ class Guard(ScreeningRule):
         before = partner.evaluate(0.0)
         # At first a faster partner is far away too, and so is one that found no partner for some rounds: only the loss
         # distinguishes it from a liar.
-        checked = CHECKED_RADIUS * usual if is_known else settings.max_radius * self._movement(partner)
+        checked = (
+            CHECKED_RADIUS * usual * min(max(met.partner_tokens / max(met.own_tokens, 1), 1.0), MAX_FASTER)
+            if is_known
+            else settings.max_radius * self._movement(partner)
+        )
         limit = usual if before is None else checked
         if is_far and limit == 0.0:  # this node has taken no inner step yet, so there is no reference distance
             self._has_yardstick = False
@@ -284,7 +293,9 @@ class Guard(ScreeningRule):
         if not self._is_outlier:
             return Accept(verdict.weight, 0.0) if not helps and self._is_harmful(partner) else verdict
         may_be_outlier = self._may_be_outlier(partner) and after < math.inf
-        tolerated = min(max(TOLERATED_ROUNDS * gain, LEAST_LAG * scale), settings.max_loss_increase * scale)
+        is_early = len(everybody["change"]) < MIN_CHANGES
+        rounds = FIRST_TOLERATED_ROUNDS if is_early else TOLERATED_ROUNDS
+        tolerated = min(max(rounds * gain, LEAST_LAG * scale), settings.max_loss_increase * scale)
         does_little = after <= before + tolerated and reach <= TOLERATED_RADIUS
         if may_be_outlier and does_little and not self._is_harmful(partner):
             return verdict

@@ -301,12 +301,25 @@ def test_how_far_honest_weights_differ_says_how_much_is_evidence(deviation: floa
 
 
 def test_who_stands_out_and_costs_little_is_averaged_at_first() -> None:
-    """What inner steps gain in a round and a quarter is little."""
-    for cost, is_little in ((0.06, True), (0.07, False)):
-        losses = {0.0: 2.0, 0.5: 2.0 + cost, 1.0: 2.5}
-        node = known(GuardConfig())
-        assert counts(node.meets(away(1.0), loss=losses.get, began=2.05, chance=0.0)) == is_little
-        assert stands_out(node)
+    """What inner steps gain in a round and a quarter is little; in the first rounds, in two and a half."""
+    for is_early, rounds in ((False, 1.25), (True, 2.5)):
+        for part, is_little in ((0.95, True), (1.05, False)):
+            losses = {0.0: 2.0, 0.5: 2.0 + part * rounds * 0.05, 1.0: 2.5}
+            node = known(GuardConfig()) if is_early else with_friends()
+            assert counts(node.meets(away(1.0), loss=losses.get, began=2.05, chance=0.0)) == is_little
+            assert stands_out(node)
+
+
+@pytest.mark.parametrize(("tokens", "reach"), [((100, 100), 2.0), ((100, 150), 3.0), ((100, 10_000), 4.0)])
+def test_a_faster_partner_may_be_further_away_if_it_makes_the_loss_better(
+    tokens: tuple[int, int], reach: float
+) -> None:
+    """A liar that claims many tokens gains twice the distance, and must improve the loss."""
+    for cost in (-0.1, 0.2):
+        node = with_friends()
+        usual = 4.0  # four medians of 1
+        verdict = node.meets(away(2.0 * reach * usual), tokens=tokens, loss=sloping(2.0, cost), chance=0.0)
+        assert clip(verdict) == (pytest.approx(0.5, rel=1e-3) if cost < 0 else 0.0)
 
 
 @pytest.mark.parametrize(("distance", "cost", "is_taken"), [(5.0, -0.1, True), (5.0, 0.02, False), (3.0, 0.02, True)])
