@@ -21,7 +21,17 @@ from farandole.protocol.planning import BY_TOKENS
 from farandole.protocol.presets import PRESETS, preset
 from farandole.protocol.screening_rules import DEFAULT_SCREENING
 
-from ..base.config.faults import Context, FaultyError, FileFault, Place, did_you_mean, faults_in, faults_of, shown
+from ..base.config.faults import (
+    Context,
+    FaultyError,
+    FileFault,
+    Place,
+    did_you_mean,
+    faults_in,
+    faults_of,
+    homes_of,
+    shown,
+)
 from ..base.config.toml_file import TomlFile
 from .hf_file import hf_model, hf_tokenizer
 from .own_model import own_model
@@ -85,7 +95,8 @@ def manifest_of(
     complete["inner"], wrong = _by_steps(settings.get("inner", {}), complete.get("model"))
     found += wrong
     reported = {fault.place for fault in found}
-    others = faults_of(complete, Manifest, Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful))
+    context = Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful, homes_of(Manifest))
+    others = faults_of(complete, Manifest, context)
     found += [fault for fault in others if fault.place not in reported]
     if found:
         raise FaultyError(found)

@@ -22,9 +22,9 @@ from farandole.node.base.control import serve_control
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import NodeSettings
-from farandole.node.cli import EXTENSIONS, add_extensions, main
+from farandole.node.cli import EXTENSIONS, add_extensions, main, with_whole_invites
 from farandole.node.state.store import MANIFEST_FACT, open_store
-from farandole.protocol.invite import decode_invite
+from farandole.protocol.invite import Invite, decode_invite, encode_invite
 from farandole.protocol.manifest import decode_manifest
 
 from ..patience import PATIENCE
@@ -235,6 +235,15 @@ def test_errors_have_a_code_and_say_what_to_do(run: Run, arguments: list[str], c
     assert got == code
     assert message in err
     assert "Traceback" not in err
+
+
+def test_an_invite_in_pieces_is_one() -> None:
+    invite = encode_invite(Invite(bytes(32), ()))
+    assert with_whole_invites(["join", invite[:30], invite[30:50], invite[50:], "--home", "here"]) == [
+        *("join", invite, "--home", "here")
+    ]
+    for arguments in (["join", invite, "--device", "cuda"], ["relay", invite, invite], ["run", "create", "test"]):
+        assert with_whole_invites(arguments) == arguments
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def _as_taken(setting: Setting, names: Sequence[str]) -> Setting:
     """Return a setting with its help, of a command that takes ``names``: only a whole node takes a manifest too."""
     if setting.name != "invite" or not names:
         return setting
-    return replace(setting, about=replace(setting.about, help="An invite to the run."))
+    unset = setting.about.unset if "device" in names else "the run of the node that runs here"  # the doctor needs none
+    return replace(setting, about=replace(setting.about, help="An invite to the run.", unset=unset))
 
 
 def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:

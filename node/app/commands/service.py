@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,11 @@ service_app = typer.Typer(help="Run a node as a service of systemd, or of launch
 
 # Timeout of a manager's command; stopping waits until the node has left properly.
 _TIMEOUT: Final = STOP_SECONDS + 30.0
+
+_NO_BUS: Final = (
+    "Log in as this user itself (on the desktop or by ssh, not by su or sudo) and try again; where there is no "
+    "systemd, as in a container, use farandole join"
+)
 
 Name = Annotated[str, typer.Option("--name", help="Name of the service; needed if several nodes run on one machine.")]
 
@@ -109,7 +115,11 @@ def service_status(name: Name = "farandole") -> None:
 
     Example: [cyan]farandole service status[/cyan]
     """
-    raise typer.Exit(Exit.NO_NODE if _show(manager_here().status(name)) else Exit.OK)
+    if not _show(manager_here().status(name)):
+        raise typer.Exit(Exit.OK)
+    if sys.platform == "linux" and not os.environ.get("XDG_RUNTIME_DIR"):  # systemctl finds the user's manager there
+        typer.echo(_NO_BUS, err=True)
+    raise typer.Exit(Exit.NO_NODE)
 
 
 @service_app.command("logs")
@@ -167,10 +177,7 @@ def run_commands(commands: Sequence[Command], *, must_succeed: bool = True) -> N
         if done.returncode and must_succeed:
             why = done.stderr.strip() or f"exit code {done.returncode}"
             if "connect to bus" in why:
-                why += (
-                    ". Log in as this user itself (on the desktop or by ssh, not by su or sudo) and try again; where "
-                    "there is no systemd, as in a container, use farandole join"
-                )
+                why += f". {_NO_BUS}"
             raise ServiceError(f"{' '.join(command)}: {why}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -84,12 +85,25 @@ def _spec_of(module: str) -> ModuleSpec | None:
     return spec
 
 
+def _check_tokenizer(path: Path | None, sha256: str) -> Iterator[Finding]:
+    if path is None:
+        yield found("run-needs-tokenizer", sha256=sha256)
+        return
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        yield found("tokenizer-unreadable", path=path, why=error.strerror)
+        return
+    if digest != sha256:
+        yield found("tokenizer-other", path=path, digest=digest, sha256=sha256)
+
+
 def check_needs(manifest: Manifest, settings: NodeSettings) -> Iterator[Finding]:
     """Yield a finding for each input that the run requires of every node and the settings lack."""
     if manifest.data.source == "text" and not (settings.data or settings.stream):
         yield found("run-needs-text")
-    if manifest.tokenizer.kind == "tokenizers" and settings.tokenizer is None:
-        yield found("run-needs-tokenizer", sha256=manifest.tokenizer.sha256)
+    if manifest.tokenizer.kind == "tokenizers":
+        yield from _check_tokenizer(settings.tokenizer, manifest.tokenizer.sha256)
     own = manifest.model.own
     if own is not None and own.function not in settings.allow_model:
         yield found("run-needs-model", function=own.function, package=own.package or "no package that it names")

@@ -63,6 +63,8 @@ class Context:
     """Values in place of wrong or missing ones that have no default, so that relations of the rest can be checked."""
     doubtful: Collection[str] = ()
     """Settings with faults that are reported elsewhere."""
+    homes: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Setting -> the sections that have one of this name; "": the part above all sections."""
 
 
 _NO_CONTEXT: Final = Context()
@@ -75,6 +77,20 @@ def faults_of(value: object, kind: Any, context: Context = _NO_CONTEXT, place: P
     except msgspec.ValidationError:
         return list(_explained(value, kind, context, place))
     return []
+
+
+def homes_of(struct: type[msgspec.Struct]) -> dict[str, list[str]]:
+    """Return the sections of a file that have a setting of each name (`Context.homes`); ``struct``: the file."""
+    homes: dict[str, list[str]] = {}
+    for about in msgspec.structs.fields(struct):
+        homes.setdefault(about.encode_name, []).append("")
+        for part in _members(_split(about.type)[0]):
+            if isinstance(part, type) and issubclass(part, msgspec.Struct):
+                for setting in msgspec.structs.fields(part):
+                    sections = homes.setdefault(setting.encode_name, [])
+                    if about.encode_name not in sections:
+                        sections.append(about.encode_name)
+    return homes
 
 
 def faults_in(error: ManifestError) -> list[FileFault]:
@@ -138,7 +154,7 @@ def _of_struct(
     meant = {name: did_you_mean(name, known) for name in value if name not in fields and name != tag_field}
     found = []
     if struct.__struct_config__.forbid_unknown_fields:
-        found += [_unknown(name, value[name], near, known, place) for name, near in meant.items()]
+        found += [_unknown(name, value[name], near, known, place, context) for name, near in meant.items()]
     for name, about in fields.items():
         if name in value:
             found += faults_of(value[name], about.type, context, (*place, name))
@@ -168,9 +184,13 @@ def _named(problem: str) -> FileFault:
     return FileFault(tuple(int(key) if key.isdigit() else key for key in keys), problem)
 
 
-def _unknown(name: str, value: object, near: str | None, known: Collection[str], place: Place) -> FileFault:
+def _unknown(
+    name: str, value: object, near: str | None, known: Collection[str], place: Place, context: Context
+) -> FileFault:
     where = f"[{_name(place)}]" if place else "the file"
     hint = f"did you mean {near}?" if near else f"{where} may have {', '.join(known)}"
+    if homes := [f"in [{home}]" if home else "at the top, above all sections" for home in context.homes.get(name, ())]:
+        hint = f"it belongs {' or '.join(homes)}"
     noun = "section" if isinstance(value, Mapping) else "setting"
     return FileFault((*place, name), f"{_name((*place, name))} is no {noun}; {hint}")
 

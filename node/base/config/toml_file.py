@@ -22,7 +22,8 @@ _POSITION: Final = re.compile(r" \(at (?:line (\d+), column (\d+)|end of documen
 # The remedy for what `tomllib` reports of the usual mistakes.
 _REMEDIES: Final[Mapping[str, str]] = {
     "Invalid value": "a text needs quotes, and true and false are written small",
-    "Cannot overwrite a value": "this setting is there already, further up",
+    "Cannot overwrite a value": "this setting is there already, further up (within [model], a preset is written "
+    'preset = "3M")',
     "Expected newline or end of document after a statement": "a line has one setting, and a text has quotes around it",
 }
 _TOKENS: Final = re.compile(

@@ -97,6 +97,10 @@ def tensor_shapes(
 
 def read_folder(path: Path) -> Consolidated:
     """Open a consolidated checkpoint; `ConsolidatedError` says what is wrong with the folder."""
+    if not (path / MANIFEST_NAME).exists():
+        raise ConsolidatedError(
+            f"{path} holds no model of a run: name a folder that `farandole checkpoint pull` or `import` has written"
+        )
     try:
         manifest, signed = decode_manifest(_read(path / MANIFEST_NAME, 2 * MAX_MANIFEST_BYTES))
         max_size = max_file_bytes(manifest)

@@ -168,6 +168,11 @@ def test_all_faults_are_named_at_once_with_their_lines_and_what_would_be_right(t
             ["3: model: no preset", "4: model.widht is no setting; did you mean width?", "6: tokenizer.file: cannot"],
         ),
         ("[model]\nprest = 'tiny'", ["3: model.prest is no setting; did you mean preset?"]),
+        ("model = '3M'\nnum_stages = 4", ["3: num_stages is no setting; it belongs in [model]"]),
+        ("model = '3M'\nfragments = 4", ["3: fragments is no setting; it belongs in [outer]"]),
+        ("model = '3M'\ncodec = 'int8'", ["3: codec is no setting; it belongs in [outer] or in [pipeline]"]),
+        ("model = '3M'\n[rounds]\nprivate = true", ["4: rounds.private is no setting; it belongs at the top"]),
+        ("model = '3M'\n[rounds]\nouter.drift = 0.1", ["4: rounds.outer is no section; it belongs at the top"]),
         # Faults that both a user's own model and the manifest's model would have.
         ("[model]\nown = 'a.b:c'\ncontext = 'x'", ["4: model.context: expected a whole number, 8 to"]),
         ("[model]\nown = 'a.b:c'\nwidth = 'x'", ["4: model.width: what a.b:c returns decides on it"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import socket
 import subprocess
@@ -553,14 +554,17 @@ def test_what_a_run_asks_for_and_nobody_has_named_is_said(tmp_path: Path) -> Non
         "tiny",
         msgspec.structs.replace(MODEL, own=own, width=0, num_heads=0, hidden=0),
         data=DataConfig(source="text"),
-        tokenizer=TokenizerConfig("tokenizers", "ab" * 32),
+        tokenizer=TokenizerConfig("tokenizers", hashlib.sha256(b"file").hexdigest()),
     )
     needs = [finding.cause for finding in check_needs(manifest, NodeSettings(home=tmp_path))]
     assert needs == ["run-needs-text", "run-needs-tokenizer", "run-needs-model"]
     settings = NodeSettings(
         home=tmp_path, stream=["owner/name"], tokenizer=tmp_path / "t.json", allow_model=["package.models:build"]
     )
-    assert list(check_needs(manifest, settings)) == []
+    for content, causes in ((None, ["tokenizer-unreadable"]), (b"other", ["tokenizer-other"]), (b"file", [])):
+        if content is not None:
+            (tmp_path / "t.json").write_bytes(content)
+        assert [finding.cause for finding in check_needs(manifest, settings)] == causes
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,8 @@ def of_another_run(folder: Path) -> None:
         (lambda folder: damage(folder / MANIFEST_NAME), "no consolidated checkpoint"),
         (cut_short, "not whole"),
         (of_another_run, "another run"),
-        *((without(name), "cannot read") for name in (CHECKPOINT_NAME, INDEX_NAME, MANIFEST_NAME)),
+        *((without(name), "cannot read") for name in (CHECKPOINT_NAME, INDEX_NAME)),
+        (without(MANIFEST_NAME), "holds no model of a run: name a folder that"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_told(folder: Path, spoil: Callable[[Path], None], says: str) -> None:
