@@ -13,8 +13,8 @@
 Push spreads run state fast, and anti-entropy makes this reliable: whichever pushes were lost, each session leaves two
 states equal (except for entries that one side must defer, and up to the session's bound; the next sessions go on). Full
 tables may differ permanently, so a node whose table is full compares a few buckets in a session that it begins, and
-wants no new authors in the sessions of others. Heartbeats are not part of the root; a node that joins, or that has not
-heard from a peer for a while, asks for them too (`SyncHello.with_beats`).
+wants only as many new authors in the sessions of others as it has room for. Heartbeats are not part of the root; a node
+that joins, or that has not heard from a peer for a while, asks for them too (`SyncHello.with_beats`).
 
 A session does no I/O: `receive_data` takes bytes of the stream in pieces of any size, and returns the received entries
 and the bytes to send. Messages are msgpack, in the frames of `farandole.protocol.framing`.
@@ -49,6 +49,9 @@ MAX_BUCKETS_OF_FULL = 16
 """Buckets that a node with a full table compares in a session, drawn at random: 256 authors, 32 KB of references. This
 bounds what the differences of two full tables cost per session, and all buckets are compared within three minutes.
 """
+FULL_SHARE = 64
+"""A table counts as full from this share of its places free, 64 of 4,096: a few authors leave it between two sessions,
+and their places must not make all authors of a liar travel again."""
 _REF_BYTES = 2 + 3 + 6 + 2 + ID_BYTES
 _AUTHOR_BYTES = 2 + 32 + 2 + 3
 _MAX_AUTHORS_A_FRAME = 1_800
@@ -259,7 +262,8 @@ class Session:
             if mine[index] != theirs.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
         ]
         self._rng.shuffle(differing)
-        self._send_refs(differing[:MAX_BUCKETS_OF_FULL] if self._state.is_full else differing)
+        is_full = self._state.num_free <= self._state.places.capacity // FULL_SHARE
+        self._send_refs(differing[:MAX_BUCKETS_OF_FULL] if is_full else differing)
         self._expected = (DeltaFrame, Wants)
 
     def _send_refs(self, buckets: list[int]) -> None:
@@ -312,8 +316,9 @@ class Session:
                 ]
                 if slots := tuple(slot for slot, ref in theirs.slots.items() if _is_news(ref, own.slots.get(slot))):
                     wanted.append(WantedSlots(author, slots))
-        if self._state.is_full:
-            wanted = [item for item in wanted if item.author in self._state]
+        known = [item for item in wanted if item.author in self._state]
+        new = [item for item in wanted if item.author not in self._state]
+        wanted = known + new[: self._state.num_free]
         wants = _wants(wanted)
         self._send_deltas(deltas_of(entries, proofs), reserve=sum(len(encode_frame(part)) for part in wants))
         for part in wants:

@@ -30,6 +30,8 @@ AVOID_SECONDS = 30.0
 SYNC_PERIOD = 10.0
 FIRST_SYNC_PERIOD = 1.0
 """A newcomer syncs after 1, 2, 4, 8 seconds, then every ten: its neighbours may be as new as it is."""
+JOIN_LEAD_SECONDS = 2.0
+"""Time that the first of a newcomer's sessions has before the others begin. Each would bring the whole run state."""
 ENOUGH_CANDIDATES = 2 * NUM_CHOSEN
 SLICE_ITEMS = 64
 """Items merged at a time, 7 ms of verification; a driver lets other tasks run in between."""

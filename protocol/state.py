@@ -346,7 +346,12 @@ class RunState:
     @property
     def is_full(self) -> bool:
         """Return whether a table is full; then this state need not become equal to others."""
-        return self.places.is_full or len(self._proofs) >= MAX_PROOFS
+        return not self.num_free
+
+    @property
+    def num_free(self) -> int:
+        """Return how many further authors the tables have room for."""
+        return 0 if len(self._proofs) >= MAX_PROOFS else max(self.places.capacity - len(self.places), 0)
 
     # expiry
 

@@ -30,7 +30,7 @@ from farandole.protocol.entries import (
     Signed,
 )
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
+from farandole.protocol.gossip import JOIN_LEAD_SECONDS, SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
 from farandole.protocol.invitations import Admission, Roster
 from farandole.protocol.liveness import BASE_PERIOD
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
@@ -125,8 +125,10 @@ class SimulatedNode:
         self._contacts = contacts
         self._run()
         self._sync_later(sync_periods())
-        for contact in contacts[:NUM_JOIN_SESSIONS]:
+        for contact in contacts[:1]:
             self._open_session(contact, with_beats=True)
+        for contact in contacts[1:NUM_JOIN_SESSIONS]:
+            self._later(JOIN_LEAD_SECONDS, partial(self._open_session, contact, with_beats=True))
         self._later(1.0, self._announce)
 
     def start_settled(self, contacts: list[bytes]) -> None:

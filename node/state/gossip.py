@@ -22,7 +22,7 @@ from farandole.protocol.clock_votes import ClockSkew, judge_clock, votes_of
 from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta
 from farandole.protocol.entries import Member as MemberPayload
 from farandole.protocol.errors import FloodError, RemoteProtocolError
-from farandole.protocol.gossip import Gossip, is_worth_forwarding, slices_of, sync_periods
+from farandole.protocol.gossip import JOIN_LEAD_SECONDS, Gossip, is_worth_forwarding, slices_of, sync_periods
 from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.inbound_meter import InboundMeter
 from farandole.protocol.lazy_push import MAX_HAVE_BYTES
@@ -298,6 +298,7 @@ class GossipService:
     async def join(self) -> int:
         """Sync with three peers, heartbeats included; return with how many of them that succeeded.
 
+        The second and third begin when the first is done, or after `JOIN_LEAD_SECONDS`, and bring what it has not.
         The connected peers come first; their entries lead to the others. It ends within `JOIN_TIMEOUT`, and at once
         without any connection: the first node of a run is alone. Each peer is asked once.
         """
@@ -313,12 +314,17 @@ class GossipService:
                 asked.update(chosen)
                 async with trio.open_nursery() as nursery:
                     for peer in chosen:
-                        nursery.start_soon(self._join_with, peer, done)
+                        has_ended = trio.Event()
+                        nursery.start_soon(self._join_with, peer, done, has_ended)
+                        if not done:
+                            with trio.move_on_after(JOIN_LEAD_SECONDS):
+                                await has_ended.wait()
         return len(done)
 
-    async def _join_with(self, peer: bytes, done: set[bytes]) -> None:
+    async def _join_with(self, peer: bytes, done: set[bytes], has_ended: trio.Event) -> None:
         if await self._sync_with(peer, with_beats=True):
             done.add(peer)
+        has_ended.set()
 
     async def _sync(self) -> None:
         """Sync with one peer; at the same time, try one that has fallen silent."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -20,13 +21,14 @@ from farandole.protocol.antientropy import SyncHello, encode_frame
 from farandole.protocol.clock_votes import ClockSkew
 from farandole.protocol.entries import Beat, Delta, Kind, Member, Progress
 from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.gossip import JOIN_LEAD_SECONDS
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.inbound_meter import MESSAGES
 from farandole.protocol.lazy_push import PROTOCOL as HAVE_PROTOCOL
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.push import Batch
 from farandole.protocol.releases import Software
-from farandole.protocol.state import RunState
+from farandole.protocol.state import MergeReport, RunState
 from farandole.protocol.wire import encode
 from farandole.protocol.writer import Mark, Writer
 
@@ -306,6 +308,49 @@ async def test_a_silent_peer_costs_a_deadline_and_no_more(mock_clock: trio.testi
         node.host.connected = frozenset({tarpit.author})
         with trio.fail_after(21.0):
             assert await node.service.join() == 0
+
+
+async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(
+    mock_clock: trio.testing.MockClock,
+) -> None:
+    async with wired(mock_clock) as wires:
+        donors = [GossipNode(wires, number) for number in range(2, 5)]
+        for index, donor in enumerate(donors):
+            donor.state.merge(Delta(tuple(member(number) for number in (*range(20, 40), 50 + index))), NOW)
+            await wires.nursery.start(donor.service.run)
+        node, num_merged = GossipNode(wires, 1), 0
+
+        def merge(delta: Delta, *arguments: Any, **named: Any) -> MergeReport:
+            nonlocal num_merged
+            num_merged += len(delta.entries)
+            return RunState.merge(node.state, delta, *arguments, **named)
+
+        node.state.merge = merge  # type: ignore[method-assign]  # to count
+        await wires.nursery.start(node.service.run)
+        node.host.connected = frozenset(donor.author for donor in donors)
+        assert await node.service.join() == 3
+        assert set(node.state.authors) == {author_of(number) for number in (*range(20, 40), 50, 51, 52)}
+        assert num_merged == 23
+
+
+async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        donor = GossipNode(wires, 2)
+        donor.state.merge(Delta((member(20),)), NOW)
+        await wires.nursery.start(donor.service.run)
+        tarpits = [MemoryHost(wires, author_of(number)) for number in (3, 4)]
+
+        async def never_answer(stream: MemoryStream) -> None:
+            await trio.sleep_forever()
+
+        for tarpit in tarpits:
+            tarpit.set_handler(SYNC_PROTOCOL, never_answer)
+        node = GossipNode(wires, 1)
+        await wires.nursery.start(node.service.run)
+        node.host.connected = frozenset({donor.author, *(tarpit.author for tarpit in tarpits)})
+        wires.nursery.start_soon(node.service.join)
+        await trio.sleep(2 * JOIN_LEAD_SECONDS + 1.0)
+        assert author_of(20) in node.state.authors
 
 
 async def test_a_restart_takes_up_what_was_stored(mock_clock: trio.testing.MockClock) -> None:
