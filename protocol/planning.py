@@ -49,7 +49,7 @@ MIN_EXCHANGE: Final = 0.1
 # In shorter rounds than 40 s it goes unnoticed that a member commits to none (docs/threat-model.md).
 LEAST_AUDITED: Final = 45.0
 # Microbatches at a node at once, of a model that is cut. Each keeps only its input (`recompute`).
-PLANNED_IN_FLIGHT: Final = 4
+IN_FLIGHT: Final = {"pipeline.in_flight": 4, "pipeline.recompute": True}
 # Members of each stage at least, so that one may leave.
 MIN_HOLDERS: Final = 2
 # More stages than this do not pay: each adds a hop to every token's route.
@@ -58,7 +58,7 @@ MAX_PLANNED_STAGES: Final = 32
 BY_TOKENS: Final = {"inner.warmup_tokens": "inner.warmup_steps", "inner.total_tokens": "inner.total_steps"}
 """Settings of a run file in tokens of one member, and those of the manifest that they become."""
 NUM_STAGES: Final = "model.num_stages"
-STAGES: Final = frozenset({NUM_STAGES, "pipeline.in_flight", "pipeline.recompute"})
+STAGES: Final = frozenset({NUM_STAGES, *IN_FLIGHT})
 """Settings by which a model is cut."""
 
 
@@ -206,8 +206,10 @@ def given_by(settings: object) -> frozenset[str]:
 
 
 def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -> Iterator[Manifest]:
-    """Yield the model in two stages, then in more and more; nothing where the run file sets their number."""
+    """Yield the model in two stages, then in more; where the run file sets their number, only with less in flight."""
     if NUM_STAGES in given or manifest.model.num_stages > 1:
+        if manifest.model.num_stages > 1 and not IN_FLIGHT.keys() & set(given):
+            yield _in_little_memory(manifest)
         return
     most = MAX_PLANNED_STAGES if num_members is None else num_members // MIN_HOLDERS
     for num_stages in range(2, min(most, MAX_PLANNED_STAGES) + 1):
@@ -218,13 +220,18 @@ def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -
 def _cut(manifest: Manifest, num_stages: int) -> Manifest | None:
     """Return the same model in ``num_stages`` stages; None if it cannot be cut so."""
     model = msgspec.structs.replace(manifest.model, num_stages=num_stages, stage_layers=())
-    pipeline = msgspec.structs.replace(manifest.pipeline, in_flight=PLANNED_IN_FLIGHT, recompute=True)
     try:
-        cut = msgspec.structs.replace(manifest, model=model, pipeline=pipeline)
+        cut = _in_little_memory(msgspec.structs.replace(manifest, model=model))
         needs_of(cut)
     except ManifestError:
         return None
     return cut
+
+
+def _in_little_memory(manifest: Manifest) -> Manifest:
+    """Return a run in stages whose nodes keep few activations."""
+    settings = {name.removeprefix("pipeline."): value for name, value in IN_FLIGHT.items()}
+    return msgspec.structs.replace(manifest, pipeline=msgspec.structs.replace(manifest.pipeline, **settings))
 
 
 def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Plan:

@@ -78,6 +78,19 @@ def test_a_model_that_does_not_fit_the_memory_is_cut_as_little_as_can_be() -> No
     assert needs_of(msgspec.structs.replace(planned.manifest, model=less)).on_gpu.device > 24 * GB
 
 
+def test_a_model_that_its_run_file_cuts_keeps_fewer_activations_if_that_is_needed() -> None:
+    run = msgspec.structs.replace(manifest("1B"), model=msgspec.structs.replace(preset("1B"), num_stages=4))
+    machine = Machine(HOME.upload, HOME.download, gpu=16_000_000_000)
+    assert judge(run, machine).lacks_memory
+    planned = plan(run, machine, given={"model.num_stages"})
+    assert not planned.lacks_memory
+    assert planned.manifest.model.num_stages == 4
+    assert planned.manifest.pipeline.recompute
+    kept = plan(run, machine, given={"model.num_stages", "pipeline.in_flight"})
+    assert kept.lacks_memory
+    assert not kept.manifest.pipeline.recompute
+
+
 def test_members_bound_the_stages() -> None:
     machine = Machine(USUAL_RATE, USUAL_RATE, memory=8 * GB)
     alone, many = (plan(manifest("1B"), machine, num_members=number) for number in (2, 40))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -11,10 +10,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, SETTINGS, ConfigError, config_text, read_config
-from ...base.config.setting import VARIABLE_PREFIX
-from ...base.settings import HOME_VARIABLE, NodeSettings
-from .options import AsJson, Home, takes_settings
+from ...base.config.file import CONFIG_NAME, SETTINGS, ConfigError, config_text, read_config
+from ...base.settings import NodeSettings
+from .options import AsJson, Home, stray_variables, takes_settings
 from .output import print_json
 
 config_app = typer.Typer(help="Write, check and show settings.", no_args_is_help=True)
@@ -65,7 +63,7 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
         typer.echo(f"home  {settings.home}")
         typer.echo(f"file  {config}{'' if config.exists() else ' (not there)'}")
         _print_table(values, sources)
-    for fault in _stray_variables(os.environ):
+    for fault in stray_variables(os.environ):
         typer.secho(fault, fg=typer.colors.YELLOW, err=True)
 
 
@@ -102,11 +100,3 @@ def _print_table(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
         told = setting.about.unset if value is None else json.dumps(value, default=str)
         table.add_row(setting.name, told, origin, style="dim" if source == "default" else "")
     Console(markup=False).print(table)
-
-
-def _stray_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a line for each variable with the settings' prefix that is not a setting, and so has no effect."""
-    known = {HOME_VARIABLE, CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS)}
-    stray = sorted(name for name in environment if name.startswith(VARIABLE_PREFIX) and name not in known)
-    near = {name: difflib.get_close_matches(name, known, n=1) for name in stray}
-    return [f"{name} is no setting{f'; did you mean {near[name][0]}?' if near[name] else ''}" for name in stray]

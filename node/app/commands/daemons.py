@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,8 @@ import typer
 
 from ...base.settings import NodeSettings
 from ...base.system.collector import importing_for_good
-from .options import takes_settings
-from .output import split_source, unquoted
+from .options import stray_variables, takes_settings
+from .output import say_warnings, split_source, unquoted
 
 
 @takes_settings()
@@ -28,6 +29,7 @@ def join(settings: NodeSettings) -> None:
     with importing_for_good():
         from ...daemon import run_node
 
+    say_warnings(stray_variables(os.environ))
     _run(settings, run_node, settings)
 
 
@@ -66,6 +68,7 @@ def relay(
     with importing_for_good():
         from ...relay_node import run_relay
 
+    say_warnings(stray_variables(os.environ))
     _run(settings, run_relay, settings, given, page)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -13,7 +14,7 @@ import typer
 from typer.core import TyperArgument, TyperOption
 
 from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, read_config
-from ...base.config.setting import PANELS, Setting, settings_of
+from ...base.config.setting import PANELS, VARIABLE_PREFIX, Setting, settings_of
 from ...base.settings import HOME_VARIABLE, NodeSettings, default_home
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -182,3 +183,18 @@ def _option(setting: Setting, must_exist: bool) -> Any:
     if about.is_argument:
         return Annotated[setting.annotation, typer.Argument(**told)]
     return Annotated[setting.annotation, typer.Option(setting.flag, rich_help_panel=about.panel, **told)]
+
+
+def stray_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a line for each variable with the settings' prefix that is not a setting, and so has no effect."""
+    known = {HOME_VARIABLE, CONFIG_VARIABLE, *(setting.variable for setting in settings_of(NodeSettings))}
+    stray = sorted(name for name in environment if name.startswith(VARIABLE_PREFIX) and name not in known)
+    return [f"{name} is no setting{_near_variable(name, known)}" for name in stray]
+
+
+def _near_variable(name: str, known: Collection[str]) -> str:
+    positive = name.replace(f"{VARIABLE_PREFIX}NO_", VARIABLE_PREFIX)
+    if positive != name and positive in known:
+        return f"; did you mean {positive}=false?"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

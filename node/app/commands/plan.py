@@ -191,7 +191,8 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
     if stages > 1:
         share = 1 - min(best.seconds / rounds.round_seconds, 1.0) if rounds.round_seconds else 1.0
         tokens = LINE_SHARE * share * machine.rate / needs.hop_bytes
-        whole = judge(msgspec.structs.replace(manifest, model=planned.manifest.model), machine).needs
+        model = msgspec.structs.replace(planned.manifest.model, num_stages=1, stage_layers=())
+        whole = judge(msgspec.structs.replace(manifest, model=model), machine).needs
         uncut = machine.memory_of(whole)
         lines.append(
             f"stages    {stages}, the largest with {count(needs.num_parameters)} parameters; each token takes "

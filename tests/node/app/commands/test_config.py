@@ -101,6 +101,7 @@ def test_a_table_for_people_and_a_word_about_variables_that_nobody_reads(
 ) -> None:
     monkeypatch.setenv("FARANDOLE_THREADS", "2")
     monkeypatch.setenv("FARANDOLE_UPLOAD_MBITS", "5")
+    monkeypatch.setenv("FARANDOLE_NO_UPNP", "1")
     file.write_text("slow = 2")
     code, out, err = run("config", "show")
     lines = [line.split() for line in out.splitlines()]
@@ -108,7 +109,12 @@ def test_a_table_for_people_and_a_word_about_variables_that_nobody_reads(
     assert ["slow", "2.0", "file"] in lines
     assert ["threads", "2", "environment", "FARANDOLE_THREADS"] in lines
     assert ["relay", "true", "default"] in lines
-    assert err == "FARANDOLE_UPLOAD_MBITS is no setting; did you mean FARANDOLE_UPLOAD_MBIT?\n"
+    strays = (
+        "FARANDOLE_NO_UPNP is no setting; did you mean FARANDOLE_UPNP=false?\n"
+        "FARANDOLE_UPLOAD_MBITS is no setting; did you mean FARANDOLE_UPLOAD_MBIT?\n"
+    )
+    assert err == strays
+    assert "warning: FARANDOLE_NO_UPNP is no setting" in run("join")[2]
 
 
 def test_a_file_is_made_checked_and_not_replaced_by_accident(run: Run, home: Path) -> None:
