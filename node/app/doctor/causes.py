@@ -241,8 +241,8 @@ CAUSES: Final = {
         "it takes the tokenizer file with SHA-256 {sha256}, and none is named",
         "get it from the person who invited you, and name it with --tokenizer FILE",
     ),
-    "tokenizer-unreadable": _failed("{path} cannot be read: {why}", "name the run's file with --tokenizer FILE"),
-    "tokenizer-other": _failed(
+    "run-tokenizer-unreadable": _failed("{path} cannot be read: {why}", "name the run's file with --tokenizer FILE"),
+    "run-tokenizer-other": _failed(
         "{path} has SHA-256 {digest}, and the run's tokenizer {sha256}",
         "get the file from the person who invited you, and name it with --tokenizer FILE",
     ),

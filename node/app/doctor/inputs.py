@@ -92,10 +92,10 @@ def _check_tokenizer(path: Path | None, sha256: str) -> Iterator[Finding]:
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        yield found("tokenizer-unreadable", path=path, why=error.strerror)
+        yield found("run-tokenizer-unreadable", path=path, why=error.strerror)
         return
     if digest != sha256:
-        yield found("tokenizer-other", path=path, digest=digest, sha256=sha256)
+        yield found("run-tokenizer-other", path=path, digest=digest, sha256=sha256)
 
 
 def check_needs(manifest: Manifest, settings: NodeSettings) -> Iterator[Finding]:

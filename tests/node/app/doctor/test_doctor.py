@@ -561,7 +561,7 @@ def test_what_a_run_asks_for_and_nobody_has_named_is_said(tmp_path: Path) -> Non
     settings = NodeSettings(
         home=tmp_path, stream=["owner/name"], tokenizer=tmp_path / "t.json", allow_model=["package.models:build"]
     )
-    for content, causes in ((None, ["tokenizer-unreadable"]), (b"other", ["tokenizer-other"]), (b"file", [])):
+    for content, causes in ((None, ["run-tokenizer-unreadable"]), (b"other", ["run-tokenizer-other"]), (b"file", [])):
         if content is not None:
             (tmp_path / "t.json").write_bytes(content)
         assert [finding.cause for finding in check_needs(manifest, settings)] == causes
