@@ -75,15 +75,13 @@ def install_service(
     folder = str(home)
     if not is_new and folder in manager.text(service) and folder not in path.read_text(encoding="utf-8"):
         raise ServiceError(f"the service {name} is a node of another folder, see {path}: give this one another --name")
-    if not is_new:
-        run_commands(manager.stop(name), must_succeed=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(manager.text(service), encoding="utf-8")
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror}") from error
     try:
-        run_commands([*manager.reload(), *manager.start(name)])
+        _restart(manager, name)
     except ServiceError:
         if is_new:
             path.unlink()
@@ -100,13 +98,25 @@ def uninstall_service(name: Name = "farandole") -> None:
     Example: [cyan]farandole service uninstall[/cyan]
     """
     manager = manager_here()
-    path = manager.path(name)
-    if not path.exists():
-        raise ServiceError(f"there is no service {name}: {path} is not there")
+    path = _installed(manager, name)
     run_commands(manager.stop(name), must_succeed=False)
     path.unlink()
     run_commands(manager.reload())
     typer.echo(f"{path} is removed")
+
+
+@service_app.command("restart")
+def restart_service(name: Name = "farandole") -> None:
+    """Stop the service cleanly if it runs, and start it again as it was installed.
+
+    To upgrade, run farandole leave, install the new version, then this.
+
+    Example: [cyan]farandole service restart[/cyan]
+    """
+    manager = manager_here()
+    _installed(manager, name)
+    _restart(manager, name)
+    typer.echo("the node has started; farandole service logs shows what it says")
 
 
 @service_app.command("status")
@@ -146,6 +156,20 @@ def _check_run_known(settings: NodeSettings, config: Path, as_relay: bool) -> No
         return
     if not read_fact(settings.store, RUNS_FACT if as_relay else MANIFEST_FACT):
         raise ServiceError(f"which run? {settings.home} knows none: farandole service install farandole1...")
+
+
+def _installed(manager: Manager, name: str) -> Path:
+    """Return the path of the service file. Raises `ServiceError` if it does not exist."""
+    path = manager.path(name)
+    if not path.exists():
+        raise ServiceError(f"there is no service {name}: {path} is not there")
+    return path
+
+
+def _restart(manager: Manager, name: str) -> None:
+    """Stop the service if it runs, and start it from its file. Raises `ServiceError` if it does not start."""
+    run_commands(manager.stop(name), must_succeed=False)
+    run_commands([*manager.reload(), *manager.start(name)])
 
 
 def manager_here() -> Manager:

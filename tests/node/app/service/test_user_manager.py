@@ -103,7 +103,8 @@ def test_a_node_is_installed_restarted_and_removed(world: World, tmp_path: Path)
     run_file = tmp_path / "run.toml"
     run_file.write_text("name = 'demo'\nmodel = 'tiny'\n[rounds]\ninner_steps = 5\n")
     assert world.farandole("run", "create", str(run_file)).returncode == Exit.OK
-    (world.home / "config.toml").write_text("listen = ['/ip4/127.0.0.1/tcp/0']\nslow = 4\nmdns = false\nupnp = false\n")
+    config = "listen = ['/ip4/127.0.0.1/tcp/0']\nslow = 4\nmdns = false\nupnp = false\n"
+    (world.home / "config.toml").write_text(config)
 
     installed = world.farandole("service", "install", str(run_file.with_suffix(".manifest")))
     assert installed.returncode == Exit.OK, installed.stderr
@@ -125,6 +126,14 @@ def test_a_node_is_installed_restarted_and_removed(world: World, tmp_path: Path)
     assert world.systemctl("show", "--property=NRestarts", "--value", "farandole").stdout == "0\n"
     assert "left" in (world.home / "log").read_text()
     assert world.farandole("service", "status").returncode == Exit.NO_NODE
+
+    # Once mended, it starts with the options that it was installed with.
+    (world.home / "config.toml").write_text(config)
+    assert world.farandole("service", "restart").returncode == Exit.OK
+    world.wait_for(world.is_up)
+    assert json.loads(world.farandole("status", "--json").stdout)["peer_id"] == peer_id
+    other = world.farandole("service", "restart", "--name", "other")
+    assert (other.returncode, "no service other" in other.stderr) == (Exit.BAD_INPUT, True)
 
     assert world.farandole("service", "uninstall").returncode == Exit.OK
     assert "not be found" in world.farandole("service", "status").stderr
