@@ -75,7 +75,8 @@ async def check_run(
     run = run_id.hex()[:16]
     if not manifests:
         return [found("run-newer", why=str(answers[0])) if answers else found("run-unknown", run=run)], None
-    needs = await trio.to_thread.run_sync(list, check_needs(manifests[0], settings))  # it hashes the tokenizer
+    # In a thread, since it hashes the tokenizer's file.
+    needs: list[Finding] = await trio.to_thread.run_sync(list, check_needs(manifests[0], settings))
     return [found("run-fine", run=run, name=manifests[0].name), *needs], manifests[0]
 
 
