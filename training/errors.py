@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from farandole.protocol.errors import FarandoleError
 
-class TrainingError(ValueError):
+
+class TrainingError(FarandoleError, ValueError):
     """Base of every error that this package raises on purpose; its message is for people."""
 
 

@@ -80,8 +80,8 @@ def find_target(
 ) -> Target:
     """Combine the settings, the node's key, the store's manifest and network key, and its address book into a target.
 
-    Raises `ManifestError` (a damaged invite or manifest) or `JoinError` (the run is unknown, or there is no key to a
-    private one).
+    Raises `ManifestError` (a damaged invite or manifest, no run, or another run than the folder's) or `JoinError` (no
+    key to a private run).
     """
     manifest = settings.manifest.read_bytes() if settings.manifest else None
     invite = decode_invite(settings.invite) if settings.invite else None
@@ -90,11 +90,11 @@ def find_target(
         if candidate is not None and run_id is None:
             run_id = decode_manifest(candidate)[1].run_id
     if run_id is None:
-        raise JoinError("which run? Give an invite (`farandole join farandole1...`) or a manifest file")
+        raise ManifestError("which run? Give an invite (`farandole join farandole1...`) or a manifest file")
     if manifest is not None:
         decode_manifest(manifest, run_id)  # an invite and a manifest must be of one run
     if stored is not None and decode_manifest(stored)[1].run_id != run_id:
-        raise JoinError(
+        raise ManifestError(
             f"{settings.home} belongs to another run ({decode_manifest(stored)[1].run_id.hex()[:16]}): "
             "one data directory serves one run. Join this one with a new directory, --home NEW; if you make the run, "
             "sign it with that directory, too: farandole run create RUN.TOML --home NEW"

@@ -50,8 +50,8 @@ def create_run(
     members agree on in words (batch size, data, precision): its hash goes into the manifest. ``rounds`` and
     ``sections`` are the sections of a run file: ``rounds={"round_seconds": 60}``, ``outer={"codec": "bf16"}``,
     ``admission="invited"``. What they leave open is chosen as ``run create`` chooses it, and logged. In several
-    processes of `torch.distributed` each of them calls it, and rank 0 writes. Raises `ManifestError`, or
-    `ConsolidatedError` if the directory cannot be written; in other ranks `TrainingError`.
+    processes of `torch.distributed` each of them calls it, and rank 0 writes. Raises `FarandoleError` if a setting is
+    wrong, or the directory cannot be written.
     """
     home, ranks = NodeSettings(home=Path(folder)), open_ranks()
     if not ranks.is_leader:

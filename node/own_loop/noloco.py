@@ -45,9 +45,9 @@ class NoLoCo:
     Several processes of `torch.distributed`, each of which enters the block, are one member, whose node is rank 0's.
     Parameters may be cut over them in any way that makes DTensors, such as `fully_shard`.
 
-    Raises `NodeError` if there is no node, `ManifestError` for a ``run`` that is none, and `ValueError` if the run is
-    of another model or takes no loops, or for a ``tokens_per_byte`` that is not positive. In the loop,
-    ``optimizer.step`` raises `NodeError` when the node is gone.
+    Raises `NodeError` if there is no node, another `FarandoleError` for a ``run`` that is none, is of another model or
+    takes no loops, and `ValueError` for a ``tokens_per_byte`` that is not positive. In the loop, ``optimizer.step``
+    raises `NodeError` when the node is gone.
     """
 
     def __init__(

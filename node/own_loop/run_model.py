@@ -27,8 +27,7 @@ def model_of(
     ``run``: a manifest file, or None for the run of the node in ``home``, by default the usual data directory.
     ``allow_model``: functions that may make the model, if the run's is code of its own.
 
-    Raises `ManifestError` if there is no run, or one that takes no loops, and `ValueError` if the model cannot be built
-    here.
+    Raises `FarandoleError` if there is no run, or one that takes no loops, or the model cannot be built here.
     """
     manifest = _of_node(Path(home) if home is not None else default_home()) if run is None else _of_file(Path(run))
     if manifest.model.external is not None:

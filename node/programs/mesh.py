@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
+from farandole.protocol.entries import MAX_NOTE_BYTES
 from farandole.protocol.program_messages import (
     MAX_WAIT_SECONDS,
     FindNotes,
@@ -198,11 +199,14 @@ class Mesh:
     # Notes in the run state
 
     def note(self, name: str, value: bytes) -> None:
-        """Publish a note in the run state, or replace it: 8 notes, and 500 bytes with their names, for each node.
+        """Publish a note in the run state, or replace it.
 
-        It reaches all members within seconds, and is withdrawn when the mesh is closed or this process ends. Raises
-        `MeshError` if there is no room.
+        It reaches all members within seconds, and is withdrawn when the mesh is closed or this process ends. A note has
+        at most 448 bytes; a node has at most 8 notes, with some 500 bytes in all, names included. Raises `MeshError` if
+        there is no room.
         """
+        if len(value) > MAX_NOTE_BYTES:
+            raise MeshError(f"a note has at most {MAX_NOTE_BYTES} bytes, and {name} would have {len(value)}")
         request = HoldNote(name, value)
         if (held := self._notes.get(name)) is not None:
             ask(held, request, RequestGranted, LOCAL_SECONDS)
@@ -268,7 +272,8 @@ class Mesh:
         try:
             connection = connect(NodeSettings(home=self.home).programs, timeout)
         except OSError as error:
-            raise MeshError(f"the node in {self.home} is in no run yet, or has ended: see farandole status") from error
+            why = "it is in no run yet, has ended, or is a relay: see farandole status"
+            raise MeshError(f"the node in {self.home} serves no programs: {why}") from error
         try:
             return connection, ask(connection, request, kind, timeout)
         except BaseException:  # Ctrl-C too: nobody else has the connection

@@ -259,7 +259,7 @@ class ProgramService:
     def _set_note(self, name: str, value: bytes) -> None:
         notes, limit = {**self._notes, name: value}, RULES[Kind.NOTES].max_bytes
         if len(notes) > MAX_NOTES or payload_size(ProgramNotes(tuple(notes.items()))) > limit:
-            raise FarandoleError(f"the notes of a node's programs are at most {MAX_NOTES}, of {limit} bytes in all")
+            raise FarandoleError(f"a node's notes are at most {MAX_NOTES}, of {limit} bytes in all, names included")
         self._notes = notes
         self._has_new_notes.set()
 

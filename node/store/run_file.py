@@ -32,6 +32,7 @@ from ..base.config.faults import (
     homes_of,
     shown,
 )
+from ..base.config.file import CONFIG_NAME, SETTINGS
 from ..base.config.toml_file import TomlFile
 from .hf_file import hf_model, hf_tokenizer
 from .own_model import own_model
@@ -95,7 +96,12 @@ def manifest_of(
     complete["inner"], wrong = _by_steps(settings.get("inner", {}), complete.get("model"))
     found += wrong
     reported = {fault.place for fault in found}
-    context = Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful, homes_of(Manifest))
+    elsewhere = {
+        setting.name: f"it is a node's: in its {CONFIG_NAME}, or as {setting.flag} of farandole join"
+        for setting in SETTINGS
+        if setting.flag
+    }
+    context = Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful, homes_of(Manifest), elsewhere)
     others = faults_of(complete, Manifest, context)
     found += [fault for fault in others if fault.place not in reported]
     if found:

@@ -217,7 +217,7 @@ def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> Non
         (["join", "farandole1abcdefgh"], Exit.BAD_INPUT, "damaged"),
         (["join", "missing.manifest"], Exit.BAD_INPUT, "is no invite, and no manifest"),
         (["join", "<“farandole1abcdefgh”>"], Exit.BAD_INPUT, "damaged"),
-        (["join", ""], Exit.CANNOT_JOIN, "which run?"),
+        (["join", ""], Exit.BAD_INPUT, "which run?"),
         (["relay", ""], Exit.BAD_INPUT, "which run?"),
         (["join", "run.toml"], Exit.BAD_INPUT, "run.toml is a run file, not a manifest: sign it first"),
         (["join", "--slow", "0.5"], Exit.USAGE, "slow"),

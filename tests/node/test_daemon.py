@@ -173,7 +173,7 @@ async def test_a_bootstrap_peer_and_a_run_id_are_enough(tmp_path: Path, run: Sig
 async def test_who_cannot_join_says_which_step_failed(tmp_path: Path, run: SignedManifest) -> None:
     async with joined(tmp_path / "alice") as alice:
         await alice.says("which run?")
-        assert await alice.process.wait() == Exit.CANNOT_JOIN
+        assert await alice.process.wait() == Exit.BAD_INPUT
     async with joined(
         tmp_path / "bob", str(tmp_path / "run.manifest"), "--data", str(tmp_path / "run.manifest")
     ) as bob:

@@ -75,12 +75,14 @@ def check_config(
         typer.Argument(metavar="FILE", help="Which one.", show_default=f"{CONFIG_NAME} in the node's folder"),
     ] = None,
 ) -> None:
-    """Check a settings file; exit code 3 if anything is wrong; each fault is named with its line.
+    """Check the form of a settings file; exit code 3 if anything is wrong; each fault is named with its line.
+
+    Whether its devices, paths and addresses exist, farandole doctor finds out.
 
     Example: [cyan]farandole config check[/cyan]
     """
     path = path or home / CONFIG_NAME
-    typer.echo(f"{path} is right; it sets: {', '.join(read_config(path)) or 'nothing'}")
+    typer.echo(f"{path} is well-formed; it sets: {', '.join(read_config(path)) or 'nothing'}")
 
 
 def _source_of(context: typer.Context, name: str) -> str:

@@ -169,6 +169,11 @@ CAUSES: Final = {
         "in that network, check that its peers run; elsewhere, ask for an invite with public or relayed addresses",
     ),
     "invite-no": _failed("{why}", "copy the whole line, from the first letter to the last"),
+    "invite-manifest": _ok("it is the manifest of run {run}, for its first node, which has no peers to ask"),
+    "invite-manifest-damaged": _failed(
+        "{path} is no manifest that can be read: {why}",
+        "copy the file again; a run file becomes a manifest by farandole run create",
+    ),
     "invite-damaged": _failed("{why}", "copy the whole line again, or " + _NEWER_INVITE),
     "invite-other-version": _failed(
         "{why}", "upgrade farandole where it is older, here or where the invite was made: docs/volunteer.md#upgrade"

@@ -42,7 +42,9 @@ class RunToJoin:
 async def read_invitation(text: str | None, bootstrap: list[str], store: Path, listen: Sequence[str]) -> RunToJoin:
     """Read the invite and the folder; ``listen``: the node's multiaddrs. Raises nothing: a fault is a finding."""
     invitation = RunToJoin()
-    if text is not None:
+    if text is not None and not is_invite(text) and await trio.Path(text).is_file():
+        await _read_manifest(trio.Path(text), invitation)
+    elif text is not None:
         _read_invite(text, invitation)
     for address in bootstrap:
         try:
@@ -75,6 +77,17 @@ def _read_invite(text: str, invitation: RunToJoin) -> None:
     names = ", ".join(dict.fromkeys(short_name(peer) for peer, _ in invitation.doors))
     cause = "invite-fine" if invite.addresses else "invite-empty"
     invitation.findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
+
+
+async def _read_manifest(path: trio.Path, invitation: RunToJoin) -> None:
+    """Read the manifest file of a run's first node."""
+    try:
+        invitation.manifest, signed = decode_manifest(await path.read_bytes())
+    except (OSError, FarandoleError) as error:
+        invitation.findings.append(found("invite-manifest-damaged", path=path, why=error))
+        return
+    invitation.run_id = signed.run_id
+    invitation.findings.append(found("invite-manifest", run=signed.run_id.hex()[:16]))
 
 
 async def _read_store(

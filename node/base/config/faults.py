@@ -65,6 +65,8 @@ class Context:
     """Settings with faults that are reported elsewhere."""
     homes: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Setting -> the sections that have one of this name; "": the part above all sections."""
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Setting of another file -> where it belongs, in words."""
 
 
 _NO_CONTEXT: Final = Context()
@@ -191,6 +193,8 @@ def _unknown(
     hint = f"did you mean {near}?" if near else f"{where} may have {', '.join(known)}"
     if homes := [f"in [{home}]" if home else "at the top, above all sections" for home in context.homes.get(name, ())]:
         hint = f"it belongs {' or '.join(homes)}"
+    elif name in context.elsewhere:
+        hint = context.elsewhere[name]
     noun = "section" if isinstance(value, Mapping) else "setting"
     return FileFault((*place, name), f"{_name((*place, name))} is no {noun}; {hint}")
 

@@ -55,16 +55,25 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[FileFault]:
-    from .faults import FileFault, did_you_mean, shown
+    from .faults import FileFault, shown
 
     for name, value in values.items():
         if name not in known:
-            near = did_you_mean(name, known)
-            hint = f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
-            yield FileFault((name,), f"{name} is no setting; {hint}")
+            yield FileFault((name,), f"{name} is no setting; {_hint_for(name, known)}")
         elif not known[name].is_valid(value):
             hint = known[name].hint(value)
             yield FileFault((name,), f"{name}: expected {known[name].expected}, got {shown(value)}{hint}")
+
+
+def _hint_for(unknown: str, known: Mapping[str, Setting]) -> str:
+    from farandole.protocol.manifest import Manifest
+
+    from .faults import did_you_mean, homes_of
+
+    if unknown in homes_of(Manifest):
+        return "it is a run's: in its run file, which `farandole run create` reads"
+    near = did_you_mean(unknown, known)
+    return f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
 
 
 def _placed(setting: Setting, value: Any, folder: Path) -> Any:

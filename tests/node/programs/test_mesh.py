@@ -244,6 +244,8 @@ async def test_notes_are_seen_by_others_while_their_program_runs(tmp_path: Path,
             await program(partial(a.note, name, bytes(440)))
     with pytest.raises(MeshError, match="512 bytes"):  # and the note that is there stays
         await program(lambda: a.note("offer", bytes(448)))
+    with pytest.raises(MeshError, match="at most 448 bytes, and offer would have 449"):
+        await program(lambda: a.note("offer", bytes(449)))
     await program(lambda: a.note("offer", b"4 rollouts"))
     with pytest.raises(MeshError, match="request of a program"):
         await program(lambda: a.note("a name with spaces", b""))

@@ -119,7 +119,7 @@ def test_a_table_for_people_and_a_word_about_variables_that_nobody_reads(
 
 def test_a_file_is_made_checked_and_not_replaced_by_accident(run: Run, home: Path) -> None:
     assert run("config", "init")[0] == Exit.OK
-    assert run("config", "check")[:2] == (Exit.OK, f"{home / 'config.toml'} is right; it sets: nothing\n")
+    assert run("config", "check")[:2] == (Exit.OK, f"{home / 'config.toml'} is well-formed; it sets: nothing\n")
     (home / "config.toml").write_text("slow = 2")
     code, _, err = run("config", "init")
     assert (code, "--force" in err) == (Exit.BAD_INPUT, True)

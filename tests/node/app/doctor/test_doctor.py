@@ -225,6 +225,16 @@ async def test_an_invite_that_cannot_be_read(tmp_path: Path, spoil: Callable[[st
     assert of(diagnosis, "invite").remedy
 
 
+async def test_a_manifest_in_place_of_an_invite(tmp_path: Path) -> None:
+    """As ``farandole join`` takes it, for a run's first node."""
+    path = tmp_path / "run.manifest"
+    path.write_bytes(SIGNED.encode())
+    assert of(await look(tmp_path, str(path)), "invite").cause == "invite-manifest"
+    path.write_bytes(b"name = 'demo'")
+    damaged = of(await look(tmp_path, str(path)), "invite")
+    assert (damaged.cause, str(path) in damaged.found) == ("invite-manifest-damaged", True)
+
+
 async def test_an_invite_to_another_run_than_the_folders(tmp_path: Path) -> None:
     async with open_store(tmp_path / "store.sqlite") as store:
         await store.put_fact(MANIFEST_FACT, SIGNED.encode())

@@ -49,7 +49,9 @@ def test_paths_start_at_the_file_s_folder(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
-    path.write_text('upload_mbits = 5\nslow = "fast"\n\nlog-level = "info"\nthreads = true\nqwertz = 1\nlisten = "x"\n')
+    path.write_text(
+        'upload_mbits = 5\nslow = "fast"\n\nlog-level = "info"\nthreads = true\nqwertz = 1\nlisten = "x"\n[rounds]\n'
+    )
     with pytest.raises(ConfigError) as caught:
         read_config(path)
     assert str(caught.value).splitlines() == [
@@ -59,6 +61,7 @@ def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
         f"{path}:5: threads: expected a whole number of threads, at least 1, got true",
         f"{path}:6: qwertz is no setting; `farandole config init` writes a file with all there are",
         f'{path}:7: listen: expected a list of texts in quotes, got "x"',
+        f"{path}:8: rounds is no setting; it is a run's: in its run file, which `farandole run create` reads",
     ]
 
 
