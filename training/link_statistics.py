@@ -18,13 +18,17 @@ above zero: most tokens are predicted well and have small gradients in a usual d
 in other directions. One microbatch gives little evidence and ten give enough, so evidence is summed by sender (CUSUM,
 Page 1954).
 
+In the first inner steps the direction of honest gradients may turn within 20 microbatches, to a cosine of -0.2 with the
+earlier ones. Therefore all directions but those of outliers are learned, however unusual: the expected direction turns
+with them before the evidence is enough.
+
 **What an attacker can do.** It does not know the projections, which each node draws for itself. Outliers are not
 learned, and with three or more senders the expected direction is the median of theirs, so a minority does not move it.
 A level within `SLACK` deviations of the usual (at least a factor of 1.5) gives no evidence. A sole sender may drift by
-this much every few microbatches, as honest senders do in the first inner steps. A few falsified microbatches in ten are
-not detected if none is an outlier by itself. If two senders disagree from their first microbatch on, neither is
-trusted. Where the cosine of honest gradients is within half a deviation of zero, neither reversed gradients nor noise
-is detected.
+this much every few microbatches, and turn slowly, as honest senders do in the first inner steps. A few falsified
+microbatches in ten are not detected if none is an outlier by itself. If two senders disagree from their first
+microbatch on, neither is trusted. Where the cosine of honest gradients is within half a deviation of zero, neither
+reversed gradients nor noise is detected.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ SLOW_RATE: Final = 0.02
 LEAST_LEVEL: Final = 0.2
 LEAST_COSINE: Final = 0.1
 # An outlier by itself: e^3 = 20 times larger or smaller than usual (the gradients of an unstable model occasionally
-# differ by a factor of 5), or a cosine below zero and `OUTLIER_COSINE` standard deviations from the usual. A microbatch
+# differ by a factor of 5), or a cosine below zero and `OUTLIER_COSINE` standard deviations from the usual. A level
 # below `USUAL` deviations is learned.
 OUTLIER_LEVEL: Final = 3.0
 OUTLIER_COSINE: Final = 8.0
@@ -113,7 +117,8 @@ class UsualTraffic:
     def judge(self, peer: bytes, level: float, direction: Tensor) -> str:
         """Return why a microbatch is an outlier, or an empty string and learn it. ``direction`` has norm 1."""
         if not self._num_seen:
-            self._learn(self._sender(peer), level, direction)
+            self._levels.append(level)
+            self._learn(self._sender(peer), direction)
             return ""
         sender = self._sender(peer)
         is_warm = self._num_seen >= NUM_WARM
@@ -136,8 +141,9 @@ class UsualTraffic:
             return ""
         self._num_refused = 0
         self._note(distance, cosine, by_level, by_cosine)
-        if not is_warm or max(deviations) < USUAL:
-            self._learn(sender, level, direction)
+        if not is_warm or max(deviations[:2]) < USUAL:
+            self._levels.append(level)
+        self._learn(sender, direction)
         return ""
 
     def _sender(self, peer: bytes) -> _Sender:
@@ -170,9 +176,8 @@ class UsualTraffic:
         self._level_deviation += rate * (1.25 * off_level - self._level_deviation)
         self._cosine_deviation += rate * (1.25 * off_cosine - self._cosine_deviation)
 
-    def _learn(self, sender: _Sender, level: float, direction: Tensor) -> None:
+    def _learn(self, sender: _Sender, direction: Tensor) -> None:
         self._num_seen += 1
-        self._levels.append(level)
         sender.num_known += 1
         if sender.num_known == 1:
             sender.direction = direction.clone()
