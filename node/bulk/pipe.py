@@ -134,7 +134,8 @@ class BulkPipe:
         self._is_stuck = False
         self.is_over = False
         """Whether `run` has ended."""
-        self._changed = trio.Event()
+        self._waiting: dict[trio.Event, Callable[[], bool]] = {}
+        """Conditions for which tasks wait: one each of this object's, and one of each user."""
         stream.is_bulk = True
 
     def begin(self, patience: Patience) -> None:
@@ -278,10 +279,19 @@ class BulkPipe:
     async def _write(self) -> None:
         while True:
             await self._until(lambda: bool(self._posted))
+            if self.pipe.step is RouteStep.STREAM and self.pipe.num_sent < self.pipe.outgoing.end:
+                await trio.lowlevel.checkpoint()  # the task that sends the transfer takes them along, unless it waits
             async with self._writing:
-                await self._put(self._posted[0])
-            self._posted.popleft()
+                await self._put_posted()
             self._notify()
+
+    async def _put_posted(self, last: bytes = b"") -> None:
+        """Write all posted frames, and ``last``, in one piece: each write costs the other end a read, too."""
+        num_frames = len(self._posted)
+        if num_frames or last:
+            await self._put(b"".join([*self._posted, last]))
+        for _ in range(num_frames):
+            self._posted.popleft()
 
     async def _put(self, data: bytes) -> None:
         """Write to the stream. If it is broken, drop the data: earlier messages of the other end must still be read."""
@@ -464,14 +474,17 @@ class BulkPipe:
 
     async def _send_over_stream(self) -> None:
         while True:
-            piece = await self._next_piece(min(CHUNK_BYTES, self._piece_bytes(is_channel=False)))
+            room = max(CHUNK_BYTES - sum(map(len, self._posted)), CHUNK_BYTES // 2)  # in one Noise message with them
+            piece = await self._next_piece(min(room, self._piece_bytes(is_channel=False)))
             began_at = trio.current_time()
             await self._shaping.up.wait(piece.nbytes)
-            await self.drain()
-            self._writing.acquire_nowait()  # nothing is posted, so the writer does not have it
+            if self._writing.locked():  # each pass through the event loop costs a tenth of what a chunk does
+                await self._writing.acquire()
+            else:
+                self._writing.acquire_nowait()
             self._is_sending = True
             try:
-                await self._put(self.pipe.send(Chunk(self.pipe.num_sent, piece)))
+                await self._put_posted(self.pipe.send(Chunk(self.pipe.num_sent, piece)))
             finally:
                 self._is_sending = False
                 self._writing.release()
@@ -482,8 +495,10 @@ class BulkPipe:
     # Waiting
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        """Wake those tasks whose condition holds now."""
+        for event, holds in self._waiting.items():
+            if holds():
+                event.set()
 
     async def _until_or_over(self, holds: Callable[[], bool]) -> None:
         await self._until(lambda: holds() or self.is_over)
@@ -492,4 +507,8 @@ class BulkPipe:
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
-            await self._changed.wait()
+            self._waiting[event := trio.Event()] = holds
+            try:
+                await event.wait()
+            finally:
+                del self._waiting[event]

@@ -118,7 +118,8 @@ class StepPace:
 
     def rest(self, began_at: float) -> None:
         """Sleep, if the node is slowed down, after a computation that began at ``began_at``."""
-        time.sleep((self._slow - 1.0) * (time.monotonic() - began_at))
+        if self._slow > 1.0:  # a sleep of no time costs the process its turn on the core
+            time.sleep((self._slow - 1.0) * (time.monotonic() - began_at))
         self.busy_seconds += time.monotonic() - began_at
 
 

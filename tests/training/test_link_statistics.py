@@ -153,7 +153,7 @@ def test_a_sole_sender_whose_gradients_turn_with_the_training_is_not_suspected(s
     generator = torch.Generator().manual_seed(seed)
 
     def unit(vector: Tensor) -> Tensor:
-        return vector / torch.linalg.vector_norm(vector)
+        return torch.nn.functional.normalize(vector, dim=0)
 
     def drawn(direction: Tensor, signal: float = 1.0) -> Tensor:
         strength = signal * (0.4 + 1.1 * float(torch.rand((), generator=generator)))
@@ -164,9 +164,9 @@ def test_a_sole_sender_whose_gradients_turn_with_the_training_is_not_suspected(s
     usual = UsualTraffic()
     for _ in range(200):
         assert not usual.judge(ANN, 0.0, drawn(first))
-    for attack in (lambda: -drawn(first), lambda: drawn(first, signal=0.0)):
-        judge_attacked = copy.deepcopy(usual)
-        assert any(judge_attacked.judge(ANN, 0.0, attack()) for _ in range(40))
+    for sign, signal in ((-1.0, 1.0), (1.0, 0.0)):
+        attacked = copy.deepcopy(usual)
+        assert any(attacked.judge(ANN, 0.0, sign * drawn(first, signal)) for _ in range(40))
     for number in range(200):
         share = min(number / 16, 1.0)
         assert not usual.judge(ANN, 0.0, drawn(unit((1 - share) * first + share * turned)))

@@ -74,6 +74,12 @@ class FaultyStream:
         self._has_come = False
 
     async def send_all(self, data: bytes) -> None:
+        while data:
+            end = 4 + int.from_bytes(data[:4], "big")
+            await self._send_frame(data[:end])
+            data = data[end:]
+
+    async def _send_frame(self, data: bytes) -> None:
         if not self._has_come and name_of(data) != self._stage:
             await self._stream.send_all(data)
             return
