@@ -24,6 +24,8 @@ MODEL: Final[Mapping[str, int]] = {
     "vocabulary": 256,
 }
 NUM_MICROBATCHES: Final = 16
+# Low: in a run without a warm-up, activations could double from one inner step to the next, and would be refused.
+LEARNING_RATE: Final = 1e-4
 # Inner steps before the timed ones: shapes are inferred, links opened, pages mapped.
 WARMUP_STEPS: Final = 1
 # Nothing may be dropped, however busy the machine is, as losses are compared.
@@ -56,7 +58,12 @@ class Task:
         return {
             "name": "bench-stages",
             "model": {**self.model, "num_stages": self.num_stages},
-            "inner": {"learning_rate": 1e-3, "warmup_steps": 2, "batch_size": self.num_microbatches, "clip": 0.0},
+            "inner": {
+                "learning_rate": LEARNING_RATE,
+                "warmup_steps": 2,
+                "batch_size": self.num_microbatches,
+                "clip": 0.0,
+            },
             "pipeline": {
                 "codec": codec,
                 "microbatch_size": 1,

@@ -12,7 +12,7 @@ import pytest
 
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.stages import StagesFigures, measure, throughput_grid
+from farandole.testnet.bench.stages import Throughput, measure, throughput_grid
 from farandole.testnet.bench.stages_codecs import MODEL, CodecLoss, codec_grid, codec_losses
 from farandole.testnet.bench.stages_task import Task
 from farandole.testnet.bench.stages_torch import bytes_per_token
@@ -29,8 +29,9 @@ def variant(who: str, how: str, is_exact: bool = True) -> Variant:
     return Variant(who, how, is_exact, play)
 
 
-ALONE, OURS, LOSSY = (
+ALONE, PEER, OURS, LOSSY = (
     variant("one process", "1 thread"),
+    variant("torch.distributed.pipelining", "GPipe, fp32"),
     variant("farandole", "fp32"),
     variant("farandole", "int8", False),
 )
@@ -77,7 +78,7 @@ def test_rows_are_medians_and_shares_of_the_first_variant() -> None:
 
 @pytest.mark.parametrize(("loss", "is_wrong"), [(5.0, False), (5.00004, False), (5.0001, True)])
 def test_what_travels_in_fp32_must_learn_the_same_in_every_turn(loss: float, is_wrong: bool) -> None:
-    figures = StagesFigures(TASK, [(ALONE, turn(1)), (OURS, turn(1)), (OURS, turn(1, loss)), (LOSSY, turn(1, 5.1))])
+    figures = Throughput(TASK, [(ALONE, turn(1)), (OURS, turn(1)), (OURS, turn(1, loss)), (LOSSY, turn(1, 5.1))])
 
     assert [name.partition(":")[0] for name in figures.wrong] == (["farandole, fp32"] if is_wrong else [])
 
@@ -96,11 +97,12 @@ def test_what_cannot_be_scheduled_is_refused(task: Task) -> None:
 
 
 def test_the_table_leaves_out_what_means_nothing() -> None:
-    rows = rows_of([(ALONE, turn(10)), (OURS, turn(16, 5.0, 1_234.0))])
+    turns = [(ALONE, turn(10)), (PEER, turn(20, 5.0, 1_000.0)), (OURS, turn(16, 5.0, 1_234.0))]
 
-    assert throughput_grid(rows, TASK).rows == [
-        ["one process, 1 thread", "10.0", "1.00", "", "", ""],
-        ["farandole, fp32", "16.0", "1.60", "1,234", "", "0e+00"],
+    assert throughput_grid(rows_of(turns), TASK).rows == [
+        ["one process, 1 thread", "10.0", "1.00", "", "", "", ""],
+        ["torch.distributed.pipelining, GPipe, fp32", "20.0", "2.00", "1.00", "1,000", "", "0e+00"],
+        ["farandole, fp32", "16.0", "1.60", "0.80", "1,234", "", "0e+00"],
     ]
 
 
@@ -133,12 +135,13 @@ def test_every_variant_learns_the_same(tmp_path: Path) -> None:
     document.write_text("<!-- begin stages -->\n<!-- end stages -->\n")
 
     with open_bench("stages", tmp_path, document) as bench:
-        bench.publish(measure(bench, TASK, 1, codec_steps=2, seeds=1).report(bench.setting))
+        bench.publish(measure(bench, [TASK], 1, codec_steps=2, seeds=1).report(bench.setting))
 
     written = json.loads((tmp_path / "stages.json").read_text())
     assert written["misses"] == []
-    assert {row["who"] for row in written["rows"]} == {"one process", "torch.distributed.pipelining", "farandole"}
-    sent = {row["how"]: row["bytes_per_token"] for row in written["rows"] if row["who"] == "farandole"}
+    (model,) = written["models"]
+    assert {row["who"] for row in model["rows"]} == {"one process", "torch.distributed.pipelining", "farandole"}
+    sent = {row["how"]: row["bytes_per_token"] for row in model["rows"] if row["who"] == "farandole"}
     assert sent["fp32"] > sent["bf16"] > sent["int8"] > 0
     assert [each["codec"] for each in written["codec_losses"]] == [
         *("fp32", "bf16", "fp16", "int8"),
