@@ -39,6 +39,10 @@ from .status.journal import Journal
 # Each costs two announcements in the DHT an hour, and a lookup a minute.
 MAX_RUNS: Final = 16
 RUNS_FACT: Final = "relayed runs"
+ONLY_PRIVATE: Final = (
+    "this relay knows no public address of its machine, so only its own network can dial it. On a cloud machine, or "
+    "behind a router that forwards a port, start it with --port PORT --announce /ip4/PUBLIC-IP/tcp/PORT"
+)
 # Longest interval of checks for connected members.
 MAX_LOOK_INTERVAL: Final = 30.0
 # Members of each run to connect to; peers that connect for another reason are not counted.
@@ -71,6 +75,8 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
             nursery.start_soon(seeker.run)
             daemon.journal.say("a node that others cannot dial connects to this relay, on its machine, with:")
             daemon.journal.say(f"  farandole dial {_address_for_others(mesh.host, daemon.settings.announce)}")
+            if not (daemon.settings.announce or any(is_global(known.split("/")[2]) for known in mesh.host.addresses)):
+                daemon.journal.say(ONLY_PRIVATE)
             nursery.start_soon(_tell_reachability, mesh, daemon.journal, runs)
             if public is not None:
                 invite = decoded[0] if decoded else Invite(runs[0], network_key=network_key)

@@ -37,8 +37,8 @@ _TELL_SECONDS: Final = 10.0
 _SEATS: Final = 1_000
 LIES_AT: Final = 1.0
 """Virtual second at which the lies begin."""
-WRITES_AT, WRITE_SECONDS, ENDS_AT = 60.0, 15.0, 100.0
-"""Virtual seconds in which every honest node writes an entry, and at which the play ends."""
+WRITE_SECONDS, FOLLOWED_SECONDS = 15.0, 40.0
+"""Virtual seconds in which every honest node writes an entry, and from their beginning to the end of the play."""
 
 Admissions = Literal["open", "uninvited", "invited"]
 """``open``: anybody is a member; else an invite is needed, which the liars lack, or have, with a quota."""
@@ -57,6 +57,13 @@ class SybilScenario:
     loss: float = 0.05
     replaced_a_minute: float = 0.1
     """Share of the honest nodes that are replaced each minute."""
+    writes_at: float = 60.0
+    """Virtual second at which honest nodes begin to write, and the traffic to count; all nodes start at 0."""
+
+    @property
+    def ends_at(self) -> float:
+        """Return the virtual second at which the play ends."""
+        return self.writes_at + FOLLOWED_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +182,15 @@ def play(scenario: SybilScenario, seed: int) -> SybilOutcome:
         for liar in liars:
             world.simulation.call_at(LIES_AT, partial(let_lie, world, liar, sybils))
     _replace_some(world, honest, scenario)
-    world.simulation.run_until(WRITES_AT)
+    world.simulation.run_until(scenario.writes_at)
     sent = {node.author: _sent(world, node) for node in honest}
     written = world.publish_all([node for node in honest if node.is_running], WRITE_SECONDS)
-    world.simulation.run_until(ENDS_AT)
+    world.simulation.run_until(scenario.ends_at)
     stayed = [node for node in honest if node.is_running]
     authors = {node.author for node in stayed}
     invented = {signed.author for signed in sybils.entries}
     known = [frozenset(invented & set(node.state.authors)) for node in stayed]
     kept = sum(other.author in node.state for node in stayed for other in stayed)
-    seconds = ENDS_AT - WRITES_AT
     traffic = [(_sent(world, node), sent[node.author]) for node in stayed]
     return SybilOutcome(
         kept=kept / len(stayed) ** 2,
@@ -198,8 +204,8 @@ def play(scenario: SybilScenario, seed: int) -> SybilOutcome:
                 for node in stayed
             )
         ),
-        messages=sum(after[0] - before[0] for after, before in traffic) / len(stayed) / seconds,
-        num_bytes=sum(after[1] - before[1] for after, before in traffic) / len(stayed) / seconds,
+        messages=sum(after[0] - before[0] for after, before in traffic) / len(stayed) / FOLLOWED_SECONDS,
+        num_bytes=sum(after[1] - before[1] for after, before in traffic) / len(stayed) / FOLLOWED_SECONDS,
     )
 
 
@@ -210,7 +216,7 @@ def _sent(world: World, node: SimulatedNode) -> tuple[int, int]:
 
 def _replace_some(world: World, honest: Sequence[SimulatedNode], scenario: SybilScenario) -> None:
     """Replace nodes one after another, evenly over the whole play: one dies, and a new node joins."""
-    replaced = round(scenario.replaced_a_minute * len(honest) * ENDS_AT / 60.0)
+    replaced = round(scenario.replaced_a_minute * len(honest) * scenario.ends_at / 60.0)
     leavers = world.simulation.rng.sample(list(honest), replaced)
 
     def replace(node: SimulatedNode) -> None:
@@ -218,4 +224,4 @@ def _replace_some(world: World, honest: Sequence[SimulatedNode], scenario: Sybil
         world.add_node().start(world.contacts())
 
     for index, node in enumerate(leavers):
-        world.simulation.call_at(ENDS_AT * (index + 0.5) / replaced, partial(replace, node))
+        world.simulation.call_at(scenario.ends_at * (index + 0.5) / replaced, partial(replace, node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ import pytest
 from farandole.protocol.manifest import TokenizerConfig
 
 SEPARATOR = "<|endoftext|>"
+
+
+def word_level(*words: str) -> bytes:
+    """Return the content of a tokenizer file with these words for tokens."""
+    model = {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": words[0]}
+    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    return json.dumps({"version": "1.0", **nothing, "added_tokens": [], "model": model}).encode()
 
 
 def write_bpe(folder: Path, *, has_decoder: bool = True) -> tuple[Path, TokenizerConfig]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import ClassVar, Final
@@ -68,6 +69,8 @@ class Turns:
         self._has_left = False
         self._is_over = False
         self._failure: BaseException | None = None
+        self.waits_since: float | None = None
+        """When the user's thread began to wait for its turn, monotonic; None while it has it."""
 
     @property
     def has_left(self) -> bool:
@@ -85,6 +88,13 @@ class Turns:
 
     def wait(self) -> None:
         """Wait for the loop's turn, and answer the engine's questions until then."""
+        self.waits_since = time.monotonic()
+        try:
+            self._answer_questions()
+        finally:
+            self.waits_since = None
+
+    def _answer_questions(self) -> None:
         while (question := self._next_question()) is not None:
             answer: float | Exception
             try:

@@ -97,7 +97,7 @@ def find_target(
         raise ManifestError(
             f"{settings.home} belongs to another run ({decode_manifest(stored)[1].run_id.hex()[:16]}): "
             "one data directory serves one run. Join this one with a new directory, --home NEW; if you make the run, "
-            "sign it with that directory, too: farandole run create RUN.TOML --home NEW"
+            "sign it with that directory, too: farandole run create (or checkpoint resume, import) takes --home NEW"
         )
     peers = peers_at([*(invite.addresses if invite else ()), *settings.bootstrap])
     for peer, addresses in remembered.items():

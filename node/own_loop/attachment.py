@@ -39,6 +39,8 @@ logger = logging.getLogger("farandole")
 ATTACH_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 0.2
 CONNECT_SECONDS: Final = 10.0
+# A loop that waits longer is told why: `create_run` lets exchanges overlap with steps.
+LOOK_SECONDS: Final = 5.0
 # At the end of a loop: the last exchange has its deadline, and the checkpoint must reach the disk.
 END_SECONDS: Final = 90.0
 
@@ -77,10 +79,18 @@ class Attachment:
     """Follows one loop until it is over. ``door`` is the node's socket; ``run_id`` is empty for whatever run it is in.
 
     ``why_gone`` is called while the node does not listen. It returns the reason if the node never will (or an empty
-    text), and whether the node is still starting.
+    text), and whether the node is still starting. ``why_resting`` is called while the loop waits, in another thread. It
+    returns why the node does not train, or an empty text.
     """
 
-    def __init__(self, door: Path, run_id: bytes, loop: Loop, why_gone: Callable[[], tuple[str, bool]]) -> None:
+    def __init__(
+        self,
+        door: Path,
+        run_id: bytes,
+        loop: Loop,
+        why_gone: Callable[[], tuple[str, bool]],
+        why_resting: Callable[[], str] = str,
+    ) -> None:
         self.turns = Turns()
         self.engine: ExternalEngine | None = None
         self.over = ""
@@ -89,6 +99,7 @@ class Attachment:
         self._run_id = run_id
         self._loop = loop
         self._why_gone = why_gone
+        self._why_resting = why_resting
         self._ended = threading.Event()
         self._is_following = False
         self._connection: socket.socket | None = None
@@ -97,7 +108,20 @@ class Attachment:
     def begin(self) -> None:
         """Attach, and wait for the loop's first turn. Raises the engine's error if that fails."""
         self._thread.start()
+        threading.Thread(target=self._tell_why_waiting, name="farandole-waiting", daemon=True).start()
         self.turns.wait()
+
+    def _tell_why_waiting(self) -> None:
+        """Warn the user of each reason for which the node lets the loop wait, until the loop ends."""
+        told = ""
+        while not self._ended.wait(LOOK_SECONDS):
+            since = self.turns.waits_since
+            if since is None or time.monotonic() < since + LOOK_SECONDS:
+                continue
+            reason = self._why_resting()
+            if reason not in ("", told):
+                logger.warning("the loop waits, since its node rests: %s", reason)
+            told = reason
 
     def end(self) -> None:
         """End the loop: wait until its last outer step is taken and saved."""

@@ -115,6 +115,14 @@ class ChildNode:
         code = self._process.returncode
         return f"the node ended with exit code {code}: {last}; its output is in {self._output}", False
 
+    def why_resting(self) -> str:
+        """Return why the node is paused; empty if it is not, or does not answer."""
+        try:
+            status = call(self._home, "status", max_members=0)
+        except FarandoleError:
+            return ""
+        return str(status["phase_detail"]) if status["phase"] == "paused" else ""
+
     def end(self) -> None:
         """Make a node that a loop has started leave the run, and wait until it is gone."""
         if not self._mark.exists():

@@ -76,7 +76,7 @@ class NoLoCo:
                 _check_run_known(self.home)
             loop = Loop(model, recipe, evaluate, tokens_per_byte, tokens_per_step, ranks)
             door = NodeSettings(home=self.home).door
-            self._member = Attachment(door, run_id, loop, self._node.why_gone)
+            self._member = Attachment(door, run_id, loop, self._node.why_gone, self._node.why_resting)
         else:
             self._member = Follower(ranks, model, evaluate)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -162,7 +162,10 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
         return decode_invite(run).run_id, [run], None
     folder = Path(run)
     if (start := start_of(folder)) is None:
-        raise ManifestError(f"{run} is no invite, and no directory that farandole.create_run has made")
+        raise ManifestError(
+            f"{run} is no invite, and no directory that farandole.create_run has made. For a manifest, start the node: "
+            f"farandole join {run} --trainer external, and leave out run="
+        )
     manifest = start / MANIFEST_NAME
     return decode_manifest(manifest.read_bytes())[1].run_id, [str(manifest), "--start", str(start)], folder
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
-from farandole.protocol.entries import MAX_NOTE_BYTES
+import msgspec
+
+from farandole.protocol.entries import MAX_NOTE_BYTES, NoteName
 from farandole.protocol.program_messages import (
     MAX_WAIT_SECONDS,
     FindNotes,
@@ -45,6 +47,13 @@ MESSAGE_SECONDS: Final = 60.0
 MAX_UNTAKEN: Final = 64
 # Of such a message: all streams of a node together, each with one, hold 64 MiB.
 MAX_SENT_BYTES: Final = 256 * 1024
+
+
+def _checked(name: str) -> str:
+    try:
+        return msgspec.convert(name, NoteName)
+    except msgspec.ValidationError:
+        raise MeshError(f"a name has 1 to 48 letters, digits and . _ / -, and {name!r} has others") from None
 
 
 class Run(Protocol):
@@ -143,11 +152,12 @@ class Mesh:
 
     def open(self, peer: str, name: str, timeout: float = OPEN_SECONDS) -> MeshStream:
         """Open a stream to a peer whose program listens to ``name``. Raises `MeshError`."""
-        return self._stream(Open(peer, name, min(timeout, MAX_WAIT_SECONDS)), timeout + LOCAL_SECONDS)
+        return self._stream(Open(peer, _checked(name), min(timeout, MAX_WAIT_SECONDS)), timeout + LOCAL_SECONDS)
 
     def listen(self, name: str) -> MeshListener:
         """Accept streams that peers open under ``name``. Raises `MeshError` if another program here listens to it."""
-        return MeshListener(self._hold(Listen(name)), lambda ticket: self._stream(Take(ticket), LOCAL_SECONDS))
+        held = self._hold(Listen(_checked(name)))
+        return MeshListener(held, lambda ticket: self._stream(Take(ticket), LOCAL_SECONDS))
 
     def send(self, peer: str, name: str, message: bytes, timeout: float = OPEN_SECONDS) -> None:
         """Send one message of at most 256 KiB; return when the peer's program has taken it from `messages`.
@@ -205,17 +215,19 @@ class Mesh:
         at most 448 bytes; a node has at most 8 notes, with some 500 bytes in all, names included. Raises `MeshError` if
         there is no room.
         """
+        if not isinstance(value, bytes):
+            raise TypeError(f"a note is bytes, not {type(value).__name__}")
         if len(value) > MAX_NOTE_BYTES:
             raise MeshError(f"a note has at most {MAX_NOTE_BYTES} bytes, and {name} would have {len(value)}")
-        request = HoldNote(name, value)
+        request = HoldNote(_checked(name), value)
         if (held := self._notes.get(name)) is not None:
             ask(held, request, RequestGranted, LOCAL_SECONDS)
         else:
             self._notes[name] = self._connected(request, RequestGranted, LOCAL_SECONDS)[0]
 
     def notes(self, name: str) -> dict[str, bytes]:
-        """Return the notes of this name of all present members, by peer id."""
-        return self._answer(FindNotes(name), NotesFound, LOCAL_SECONDS).notes
+        """Return the notes of this name of all present members, this node's included, by peer id."""
+        return self._answer(FindNotes(_checked(name)), NotesFound, LOCAL_SECONDS).notes
 
     # Files
 

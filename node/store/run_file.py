@@ -8,6 +8,7 @@ file, and the schedule of the learning rate by tokens.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,8 @@ from farandole.protocol.outer_rules import with_kind
 from farandole.protocol.planning import BY_TOKENS
 from farandole.protocol.presets import PRESETS, preset
 from farandole.protocol.screening_rules import DEFAULT_SCREENING
+from farandole.training.errors import DataError
+from farandole.training.tokenizer import load_tokenizer
 
 from ..base.config.faults import (
     Context,
@@ -106,7 +109,31 @@ def manifest_of(
     found += [fault for fault in others if fault.place not in reported]
     if found:
         raise FaultyError(found)
-    return manifest_from_dict(complete)
+    manifest = manifest_from_dict(complete)
+    if isinstance(tokenizer, Mapping) and "file" in tokenizer:
+        _try_tokenizer(manifest, folder / str(tokenizer["file"]))
+    return manifest
+
+
+def _try_tokenizer(manifest: Manifest, path: Path) -> None:
+    """Raise `FaultyError` if no node could use the tokenizer file, or the model has too few tokens for it."""
+    if importlib.util.find_spec("tokenizers") is None:  # this machine cannot tell; the nodes have it
+        return
+    try:
+        num_tokens = load_tokenizer(manifest.tokenizer, path).vocabulary
+    except DataError as error:
+        raise FaultyError([FileFault(("tokenizer", "file"), f"tokenizer.file: {error}")]) from error
+    model = manifest.model
+    if model.own is None and model.external is None and num_tokens > model.vocabulary:
+        raise FaultyError(
+            [
+                FileFault(
+                    ("tokenizer", "file"),
+                    f"tokenizer.file: {path} has {num_tokens} tokens, and the model {model.vocabulary}: set "
+                    f"model.vocabulary = {num_tokens}",
+                )
+            ]
+        )
 
 
 def _table(model: object) -> object:
@@ -127,6 +154,8 @@ def _model(model: object, folder: Path, allowed_models: Collection[str]) -> obje
         return own_model(model, allowed_models)
     if isinstance(model, Mapping) and model.get("hf") is not None:
         return hf_model(model, folder)
+    if isinstance(model, Mapping) and not model.keys() - {"num_stages"}:
+        raise ManifestError('model: say which: preset = "3M", or its sizes (num_layers, width, ...)')
     if not isinstance(model, Mapping) or "preset" not in model:
         return model
     rest = {name: value for name, value in model.items() if name != "preset"}

@@ -13,7 +13,7 @@ from farandole.protocol.state import MAX_AUTHORS
 
 from ..grid import Grid
 from ..plays import play_all
-from ..simulate_sybils import ENDS_AT, QUOTA, WRITE_SECONDS, WRITES_AT, SybilOutcome, SybilScenario, play
+from ..simulate_sybils import FOLLOWED_SECONDS, QUOTA, WRITE_SECONDS, SybilOutcome, SybilScenario, play
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 
@@ -58,7 +58,7 @@ def run(
 
 def _delay(seconds: float) -> str:
     """Format a delay; an entry that had not arrived at the end of the play was late by at least the time given."""
-    return f"{seconds:.1f}" if math.isfinite(seconds) else f"> {ENDS_AT - WRITES_AT - WRITE_SECONDS:.0f}"
+    return f"{seconds:.1f}" if math.isfinite(seconds) else f"> {FOLLOWED_SECONDS - WRITE_SECONDS:.0f}"
 
 
 def report(setting: dict[str, object], outcomes: dict[str, list[SybilOutcome]]) -> BenchReport:

@@ -17,6 +17,7 @@ from .options import AsJson, Home, takes_settings
 from .output import (
     home_option,
     options_of_nodes,
+    other_run,
     print_answer,
     print_json,
     say_chosen,
@@ -239,7 +240,7 @@ def _write_manifest(path: Path, signed: SignedManifest, folder: Path, home: Path
 
     write_manifest(path, signed)
     manifest = decode_body(signed.body)
-    say_warnings([*unusual_needs(manifest), *doubtful_settings(manifest)])
+    say_warnings([*unusual_needs(manifest), *doubtful_settings(manifest), *other_run(NodeSettings(home=home))])
     run_id, start = signed.run_id.hex(), f"start its first node with: farandole join {path} --start {folder}"
     start += options_of_nodes(manifest) + home_option(home)
     made = {"run_id": run_id, "manifest": str(path), "start": str(folder)}

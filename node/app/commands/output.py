@@ -15,6 +15,7 @@ from farandole.protocol.errors import ManifestError
 if TYPE_CHECKING:
     from farandole.protocol.manifest import Manifest, SignedManifest
 
+    from ...base.settings import NodeSettings
     from ...status.status import NodeStatus
 
 
@@ -95,6 +96,20 @@ def split_source(source: str | None) -> tuple[str | None, Path | None]:
     path = Path(source)
     read_manifest(path)
     return None, path
+
+
+def other_run(settings: NodeSettings) -> list[str]:
+    """Return a warning if the data directory, with whose key a new run is signed, belongs to another run."""
+    from farandole.protocol.manifest import decode_manifest
+
+    from ...state.store import MANIFEST_FACT, read_fact
+
+    if not (known := read_fact(settings.store, MANIFEST_FACT)):
+        return []
+    return [
+        f"{settings.home} belongs to run {decode_manifest(known)[1].run_id.hex()[:16]}, so its node cannot join "
+        "this one: sign it with a new data directory, --home NEW, and join with the same"
+    ]
 
 
 def home_option(home: Path) -> str:

@@ -20,6 +20,7 @@ from .options import AsJson, Home, takes_settings
 from .output import (
     home_option,
     options_of_nodes,
+    other_run,
     print_answer,
     print_json,
     read_manifest,
@@ -84,7 +85,7 @@ def create_run(
     [cyan]farandole run create run.toml --measure[/cyan] (of a model that is cut into stages)
     """
     from farandole.protocol.invite import Invite, encode_invite
-    from farandole.protocol.manifest import decode_manifest, sign_manifest
+    from farandole.protocol.manifest import sign_manifest
     from farandole.protocol.planning import complete, given_by
     from farandole.protocol.private_network import network_key_of
 
@@ -92,7 +93,6 @@ def create_run(
     from ...base.doubtful_settings import doubtful_settings
     from ...base.identity import load_or_create_key
     from ...base.requirements import unusual_needs
-    from ...state.store import MANIFEST_FACT, read_fact
     from ...store.run_file import manifest_of_file
 
     file = read_toml(run_file)
@@ -109,12 +109,7 @@ def create_run(
         manifest, measured = cut_by_measuring(manifest, settings.allow_model)
     key = load_or_create_key(settings.key)
     signed = sign_manifest(manifest, key)
-    warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given)]
-    if known := read_fact(settings.store, MANIFEST_FACT):
-        warnings.append(
-            f"{settings.home} belongs to run {decode_manifest(known)[1].run_id.hex()[:16]}, so its node cannot join "
-            "this one: sign it with a new data directory, --home NEW, and join with the same"
-        )
+    warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given), *other_run(settings)]
     say_chosen(written, completed, given, warnings)
     network_key = network_key_of(key, signed.run_id) if manifest.private else b""
     addresses = tuple(invite_address or ())

@@ -34,13 +34,14 @@ def export_hf(
     Raises `ConsolidatedError`.
     """
     manifest = folder.manifest
+    config = config_of(manifest.model)
     loaded = _load_tokenizer(manifest, tokenizer)
     end_token = None if loaded is None else loaded.separator
     parts = parts_of(manifest)
     num_bytes = sum(4 * math.prod(part.shape) for part in parts.values())
     with new_folder(to, num_bytes) as temporary, open_tensors(folder.checkpoint) as file:
         _write_weights(temporary, file, parts, max_shard_bytes)
-        write_json(temporary / "config.json", config_json(config_of(manifest.model), end_token=end_token))
+        write_json(temporary / "config.json", config_json(config, end_token=end_token))
         write_json(temporary / "generation_config.json", {"bos_token_id": end_token, "eos_token_id": end_token})
         _write_tokenizer(temporary, loaded, tokenizer)
         write_file(temporary / "README.md", _card(folder, loaded).encode())

@@ -27,6 +27,7 @@ from farandole.training.errors import TrainingError
 from farandole.training.model import build_model
 
 from ...patience import PATIENCE
+from ..relayed import until
 from ..small_runs import small_manifest
 from ..trainer_commands import prepare_for
 
@@ -214,6 +215,22 @@ async def test_a_second_loop_fails_and_one_that_comes_too_late_goes_on_by_itself
         await in_thread(alone)
     assert late.over == "all rounds are done"
     assert "all rounds are done" in caplog.text
+
+
+async def test_a_loop_that_waits_is_told_why_its_node_rests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farandole.node.own_loop.attachment.LOOK_SECONDS", 0.01)
+    reasons = iter(["quiet hours until 18:00", "quiet hours until 18:00", "paused"])
+    attachment = Attachment(
+        tmp_path / "trainer.sock", b"", Loop(a_model()), lambda: ("", True), lambda: next(reasons, "")
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, attachment.begin)
+        with trio.fail_after(PATIENCE):
+            await until(lambda: "paused" in caplog.text)
+        await in_thread(attachment.end)
+    assert caplog.text.count("quiet hours until 18:00") == 1
 
 
 async def test_a_loop_without_a_node_says_so_at_once_if_there_will_be_none(tmp_path: Path) -> None:

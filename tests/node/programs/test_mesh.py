@@ -247,8 +247,10 @@ async def test_notes_are_seen_by_others_while_their_program_runs(tmp_path: Path,
     with pytest.raises(MeshError, match="at most 448 bytes, and offer would have 449"):
         await program(lambda: a.note("offer", bytes(449)))
     await program(lambda: a.note("offer", b"4 rollouts"))
-    with pytest.raises(MeshError, match="request of a program"):
+    with pytest.raises(MeshError, match="letters, digits"):
         await program(lambda: a.note("a name with spaces", b""))
+    with pytest.raises(TypeError, match="bytes, not str"):
+        await program(lambda: a.note("offer", "4 rollouts"))  # type: ignore[arg-type]  # the mistake itself
     await shows({nodes[0].peer_id: b"4 rollouts"})
     await program(a.close)
     await shows({})

@@ -18,6 +18,8 @@ from farandole.protocol.families.gpt2 import GPT2Config
 from farandole.protocol.families.llama import DefaultRope, LinearRope, Llama3Rope, LlamaConfig
 from farandole.protocol.presets import num_parameters
 
+from ...tokenizer_files import word_level
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "llama-3-stages" / "run.toml"
 
 # Original configurations: https://huggingface.co/openai-community/gpt2, and Llama 3.2 1B.
@@ -72,12 +74,12 @@ def test_a_configurations_folder_may_have_the_tokenizer_wherever_the_run_file_li
     folder = tmp_path / "runs" / "llama"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    (folder / "tokenizer.json").write_bytes(b"{}")
+    (folder / "tokenizer.json").write_bytes(word_level("a"))
     named = folder if is_absolute else "llama"
     (tmp_path / "runs" / "run.toml").write_text(f'name = "a"\nmodel = "hf:{named}"')
     monkeypatch.chdir(tmp_path)
     tokenizer = manifest_of_file(read_toml(Path("runs", "run.toml")), now=0).tokenizer
-    assert (tokenizer.kind, tokenizer.sha256) == ("tokenizers", hashlib.sha256(b"{}").hexdigest())
+    assert (tokenizer.kind, tokenizer.sha256) == ("tokenizers", hashlib.sha256(word_level("a")).hexdigest())
 
 
 def test_the_example_cuts_a_llama_in_three() -> None:

@@ -16,6 +16,8 @@ from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.protocol.screening_rules import GuardConfig
 
+from ...tokenizer_files import word_level
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "run.toml"
 
 
@@ -54,12 +56,26 @@ def test_a_run_may_mask_documents() -> None:
 
 
 def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    (tmp_path / "tokenizer.json").write_bytes(word_level("a", "b"))
     settings = {"name": "a", "model": "tiny", "tokenizer": {"file": "tokenizer.json"}}
     tokenizer = manifest_of(settings, tmp_path, 0).tokenizer
-    assert (tokenizer.kind, tokenizer.sha256) == ("tokenizers", hashlib.sha256(b"{}").hexdigest())
+    assert (tokenizer.kind, tokenizer.sha256) == ("tokenizers", hashlib.sha256(word_level("a", "b")).hexdigest())
     with pytest.raises(ManifestError, match=r"cannot read .*tokenizer\.json"):
         manifest_of(settings, tmp_path / "elsewhere", 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"# farandole", "tokenizer.file: .* is no tokenizer file"),
+        (word_level(*map(str, range(257))), "has 257 tokens, and the model 256: set model.vocabulary = 257"),
+    ],
+)
+def test_a_tokenizer_with_which_no_node_could_train_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ManifestError, match=says):
+        manifest_of({"name": "a", "model": "tiny", "tokenizer": {"file": "tokenizer.json"}}, tmp_path, 0)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +184,7 @@ def test_all_faults_are_named_at_once_with_their_lines_and_what_would_be_right(t
             ["3: model: no preset", "4: model.widht is no setting; did you mean width?", "6: tokenizer.file: cannot"],
         ),
         ("[model]\nprest = 'tiny'", ["3: model.prest is no setting; did you mean preset?"]),
+        ("[model]\nnum_stages = 4", ['2: model: say which: preset = "3M", or its sizes']),
         ("model = '3M'\nnum_stages = 4", ["3: num_stages is no setting; it belongs in [model]"]),
         ("model = '3M'\nfragments = 4", ["3: fragments is no setting; it belongs in [outer]"]),
         ("model = '3M'\ncodec = 'int8'", ["3: codec is no setting; it belongs in [outer] or in [pipeline]"]),

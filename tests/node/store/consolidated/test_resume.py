@@ -22,6 +22,7 @@ from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest,
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.vectors import required_vectors
 
+from ....tokenizer_files import word_level
 from .runs import GPT2, KEY, LLAMA, MODELS, decoded, manifest_for, save_stages, trained
 
 VECTORS = required_vectors(NoLoCoConfig())
@@ -174,7 +175,7 @@ def test_old_files_without_the_models_prefix_are_read(tmp_path: Path) -> None:
 
 def test_a_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path) -> None:
     saved_by_transformers(GPT2, tmp_path / "theirs")
-    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    (tmp_path / "theirs" / "tokenizer.json").write_bytes(word_level("a"))
     manifest, _ = import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
     assert manifest.tokenizer.kind == "tokenizers"
 
