@@ -27,6 +27,10 @@ def warnings(**settings: Any) -> list[str]:
         ({"rounds": {"round_seconds": 1}}, "rounds.exchange_seconds (30) is longer than rounds.round_seconds (1)"),
         ({"inner": {"total_steps": 1_000}}, "inner.warmup_steps (1000) is not less than inner.total_steps (1000)"),
         ({"admission": MEMBERS[:1], "model": {"preset": "tiny", "num_stages": 3}}, "1 of the stages have no node"),
+        (
+            {"inner": {"warmup_steps": 2}, "model": {"preset": "tiny", "num_stages": 2}},
+            "inner.warmup_steps is 2, and the model is in stages",
+        ),
         ({"outer": {"topk": 32}}, 'outer.topk has no effect, because outer.codec is "fp32"'),
         ({"inner": {"momentum": 0.9}}, 'inner.momentum has no effect, because inner.optimizer is "adamw"'),
     ],
