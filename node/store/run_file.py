@@ -22,7 +22,6 @@ from farandole.protocol.planning import BY_TOKENS
 from farandole.protocol.presets import PRESETS, preset
 from farandole.protocol.screening_rules import DEFAULT_SCREENING
 from farandole.training.errors import DataError
-from farandole.training.tokenizer import load_tokenizer
 
 from ..base.config.faults import (
     Context,
@@ -117,6 +116,8 @@ def manifest_of(
 
 def _try_tokenizer(manifest: Manifest, path: Path) -> None:
     """Raise `FaultyError` if no node could use the tokenizer file, or the model has too few tokens for it."""
+    from farandole.training.tokenizer import load_tokenizer  # imports numpy
+
     if importlib.util.find_spec("tokenizers") is None:  # this machine cannot tell; the nodes have it
         return
     try:
