@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence, Set
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import trio
 
@@ -26,6 +26,7 @@ from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
 from .base.backoff import pauses
+from .base.control import ControlError
 from .base.nurseries import open_service_nursery
 from .base.settings import NodeSettings
 from .daemon import NETWORK_KEY_FACT, open_desk, open_mesh, run_daemon
@@ -39,6 +40,10 @@ from .status.journal import Journal
 # Each costs two announcements in the DHT an hour, and a lookup a minute.
 MAX_RUNS: Final = 16
 RUNS_FACT: Final = "relayed runs"
+# What the commands ask only of a member's node.
+OF_MEMBERS: Final = (
+    *("admit", "checkpoints", "invitation", "invite", "network_key", "notice", "pause", "quiet", "resume", "roster"),
+)
 ONLY_PRIVATE: Final = (
     "this relay knows no public address of its machine, so only its own network can dial it. On a cloud machine, or "
     "behind a router that forwards a port, start it with --port PORT --announce /ip4/PUBLIC-IP/tcp/PORT"
@@ -70,7 +75,8 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
         )
     public = None if page is None else await trio.to_thread.run_sync(PublicPage, page, runs[0])
     async with open_mesh(daemon, runs, {**daemon.book.peers(), **named}, Limits(), network_key) as mesh:
-        async with open_desk(daemon, mesh, runs[0]), open_service_nursery() as nursery:
+        questions = dict.fromkeys(OF_MEMBERS, _send_to_a_member)
+        async with open_desk(daemon, mesh, runs[0], questions), open_service_nursery() as nursery:
             seeker = MemberSeeker(daemon, mesh, runs, named)
             nursery.start_soon(seeker.run)
             daemon.journal.say("a node that others cannot dial connects to this relay, on its machine, with:")
@@ -85,6 +91,10 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
             await daemon.is_leaving.wait()
             await seeker.remember(is_last=True)
         daemon.journal.say("left")
+
+
+async def _send_to_a_member(params: dict[str, Any]) -> object:
+    raise ControlError("no_member", "a relay runs here, which is no member: type this where a member's node runs")
 
 
 def _address_for_others(host: Host, announced: Sequence[str]) -> str:

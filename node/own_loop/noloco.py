@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -158,10 +159,10 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
     """Return the run's id (empty: any), ``farandole join``'s arguments, and the data directory if ``run`` names one."""
     if run is None:
         return b"", [], None
-    if isinstance(run, str) and is_invite(run) and not Path(run).exists():
+    if isinstance(run, str) and is_invite(run) and not os.path.exists(run):  # Path's raises for a long invite
         return decode_invite(run).run_id, [run], None
     folder = Path(run)
-    if (start := start_of(folder)) is None:
+    if not os.path.exists(folder) or (start := start_of(folder)) is None:
         raise ManifestError(
             f"{run} is no invite, and no directory that farandole.create_run has made. For a manifest, start the node: "
             f"farandole join {run} --trainer external, and leave out run="

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import urllib.request
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 import trio
 
+from farandole.node.admissions import admission_handlers
 from farandole.node.base.control import ControlError, call
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
@@ -139,6 +141,9 @@ async def test_a_peer_is_dialled_at_an_address_that_a_person_gives_and_remembere
             ):
                 with pytest.raises(ControlError, match=problem):
                     await dial(address)
+            for method in (*admission_handlers(lambda: None), "pause"):
+                with pytest.raises(ControlError, match="a relay runs here"):
+                    await trio.to_thread.run_sync(partial(call, relay.home, method))
             assert await dial(alice.addresses[0]) == f"connected to {alice.peer_id}"
             assert alice.is_connected(author_of(relay))
             assert await relay.end(signal.SIGTERM) == Exit.OK

@@ -30,7 +30,7 @@ from .finding import Diagnosis, Finding, Level, conclude
 from .inputs import check_data, check_models
 from .invite import RunToJoin, read_invitation
 from .machine import check_disk, check_home, check_key, check_memory, check_ports, check_torch, is_node_running
-from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, check_udp, meet
+from .mesh import check_clock, check_nat, check_needs_of, check_relay, check_run, check_speed, check_udp, meet
 from .router import check_upnp
 
 CONTROL_TIMEOUT: Final = 3.0
@@ -186,6 +186,8 @@ class Examination:
             return [nat, await check_relay(host, peers, kind)]
 
         async def look_at_run() -> list[Finding]:
+            if invitation.is_for_invited:
+                return await check_needs_of(invitation.manifest, self.settings)
             findings, manifest = await check_run(host, peers, invitation.run_id, self.settings)
             if self.manifest is None and manifest is not None:  # the findings without it were about any model
                 self.manifest = manifest

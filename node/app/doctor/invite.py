@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +36,21 @@ class RunToJoin:
     """Of a private run."""
     manifest: Manifest | None = None
     """Of that run, where the folder has it."""
+    has_admission: bool = False
+    """Whether the invite admits to a run of invited members."""
     kept_ports: dict[str, int] = field(default_factory=dict)
     """Multiaddr with port 0 -> the port on which the folder's node listened there before."""
+
+    @property
+    def is_for_invited(self) -> bool:
+        """Return whether only invited members are told of the run, so that a visit is not."""
+        return self.has_admission or (self.manifest is not None and self.manifest.admission != "open")
 
 
 async def read_invitation(text: str | None, bootstrap: list[str], store: Path, listen: Sequence[str]) -> RunToJoin:
     """Read the invite and the folder; ``listen``: the node's multiaddrs. Raises nothing: a fault is a finding."""
     invitation = RunToJoin()
-    if text is not None and not is_invite(text) and await trio.Path(text).is_file():
+    if text is not None and not is_invite(text) and await trio.to_thread.run_sync(os.path.isfile, text):
         await _read_manifest(trio.Path(text), invitation)
     elif text is not None:
         _read_invite(text, invitation)
@@ -73,6 +81,7 @@ def _read_invite(text: str, invitation: RunToJoin) -> None:
         invitation.findings.append(found(cause, why=error))
         return
     invitation.run_id, invitation.network_key = invite.run_id, invite.network_key
+    invitation.has_admission = bool(invite.admission)
     invitation.doors = [(split_address(address)[1], address) for address in invite.addresses]
     names = ", ".join(dict.fromkeys(short_name(peer) for peer, _ in invitation.doors))
     cause = "invite-fine" if invite.addresses else "invite-empty"

@@ -15,6 +15,8 @@ from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.verify import verify_hashes
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.external_model import recipe_hash
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.invite import Invite, encode_invite
 from farandole.training.external import ExternalEngine, Turns
 
 
@@ -81,6 +83,14 @@ def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         farandole.NoLoCo(model, optimizer, "nowhere")
     with pytest.raises(ManifestError, match="invite"):
         farandole.NoLoCo(model, optimizer, "farandole1abc")
+    # A file system's names have at most 255 bytes, and invites may be longer.
+    long = encode_invite(
+        Invite(bytes(32), tuple(f"/ip4/192.0.2.{part}/tcp/4001/p2p/{peer_id_of(bytes(32))}" for part in range(4)))
+    )
+    assert len(long) > 255
+    assert farandole.NoLoCo(model, optimizer, long, home="other").home == Path("other")
+    with pytest.raises(ManifestError, match="no invite"):
+        farandole.NoLoCo(model, optimizer, long[1:])
     with pytest.raises(ValueError, match="tokens_per_byte"):
         farandole.NoLoCo(model, optimizer, "farandole1abc", tokens_per_byte=0)
     farandole.create_run(model, "farandole1abc")

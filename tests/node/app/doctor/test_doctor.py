@@ -200,6 +200,20 @@ async def test_an_invite_to_a_run_that_nobody_knows(tmp_path: Path) -> None:
     assert causes(diagnosis) == ["run-unknown"]
 
 
+async def test_a_run_of_invited_members_tells_a_visit_nothing(tmp_path: Path) -> None:
+    invited = sign_manifest(
+        Manifest("tiny", MODEL, data=DataConfig(source="text"), admission="invited"), Ed25519PrivateKey.generate()
+    )
+    async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as member:
+        invite = encode_invite(Invite(invited.run_id, tuple(member.addresses), admission=b"a seat"))
+        diagnosis = await look(tmp_path, invite)
+        assert causes(diagnosis) == []
+        assert of(diagnosis, "run").cause == "run-untold"
+        async with open_store(tmp_path / "store.sqlite") as store:
+            await store.put_fact(MANIFEST_FACT, invited.encode())
+        assert "run-needs-text" in causes(await look(tmp_path, invite), Level.WARNING)
+
+
 async def test_an_invite_to_a_run_that_needs_a_newer_farandole(tmp_path: Path) -> None:
     class NewerManifest(Manifest, frozen=True):
         colour: str = "blue"
@@ -217,6 +231,7 @@ async def test_an_invite_to_a_run_that_needs_a_newer_farandole(tmp_path: Path) -
         (lambda text: text[:-5] + ("a" if text[-5] != "a" else "b") + text[-4:], "invite-damaged"),
         (lambda text: text.replace("farandole1", "farandole2"), "invite-other-version"),
         (lambda text: "hello", "invite-no"),
+        (lambda text: text[1:] + "a" * 300, "invite-no"),  # longer than a file's name may be
     ],
 )
 async def test_an_invite_that_cannot_be_read(tmp_path: Path, spoil: Callable[[str], str], cause: str) -> None:
