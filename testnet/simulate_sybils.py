@@ -37,6 +37,7 @@ _TELL_SECONDS: Final = 10.0
 _SEATS: Final = 1_000
 LIES_AT: Final = 1.0
 """Virtual second at which the lies begin."""
+WRITES_AT: Final = 60.0
 WRITE_SECONDS, FOLLOWED_SECONDS = 15.0, 40.0
 """Virtual seconds in which every honest node writes an entry, and from their beginning to the end of the play."""
 
@@ -57,7 +58,7 @@ class SybilScenario:
     loss: float = 0.05
     replaced_a_minute: float = 0.1
     """Share of the honest nodes that are replaced each minute."""
-    writes_at: float = 60.0
+    writes_at: float = WRITES_AT
     """Virtual second at which honest nodes begin to write, and the traffic to count; all nodes start at 0."""
 
     @property

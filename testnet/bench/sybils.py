@@ -13,7 +13,7 @@ from farandole.protocol.state import MAX_AUTHORS
 
 from ..grid import Grid
 from ..plays import play_all
-from ..simulate_sybils import FOLLOWED_SECONDS, QUOTA, WRITE_SECONDS, SybilOutcome, SybilScenario, play
+from ..simulate_sybils import FOLLOWED_SECONDS, QUOTA, WRITE_SECONDS, WRITES_AT, SybilOutcome, SybilScenario, play
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 
@@ -22,14 +22,14 @@ from .report import OUT, BenchReport, Out, Write, open_bench
 _FULL_AT: Final = 1_000
 
 
-def scenarios(honest: int, sybils: int) -> dict[str, SybilScenario]:
+def scenarios(honest: int, sybils: int, writes_at: float = WRITES_AT) -> dict[str, SybilScenario]:
     """Return the scenarios, by the name of their row."""
     capacity = min(MAX_AUTHORS, honest * MAX_AUTHORS // _FULL_AT)
     return {
-        "none, open run": SybilScenario(honest, 0, max_authors=capacity),
-        "open run": SybilScenario(honest, sybils, max_authors=capacity),
-        "invited run, without an invite": SybilScenario(honest, sybils, "uninvited"),
-        "invited run, by a member with a quota": SybilScenario(honest, sybils, "invited"),
+        "none, open run": SybilScenario(honest, 0, max_authors=capacity, writes_at=writes_at),
+        "open run": SybilScenario(honest, sybils, max_authors=capacity, writes_at=writes_at),
+        "invited run, without an invite": SybilScenario(honest, sybils, "uninvited", writes_at=writes_at),
+        "invited run, by a member with a quota": SybilScenario(honest, sybils, "invited", writes_at=writes_at),
     }
 
 
@@ -37,6 +37,9 @@ def run(
     honest: Annotated[int, typer.Option(min=8, help="Honest members.")] = 1_000,
     sybils: Annotated[int, typer.Option(min=1, help="Invented authors.")] = 4_000,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each.")] = 1,
+    writes_at: Annotated[
+        float, typer.Option(min=10, help="Virtual second, after all have started at once, from which is measured.")
+    ] = WRITES_AT,
     only: Annotated[str, typer.Option(help="Rows whose names begin with this; all without it.")] = "",
     out: Out = OUT,
     write: Write = None,
@@ -48,10 +51,11 @@ def run(
     Examples: [cyan]farandole testnet bench sybils --only "open run"[/cyan];
     [cyan]farandole testnet bench sybils --honest 100 --sybils 400 --seeds 3[/cyan]
     """
-    chosen = {name: scenario for name, scenario in scenarios(honest, sybils).items() if name.startswith(only)}
+    every = scenarios(honest, sybils, writes_at)
+    chosen = {name: scenario for name, scenario in every.items() if name.startswith(only)}
     if not chosen:
-        raise BenchError(f"no row begins with {only!r}; there are: {'; '.join(scenarios(honest, sybils))}")
-    with open_bench("sybils", out, write, honest=honest, sybils=sybils, seeds=seeds) as bench:
+        raise BenchError(f"no row begins with {only!r}; there are: {'; '.join(every)}")
+    with open_bench("sybils", out, write, honest=honest, sybils=sybils, seeds=seeds, writes_at=writes_at) as bench:
         plays = [(name, partial(play, scenario, seed)) for name, scenario in chosen.items() for seed in range(seeds)]
         bench.publish(report(bench.setting, play_all(bench.say, plays)))
 
