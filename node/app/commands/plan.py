@@ -17,7 +17,8 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.exits import Exit
 from ...base.figures import count, duration, mbit, parse_rate, parse_size, size
-from .options import AsJson, reader_of
+from ...base.settings import NodeSettings
+from .options import AsJson, reader_of, takes_settings
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ class _Model:
     """The section ``[model]`` of a new run file; None if there is a run file."""
 
 
+@takes_settings("allow_model")
 def plan_run(
+    settings: NodeSettings,
     model: Annotated[
         str, typer.Argument(metavar="MODEL|RUN.TOML", help="A preset such as 125M, hf:FOLDER, or a run file.")
     ],
@@ -96,7 +99,7 @@ def plan_run(
     from farandole.protocol.best_known import best_known
     from farandole.protocol.planning import Machine, plan
 
-    planned = _read(model)
+    planned = _read(model, settings.allow_model)
     machine = Machine(
         upload,
         download or upload,
@@ -116,7 +119,7 @@ def plan_run(
         raise typer.Exit(Exit.NOT_WELL)
 
 
-def _read(model: str) -> _Model:
+def _read(model: str, allowed_models: Sequence[str]) -> _Model:
     from farandole.protocol.planning import given_by
 
     from ...base.config.toml_file import read_toml
@@ -124,7 +127,7 @@ def _read(model: str) -> _Model:
 
     if model.endswith(".toml"):
         file = read_toml(Path(model))
-        return _Model(manifest_of_file(file, time.time()), given_by(file.values), None)
+        return _Model(manifest_of_file(file, time.time(), allowed_models), given_by(file.values), None)
     name = re.sub(r"[^\w .:+-]", "-", Path(model.removeprefix("hf:")).name or model)[:64]
     is_folder = model.startswith("hf:")
     table = {"hf": str(Path(model.removeprefix("hf:")).absolute())} if is_folder else {"preset": model}

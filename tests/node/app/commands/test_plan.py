@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from farandole.node.base.config.toml_file import read_toml
+from farandole.node.base.exits import Exit
 from farandole.node.base.requirements import unusual_needs
 from farandole.node.store.run_file import manifest_of_file
 from farandole.protocol.manifest import Manifest, decode_manifest
@@ -176,6 +177,20 @@ def test_settings_that_do_not_work_together_are_warned_of(run: Run, tmp_path: Pa
     code, _, err = run("run", "create", "run.toml")
     assert code == 0
     assert "warning: rounds.exchange_seconds (10) is longer than rounds.round_seconds (1)" in err
+
+
+def test_a_module_of_ones_own_is_planned_once_it_is_allowed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = "own_model.convolutional:build"
+    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "examples" / "own_model")
+    (tmp_path / "run.toml").write_text(f'name = "a"\nmodel = "{function}"\n')
+
+    code, _, err = run("run", "plan", "run.toml")
+    assert (code, f"--allow-model {function}" in err) == (Exit.BAD_INPUT, True)
+    code, out, _ = run("run", "plan", "run.toml", "--allow-model", function)
+    assert code == Exit.OK
+    assert "fits, with" in out
 
 
 def test_all_faults_of_a_run_file_are_printed_and_nothing_is_signed(run: Run, tmp_path: Path) -> None:
