@@ -99,7 +99,7 @@ def manifest_of(
     found += wrong
     reported = {fault.place for fault in found}
     elsewhere = {
-        setting.name: f"it is a node's: in its {CONFIG_NAME}, or as {setting.flag} of farandole join"
+        setting.name: f"nodes have it: put it into a node's {CONFIG_NAME}, or use farandole join {setting.flag}"
         for setting in SETTINGS
         if setting.flag
     }

@@ -81,7 +81,7 @@ async def check_run(
 
 async def check_needs_of(manifest: Manifest | None, settings: NodeSettings) -> list[Finding]:
     """Check a run of invited members, who tell a visit nothing: what it needs, if the folder has its manifest."""
-    skipped = found("run-untold", why="its members answer none but invited ones, and this is a visit")
+    skipped = found("run-untold", why="its members answer only invited ones, and the doctor joins no run")
     return [skipped, *(await _needs_of(manifest, settings) if manifest is not None else ())]
 
 

@@ -71,7 +71,7 @@ def _hint_for(unknown: str, known: Mapping[str, Setting]) -> str:
     from .faults import did_you_mean, homes_of
 
     if unknown in homes_of(Manifest):
-        return "it is a run's: in its run file, which `farandole run create` reads"
+        return "runs have it: put it into the run file, for `farandole run create`"
     near = did_you_mean(unknown, known)
     return f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
 

@@ -188,7 +188,7 @@ def test_all_faults_are_named_at_once_with_their_lines_and_what_would_be_right(t
         ("model = '3M'\nnum_stages = 4", ["3: num_stages is no setting; it belongs in [model]"]),
         ("model = '3M'\nfragments = 4", ["3: fragments is no setting; it belongs in [outer]"]),
         ("model = '3M'\ncodec = 'int8'", ["3: codec is no setting; it belongs in [outer] or in [pipeline]"]),
-        ("model = '3M'\nslow = 2", ["3: slow is no setting; it is a node's: in its config.toml, or as --slow of"]),
+        ("model = '3M'\nslow = 2", ["3: slow is no setting; nodes have it: put it into a node's config.toml, or use"]),
         ("model = '3M'\n[rounds]\nprivate = true", ["4: rounds.private is no setting; it belongs at the top"]),
         ("model = '3M'\n[rounds]\nouter.drift = 0.1", ["4: rounds.outer is no section; it belongs at the top"]),
         # Faults that both a user's own model and the manifest's model would have.
