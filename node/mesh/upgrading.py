@@ -26,6 +26,7 @@ from farandole.protocol.identity import SMALL_ORDER_KEYS, peer_id_bytes, peer_id
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError, StrangerError
 from .multistream import NEGOTIATION_TIMEOUT, Negotiation
+from .noise_session import NoiseSession
 from .raw_link import RawLink
 from .yamux import MuxedConn, UnreadBudget
 
@@ -95,7 +96,8 @@ class Upgrader:
             link.abort()
             raise
         link.finish_handshake()
-        return MuxedConn(session, link, found, self._shaping, self._budget, is_initiator=is_initiator)
+        noise = NoiseSession(session, link)
+        return MuxedConn(noise, link, found, self._shaping, self._budget, is_initiator=is_initiator)
 
     async def authenticate(self, link: RawLink, peer: bytes) -> ISecureConn:
         """Do the first half of `dial`, for a caller that only checks the peer's identity; it closes the link."""

@@ -13,21 +13,16 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, cast
 
 import trio
-from libp2p.abc import ISecureConn
 
 from farandole.protocol.identity import short_name
 from farandole.protocol.yamux import MAX_WINDOW, PingAnswered, StreamChanged, StreamOpened, Yamux, YamuxStream
 
 from ..base.bandwidth import Shaping
 from .libp2p_stream import Libp2pStream
+from .noise_session import NoiseSession
 from .raw_link import RawLink
-
-if TYPE_CHECKING:
-    from libp2p.security.noise.io import NoiseTransportReadWriter
-    from libp2p.security.secure_session import SecureSession
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +57,7 @@ class MuxedConn:
 
     def __init__(
         self,
-        session: ISecureConn,
+        session: NoiseSession,
         link: RawLink,
         peer: bytes,
         shaping: Shaping | None = None,
@@ -92,8 +87,7 @@ class MuxedConn:
     @property
     def handshake_hash(self) -> bytes:
         """The hash of the connection's Noise handshake: 32 bytes, the same at both ends and nowhere else."""
-        encrypted = cast("NoiseTransportReadWriter", cast("SecureSession", self.session).conn)
-        return bytes(encrypted.noise_state.get_handshake_hash())
+        return self.session.handshake_hash
 
     @property
     def num_unread(self) -> int:
