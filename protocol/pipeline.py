@@ -8,11 +8,12 @@ that they have given (`farandole.protocol.activations`): a slow node gives them 
 node waits for another's step: a microbatch under way needs only nodes of later stages to go forward, and no node's
 permission to go back. A stage with fewer nodes has a larger quota, so that all stages take equally many steps.
 
-**Losses.** A hop that refuses, or dies before the gradient is back, is replaced by another; if the microbatch had
-gone on already, its origin sees it arrive twice and drops it. A microbatch counts at all stages or at none: its origin
+**Losses.** A hop that refuses, or dies before the gradient is back, is replaced by another; if the microbatch had gone
+on already, its origin sees it arrive twice and drops it. A microbatch counts at all stages or at none: its origin
 decides when the gradient is back, and announces the outcome along the route. A node whose upstream hop dies before that
-asks the origin. A node without an answer by the deadline takes the gradient out again. One case remains, as with any
-commit: if the origin dies during the announcement, some stages count one microbatch more.
+asks the origin, and so does one that has heard nothing by the origin's deadline, as a hop between may be frozen. A node
+without an answer by its own deadline takes the gradient out again. One case remains, as with any commit: if the origin
+dies during the announcement, some stages count one microbatch more.
 
 **Falsified data.** The trainer judges the data that peers send (`farandole.training.link_statistics`). An outlier is
 dropped. A peer that sends several, or over which most microbatches are lost, is avoided
@@ -500,6 +501,7 @@ class Pipeline:
             self._end(microbatch, is_kept=True)
         else:
             microbatch.step = LinkStep.DONE
+            microbatch.ask_at = microbatch.deadline - GRACE_SECONDS
             self._send_back(microbatch.inward, microbatch)
 
     def _send_back(self, hop: Hop | None, microbatch: Microbatch) -> None:

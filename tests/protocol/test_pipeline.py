@@ -175,8 +175,10 @@ def test_losses_of_nodes_lose_no_more_than_was_under_way(seed: int, setting: dic
         assert count + sum(ticket in node.kept or ticket in node.summed for node in dead) == 4
 
 
-def test_a_frozen_node_costs_what_it_has_and_no_more() -> None:
-    world = World([1, 2, 1], microbatch_seconds=2.0)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_frozen_node_costs_what_it_has_and_no_more(seed: int) -> None:
+    """Nodes behind it, which it keeps from the origin's word, ask the origin."""
+    world = World([1, 2, 1], microbatch_seconds=2.0, seed=seed)
     world.run(2)
     frozen = world.of_stage(1)[0]
     frozen.is_frozen = True
