@@ -10,7 +10,7 @@ from .trainer_messages import Job
 # Jobs that the trainer has at once: one under way, and one that waits, so that the trainer is never idle.
 MAX_JOBS = 2
 # Jobs that free memory come first. Forward passes, and draws after them, run as the inner step allows.
-_PRIORITIES: tuple[Job, ...] = ("backward", "tail", "keep", "drop", "forward")
+_PRIORITIES: tuple[Job, ...] = ("backward", "tail", "forward")
 
 
 class MicrobatchJobs:

@@ -133,6 +133,8 @@ class MicrobatchLink:
     is_return: bool
     credits: int = 0
     """Credits given by its downstream node, in total."""
+    num_told: int = 0
+    """Credits that its upstream node knows of, where this node is the downstream one."""
     num_forwarded: int = 0
     heard_at: float = 0.0
     wait_until: float = -math.inf

@@ -68,7 +68,7 @@ from .pipeline_events import (
     Told,
 )
 from .pipeline_links import RETRY_INTERVAL, Dialling, Promises, choose_hop
-from .trainer_messages import InnerStepTaken, Job, TakeInnerStep, Work, Worked
+from .trainer_messages import InnerStepTaken, Job, Settle, TakeInnerStep, Work, Worked
 
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.
 MAX_ATTEMPTS = 3
@@ -113,6 +113,8 @@ class Pipeline:
         self._schedule = Schedule(settings, quota=lambda: self.quota, num_coming=self._num_coming)
         self._held_out = HeldOut()
         self._draw_after = -math.inf
+        self._change_links_at = math.inf
+        """When links may have to be opened or closed, as far as is known."""
         self._outputs: list[Output] = []
         self._now = 0.0
 
@@ -138,8 +140,11 @@ class Pipeline:
         self._now, self._outputs = now, []
         self._apply(event)
         self._expire()
-        self._forget_hops()
-        self._dial()
+        if now >= self._change_links_at:
+            self._forget_hops()
+            self._dial()
+            later = (*self._dialling.retries_at, *self._avoidance.until(now))
+            self._change_links_at = min((at for at in later if at > now), default=math.inf)
         self._route()
         self._give_work()
         self._end_step()
@@ -150,7 +155,7 @@ class Pipeline:
     def _apply(self, event: Event) -> None:
         match event:
             case NodesChanged():
-                self._nodes = event
+                self._nodes, self._change_links_at = event, self._now
             case LinkOpened():
                 self._open_link(event)
             case LinkFailed():
@@ -183,6 +188,7 @@ class Pipeline:
     def _open_link(self, event: LinkOpened) -> None:
         link = MicrobatchLink(event.peer, event.is_upstream, event.is_return, heard_at=self._now)
         self._links[event.link] = link
+        self._change_links_at = self._now
         if event.is_upstream:
             self._dialling.note_open(event.peer, event.is_return)
         if len(self._links) > MAX_LINKS or self._avoidance.is_avoided(event.peer, self._now):
@@ -190,6 +196,7 @@ class Pipeline:
 
     def _fail_link(self, event: LinkFailed) -> None:
         self._dialling.note_failed(event.peer, event.is_return, self._now)
+        self._change_links_at = self._now
         if event.is_return:
             self._lose_origin(event.peer)
 
@@ -212,6 +219,7 @@ class Pipeline:
         link = self._links.pop(number, None)
         if link is None:
             return
+        self._change_links_at = self._now
         if link.is_upstream and link.is_return:
             self._lose_origin(link.peer)
         elif link.is_upstream:
@@ -234,14 +242,25 @@ class Pipeline:
 
     def _grant(self) -> None:
         has_way_on = self._is_last or any(link.is_upstream for link in self._links.values())
-        granted = self._promises.grant(
+        self._promises.grant(
             self._links,
             self._nodes,
             num_free=self._microbatches.num_free if has_way_on else 0,
             num_waiting=self._num_coming(),
             is_starving=not self._jobs.given and self._schedule.may_begin(self._now),
         )
-        self._outputs += [Send(number, wire.Credits(self._links[number].credits)) for number in granted]
+        for number, link in self._links.items():
+            if not link.is_upstream and link.num_told < link.credits and not self._may_tell_later(number, link):
+                link.num_told = link.credits
+                self._outputs.append(Send(number, wire.Credits(link.credits)))
+
+    def _may_tell_later(self, number: int, link: MicrobatchLink) -> bool:
+        """Return whether credits may wait for a gradient that the trainer is about to finish, and travel with it."""
+        has_credit = link.num_told > link.num_forwarded
+        return has_credit and any(
+            job == "backward" and microbatch.inward is not None and microbatch.inward[0] == number
+            for job, microbatch in self._jobs.given
+        )
 
     def _num_coming(self) -> int:
         return len(self._microbatches.at(LinkStep.COMING, LinkStep.QUEUED))
@@ -468,18 +487,13 @@ class Pipeline:
     def _worked(self, event: Worked) -> None:
         job, microbatch = self._jobs.done()
         problem = event.problem
-        if job in ("keep", "drop"):
-            if microbatch.inner_step is not None:
-                microbatch.inner_step.num_kept += job == "keep"
-            self._release(microbatch)
-            return
         if problem and job in ("draw", "forward"):
             microbatch.has_begun = False  # the trainer holds nothing of it
             self._draw_after = self._now + DRAW_INTERVAL
             if job == "draw" and microbatch.is_held_out:  # there is no such text: the trainer reports it in the end
                 self._held_out.note_missing(microbatch.number)
         if microbatch.is_kept is not None:  # dropped during the job
-            self._tell_trainer(microbatch)
+            self._settle(microbatch)
         elif problem:
             self._drop(microbatch, problem)
         else:
@@ -491,6 +505,8 @@ class Pipeline:
     def _go_on(self, job: Job, microbatch: Microbatch) -> None:
         if job in ("draw", "forward"):
             microbatch.step = LinkStep.ROUTING
+            if self._is_last:  # its origin may have no link yet
+                self._change_links_at = self._now
         elif job == "tail" and microbatch.is_held_out:
             self._held_out.note_measured(microbatch.number)
             self._end(microbatch, is_kept=False)
@@ -519,6 +535,7 @@ class Pipeline:
     def _avoid(self, peer: bytes, reason: str, seconds: float | None) -> None:
         """Report a peer that is avoided from now on; its links are closed after each event."""
         if seconds is not None:
+            self._change_links_at = self._now
             self._outputs.append(Avoided(peer, reason, seconds))
 
     def _drop(self, microbatch: Microbatch, reason: str) -> None:
@@ -557,18 +574,16 @@ class Pipeline:
                 self._outputs.append(Measured())
         self._jobs.discard(microbatch)
         if not microbatch.is_working:
-            self._tell_trainer(microbatch)
+            self._settle(microbatch)
 
-    def _tell_trainer(self, microbatch: Microbatch) -> None:
+    def _settle(self, microbatch: Microbatch) -> None:
+        """Let the trainer forget an ended microbatch, and free its slot: the trainer obeys in order."""
         if microbatch.has_begun:
-            self._jobs.add("keep" if microbatch.is_kept else "drop", microbatch)
-        else:
-            self._release(microbatch)
-
-    def _release(self, microbatch: Microbatch) -> None:
+            self._outputs.append(Settle(microbatch.slot, bool(microbatch.is_kept)))
         self._microbatches.release(microbatch)
         if microbatch.inner_step is not None:
             microbatch.inner_step.num_open -= 1
+            microbatch.inner_step.num_kept += microbatch.has_begun and bool(microbatch.is_kept)
 
     # Steps and rounds
 
@@ -618,8 +633,7 @@ class Pipeline:
             self._draw_after,
             *self._schedule.deadlines,
             self._schedule.drain_until + GRACE_SECONDS,
-            *self._dialling.retries_at,
-            *self._avoidance.until(self._now),
+            self._change_links_at,
         ]
         times += [link.wait_until for link in self._links.values()]
         for microbatch in self._microbatches.by_ticket.values():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from . import activations as wire
 from .pairing_events import SetTimer, TimerFired
-from .trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
+from .trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +196,7 @@ Output = (
     | Send
     | Tell
     | Work
+    | Settle
     | TakeInnerStep
     | RoundDrained
     | Measured

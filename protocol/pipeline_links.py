@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 
+from .activations import MAX_CREDITS
 from .microbatches import Microbatch, MicrobatchLink
 from .pipeline_events import NodesChanged
 
@@ -85,17 +86,17 @@ class Promises:
         num_free: int,
         num_waiting: int,
         is_starving: bool,
-    ) -> list[int]:
-        """Promise the free slots, each to the link from the stage before with the least; return the changed links.
+    ) -> None:
+        """Promise the free slots, each to the link from the stage before with the least.
 
-        A returning microbatch has its slot already. ``num_waiting``: microbatches that wait for their forward pass, or
-        are arriving; ``is_starving``: the trainer has nothing to do, although it may begin a microbatch.
+        A returning microbatch has its slot already. So its link gets twice as many credits as there are slots, and new
+        ones when half of them are used: a message for each would cost more than it is worth. ``num_waiting``:
+        microbatches that wait for their forward pass, or are arriving; ``is_starving``: the trainer has nothing to do,
+        although it may begin a microbatch.
         """
-        granted = set()
-        for number, link in links.items():
+        for link in links.values():
             if link.is_return and not link.is_upstream and link.free < self._in_flight:
-                link.credits = link.num_forwarded + self._in_flight
-                granted.add(number)
+                link.credits = link.num_forwarded + min(2 * self._in_flight, MAX_CREDITS)
         previous = {number: link for number, link in links.items() if not link.is_upstream and not link.is_return}
         num_promised, share = sum(link.free for link in previous.values()), self._share(len(previous), nodes)
         self._tune(num_waiting, is_starving=is_starving and num_promised > 0)
@@ -106,8 +107,6 @@ class Promises:
                 break
             previous[number].credits += 1
             num_promised += 1
-            granted.add(number)
-        return sorted(granted)
 
     def _tune(self, num_waiting: int, *, is_starving: bool) -> None:
         """Adjust the limit so that a few microbatches wait for their forward pass, and the trainer never waits.

@@ -106,7 +106,7 @@ class DrawSlices(msgspec.Struct, frozen=True, tag=True):
     ranges: list[tuple[int, int]]
 
 
-Job = Literal["draw", "forward", "tail", "backward", "keep", "drop"]
+Job = Literal["draw", "forward", "tail", "backward"]
 """See `farandole.protocol.pipeline`."""
 
 
@@ -126,6 +126,14 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     """Number of the microbatch of held-out text that is drawn, if one is."""
     sender: bytes = b""
     """The key of the peer that sent the data in the incoming memory, 32 bytes; empty: the data are not judged."""
+
+
+class Settle(msgspec.Struct, frozen=True, tag=True):
+    """The microbatch in a slot has ended, and the slot is free after this; done in order with `Work`, not reported."""
+
+    slot: int
+    is_kept: bool
+    """Whether its gradient stays in the sum; else it is taken out."""
 
 
 class TakeInnerStep(msgspec.Struct, frozen=True, tag=True):
@@ -218,6 +226,7 @@ Command = (
     | UseFragment
     | DrawSlices
     | Work
+    | Settle
     | TakeInnerStep
     | FinishRound
     | Screen

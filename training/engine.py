@@ -34,7 +34,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from farandole.protocol.safetensors import FP32_BYTES
-from farandole.protocol.trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
+from farandole.protocol.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 
 from .between_steps import BetweenSteps
 from .blocks import Content
@@ -107,8 +107,11 @@ class Engine(abc.ABC):
         """Take inner steps until ``until`` returns True. For a driven engine, ``until`` calls `obey` for each step."""
         until()
 
-    def obey(self, command: Work | TakeInnerStep) -> Worked | InnerStepTaken:
-        """Compute a microbatch's part or take the inner step; only for a driven engine."""
+    def obey(self, command: Work | Settle | TakeInnerStep) -> Worked | InnerStepTaken | None:
+        """Compute a microbatch's part, settle one, or take the inner step; only for a driven engine.
+
+        Returns the report; `Settle` has none.
+        """
         raise TrainingError(f"this engine takes inner steps by itself, and no {type(command).__name__}")
 
     def mean_loss(self) -> float | None:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.manifest import Manifest, ModelConfig, PipelineConfig
-from farandole.protocol.trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
+from farandole.protocol.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 
 from .batches import Batches
 from .codec import Buffer, decode, encode, encoded_size
@@ -154,10 +154,13 @@ class StageWorker(Replica):
         """Implement `Engine.mean_loss`; only stage 0 knows losses."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
-    def obey(self, command: Work | TakeInnerStep) -> Worked | InnerStepTaken:
+    def obey(self, command: Work | Settle | TakeInnerStep) -> Worked | InnerStepTaken | None:
         """Implement `Engine.obey`, on the slot's places in `memory`."""
         if isinstance(command, TakeInnerStep):
             return InnerStepTaken(self.step())
+        if isinstance(command, Settle):
+            self.settle(command.slot, command.is_kept)
+            return None
         try:
             self._work(command)
         except (ActivationError, NoSliceError, DataError) as error:
@@ -184,8 +187,6 @@ class StageWorker(Replica):
                     self._losses.append(loss)
             case "backward":
                 self.backward(told.slot, incoming, outgoing, sender=told.sender)
-            case "keep" | "drop":
-                self.settle(told.slot, told.work == "keep")
 
     def draw(self, slot: int, out: Buffer, *, is_following: bool = False) -> None:
         """Begin the next microbatch of this replica's data, and write its activations to ``out``.

@@ -9,7 +9,6 @@ Messages go out in the order in which they were posted. Only the end of the pipe
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections import deque
@@ -43,7 +42,7 @@ from .transport import Channel, Transport
 
 logger = logging.getLogger(__name__)
 
-# How often a channel is checked in the time for which it may be silent.
+# How often a channel is checked in the time for which it may be silent, and the stream in that which a write may take.
 SILENT_CHECKS = 8
 
 
@@ -58,7 +57,7 @@ class Patience:
     answer: float = math.inf
     """Time for the other end to agree on a route, in addition to the time for a channel to open."""
     write: float = math.inf
-    """Time for the stream to take one message or chunk."""
+    """Time for the stream to take one message or chunk; `SILENT_CHECKS` times in it this is checked."""
 
 
 class Source(Protocol):
@@ -129,6 +128,7 @@ class BulkPipe:
         self._posted: deque[bytes] = deque()
         self._sources: deque[tuple[int, Source]] = deque()  # (end, source) of what may have to be sent again
         self._writing = trio.Lock()  # the stream, whole frames
+        self._write_began_at = math.inf
         self._is_broken = False  # it takes nothing any more
         self._is_sending = False  # a piece of a transfer
         self._is_stuck = False
@@ -173,6 +173,7 @@ class BulkPipe:
             nursery.start_soon(until_failed, self._write)
             nursery.start_soon(until_failed, partial(self._move, on_received))
             nursery.start_soon(until_failed, self._seal_all)
+            nursery.start_soon(until_failed, self._watch_writes)
             await until_failed(partial(self._read, received, on_message, on_received), True)
         self.is_over = True
         self._notify()
@@ -207,7 +208,7 @@ class BulkPipe:
         ``announce`` offers the transfer when its turn comes, and returns the frame that announces it and its source;
         None cancels it.
         """
-        await self._until(lambda: self.pipe.can_offer)
+        await self.wait_offerable()
         if (announced := announce()) is None:
             return
         frame, source = announced
@@ -215,6 +216,10 @@ class BulkPipe:
         self.add(source)
         end = self.pipe.outgoing.end
         await self._until(lambda: self.pipe.num_sent >= end and not self._is_sending)
+
+    async def wait_offerable(self) -> None:
+        """Wait until a transfer may be announced: post its frame, and `add` its source, before any other task runs."""
+        await self._until(lambda: self.pipe.can_offer)
 
     async def wait_delivered(self) -> None:
         """Wait until every offered transfer is on the stream, or known to be at the other end.
@@ -299,14 +304,24 @@ class BulkPipe:
             await trio.lowlevel.checkpoint()
             return
         try:
-            # A scope around each chunk would take a twelfth of the time that sending it takes.
-            timeout = math.inf if self._patience is None else self._patience.write
-            with contextlib.nullcontext() if timeout == math.inf else trio.fail_after(timeout):
-                await self._stream.send_all(data)
+            self._write_began_at = trio.current_time()
+            await self._stream.send_all(data)
             self.bytes_sent += len(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             logger.debug("writing to the stream broke off: %s", error)
             self._is_broken = True
+        finally:
+            self._write_began_at = math.inf
+
+    async def _watch_writes(self) -> None:
+        """Raise `trio.TooSlowError` when a write takes too long; a scope around each would cost a twelfth of it."""
+        await self._until(lambda: self._patience is not None)
+        assert self._patience is not None
+        timeout = self._patience.write
+        while timeout < math.inf:
+            await trio.sleep(timeout / SILENT_CHECKS)
+            if trio.current_time() >= self._write_began_at + timeout:
+                raise trio.TooSlowError
 
     # The routes
 

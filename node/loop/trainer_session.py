@@ -23,8 +23,9 @@ from ..bulk.exchange_service import ExchangeResult, ExchangeService
 from ..bulk.exchange_session import Outgoing
 from ..trainer.trainer import Trainer, TrainerError
 
-# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate. More means a defect.
-MAX_QUEUED_COMMANDS: Final = 32
+# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and the settlement of each
+# microbatch that a stage may have in flight (256). More means a defect.
+MAX_QUEUED_COMMANDS: Final = 288
 
 
 class TrainerSession:
@@ -65,8 +66,7 @@ class TrainerSession:
     async def send_commands(self) -> None:
         """Send what is queued, until cancelled or the trainer is gone."""
         with contextlib.suppress(TrainerError):  # the receiver of reports sees the same death
-            async for command in self._queued:
-                await self.trainer.send(command)
+            await self.trainer.send_queued(self._queued)
 
     def contribute(self, report: messages.Contributed) -> None:
         """Note that a contribution is being encoded."""

@@ -67,10 +67,10 @@ class TrainerStream:
         self._parser = FrameParser(messages.MAX_MESSAGE_BYTES)
         self.aclose = self._stream.aclose
 
-    async def send(self, command: messages.Command) -> None:
-        """Send a command; several tasks may call it."""
+    async def send(self, *commands: messages.Command) -> None:
+        """Send commands in one write; several tasks may call it."""
         async with self._send_lock:
-            await self._stream.send_all(messages.encode(command))
+            await self._stream.send_all(b"".join(map(messages.encode, commands)))
 
     async def receive(self) -> messages.Report:
         """Return the next report; for one task. Raises `TrainerError` if it is longer than any report."""
@@ -151,12 +151,21 @@ class Trainer(abc.ABC):
         self._mapped.append(map_shared_memory(shared.place, size))
         return self._mapped[-1]
 
-    async def send(self, command: messages.Command) -> None:
-        """Send a command. Raises `TrainerError` when the process is gone."""
+    async def send(self, *commands: messages.Command) -> None:
+        """Send commands. Raises `TrainerError` when the process is gone."""
         try:
-            await self._stream.send(command)
+            await self._stream.send(*commands)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
+
+    async def send_queued(self, queued: trio.MemoryReceiveChannel[messages.Command]) -> None:
+        """Send what is queued, all that waits in one write, until the channel ends. Raises as `send` does."""
+        async for first in queued:
+            commands = [first]
+            with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
+                while True:
+                    commands.append(queued.receive_nowait())
+            await self.send(*commands)
 
     async def receive(self) -> messages.Report:
         """Return the next report. Raises `TrainerError` when the process is gone or reports that it failed."""

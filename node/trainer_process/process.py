@@ -202,6 +202,8 @@ class TrainerProcess:
             case messages.DrawSlices(epoch, ranges):
                 if self._engine.slices is not None:
                     self._engine.slices.assign(epoch, ranges)
+            case messages.Settle():
+                self._engine.obey(command)
             case messages.FinishRound() | messages.UseFragment() | messages.Work() | messages.TakeInnerStep():
                 pass  # it crossed our contribution: the round was over by its steps already
             case messages.Prepare() | messages.Stop() | messages.Dismiss():
@@ -313,12 +315,13 @@ class TrainerProcess:
     def _obey_idle(self, command: messages.Command) -> bool:
         """See `_obey`; this is for an idle engine, with the additional commands that a driven engine computes by."""
         match command:
-            case messages.Work() | messages.TakeInnerStep():
+            case messages.Work() | messages.Settle() | messages.TakeInnerStep():
                 began_at = time.monotonic()
                 report = self._engine.obey(command)
                 self._pace.rest(began_at)
                 self._report_slices()
-                self._channel.send(report)
+                if report is not None:
+                    self._channel.send(report)
                 if isinstance(command, messages.TakeInnerStep):
                     self._report_progress()
             case messages.Validate(num_batches) if self._engine.is_driven:
@@ -335,6 +338,8 @@ class TrainerProcess:
             case messages.UseFragment(round_index, fragment):
                 if round_index == self._round.command.round:
                     self._fragment = fragment
+            case messages.Settle():  # before the next microbatch of its slot
+                self.handle(command)
             case messages.DrawSlices() | messages.Ping() | messages.Save():  # inner steps do not touch the slow weights
                 self.handle(command)
             case messages.Screen() | messages.TakeOuterStep() if self._engine.awaits_outer_step:  # of the round before

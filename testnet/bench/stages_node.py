@@ -31,7 +31,8 @@ from .process import ANSWER_TIMEOUT
 from .server import Server
 from .stages_task import RUN_ID, author, key_of
 
-# The machine gives its trainer two jobs at a time; in addition there are a step, the round's begin and end.
+# The machine gives its trainer two jobs at a time, and settles up to eight microbatches; in addition there are a step,
+# the round's begin and end.
 MAX_COMMANDS: Final = 16
 
 
@@ -98,7 +99,7 @@ class StageNode:
         finish = messages.FinishRound(0)
         with trio.fail_after(ANSWER_TIMEOUT):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._obey, receiver)
+                nursery.start_soon(self._trainer.send_queued, receiver)
                 size = self._trainer.prepared.activation_bytes
                 worker = Worker(self._stage, size, memory, sender.send_nowait, lambda _: sender.send_nowait(finish))
                 self._service.begin(worker)
@@ -111,10 +112,6 @@ class StageNode:
         if status.dropped:
             raise ConnectionError(f"{status.dropped} microbatches were dropped: {status.reasons}")
         return {**figures, "bytes_sent": status.bytes_sent}
-
-    async def _obey(self, commands: trio.MemoryReceiveChannel[messages.Command]) -> None:
-        async for command in commands:
-            await self._trainer.send(command)
 
     async def _follow(self) -> dict[str, Any]:
         stepped_at: list[float] = []

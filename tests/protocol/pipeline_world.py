@@ -15,7 +15,7 @@ from farandole.protocol import pipeline_events as machine
 from farandole.protocol.pairing_events import SetTimer, TimerFired
 from farandole.protocol.pipe import Chunk
 from farandole.protocol.pipeline import Pipeline
-from farandole.protocol.trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
+from farandole.protocol.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
 HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))
@@ -102,6 +102,8 @@ class Node:
                 world.tell(self, peer, machine.Told(self.author, message))
             case Work():
                 self.compute(output)
+            case Settle():
+                self.work(0.0, partial(self.settle, output))
             case machine.Measured():
                 self.num_measured += 1
             case TakeInnerStep():
@@ -109,13 +111,7 @@ class Node:
             case machine.Avoided(peer, reason, _):
                 self.avoided[peer] = reason
             case machine.RoundDrained(round_index):
-                assert self.is_followed or (not self.summed and not self.began)
-                self.drained.append(round_index)
-                if self.is_followed:
-                    world.at(
-                        world.now + world.pause,
-                        lambda: self.begin_round(round_index + 1),
-                    )
+                self.work(0.0, partial(self.drain, round_index))
 
     def means_something(self, end: wire.Link, message: wire.Control) -> bool:
         """Return whether the message's microbatch has not ended since."""
@@ -135,6 +131,12 @@ class Node:
     def begin_round(self, round_index: int) -> None:
         self.is_followed = self.world.is_followed
         self.handle(machine.RoundBegan(round_index, is_followed=self.is_followed))
+
+    def drain(self, round_index: int) -> None:
+        assert self.is_followed or (not self.summed and not self.began)
+        self.drained.append(round_index)
+        if self.is_followed:
+            self.world.at(self.world.now + self.world.pause, lambda: self.begin_round(round_index + 1))
 
     def step(self) -> None:
         if not self.is_alive:
@@ -185,18 +187,21 @@ class Node:
                 assert self.memory[slot] == self.tickets[slot] + b"g%d" % (self.stage + 1)
                 self.sums[self.began[slot]].add(self.tickets[slot])
                 self.out[slot] = self.tickets[slot] + b"g%d" % self.stage
-            elif job.is_held_out:
-                assert work == "drop"
-                self.held_out.remove(slot)
-            else:
-                sum_ = self.sums[self.began.pop(slot)]
-                if work == "keep":
-                    assert self.tickets[slot] in sum_
-                else:
-                    sum_.discard(self.tickets.get(slot, b""))
             self.handle(Worked())
 
-        self.work(0.0 if work in ("keep", "drop") else self.seconds, done)
+        self.work(self.seconds, done)
+
+    def settle(self, settlement: Settle) -> None:
+        slot = settlement.slot
+        if slot in self.held_out:
+            assert not settlement.is_kept
+            self.held_out.remove(slot)
+            return
+        sum_ = self.sums[self.began.pop(slot)]
+        if settlement.is_kept:
+            assert self.tickets[slot] in sum_
+        else:
+            sum_.discard(self.tickets.get(slot, b""))
 
 
 class World:

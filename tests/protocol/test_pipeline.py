@@ -11,7 +11,7 @@ from farandole.protocol import activations as wire
 from farandole.protocol import pipeline_events as machine
 from farandole.protocol.pairing_events import TimerFired
 from farandole.protocol.pipeline import Pipeline
-from farandole.protocol.trainer_messages import Work, Worked
+from farandole.protocol.trainer_messages import Settle, Work, Worked
 
 from .pipeline_world import World
 
@@ -204,7 +204,7 @@ def test_who_has_given_back_a_gradient_does_not_need_the_one_it_came_from() -> N
     pipeline.handle(machine.Received(2, wire.DataReceived(0)), 0.0)
     assert machine.Send(1, wire.Gradient(0), 0) in pipeline.handle(Worked(), 0.0)
     assert not [o for o in pipeline.handle(machine.LinkClosed(2), 0.1) if is_dropped(o)]
-    assert Work("keep", 0) in pipeline.handle(machine.Received(1, wire.Settled(0, True)), 0.2)
+    assert Settle(0, is_kept=True) in pipeline.handle(machine.Received(1, wire.Settled(0, True)), 0.2)
 
 
 def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
@@ -399,4 +399,4 @@ def test_only_the_origin_is_believed_about_how_a_microbatch_ended() -> None:
     assert not [o for o in pipeline.handle(machine.Told(b"liar", wire.Answer(b"a", True)), 0.1) if isinstance(o, Work)]
     pipeline.handle(machine.Told(b"origin", wire.Answer(b"a", None)), 0.1)
     assert machine.Tell(b"origin", wire.Question(b"a")) in pipeline.handle(TimerFired(), 2.0)
-    assert Work("keep", 0) in pipeline.handle(machine.Told(b"origin", wire.Answer(b"a", True)), 2.1)
+    assert Settle(0, is_kept=True) in pipeline.handle(machine.Told(b"origin", wire.Answer(b"a", True)), 2.1)

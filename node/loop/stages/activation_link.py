@@ -111,7 +111,10 @@ class ActivationLink:
             self._greeting += self.link.send(message)
         elif isinstance(message, Forward | Gradient) or (isinstance(message, Settled) and self._transfers):
             self._transfers.append((message, data))
-            self._wakeup.set()
+            if len(self._transfers) == 1 and self.link.pipe.can_offer:
+                self._send_next()
+            else:
+                self._wakeup.set()
         elif self._means_something(message):
             self._bulk.post(self.link.send(message))
 
@@ -214,20 +217,22 @@ class ActivationLink:
                 return True
 
     async def _write_data(self) -> None:
+        """Send what could not be sent at once."""
         while True:
             wakeup = self._wakeup = trio.Event()
             while self._transfers:
-                message, data = self._transfers.popleft()
-                if data is not None:
-                    await self._bulk.send(partial(self._announce, message, data))
-                elif self._means_something(message):
-                    self._bulk.post(self.link.send(message))
+                if self._transfers[0][1] is not None:
+                    await self._bulk.wait_offerable()
+                self._send_next()
             await wakeup.wait()
 
-    def _announce(self, message: Control, data: memoryview) -> tuple[bytes, Whole] | None:
+    def _send_next(self) -> None:
+        message, data = self._transfers.popleft()
         if not self._means_something(message):
-            return None
-        # A gradient cannot be taken back once a thread sends it: its slot may become another microbatch's, its bytes
-        # must not. A microbatch that goes forward in that time is dropped at the end, whatever its bytes are.
-        is_copied = isinstance(message, Gradient) and self.link.pipe.channel is not None
-        return self.link.send(message), Whole(memoryview(bytes(data)) if is_copied else data)
+            return
+        self._bulk.post(self.link.send(message))
+        if data is not None:
+            # A gradient cannot be taken back once a thread sends it: its slot may become another microbatch's, its
+            # bytes must not. A microbatch that goes forward in that time is dropped at the end, whatever its bytes are.
+            is_copied = isinstance(message, Gradient) and self.link.pipe.channel is not None
+            self._bulk.add(Whole(memoryview(bytes(data)) if is_copied else data))

@@ -141,7 +141,7 @@ class PipelineService:
         match output:
             case SetTimer(at):
                 self._driver.set_timer(at)
-            case messages.Work() | messages.TakeInnerStep():
+            case messages.Work() | messages.Settle() | messages.TakeInnerStep():
                 worker.send(output)
             case machine.RoundDrained() | machine.Measured():
                 worker.report(output)

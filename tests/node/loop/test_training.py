@@ -67,13 +67,13 @@ class FakeTrainer:
         self.num_pongs = 0
         self.reports, self._reported = trio.open_memory_channel[messages.Report | TrainerError](100)
 
-    async def send(self, command: messages.Command) -> None:
-        await trio.lowlevel.checkpoint()
-        if not isinstance(command, messages.Ping):
-            self.commands.append(command)
-        elif not self.hangs:
-            self.reports.send_nowait(messages.Pong())
-            self.num_pongs += 1
+    async def send_queued(self, queued: trio.MemoryReceiveChannel[messages.Command]) -> None:
+        async for command in queued:
+            if not isinstance(command, messages.Ping):
+                self.commands.append(command)
+            elif not self.hangs:
+                self.reports.send_nowait(messages.Pong())
+                self.num_pongs += 1
 
     async def condemn(self, reason: str) -> None:
         await self.report(TrainerError(reason))

@@ -254,18 +254,27 @@ class Driven(Adder):
 
     is_driven = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.settled: list[int] = []
+
     def inner_steps(self, until: Until) -> None:
         Engine.inner_steps(self, until)
 
-    def obey(self, command: messages.Work | messages.TakeInnerStep) -> messages.Worked | messages.InnerStepTaken:
+    def obey(
+        self, command: messages.Work | messages.Settle | messages.TakeInnerStep
+    ) -> messages.Worked | messages.InnerStepTaken | None:
         if isinstance(command, messages.Work):
             return messages.Worked(f"{command.work} {command.slot}")
+        if isinstance(command, messages.Settle):
+            self.settled.append(command.slot)
+            return None
         self.steps += 1
         return messages.InnerStepTaken(True)
 
 
 def test_a_driven_engine_computes_on_commands_until_the_round_ends(meet: Callable[[Engine], Mesh]) -> None:
-    mesh = meet(Driven())
+    mesh = meet(driven := Driven())
     mesh.receive(messages.Prepared)
     mesh.send(
         messages.Train(0, 0),
@@ -273,7 +282,8 @@ def test_a_driven_engine_computes_on_commands_until_the_round_ends(meet: Callabl
         messages.Validate(1),
         messages.TakeInnerStep(),
         messages.FinishRound(0),
-        messages.Work("keep", 3),
+        messages.Work("backward", 3),
+        messages.Settle(3, is_kept=False),
         messages.Ping(),
     )
     mesh.obey()
@@ -284,4 +294,6 @@ def test_a_driven_engine_computes_on_commands_until_the_round_ends(meet: Callabl
     mesh.receive(messages.Encoded)
     mesh.obey()
     mesh.obey()
+    mesh.obey()
     mesh.receive(messages.Pong)  # and no answer to work that crossed the contribution
+    assert driven.settled == [3], "what ended between two rounds leaves its slot"
