@@ -12,9 +12,10 @@
 
 Push spreads run state fast, and anti-entropy makes this reliable: whichever pushes were lost, each session leaves two
 states equal (except for entries that one side must defer, and up to the session's bound; the next sessions go on). Full
-tables may differ permanently, so a node whose table is full compares a few buckets in a session that it begins, and
-wants only as many new authors in the sessions of others as it has room for. Heartbeats are not part of the root; a node
-that joins, or that has not heard from a peer for a while, asks for them too (`SyncHello.with_beats`).
+tables may differ permanently, so a node whose table is full compares a few buckets in a session that it begins, wants
+only as many new authors in the sessions of others as it has room for, and sends few to another full one. Heartbeats are
+not part of the root; a node that joins, or that has not heard from a peer for a while, asks for them too
+(`SyncHello.with_beats`).
 
 A session does no I/O: `receive_data` takes bytes of the stream in pieces of any size, and returns the received entries
 and the bytes to send. Messages are msgpack, in the frames of `farandole.protocol.framing`.
@@ -45,9 +46,13 @@ MAX_SENT_BYTES = 2 * 1024 * 1024
 takes long."""
 MAX_REFS_BYTES = 1024 * 1024
 """Share of references in them. The rest is left to later sessions, as buckets are taken in random order."""
-MAX_BUCKETS_OF_FULL = 16
-"""Buckets that a node with a full table compares in a session, drawn at random: 256 authors, 32 KB of references. This
-bounds what the differences of two full tables cost per session, and all buckets are compared within three minutes.
+MAX_BUCKETS_OF_FULL = 8
+"""Buckets that a node with a full table compares in a session, drawn at random: 128 authors, 16 KB of references. This
+bounds what the differences of two full tables cost per session, and all buckets are compared within six minutes.
+"""
+MAX_NEW_TO_FULL = 8
+"""Authors unknown to the initiator that the responder sends if both tables seem to be full. A full table takes in no
+new authors from a session, so these would travel for nothing; a table that is nearly equal gets the others later.
 """
 FULL_SHARE = 64
 """A table counts as full from this share of its places free, 64 of 4,096: a few authors leave it between two sessions,
@@ -262,9 +267,12 @@ class Session:
             if mine[index] != theirs.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
         ]
         self._rng.shuffle(differing)
-        is_full = self._state.num_free <= self._state.places.capacity // FULL_SHARE
-        self._send_refs(differing[:MAX_BUCKETS_OF_FULL] if is_full else differing)
+        self._send_refs(differing[:MAX_BUCKETS_OF_FULL] if self._is_full else differing)
         self._expected = (DeltaFrame, Wants)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._state.num_free <= self._state.places.capacity // FULL_SHARE
 
     def _send_refs(self, buckets: list[int]) -> None:
         """Send references in frames of bounded size; a bucket belongs to the frame in which it ends."""
@@ -300,6 +308,10 @@ class Session:
         if self._with_beats:  # first, with the oldest authors before others: they fit even if there is no room for all
             entries += [entry.signed for entry in self._state.entries(Kind.BEAT)]
         mine = {ref.author: ref for ref in self._state.refs(sorted(self._covered))}
+        if self._is_full and len(self._covered) <= MAX_BUCKETS_OF_FULL:  # full as well, or nearly equal
+            unknown = sorted(ref.author for ref in mine.values() if ref.author not in self._refs and not ref.is_forked)
+            for author in self._rng.sample(unknown, max(0, len(unknown) - MAX_NEW_TO_FULL)):
+                del mine[author]
         for author in {**mine, **self._refs}:
             nothing = AuthorRefs(author, False, {})
             own, theirs = mine.get(author, nothing), self._refs.get(author, nothing)

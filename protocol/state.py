@@ -87,6 +87,8 @@ class MergeReport:
     """The outcome of each item, proofs first."""
     faults: list[str] = field(default_factory=list)
     """Why items were invalid: each is a fault of the sender."""
+    displacing: set[bytes] = field(default_factory=set)
+    """Authors that are new here, each in the place of another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +331,7 @@ class RunState:
         """Make a new author's record; another author may lose its place to it."""
         if self.places.is_full and (rival := self.places.rival(author, report.introducer)) is not None:
             self._drop(self._authors[rival])
+            report.displacing.add(author)
         self.places.add(author, report.introducer)
         return self._record(author, now)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from farandole.protocol.antientropy import (
     MAX_BUCKETS_OF_FULL,
     MAX_FRAME_BYTES,
+    MAX_NEW_TO_FULL,
     MAX_SENT_BYTES,
     Done,
     Session,
@@ -36,6 +37,7 @@ class Transcript:
         self.initiator = Session(alice, rng, NOW, is_initiator=True, with_beats=with_beats)
         self.responder = Session(bob, rng, NOW, is_initiator=False)
         self.sent = {True: b"", False: b""}
+        self.initiator_got: list[Signed] = []
         to_bob = True
         data = self.initiator.start()
         while data:
@@ -46,6 +48,7 @@ class Transcript:
                 received = receiver.receive_data(data[start : start + piece])
                 answer += received.to_send
                 for delta in received.deltas:
+                    self.initiator_got += [] if to_bob else delta.entries
                     state.merge(delta, NOW, Introducer(b"other"))
             data, to_bob = answer, not to_bob
         assert self.initiator.is_done
@@ -226,6 +229,20 @@ def test_full_tables_that_differ_cost_each_session_little_and_still_bring_what_i
     assert alice.root != bob.root
     assert len(alice.authors) == len(bob.authors) == 199
     assert all(item.author in state for item in common for state in (alice, bob))
+
+
+def test_a_full_table_is_sent_few_authors_that_it_cannot_take() -> None:
+    """Anybody else gets all of them, and what it lacks of authors that it knows comes in any case."""
+    common = [member(number) for number in range(1, 40)]
+    alice, bob = full_state(1_000, 1_000, *common), full_state(5_000, 1_000, *common)
+    news = [notice(number) for number in range(1, 40)]
+    bob.merge(Delta(tuple(news)), NOW)
+    got = [entry for seed in range(40) for entry in Transcript(alice, bob, seed=seed).initiator_got]
+    assert 0 < sum(entry.author not in alice for entry in got) <= 40 * MAX_NEW_TO_FULL
+    assert sum(entry in news for entry in got) > MAX_NEW_TO_FULL
+    newcomer = state_of()
+    Transcript(newcomer, bob)
+    assert len(newcomer.authors) == 1_039
 
 
 def test_a_table_with_little_room_costs_a_session_little() -> None:

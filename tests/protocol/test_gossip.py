@@ -9,6 +9,8 @@ from farandole.protocol.entries import Delta, Kind, Signed
 from farandole.protocol.errors import FloodError, RemoteProtocolError
 from farandole.protocol.gossip import (
     AVOID_SECONDS,
+    DISPLACING_BURST,
+    DISPLACING_RATE,
     ENOUGH_CANDIDATES,
     FAULT_BURST,
     MAX_FORWARDED,
@@ -93,6 +95,27 @@ def test_news_is_pushed_on_and_the_rest_is_not() -> None:
     gossip.receive_push(ALICE, msgspec.msgpack.encode(batch), NOW, 0.1)
     assert pushed(gossip) == {notice(3)}
     assert pushed(gossip) == set()
+
+
+def test_what_a_peer_crowds_in_is_pushed_on_within_limits_and_costs_no_other_peer_anything() -> None:
+    """Otherwise authors that a liar has invented go round for ever between tables that cannot hold all of them."""
+    gossip = Gossip(RunState(RUN_ID, CREATOR, max_authors=200), ME, random.Random(1), base_period=2.0)
+    known = [*map(member, range(2, 201)), beat(2), beat(3), member(1)]
+    gossip.merge(Delta(tuple(known)), ALICE, NOW, 0.0, forward=False, is_asked=True)
+    assert gossip.state.places.is_full
+    invented = [member(number) for number in range(1_000, 1_040)]
+    gossip.merge(Delta(tuple(invented)), BOB, NOW, 0.1)
+    assert all(entry.author in gossip.state for entry in invented), "the table is shared among who brings authors"
+    assert len(pushed(gossip) & set(invented)) == DISPLACING_BURST
+    honest = member(2_000)
+    gossip.merge(Delta((honest,)), author_of(4), NOW, 0.2)
+    assert pushed(gossip, 0.2) == {honest}
+    news = beat(1_039)
+    gossip.merge(Delta((news,)), BOB, NOW, 0.3)
+    assert pushed(gossip, 0.3) == {news}, "of an author that is in the table"
+    late = member(1_100)
+    gossip.merge(Delta((late,)), BOB, NOW, 0.1 + 1 / DISPLACING_RATE)
+    assert pushed(gossip, 3.0) == {late}
 
 
 def test_faults_are_counted_and_a_flooder_is_cut_off() -> None:
