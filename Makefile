@@ -117,8 +117,9 @@ bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run;
 	@.ci/packages
 	$(BIN)/farandole testnet bench faults --out out/faults --write BENCHMARKS.md
 
-bench-large: $(STAMP) ## 125 M parameters in two homes, and a newcomer that needs 1 GB; needs root and 18 GB (30 minutes)
+bench-large: $(STAMP) ## 125 M parameters in two homes, parts of a round up to 350 M, joining with 1 GB; root, 18 GB (40 minutes)
 	$(BIN)/farandole testnet bench large --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench round-end --out out/bench --write BENCHMARKS.md
 	$(BIN)/farandole testnet bench join --size 1000 --repeats 3 --no-peers --out out/bench/1-GB
 
 bench-race: $(STAMP) ## Wall-clock to a loss in eight homes, beside DiLoCo with a barrier; needs root (20 minutes)

@@ -40,6 +40,7 @@ BENCHES: Final = {
     "nat": ("nat", "How any home reaches any home, in the NAT lab (Linux, root, nftables, miniupnpd)."),
     "nat-recovery": ("nat_recovery", "How soon homes are back when relays, bootstrap peers and routers go away."),
     "large": ("large", "What a round of 125 M parameters takes on lines of 20 Mbit/s (Linux, root, 18 GB)."),
+    "round-end": ("round_end", "What encoding, decoding, judging, the outer step and checkpoints take, by size."),
     "trainer": ("training", "What exchanging costs training: two nodes on one device, compared with plain PyTorch."),
 }
 """Command -> module, and what it measures."""

@@ -37,6 +37,7 @@ SMALL: Final = {
     "testnet bench join": "--size 32 --repeats 1 --no-peers --no-link",
     "testnet bench stages": "--stages 2 --steps 1 --preset tiny --repeats 1 --codec-steps 2 --seeds 1",
     "testnet bench save": "--turns 1 --round-seconds 1",
+    "testnet bench round-end": "--models tiny --turns 1",
     "testnet bench hostile": "--silent 20 --garbage 50 --rate 50 --cycles 50",
     "testnet bench faults": "starved",
     "testnet bench dashboard": "--members 50 --seconds 6",
