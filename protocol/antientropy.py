@@ -47,8 +47,9 @@ takes long."""
 MAX_REFS_BYTES = 1024 * 1024
 """Share of references in them. The rest is left to later sessions, as buckets are taken in random order."""
 MAX_BUCKETS_OF_FULL = 8
-"""Buckets that a node with a full table compares in a session, drawn at random: 128 authors, 16 KB of references. This
-bounds what the differences of two full tables cost per session, and all buckets are compared within six minutes.
+"""Buckets that a node with a full table compares in a session, the next ones each time: 128 authors, 16 KB of
+references. This bounds what the differences of two full tables cost per session, and all buckets are compared within
+six minutes.
 """
 MAX_NEW_TO_FULL = 8
 """Authors unknown to the initiator that the responder sends if both tables seem to be full. A full table takes in no
@@ -266,8 +267,13 @@ class Session:
             for index in range(NUM_BUCKETS)
             if mine[index] != theirs.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
         ]
-        self._rng.shuffle(differing)
-        self._send_refs(differing[:MAX_BUCKETS_OF_FULL] if self._is_full else differing)
+        if self._is_full:
+            differing.sort(key=lambda index: (index - self._state.next_bucket) % NUM_BUCKETS)
+            differing = differing[:MAX_BUCKETS_OF_FULL]
+            self._state.next_bucket = differing[-1] + 1 if differing else 0
+        else:
+            self._rng.shuffle(differing)
+        self._send_refs(differing)
         self._expected = (DeltaFrame, Wants)
 
     @property

@@ -163,6 +163,8 @@ class RunState:
         self._proofs: dict[bytes, bool] = {}
         """Forked authors, the oldest proof first -> whether they had a place when they forked."""
         self._buckets: list[dict[bytes, _Author]] = [{} for _ in range(NUM_BUCKETS)]
+        self.next_bucket = 0
+        """Where the next session of anti-entropy goes on to compare, if it cannot compare all."""
         self._bucket_digests: list[bytes | None] = [_EMPTY_DIGEST] * NUM_BUCKETS
         self._root: bytes | None = None
         self._next_expiry = float("inf")
