@@ -53,7 +53,7 @@ def run(
     out: Out = OUT,
     write: Write = None,
 ) -> None:
-    """Measure encoding, decoding, judging, the outer step and checkpoints (350M needs 17 GB of memory, and 6 of disk).
+    """Measure encoding, decoding, judging, the outer step and checkpoints (350M needs 20 GB of memory, and 6 of disk).
 
     Examples: [cyan]farandole testnet bench round-end[/cyan];
     [cyan]farandole testnet bench round-end --models 125M --codecs fp32,bf16,int8,int4[/cyan];
