@@ -27,10 +27,10 @@ FAULT_RATE = 0.1
 """Invalid items that a peer may send at once, and per second. Honest peers send none; a flooder is cut off here."""
 DISPLACING_BURST = 32
 DISPLACING_RATE = 0.5
-"""Authors that one peer brought, that took another's place here, and whose entries are pushed on, at once and per
-second. Four neighbours bring as many as join a run of 1,000 of which a tenth is replaced each minute. Where invented
-authors fill all tables, each that is pushed on takes a place at the next node, and the author that had it is news again
-elsewhere, without an end.
+"""How many authors that one peer brought, and that took another's place here, are pushed on: at once, and per second.
+Four neighbours bring as many as join a run of 1,000 of which a tenth is replaced each minute. Where invented authors
+fill all tables, each that is pushed on takes a place at the next node, and the author that loses it is news elsewhere:
+they would circulate forever.
 """
 AVOID_SECONDS = 30.0
 """Seconds without another attempt at a peer that could not be reached. Whether it is dead is not judged here."""

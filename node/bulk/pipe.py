@@ -42,7 +42,7 @@ from .transport import Channel, Transport
 
 logger = logging.getLogger(__name__)
 
-# How often a channel is checked in the time for which it may be silent, and the stream in that which a write may take.
+# Number of checks in the time for which a channel may be silent, or a write to the stream may take.
 SILENT_CHECKS = 8
 
 
@@ -57,7 +57,7 @@ class Patience:
     answer: float = math.inf
     """Time for the other end to agree on a route, in addition to the time for a channel to open."""
     write: float = math.inf
-    """Time for the stream to take one message or chunk; `SILENT_CHECKS` times in it this is checked."""
+    """Time for the stream to take one message or chunk; checked `SILENT_CHECKS` times in that time."""
 
 
 class Source(Protocol):
@@ -314,7 +314,7 @@ class BulkPipe:
             self._write_began_at = math.inf
 
     async def _watch_writes(self) -> None:
-        """Raise `trio.TooSlowError` when a write takes too long; a scope around each would cost a twelfth of it."""
+        """Raise `trio.TooSlowError` when a write takes too long: a scope around each would cost a twelfth of it."""
         await self._until(lambda: self._patience is not None)
         assert self._patience is not None
         timeout = self._patience.write

@@ -89,7 +89,7 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """Return at least one byte, or b"" at the end; raise `trio.BrokenResourceError` if the peer is gone."""
         self._check_open()
-        if self.state.num_unread or self.state.has_ended or self.state.is_reset:  # else the wait is the checkpoint
+        if self.state.num_unread or self.state.has_ended or self.state.is_reset:  # else the wait below is one
             await trio.lowlevel.checkpoint()
         while not self.state.num_unread:
             self._check_open()

@@ -1,8 +1,8 @@
 """The encrypted messages of a connection whose Noise handshake is over.
 
-Keys and ciphers are libp2p's; the framing is that of its specification (noise/README.md, "Wire format"): two bytes of
-length, and as many of ciphertext. libp2p's own reader takes six calls and three copies for each message, which is
-more time than its decryption takes.
+Keys and ciphers are libp2p's. The framing follows its specification (noise/README.md, "Wire format"): two bytes of
+length, then that many bytes of ciphertext. libp2p's own reader makes six calls and three copies for each message, which
+takes longer than decrypting it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NoiseSession:
     """Reads and writes messages of at most 65,519 bytes. One task may read, and one may write."""
 
     def __init__(self, session: ISecureConn, link: RawLink) -> None:
-        """``session``: libp2p's, whose messages the link carries, and of which no message is half read."""
+        """``session``: libp2p's, over the same link; it must not be in the middle of a message."""
         self._handshake: SecureSession | None = cast("SecureSession", session)
         self._state = cast("NoiseTransportReadWriter", self._handshake.conn).noise_state
         self._link = link
@@ -34,7 +34,10 @@ class NoiseSession:
         return bytes(self._state.get_handshake_hash())
 
     async def read(self) -> bytes:
-        """Return the next message; raise `trio.BrokenResourceError` at the end, and what a false seal raises."""
+        """Return the next message.
+
+        Raises `trio.BrokenResourceError` at the end of the connection, and `NoiseInvalidMessage` if it was changed.
+        """
         if (session := self._handshake) is not None:
             self._handshake = None
             if session.high_watermark > session.low_watermark:  # it came with the last message of the negotiation
@@ -43,6 +46,6 @@ class NoiseSession:
         return bytes(self._state.decrypt(await self._link.read(size)))
 
     async def write(self, message: bytes) -> None:
-        """Send a message; raise as `read` does."""
+        """Send a message. Raises `trio.BrokenResourceError` if the connection is over."""
         sealed = self._state.encrypt(message)
         await self._link.write(len(sealed).to_bytes(LENGTH_BYTES, "big") + sealed)

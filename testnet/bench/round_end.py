@@ -1,8 +1,8 @@
 """What each part of a round's end takes, by the size of the model and the codec: one trainer, and no network.
 
-The partner's contribution is this trainer's own, so nothing is clipped, and all that is there to do is done: a
-difference of zero takes as long as any other. The copy of the weights in memory is the limit of a part that only reads
-and writes them.
+The partner's contribution equals this trainer's own, so nothing is clipped. No work is saved by that: a difference of
+zero takes as long as any other. A copy of the weights in memory is the lower limit for a part that reads and writes
+them once.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def report(setting: dict[str, object], ends: Sequence[RoundEnd]) -> BenchReport:
     ]
     words = (
         "Medians, without fragments. *Encode*: with freezing the contribution. *Decode* and *judge* are done while "
-        "the partner's contribution arrives, and after; the judgement has its losses on held-out text, as of a "
-        "partner that was not met before. *Save*: until the checkpoint is durable, hashes included; *load*: with "
+        "the partner's contribution arrives, and after; the judgement includes losses on held-out text, as for "
+        "a partner that was not met before. *Save*: until the checkpoint is durable, hashes included; *load*: with "
         "its hashes verified. *Copy of the weights*: 4 bytes a parameter from memory to memory."
     )
     return BenchReport(
