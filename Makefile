@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
+# Tests and demo start hundreds of interpreters, which otherwise compile the sources each time.
+export PYTHONDONTWRITEBYTECODE :=
 # Where `make install` puts the program, and a link to it.
 PREFIX ?= $(HOME)/.local/share/farandole
 BIN_DIR ?= $(HOME)/.local/bin

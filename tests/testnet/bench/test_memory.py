@@ -19,7 +19,7 @@ pytestmark = pytest.mark.started  # a fork shares memory
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_gpu_holds_what_inner_steps_need_and_the_rest_where_it_is_asked_to(codec: Codec) -> None:
-    model = msgspec.structs.replace(preset("10M"), context=64)
+    model = msgspec.structs.replace(preset("10M"), num_layers=6, context=64)
     manifest = Manifest(name="a", model=model, outer=NoLoCoConfig(codec=codec))
     needs, num_activations = needs_of(manifest), activation_bytes(manifest, 0)
 
