@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farandole.protocol.cut import layers_of
 from farandole.protocol.presets import PRESETS
-from farandole.training.link_statistics import Kind, LinkStatistics, UsualTraffic
+from farandole.training.link_statistics import Direction, Kind, LinkStatistics, UsualTraffic
 from farandole.training.model import build_model, cross_entropy
 
 ANN, BOB, EVE = b"ann", b"bob", b"eve"
@@ -155,9 +155,10 @@ def test_a_sole_sender_whose_gradients_turn_with_the_training_is_not_suspected(s
     def unit(vector: Tensor) -> Tensor:
         return torch.nn.functional.normalize(vector, dim=0)
 
-    def drawn(direction: Tensor, signal: float = 1.0) -> Tensor:
+    def drawn(direction: Tensor, signal: float = 1.0) -> Direction:
         strength = signal * (0.4 + 1.1 * float(torch.rand((), generator=generator)))
-        return unit(strength * direction + unit(torch.randn(256, generator=generator)))
+        vector: Direction = unit(strength * direction + unit(torch.randn(256, generator=generator))).numpy()
+        return vector
 
     first, other = unit(torch.randn(256, generator=generator)), unit(torch.randn(256, generator=generator))
     turned = unit(other - 0.25 * first)
