@@ -18,7 +18,7 @@ from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.protocol.screening_rules import GuardConfig, SimilarityConfig
 
 from ..grid import Grid
-from ..plays import play_all
+from .kept_plays import play_and_keep
 from .members import STEPS, manifest_of
 from .report import OUT, BenchReport, Out, Write, open_bench
 from .simulate_hostile import HostileOutcome, HostileRun, play
@@ -44,7 +44,11 @@ def run(
     """
     with open_bench("honest", out, write, members=members, rounds=rounds, seeds=seeds) as bench:
         runs = [each for seed in range(seeds) for each in _plays(members, rounds, seed)]
-        bench.publish(report(bench.setting, play_all(bench.say, [(name, partial(play, run)) for name, run in runs])))
+        bench.publish(
+            report(
+                bench.setting, play_and_keep(bench, [(name, partial(play, run)) for name, run in runs], HostileOutcome)
+            )
+        )
 
 
 def _plays(members: int, rounds: int, seed: int) -> Iterator[tuple[str, HostileRun]]:

@@ -21,8 +21,8 @@ from farandole.protocol.screening_rules import GuardConfig, ScreeningRules
 
 from ..compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..grid import Grid
-from ..plays import play_all
 from ..zoo.member_attacks import ATTACKS
+from .kept_plays import play_and_keep
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 from .simulate_hostile import HostileOutcome, HostileRun, play
@@ -70,7 +70,7 @@ def run(
         screening = STRICT if strict else GuardConfig()
         manifests = [manifest_of(rounds, seed, screening, partners) for seed in range(seeds)]
         runs = _plays(tried, honest, hostile, rounds, manifests)
-        outcomes = play_all(bench.say, [(name, partial(play, run)) for name, run in runs])
+        outcomes = play_and_keep(bench, [(name, partial(play, run)) for name, run in runs], HostileOutcome)
         bench.publish(report(bench.setting, tried, outcomes))
 
 

@@ -12,8 +12,8 @@ import typer
 from farandole.protocol.state import MAX_AUTHORS
 
 from ..grid import Grid
-from ..plays import play_all
 from ..simulate_sybils import FOLLOWED_SECONDS, QUOTA, WRITE_SECONDS, WRITES_AT, SybilOutcome, SybilScenario, play
+from .kept_plays import play_and_keep
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 
@@ -57,7 +57,7 @@ def run(
         raise BenchError(f"no row begins with {only!r}; there are: {'; '.join(every)}")
     with open_bench("sybils", out, write, honest=honest, sybils=sybils, seeds=seeds, writes_at=writes_at) as bench:
         plays = [(name, partial(play, scenario, seed)) for name, scenario in chosen.items() for seed in range(seeds)]
-        bench.publish(report(bench.setting, play_all(bench.say, plays)))
+        bench.publish(report(bench.setting, play_and_keep(bench, plays, SybilOutcome)))
 
 
 def _delay(seconds: float) -> str:
