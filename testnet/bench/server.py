@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import trio
 
+from farandole.node.base.system.collector import importing_for_good
 from farandole.node.base.system.memory import map_shared_memory
 
 # Requests are lines of a few hundred bytes.
@@ -54,7 +55,9 @@ async def serve(kind: str, descriptor: int, *others: int) -> None:
     control = trio.SocketStream(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
     async with contextlib.AsyncExitStack() as stack:
         server = Server(control, stack)
-        served = getattr(import_module(f".{module}", __package__), name)(server, *others)
+        with importing_for_good():  # as daemons and trainers do
+            served_class = getattr(import_module(f".{module}", __package__), name)
+        served = served_class(server, *others)
         async for line in _lines(control):
             request = json.loads(line)
             try:
