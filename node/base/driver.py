@@ -40,7 +40,8 @@ class Driver(Generic[EventT, OutputT]):
         self._timer_fired = timer_fired
         self._outputs: deque[OutputT] = deque()
         self._is_carrying_out = False
-        self._timer_changed = trio.Event()
+        self._armed_at = math.inf
+        self._must_rearm = trio.Event()
 
     def begin(self, machine: StateMachine[EventT, OutputT]) -> None:
         """Drive this machine from now on."""
@@ -67,18 +68,23 @@ class Driver(Generic[EventT, OutputT]):
             self._is_carrying_out = False
 
     def set_timer(self, at: float) -> None:
-        """Set the time of the next ``timer_fired``, in place of the time before; infinity is never."""
-        if at != self.timer_at:
-            self.timer_at = at
-            self._timer_changed.set()
+        """Set the time of the next ``timer_fired``, in place of the time before; infinity is never.
+
+        A later time wakes no task: machines move their timers with most events, and each would cost a task switch.
+        """
+        self.timer_at = at
+        if at < self._armed_at:
+            self._must_rearm.set()
 
     async def run(self) -> NoReturn:
         """Fire the timer whenever it is due, until cancelled."""
         assert self._timer_fired is not None, "a machine without a timer needs no task"
         while True:
-            changed = self._timer_changed = trio.Event()
-            with trio.move_on_at(self.timer_at):
-                await changed.wait()
+            must_rearm = self._must_rearm = trio.Event()
+            self._armed_at = self.timer_at
+            with trio.move_on_at(self._armed_at):
+                await must_rearm.wait()
                 continue
-            self.timer_at = math.inf
-            self.handle(self._timer_fired)
+            if trio.current_time() >= self.timer_at:
+                self.timer_at = math.inf
+                self.handle(self._timer_fired)
