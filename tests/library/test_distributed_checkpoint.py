@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict_loader import load
 
 import farandole
 
@@ -34,6 +33,8 @@ def saved_by_two_ranks(folder: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_begins_with_what_a_cluster_has_saved(tmp_path: Path) -> None:
     """Two ranks of FSDP2 save a model, and one process makes a run of it: the run's first weights are those."""
+    from torch.distributed.checkpoint.state_dict_loader import load  # takes four seconds
+
     state = {"model": {name: torch.zeros_like(value) for name, value in build().state_dict().items()}}
     load(state, checkpoint_id=saved_by_two_ranks(tmp_path), no_dist=True)
     model = build()
