@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from farandole import node, protocol, testnet, training
+from farandole.training.durable import replacing
 
 from ..plays import play_all
 from .report import Bench
@@ -23,19 +25,11 @@ from .report import Bench
 Outcome = TypeVar("Outcome")
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """A line of the file."""
-
-    source: str
-    play: str
-    outcome: msgspec.Raw
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a play among all plays of a benchmark; shown as its name."""
+    """The file of a play's outcome; shown as the play's name."""
 
-    number: int
+    file: Path
     name: str = field(compare=False)
 
     def __str__(self) -> str:
@@ -45,32 +39,31 @@ class _Place:
 def play_and_keep(
     bench: Bench, plays: Sequence[tuple[str, Callable[[], Outcome]]], outcome: type[Outcome]
 ) -> dict[str, list[Outcome]]:
-    """Run all plays as `play_all` does, and keep each outcome in ``OUT/NAME.plays`` until all are there.
+    """Run all plays as `play_all` does, and keep each outcome in the folder ``OUT/NAME.plays`` until all are there.
 
-    Plays are `functools.partial` of values that `repr` shows whole.
+    Plays are `functools.partial` with different arguments, which `repr` shows completely.
     """
-    path = bench.out / f"{bench.name}.plays"
+    folder = bench.out / f"{bench.name}.plays"
+    folder.mkdir(exist_ok=True)
     source = source_hash()
-    earlier = _read(path, source, outcome)
-    keys = [_key_of(play) for _, play in plays]
-    if num_earlier := sum(key in earlier for key in keys):
-        bench.tell(f"{num_earlier} of {len(plays)} plays are there: {path} has them, of a run that was interrupted")
-    with path.open("ab") as file:
+    asked = [(_Place(folder / _file_name(source, play), name), play) for name, play in plays]
+    found: dict[_Place, Outcome] = {}
+    for place, _ in asked:
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+            found[place] = msgspec.msgpack.decode(place.file.read_bytes(), type=outcome)
+    if found:
+        bench.tell(f"{folder} has {len(found)} of {len(plays)} plays, of a run that was interrupted")
 
-        def keep(place: _Place, result: Outcome) -> None:
-            raw = msgspec.Raw(msgspec.json.encode(result))
-            file.write(msgspec.json.encode(_Kept(source, keys[place.number], raw)) + b"\n")
-            file.flush()
+    def keep(place: _Place, result: Outcome) -> None:
+        found[place] = result
+        with replacing(place.file) as file:
+            file.write(msgspec.msgpack.encode(result))
 
-        missing = [
-            (_Place(number, name), play) for number, (name, play) in enumerate(plays) if keys[number] not in earlier
-        ]
-        played = play_all(bench.say, missing, keep)
+    play_all(bench.say, [(place, play) for place, play in asked if place not in found], keep)
     outcomes: dict[str, list[Outcome]] = {name: [] for name, _ in plays}
-    for number, (name, _) in enumerate(plays):
-        of_play = earlier.get(keys[number])
-        outcomes[name].append(played[_Place(number, name)][0] if of_play is None else of_play)
-    path.unlink()
+    for place, _ in asked:
+        outcomes[place.name].append(found[place])
+    shutil.rmtree(folder)
     return outcomes
 
 
@@ -84,19 +77,6 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def _key_of(play: Callable[[], Any]) -> str:
-    assert isinstance(play, partial), "its arguments are what tells it from others"
-    return hashlib.sha256(f"{play.func.__qualname__} {play.args} {play.keywords}".encode()).hexdigest()
-
-
-def _read(path: Path, source: str, outcome: type[Outcome]) -> dict[str, Outcome]:
-    """Return the outcomes of these sources by play, and remove all else from the file, such as a part of a line."""
-    earlier, lines = {}, []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        with contextlib.suppress(msgspec.DecodeError):
-            kept = msgspec.json.decode(line, type=_Kept)
-            if kept.source == source:
-                earlier[kept.play] = msgspec.json.decode(kept.outcome, type=outcome)
-                lines.append(line)
-    path.write_bytes(b"".join(lines))
-    return earlier
+def _file_name(source: str, play: Callable[[], object]) -> str:
+    assert isinstance(play, partial), "plays differ by their arguments"
+    return hashlib.sha256(f"{source} {play.func.__qualname__} {play.args} {play.keywords}".encode()).hexdigest()

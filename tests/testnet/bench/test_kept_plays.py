@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ def double(folder: Path, number: int) -> Doubled:
         file.write(f"{number}\n")
     if number == 3 and (folder / "fails").exists():
         raise OSError("interrupted")
-    return Doubled([2.0 * number])
+    return Doubled([2.0 * number, math.inf])
 
 
 def play(bench: Bench, folder: Path) -> dict[str, list[Doubled]]:
@@ -33,7 +34,7 @@ def play(bench: Bench, folder: Path) -> dict[str, list[Doubled]]:
     return play_and_keep(bench, plays, Doubled)
 
 
-WHOLE = {"small": [Doubled([2.0]), Doubled([4.0])], "large": [Doubled([6.0])]}
+WHOLE = {"small": [Doubled([2.0, math.inf]), Doubled([4.0, math.inf])], "large": [Doubled([6.0, math.inf])]}
 
 
 def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -56,14 +57,21 @@ def test_only_what_was_interrupted_is_played_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert interrupted(tmp_path, monkeypatch) == ["1", "2", "3"]
-    with (tmp_path / "out" / "doubles.plays").open("ab") as file:
-        file.write(b'{"source":"a part of a li')
     with open_bench("doubles", tmp_path / "out") as bench:
         assert play(bench, tmp_path) == WHOLE
         assert played(tmp_path) == ["3"]
-        assert "2 of 3 plays are there" in capsys.readouterr().out
+        assert "2 of 3 plays" in capsys.readouterr().out
         assert play(bench, tmp_path) == WHOLE
     assert played(tmp_path) == ["1", "2", "3"], "after a whole run, all is measured again"
+
+
+def test_what_cannot_be_read_is_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tmp_path, monkeypatch)
+    first, _ = (tmp_path / "out" / "doubles.plays").iterdir()
+    first.write_bytes(first.read_bytes()[:-1])
+    with open_bench("doubles", tmp_path / "out") as bench:
+        assert play(bench, tmp_path) == WHOLE
+    assert len(played(tmp_path)) == 2
 
 
 def test_outcomes_of_other_sources_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
