@@ -231,7 +231,7 @@ class LinkStatistics:
     def judge_gradient(self, peer: bytes, gradient: Tensor, mark: Tensor) -> str:
         """Return why the gradient (B, T, C) of activations with this mark is an outlier; empty if it is not."""
         tokens = gradient.detach().flatten(0, -2)
-        mean_norm = (mark[:, 0] * _norms(tokens)[:, 0]).mean()
+        mean_norm = (mark[:, :1] * _norms(tokens)).mean()
         return self._judge("gradients", peer, mean_norm, None, mark[:, 1:].T @ tokens.sign())
 
     def _judge(self, kind: Kind, peer: bytes, mean_norm: Tensor, mean: Tensor | None, correlation: Tensor) -> str:

@@ -16,8 +16,8 @@ from .admission import Site, site_of
 # Everything read from a connection until it is authenticated and multiplexed. Noise XX and the negotiation take about
 # 600 bytes; one Noise message is at most 65,537.
 MAX_HANDSHAKE_BYTES: Final = 64 * 1024
-# One read: nearly two Noise messages. Its buffer is allocated before anything is known of what comes; from 128 KiB on
-# (`base.system.allocator.MMAP_THRESHOLD`) that is a new mapping, which triples the time of a small read.
+# One read: nearly two Noise messages. Its buffer is allocated before it is known how much has arrived. From 128 KiB on
+# (`base.system.allocator.MMAP_THRESHOLD`) each buffer is a new mapping, and a small read takes three times as long.
 READ_BYTES: Final = 120 * 1024
 
 

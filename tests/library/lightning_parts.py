@@ -1,4 +1,4 @@
-"""A module and a callback of Lightning's, whose import takes three seconds."""
+"""A Lightning module and a callback, in their own file because importing Lightning takes three seconds."""
 
 from __future__ import annotations
 

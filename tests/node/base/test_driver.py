@@ -55,7 +55,7 @@ async def test_the_timer_fires_once_at_the_time_that_was_set_last(
 
 
 class Switches(trio.abc.Instrument):
-    """Counts the steps of all tasks but its own."""
+    """Counts the steps of the driver's task."""
 
     def __init__(self) -> None:
         self.number = 0
