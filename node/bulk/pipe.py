@@ -92,8 +92,8 @@ class Whole:
 class Pacing(Protocol):
     """Sets the rate at which transfers are sent."""
 
-    def piece_bytes(self, is_channel: bool) -> int:
-        """Return the maximum size of the next piece in bytes."""
+    def piece_bytes(self) -> int:
+        """Return the maximum size in bytes of the next piece over a channel; a chunk is a piece of the stream."""
 
     async def rest(self, num_bytes: int, seconds: float) -> None:
         """Wait before the next piece; the last one had ``num_bytes`` and took ``seconds``."""
@@ -443,8 +443,8 @@ class BulkPipe:
             source = next(source for end, source in self._sources if end == unsealed)
             self._send(Sealed(await source.wait_whole()))
 
-    async def _next_piece(self, most: int) -> memoryview:
-        """Return the next bytes to send, at most ``most``; the hash is sent before the last piece of a transfer."""
+    async def _next_piece(self, most: Callable[[], int]) -> memoryview:
+        """Return the next bytes to send, at most ``most()``; the hash is sent before the last piece of a transfer."""
         flow = self.pipe.outgoing
         await self._until(lambda: self.pipe.num_sent < flow.end)
         while self._sources[0][0] <= flow.settled:
@@ -454,12 +454,15 @@ class BulkPipe:
         num_ready = await source.wait_beyond(position)
         if num_ready == source.memory.nbytes and self.pipe.is_hashed:
             await self._until(lambda: flow.is_head_sealed)
-        return source.memory[position : min(num_ready, position + most)]
+        return source.memory[position : min(num_ready, position + most())]
 
-    def _piece_bytes(self, is_channel: bool) -> int:
-        if self._pacing is not None:
-            return self._pacing.piece_bytes(is_channel)
-        return 1 << 62 if is_channel else min(CHUNK_BYTES, self._shaping.up.quantum)
+    def _channel_bytes(self) -> int:
+        return 1 << 62 if self._pacing is None else self._pacing.piece_bytes()
+
+    def _chunk_bytes(self) -> int:
+        """Return the most bytes of a chunk that, with all posted frames before it, fits in one Noise message."""
+        room = max(CHUNK_BYTES - sum(map(len, self._posted)), CHUNK_BYTES // 2)
+        return min(room, self._shaping.up.quantum)
 
     async def _rest(self, num_bytes: int, began_at: float) -> None:
         if self._pacing is not None:
@@ -470,7 +473,7 @@ class BulkPipe:
         before = channel.num_sent
         try:
             while True:
-                piece = await self._next_piece(self._piece_bytes(is_channel=True))
+                piece = await self._next_piece(self._channel_bytes)
                 began_at, end, self._is_sending = trio.current_time(), self.pipe.num_sent + piece.nbytes, True
                 await channel.send(piece)
                 if self.pipe.step is not RouteStep.REPLACING:  # else the other end has said where to continue
@@ -489,8 +492,7 @@ class BulkPipe:
 
     async def _send_over_stream(self) -> None:
         while True:
-            room = max(CHUNK_BYTES - sum(map(len, self._posted)), CHUNK_BYTES // 2)  # in one Noise message with them
-            piece = await self._next_piece(min(room, self._piece_bytes(is_channel=False)))
+            piece = await self._next_piece(self._chunk_bytes)
             began_at = trio.current_time()
             await self._shaping.up.wait(piece.nbytes)
             if self._writing.locked():  # each pass through the event loop costs a tenth of what a chunk does

@@ -22,7 +22,7 @@ from farandole.protocol.blocks import BLOCK_BYTES, encode_signed_index
 from farandole.protocol.download import BLOCK_TIMEOUT
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.pipe import BULK_FROM, CHUNK_BYTES, Pipe
+from farandole.protocol.pipe import BULK_FROM, Pipe
 from farandole.protocol.pipe_steps import RouteStep
 
 from ..base.bandwidth import Shaping
@@ -178,10 +178,8 @@ class _Pacing:
         self._exchanges = exchanges
         self._pace = 0.0  # seconds a byte
 
-    def piece_bytes(self, is_channel: bool) -> int:
-        """Return the maximum size of the next piece."""
-        if not is_channel:
-            return min(CHUNK_BYTES, self._shaping.up.quantum)
+    def piece_bytes(self) -> int:
+        """Return the maximum size of the next piece over a channel."""
         is_exchanging = self._exchanges is not None and self._exchanges.is_exchanging
         return PIECE_BYTES if self._pace * BLOCK_BYTES > LONG_SECONDS or is_exchanging else BLOCK_BYTES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ import trio.testing
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.pipe import BulkPipe, Patience, Whole
 from farandole.node.bulk.transport import Transport
-from farandole.protocol.pipe import Pipe
+from farandole.protocol.pipe import CHUNK_FRAME_BYTES, Pipe
 
 from ..parties import ALICE, BOB, Faults, MemoryChannels, MemoryStream
 
@@ -20,19 +21,40 @@ PATIENCE = Patience(route=1.0, silent=2.0, answer=1.0)
 SIZES = [300_000, 1, 70_000, 200_000, 5, 130_000, 65_000, 12_345, 400_000, 1]
 
 
+class MeteredStream(MemoryStream):
+    """Keeps the sizes of its writes."""
+
+    def __init__(self, stream: trio.abc.Stream, peer: bytes, faults: Faults) -> None:
+        super().__init__(stream, peer, faults)
+        self.written: list[int] = []
+
+    async def send_all(self, data: bytes) -> None:
+        self.written.append(len(data))
+        await super().send_all(data)
+
+
 class End:
     """Sends transfers, announced by their sizes, and keeps received ones."""
 
-    def __init__(self, author: bytes, stream: trio.abc.Stream, channels: MemoryChannels) -> None:
+    def __init__(
+        self,
+        author: bytes,
+        stream: trio.abc.Stream,
+        channels: MemoryChannels,
+        sizes: Sequence[int] = SIZES,
+        *,
+        is_large: bool = True,
+    ) -> None:
         self.channels = channels
-        self.sent = [random.Random(author).randbytes(size) for size in SIZES]
+        self.stream = MeteredStream(stream, BOB if author == ALICE else ALICE, Faults())
+        self.sent = [random.Random(author).randbytes(size) for size in sizes]
         self.received: list[bytearray] = []
         self.num_received = 0
         peer = BOB if author == ALICE else ALICE
         self._transport = Transport(peer, channels)
         self.bulk = BulkPipe(
-            Pipe(author == ALICE, max_message_bytes=8, is_large=True),
-            MemoryStream(stream, peer, Faults()),
+            Pipe(author == ALICE, max_message_bytes=8, is_large=is_large),
+            self.stream,
             self._transport,
             Shaping(),
         )
@@ -93,3 +115,28 @@ async def test_the_rest_goes_over_another_route(
         assert network[ALICE].num_acquired == 1
         assert network[ALICE].kept
         assert network[BOB].kept
+
+
+async def test_what_announces_a_transfer_is_written_with_its_first_chunk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    sizes = [CHUNK_FRAME_BYTES * 3 // 2] * 5
+    network: dict[bytes, MemoryChannels] = {}
+    streams = dict(zip((ALICE, BOB), trio.testing.memory_stream_pair(), strict=True))
+    alice, bob = (
+        End(author, streams[author], MemoryChannels(author, network), sizes, is_large=False) for author in (ALICE, BOB)
+    )
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(alice.run)
+            nursery.start_soon(bob.run)
+            await alice.bulk.wait_routed()
+            await trio.testing.wait_all_tasks_blocked()
+            alice.stream.written.clear()
+            await alice.send()
+            while bob.num_received < len(sizes):
+                await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+    assert [bytes(data) for data in bob.received] == alice.sent
+    assert len(alice.stream.written) == 2 * len(sizes), "each in two writes, and no message alone"
+    assert max(alice.stream.written) <= CHUNK_FRAME_BYTES, "a write is one Noise message"
