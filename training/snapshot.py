@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -47,15 +49,17 @@ class Snapshot:
         return save_checkpoint(path, self.state, self.layout, self.run_id, self.counters)
 
 
+# Memory for a snapshot is obtained in pieces of this size, and this much is left to everything else.
+_PIECE_BYTES: Final = 256 << 20
+_RESERVE_BYTES: Final = 512 << 20
+_PAGE_BYTES: Final = 4_096
+
+
 class SnapshotMemory:
     """Room for a copy of flat vectors like these (n,), fp32 or bf16. Raises `MemoryError` if this machine has none."""
 
     def __init__(self, vectors: Mapping[str, Tensor], copier: Copier) -> None:
-        num_bytes = sum(flat.nbytes for flat in vectors.values())
-        available = available_bytes()
-        if available is not None and num_bytes > available:
-            raise MemoryError(f"{num_bytes} bytes are wanted, {available} available")
-        memory = np.empty(num_bytes, dtype=np.uint8)
+        memory = _obtain(sum(flat.nbytes for flat in vectors.values()))
         copier.pin(memory.data)
         self._copier = copier
         aligned = dict(sorted(vectors.items(), key=lambda item: -item[1].itemsize))  # fp32 first
@@ -67,3 +71,18 @@ class SnapshotMemory:
         """Copy them; what was copied before is overwritten. The copies, and what waits for them."""
         copied = [self._copier.keep(flat, self._copies[name]) for name, flat in vectors.items()]
         return self._copies, copied
+
+
+def _obtain(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory, uint8 (num_bytes,), of which the system has given every page. Raises `MemoryError`.
+
+    A system promises what it may not have. The nodes of one machine often save at the same time, and each would see the
+    memory that the other is about to use.
+    """
+    memory = np.empty(num_bytes, dtype=np.uint8)
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        available, wanted = available_bytes(), num_bytes - start
+        if available is not None and wanted + _RESERVE_BYTES > available:
+            raise MemoryError(f"{wanted} bytes are wanted, {available} available")
+        memory[start : start + _PIECE_BYTES : _PAGE_BYTES] = 0
+    return memory
