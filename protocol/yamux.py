@@ -134,9 +134,13 @@ class YamuxStream:
         return self._send_window > 0
 
     @property
-    def may_send(self) -> bool:
-        """Return whether `send` takes at least one byte: there is credit, and room in the connection's queue."""
-        return self.has_credit and self._conn.has_room(is_bulk=self.is_bulk)
+    def room(self) -> int:
+        """Return the number of bytes that `send` takes now.
+
+        It is 0 without credit, without room in the connection's queue, and when this end of the stream is over.
+        """
+        may_send = not (self.has_finished or self.is_reset) and self._conn.has_room(is_bulk=self.is_bulk)
+        return min(PIECE_BYTES, self._send_window) if may_send else 0
 
     def send(self, data: memoryview) -> int:
         """Queue the beginning of ``data``, one frame at most; return the number of bytes queued.
@@ -145,9 +149,8 @@ class YamuxStream:
         """
         if self.has_finished or self.is_reset:
             raise LocalProtocolError("this end of the stream is over")
-        if not self.may_send:
+        if not (piece := data[: self.room]):
             return 0
-        piece = data[: min(PIECE_BYTES, self._send_window)]
         self._send_window -= len(piece)
         self._conn.queue(DATA, 0, self.stream_id, len(piece), piece)
         if self.is_bulk:

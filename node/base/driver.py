@@ -29,15 +29,22 @@ class StateMachine(Protocol[_EventT, _OutputT]):
 class Driver(Generic[EventT, OutputT]):
     """Drives one machine at a time. ``carry_out`` does what an output asks for; it must not wait.
 
-    ``timer_fired`` is the event of a timer that has come, for a machine that asks for one (`set_timer`).
+    ``timer_fired`` is the event of a timer that has come, for a machine that asks for one (`set_timer`). ``flush`` is
+    called when all outputs of an event are carried out.
     """
 
-    def __init__(self, carry_out: Callable[[OutputT], None], timer_fired: EventT | None = None) -> None:
+    def __init__(
+        self,
+        carry_out: Callable[[OutputT], None],
+        timer_fired: EventT | None = None,
+        flush: Callable[[], None] = lambda: None,
+    ) -> None:
         self.timer_at = math.inf
         """When the timer fires, by trio's clock."""
         self._machine: StateMachine[EventT, OutputT] | None = None
         self._carry_out = carry_out
         self._timer_fired = timer_fired
+        self._flush = flush
         self._outputs: deque[OutputT] = deque()
         self._is_carrying_out = False
         self._armed_at = math.inf
@@ -64,6 +71,7 @@ class Driver(Generic[EventT, OutputT]):
         try:
             while self._outputs:
                 self._carry_out(self._outputs.popleft())
+            self._flush()
         finally:
             self._is_carrying_out = False
 

@@ -32,6 +32,13 @@ class Stream(Protocol):
     def handshake_hash(self) -> bytes:
         """32 bytes that name the connection: both ends know them, and no other connection has them."""
 
+    @property
+    def room(self) -> int:
+        """Number of bytes that `send_now` may be given now."""
+
+    def send_now(self, data: bytes) -> None:
+        """Send at most `room` bytes, without a wait."""
+
     async def send_all(self, data: bytes) -> None:
         """Send all of it, or raise `trio.BrokenResourceError`."""
 

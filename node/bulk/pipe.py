@@ -23,6 +23,7 @@ from farandole.protocol.errors import FarandoleError, LocalProtocolError
 from farandole.protocol.incoming import Incoming
 from farandole.protocol.pipe import (
     CHUNK_BYTES,
+    CHUNK_OVERHEAD_BYTES,
     Chunk,
     Message,
     Pipe,
@@ -182,11 +183,15 @@ class BulkPipe:
 
     # For the pipe's user
 
-    def post(self, data: bytes) -> None:
-        """Write a frame after the ones posted before; the user of the pipe bounds their number."""
+    def post(self, data: bytes, *, is_held: bool = False) -> None:
+        """Write a frame after the ones posted before; the user of the pipe bounds their number.
+
+        ``is_held``: `flush` follows, before any other task runs.
+        """
         self._shaping.up.charge(len(data))
         self._posted.append(data)
-        self._notify()
+        if not is_held:
+            self._notify()
 
     @property
     def num_posted(self) -> int:
@@ -197,9 +202,19 @@ class BulkPipe:
         """Wait until everything posted is written, or the stream takes nothing any more."""
         await self._until(lambda: not self._posted)
 
-    def add(self, source: Source) -> None:
-        """Add the source of the transfer that was offered last."""
+    def add(self, source: Source, *, is_held: bool = False) -> None:
+        """Add the source of the transfer that was offered last; ``is_held`` as for `post`."""
         self._sources.append((self.pipe.outgoing.end, source))
+        if not is_held:
+            self._notify()
+
+    def flush(self) -> None:
+        """Write posted frames and chunks of complete sources as far as this needs no wait; the tasks do the rest.
+
+        Waking the tasks for that would cost each message several passes through the event loop.
+        """
+        while (self._posted or self.pipe.num_sent < self.pipe.outgoing.end) and self._write_now():
+            pass
         self._notify()
 
     async def send(self, announce: Callable[[], tuple[bytes, Source] | None]) -> None:
@@ -322,6 +337,26 @@ class BulkPipe:
             await trio.sleep(timeout / SILENT_CHECKS)
             if trio.current_time() >= self._write_began_at + timeout:
                 raise trio.TooSlowError
+
+    def _write_now(self) -> bool:
+        """Write what is posted, with the next chunk, unless something has to wait; return whether it is written."""
+        room = self._stream.room - sum(map(len, self._posted))
+        if room < 0 or self._is_broken or self._writing.locked():
+            return False
+        chunk = b""
+        if self.pipe.step is RouteStep.STREAM and self.pipe.num_sent < self.pipe.outgoing.end:
+            source, position = self._next_source()
+            size = min(source.memory.nbytes - position, self._chunk_bytes())
+            if not isinstance(source, Whole) or CHUNK_OVERHEAD_BYTES + size > room or not self._shaping.up.has(size):
+                return False
+            self._shaping.up.reserve(size)
+            chunk = self.pipe.send(Chunk(self.pipe.num_sent, source.memory[position : position + size]))
+        if not (data := b"".join([*self._posted, chunk])):
+            return False
+        self._posted.clear()
+        self._stream.send_now(data)
+        self.bytes_sent += len(data)
+        return True
 
     # The routes
 
@@ -447,14 +482,18 @@ class BulkPipe:
         """Return the next bytes to send, at most ``most()``; the hash is sent before the last piece of a transfer."""
         flow = self.pipe.outgoing
         await self._until(lambda: self.pipe.num_sent < flow.end)
-        while self._sources[0][0] <= flow.settled:
-            self._sources.popleft()
-        end, source = next(entry for entry in self._sources if entry[0] > self.pipe.num_sent)
-        position = self.pipe.num_sent - (end - source.memory.nbytes)
+        source, position = self._next_source()
         num_ready = await source.wait_beyond(position)
         if num_ready == source.memory.nbytes and self.pipe.is_hashed:
             await self._until(lambda: flow.is_head_sealed)
         return source.memory[position : min(num_ready, position + most())]
+
+    def _next_source(self) -> tuple[Source, int]:
+        """Return the source of the next byte to send, and the byte's position in it; forget those that have arrived."""
+        while self._sources[0][0] <= self.pipe.outgoing.settled:
+            self._sources.popleft()
+        end, source = next(entry for entry in self._sources if entry[0] > self.pipe.num_sent)
+        return source, self.pipe.num_sent - (end - source.memory.nbytes)
 
     def _channel_bytes(self) -> int:
         return 1 << 62 if self._pacing is None else self._pacing.piece_bytes()

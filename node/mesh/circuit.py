@@ -47,10 +47,10 @@ class Circuit(RawLink):
         self._num_moved += len(data)
         return data
 
-    async def write(self, data: bytes) -> None:
+    def write_now(self, data: bytes) -> None:
         """See `RawLink`."""
         self._num_moved += len(data)
-        await super().write(data)
+        super().write_now(data)
 
     def abort(self) -> None:
         """See `RawLink`."""

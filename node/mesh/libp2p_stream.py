@@ -64,6 +64,17 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
         self.state.limit(max_bytes)
         self._conn.note_change(self)
 
+    @property
+    def room(self) -> int:
+        """Return the number of bytes that `send_now` may be given now."""
+        return 0 if self._is_closed else self.state.room
+
+    def send_now(self, data: bytes) -> None:
+        """Send at most `room` bytes, without a wait."""
+        self.state.send(memoryview(data))
+        self._conn.write_now()
+        self._conn.note_change()
+
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all data, or raise `trio.BrokenResourceError`. Waits for as long as the peer reads nothing."""
         view, has_waited = memoryview(data).cast("B"), False
@@ -75,6 +86,7 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
                 raise self._broken()
             if num_taken := self.state.send(view):
                 view = view[num_taken:]
+                self._conn.write_now()
                 self._conn.note_change()
                 continue
             has_waited = True

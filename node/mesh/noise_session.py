@@ -45,7 +45,16 @@ class NoiseSession:
         size = int.from_bytes(await self._link.read(LENGTH_BYTES), "big")
         return bytes(self._state.decrypt(await self._link.read(size)))
 
-    async def write(self, message: bytes) -> None:
-        """Send a message. Raises `trio.BrokenResourceError` if the connection is over."""
+    def write_now(self, message: bytes) -> None:
+        """Send a message as far as this needs no wait. `flush` sends the rest; send nothing else before."""
         sealed = self._state.encrypt(message)
-        await self._link.write(len(sealed).to_bytes(LENGTH_BYTES, "big") + sealed)
+        self._link.write_now(len(sealed).to_bytes(LENGTH_BYTES, "big") + sealed)
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Return whether `flush` has something to send."""
+        return self._link.has_unwritten
+
+    async def flush(self) -> None:
+        """Send the rest of a message. Raises `trio.BrokenResourceError` if the connection is over."""
+        await self._link.flush()

@@ -34,6 +34,7 @@ class RawLink(ABC):
         self.site: Site = site_of(remote[0] if remote else "")
         self._buffer = b""
         self._num_taken = 0  # of the buffer
+        self._unwritten = b""
         self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
         self._encryptor: CipherContext | None = None
         self._decryptor: CipherContext | None = None
@@ -103,12 +104,31 @@ class RawLink(ABC):
 
     async def write(self, data: bytes) -> None:
         """Send all of it; raise as `_receive_some`."""
+        self.write_now(data)
+        await self.flush()
+
+    def write_now(self, data: bytes) -> None:
+        """Send as much as can be sent without waiting. `flush` sends the rest; write nothing else before."""
         if self._encryptor is not None:
             data = self._encryptor.update(data)
+        self._unwritten = data[self._send_now(data) :]
+
+    def _send_now(self, data: bytes) -> int:
+        """Return the number of bytes sent without waiting: none if the carrier can only wait."""
+        return 0
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Return whether `flush` has something to send."""
+        return bool(self._unwritten)
+
+    async def flush(self) -> None:
+        """Send what `write_now` has not sent; raise as `_receive_some`."""
         try:
-            await self._carrier.send_all(data)
+            await self._carrier.send_all(self._unwritten)
         except trio.ClosedResourceError as error:
             raise trio.BrokenResourceError("connection closed here") from error
+        self._unwritten = b""
 
     async def close(self) -> None:
         """Close; written data is still sent, and tasks that wait on the link are woken."""

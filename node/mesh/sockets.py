@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import trio
 
-from ..base.system.sockets import leave_nothing, listen_alone, share_port
+from ..base.system.sockets import leave_nothing, listen_alone, send_now, share_port
 from .addresses import multiaddr_of
 from .admission import Turns
 from .raw_link import RawLink
@@ -51,6 +51,9 @@ class Socket(RawLink):
             return await super()._receive_some(max_bytes)
         finally:
             self.waiting_since = math.inf
+
+    def _send_now(self, data: bytes) -> int:
+        return send_now(self._stream.socket.fileno(), data)
 
     def leave_nothing(self) -> None:
         """See `farandole.node.base.system.sockets.leave_nothing`."""

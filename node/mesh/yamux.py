@@ -1,7 +1,8 @@
 """Drives `farandole.protocol.yamux` over one connection.
 
-One task reads the connection and one writes it. Streams only touch buffers, so cancelling a stream's wait never leaves
-half a frame on the wire or loses a byte. Everything that a frame causes happens between two checkpoints: no locks.
+Streams write by themselves what the connection takes without a wait. One task writes the rest, and one reads. Streams
+only touch buffers, so cancelling a stream's wait never leaves half a frame on the wire or loses a byte. Everything that
+a frame causes happens between two checkpoints: no locks.
 
 Traffic is charged to the node's bandwidth caps (`farandole.node.base.bandwidth`) here, except the payload of bulk
 streams, which wait for the caps themselves and for an empty queue here: no control frame waits behind more bulk than
@@ -77,6 +78,7 @@ class MuxedConn:
         self._shaping = shaping or Shaping()
         self._budget = budget or UnreadBudget()
         self._num_unread_budgeted = 0
+        self._num_charged = self._num_writing = 0
         self._streams: dict[int, Libp2pStream] = {}
         self._pongs: dict[int, trio.Event] = {}
         self._scope = trio.CancelScope()
@@ -136,17 +138,31 @@ class MuxedConn:
         self._scope.cancel()
 
     async def _write_frames(self) -> None:
-        num_charged = 0
         while True:
-            if not (data := self._state.data_to_send()):
+            self.write_now()
+            if self.session.has_unwritten:
+                await self.session.flush()
+                self._note_written()
+            else:
                 self._work = trio.Event()
                 await self._work.wait()
-                continue
-            self._shaping.up.charge(self._state.num_counted_out - num_charged)
-            num_charged = self._state.num_counted_out
-            await self.session.write(data)
-            self._state.note_sent(len(data))
-            self._room.set()
+
+    def write_now(self) -> None:
+        """Write queued frames as far as this needs no wait; `_write_frames` does the rest.
+
+        Waking that task would cost each message a pass through the event loop.
+        """
+        while not self.session.has_unwritten and (data := self._state.data_to_send()):
+            self._shaping.up.charge(self._state.num_counted_out - self._num_charged)
+            self._num_charged = self._state.num_counted_out
+            self._num_writing = len(data)
+            self.session.write_now(data)
+            if not self.session.has_unwritten:
+                self._note_written()
+
+    def _note_written(self) -> None:
+        self._state.note_sent(self._num_writing)
+        self._room.set()
 
     async def _read_frames(self) -> None:
         num_charged = num_messages = 0

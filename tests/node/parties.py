@@ -33,7 +33,16 @@ PATIENCE = 30.0
 Handler = Callable[[Stream], Awaitable[None]]
 
 
-class MemoryStream:
+class AlwaysWaits:
+    """A stream that takes nothing without a wait."""
+
+    room = 0
+
+    def send_now(self, data: bytes) -> None:
+        raise AssertionError("there is no room")
+
+
+class MemoryStream(AlwaysWaits):
     """One end of a stream between two hosts: it cuts, freezes or drips if the test says so."""
 
     is_bulk = False

@@ -116,7 +116,7 @@ def test_a_window_grows_while_its_reader_keeps_up_and_never_beyond_its_bound() -
     num_sent = 0
     for _ in range(2_000):
         num_sent += pair.near.send(memoryview(bytes(60_000)))
-        if not pair.near.may_send:
+        if not pair.near.room:
             move(pair.alice, pair.bob)
             pair.far.read(None, now=0.0)
             move(pair.bob, pair.alice)
@@ -137,10 +137,10 @@ def test_the_queue_is_bounded_for_data_and_empty_before_bulk() -> None:
     pair.near.is_bulk = True
     data = pair.alice.data_to_send()
     pair.alice.note_sent(len(data))
-    assert not pair.near.may_send
+    assert not pair.near.room
     while data := pair.alice.data_to_send():
         pair.alice.note_sent(len(data))
-    assert pair.near.may_send
+    assert pair.near.room
 
 
 def test_an_honest_burst_of_streams_costs_the_excess_and_not_the_connection() -> None:

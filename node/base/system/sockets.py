@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import struct
 import sys
@@ -56,3 +57,16 @@ def prefer_congestion_control(connection: _Socket, name: str) -> None:
 def leave_nothing(connection: _Socket) -> None:
     """Make the connection end with RST, so that the kernel keeps no TIME_WAIT entry for it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+
+
+def send_now(descriptor: int, data: bytes) -> int:
+    """Send as much as a non-blocking socket takes; return the number of bytes. A broken one takes none.
+
+    Whoever then waits for it gets the error. On Windows sockets are no files, so nothing is sent without a wait.
+    """
+    if sys.platform == "win32":
+        return 0
+    try:
+        return os.write(descriptor, data)
+    except OSError:
+        return 0

@@ -85,6 +85,7 @@ class ActivationLink:
         # Messages whose data follow them; and each `Settled`, which must not overtake its `Forward`.
         self._transfers: deque[tuple[Control, memoryview | None]] = deque()
         self._wakeup = trio.Event()
+        self._is_posted = False  # something, since the last `flush`
 
     @property
     def peer(self) -> bytes:
@@ -106,7 +107,7 @@ class ActivationLink:
         self._scope.cancel()
 
     def send(self, message: Control, data: memoryview | None = None) -> None:
-        """Queue a message; ``data`` are read when its turn comes."""
+        """Queue a message, for `flush`; ``data`` are read when its turn comes."""
         if isinstance(message, Hello | Welcome):
             self._greeting += self.link.send(message)
         elif isinstance(message, Forward | Gradient) or (isinstance(message, Settled) and self._transfers):
@@ -116,7 +117,13 @@ class ActivationLink:
             else:
                 self._wakeup.set()
         elif self._means_something(message):
-            self._bulk.post(self.link.send(message))
+            self._post(message)
+
+    def flush(self) -> None:
+        """Send what is queued: together what goes into one Noise message."""
+        if self._is_posted:
+            self._is_posted = False
+            self._bulk.flush()
 
     async def greet(self, on_event: Callable[[Event], None]) -> None:
         """Read until both have greeted; call it before `run`, which handles what came with the greeting.
@@ -224,15 +231,20 @@ class ActivationLink:
                 if self._transfers[0][1] is not None:
                     await self._bulk.wait_offerable()
                 self._send_next()
+                self.flush()
             await wakeup.wait()
 
     def _send_next(self) -> None:
         message, data = self._transfers.popleft()
         if not self._means_something(message):
             return
-        self._bulk.post(self.link.send(message))
+        self._post(message)
         if data is not None:
             # A gradient cannot be taken back once a thread sends it: its slot may become another microbatch's, its
             # bytes must not. A microbatch that goes forward in that time is dropped at the end, whatever its bytes are.
             is_copied = isinstance(message, Gradient) and self.link.pipe.channel is not None
-            self._bulk.add(Whole(memoryview(bytes(data)) if is_copied else data))
+            self._bulk.add(Whole(memoryview(bytes(data)) if is_copied else data), is_held=True)
+
+    def _post(self, message: Control) -> None:
+        self._bulk.post(self.link.send(message), is_held=True)
+        self._is_posted = True

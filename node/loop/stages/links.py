@@ -71,6 +71,11 @@ class Links:
         for link in self.by_number.values():
             link.close()
 
+    def flush(self) -> None:
+        """Send what was queued on links."""
+        for link in self.by_number.values():
+            link.flush()
+
     @property
     def bytes_sent(self) -> int:
         """Return the bytes sent over all links since the node began."""

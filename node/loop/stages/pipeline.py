@@ -62,7 +62,7 @@ class PipelineService:
         self._nodes: Sequence[frozenset[bytes]] = [frozenset()] * manifest.model.num_stages
         self._worker: Worker | None = None
         self._machine: Pipeline | None = None
-        self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired())
+        self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired(), links.flush)
         self._nursery: trio.Nursery | None = None
         messenger.set_receiver(MICROBATCH_PROTOCOL, MAX_QUESTION_BYTES, self._be_told, lambda peer, protocol: None)
 

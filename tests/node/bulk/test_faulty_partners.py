@@ -36,6 +36,7 @@ from ..parties import (
     PATIENCE,
     RUN_ID,
     SIZE,
+    AlwaysWaits,
     Handler,
     MemoryChannels,
     MemoryHost,
@@ -60,7 +61,7 @@ def name_of(sent: bytes) -> str:
     return "Chunk" if sent[4] == CHUNK_KIND else NAMES[sent[4]][msgspec.msgpack.decode(sent[5:])[0]]
 
 
-class FaultyStream:
+class FaultyStream(AlwaysWaits):
     """Mallory's end: it works until a message of this name, and never again."""
 
     is_bulk = False

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import trio
 import trio.testing
 
-from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.pipe import BulkPipe, Patience, Whole
 from farandole.node.bulk.transport import Transport
 from farandole.protocol.pipe import CHUNK_FRAME_BYTES, Pipe
@@ -22,11 +24,20 @@ SIZES = [300_000, 1, 70_000, 200_000, 5, 130_000, 65_000, 12_345, 400_000, 1]
 
 
 class MeteredStream(MemoryStream):
-    """Keeps the sizes of its writes."""
+    """Keeps the sizes of its writes. It takes ``room`` bytes without a wait."""
 
-    def __init__(self, stream: trio.abc.Stream, peer: bytes, faults: Faults) -> None:
-        super().__init__(stream, peer, faults)
+    def __init__(self, stream: trio.abc.Stream, peer: bytes) -> None:
+        super().__init__(stream, peer, Faults())
         self.written: list[int] = []
+        self.sent_at_once: list[int] = []
+        self.room = 0
+        self.put: Callable[[bytes], None] = lambda data: None
+
+    def send_now(self, data: bytes) -> None:
+        assert 0 < len(data) <= self.room
+        self.sent_at_once.append(len(data))
+        self.room -= len(data)
+        self.put(data)
 
     async def send_all(self, data: bytes) -> None:
         self.written.append(len(data))
@@ -44,9 +55,10 @@ class End:
         sizes: Sequence[int] = SIZES,
         *,
         is_large: bool = True,
+        up: Shaper | None = None,
     ) -> None:
         self.channels = channels
-        self.stream = MeteredStream(stream, BOB if author == ALICE else ALICE, Faults())
+        self.stream = MeteredStream(stream, BOB if author == ALICE else ALICE)
         self.sent = [random.Random(author).randbytes(size) for size in sizes]
         self.received: list[bytearray] = []
         self.num_received = 0
@@ -56,7 +68,7 @@ class End:
             Pipe(author == ALICE, max_message_bytes=8, is_large=is_large),
             self.stream,
             self._transport,
-            Shaping(),
+            Shaping(up or Shaper()),
         )
 
     async def run(self) -> None:
@@ -72,6 +84,17 @@ class End:
     def _announce(self, name: int, data: bytes) -> tuple[bytes, Whole]:
         self.bulk.pipe.offer(name, len(data))
         return self.bulk.pipe.send_message(len(data).to_bytes(4, "big")), Whole(memoryview(data))
+
+    async def send_held(self, room: int) -> None:
+        """Send all, each announcement with its data; every time the stream takes ``room`` bytes without a wait."""
+        for name, data in enumerate(self.sent):
+            await self.bulk.wait_offerable()
+            self.stream.room = room
+            frame, source = self._announce(name, data)
+            self.bulk.post(frame, is_held=True)
+            self.bulk.add(source, is_held=True)
+            self.bulk.flush()
+        await self.bulk.wait_delivered()
 
     async def _hear(self, payload: bytes) -> None:
         await trio.lowlevel.checkpoint()
@@ -117,26 +140,60 @@ async def test_the_rest_goes_over_another_route(
         assert network[BOB].kept
 
 
+@asynccontextmanager
+async def over_the_stream(
+    sizes: Sequence[int], nursery: trio.Nursery, up: Shaper | None = None
+) -> AsyncIterator[tuple[End, End]]:
+    """Yield two ends, of which Alice sends, and wait until Bob has all."""
+    network: dict[bytes, MemoryChannels] = {}
+    near, far = trio.testing.memory_stream_pair()
+    alice, bob = (
+        End(author, stream, MemoryChannels(author, network), sizes, is_large=False, up=up)
+        for author, stream in ((ALICE, near), (BOB, far))
+    )
+    alice.stream.put = cast("Any", far.receive_stream).put_data
+    with trio.fail_after(60):
+        nursery.start_soon(alice.run)
+        nursery.start_soon(bob.run)
+        await alice.bulk.wait_routed()
+        await trio.testing.wait_all_tasks_blocked()
+        yield alice, bob
+        while bob.num_received < len(sizes):
+            await trio.testing.wait_all_tasks_blocked()
+    nursery.cancel_scope.cancel()
+    assert [bytes(data) for data in bob.received] == alice.sent
+
+
 async def test_what_announces_a_transfer_is_written_with_its_first_chunk(
-    autojump_clock: trio.testing.MockClock,
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
     sizes = [CHUNK_FRAME_BYTES * 3 // 2] * 5
-    network: dict[bytes, MemoryChannels] = {}
-    streams = dict(zip((ALICE, BOB), trio.testing.memory_stream_pair(), strict=True))
-    alice, bob = (
-        End(author, streams[author], MemoryChannels(author, network), sizes, is_large=False) for author in (ALICE, BOB)
-    )
-    with trio.fail_after(60):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(alice.run)
-            nursery.start_soon(bob.run)
-            await alice.bulk.wait_routed()
-            await trio.testing.wait_all_tasks_blocked()
-            alice.stream.written.clear()
-            await alice.send()
-            while bob.num_received < len(sizes):
-                await trio.testing.wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
-    assert [bytes(data) for data in bob.received] == alice.sent
+    async with over_the_stream(sizes, nursery) as (alice, _):
+        await alice.send()
     assert len(alice.stream.written) == 2 * len(sizes), "each in two writes, and no message alone"
     assert max(alice.stream.written) <= CHUNK_FRAME_BYTES, "a write is one Noise message"
+
+
+@pytest.mark.parametrize("room", [0, 30, 50_000, CHUNK_FRAME_BYTES, 2 * CHUNK_FRAME_BYTES, 1 << 40])
+async def test_what_has_room_is_sent_without_a_wait(
+    room: int, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    sizes = [CHUNK_FRAME_BYTES * 3 // 2, 1, 40_000, CHUNK_FRAME_BYTES * 3 // 2, 300_000, 5]
+    async with over_the_stream(sizes, nursery) as (alice, _):
+        await alice.send_held(room)
+    at_once, later = sum(alice.stream.sent_at_once), sum(alice.stream.written)
+    assert at_once + later == alice.bulk.bytes_sent
+    assert (at_once == 0) == (room == 0)
+    assert (later == 0) == (room == 1 << 40)
+    assert max(alice.stream.sent_at_once + alice.stream.written) <= CHUNK_FRAME_BYTES
+
+
+async def test_the_cap_holds_for_what_is_sent_without_a_wait(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    up, began_at = Shaper(50_000.0, trio.current_time), trio.current_time()
+    async with over_the_stream([1_000, 100_000, 200_000, 1], nursery, up) as (alice, _):
+        await alice.send_held(1 << 40)
+    assert trio.current_time() - began_at > 0.95 * 301_001 / 50_000.0
+    assert alice.stream.sent_at_once
+    assert alice.stream.written

@@ -40,13 +40,28 @@ class Pipe:
 
     def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream
+        self.takes_at_once = False
+        self.taken: list[bytes] = []
+        self._unwritten = b""
 
     async def read(self, n: int | None = None) -> bytes:
         return bytes(await self.stream.receive_some(n))
 
-    async def write(self, data: bytes) -> None:
+    def write_now(self, data: bytes) -> None:
         assert len(data) <= MAX_MESSAGE_BYTES
-        await self.stream.send_all(data)
+        assert not self._unwritten
+        if self.takes_at_once:
+            self.taken.append(data)
+        else:
+            self._unwritten = data
+
+    @property
+    def has_unwritten(self) -> bool:
+        return bool(self._unwritten)
+
+    async def flush(self) -> None:
+        await self.stream.send_all(self._unwritten)
+        self._unwritten = b""
 
 
 @asynccontextmanager
@@ -263,6 +278,37 @@ async def test_control_frames_wait_behind_one_piece_of_bulk_at_most() -> None:
             while left:
                 left -= len(await far.receive_some(left))
         assert headers == [(DATA, 0, 1, PIECE_BYTES), (DATA, 0, 3, 3), *[(DATA, 0, 1, PIECE_BYTES)] * 2]
+
+
+async def test_what_needs_no_wait_is_written_before_any_other_task_runs() -> None:
+    async with open_conn() as (conn, far):
+        stream, pipe = await accept(conn, far), cast("Any", conn.session)
+        pipe.takes_at_once = True
+        assert stream.room == PIECE_BYTES
+        stream.send_now(b"first")
+        stream.send_now(bytes(PIECE_BYTES))
+        assert pipe.taken == [encode(DATA, 0, 1, 5, b"first"), encode(DATA, 0, 1, PIECE_BYTES, bytes(PIECE_BYTES))]
+        pipe.takes_at_once = False
+        stream.state.is_bulk = True
+        stream.send_now(b"second")
+        assert stream.room == 0, "no bulk behind bulk"
+        pipe.takes_at_once = True
+        stream.state.is_bulk = False
+        stream.send_now(b"third")
+        assert len(pipe.taken) == 2, "nothing overtakes"
+        assert await receive_frame(far) == (DATA, 0, 1, 6)
+        assert await far.receive_some(6) == b"second"
+        await wait_all_tasks_blocked()
+        assert pipe.taken[2:] == [encode(DATA, 0, 1, 5, b"third")]
+
+
+@pytest.mark.parametrize("end", ["send_eof", "aclose", "reset"])
+async def test_a_stream_that_is_over_has_no_room(end: str) -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        if (ended := getattr(stream, end)()) is not None:
+            await ended
+        assert stream.room == 0
 
 
 async def test_everything_counts_but_the_payload_of_bulk() -> None:

@@ -33,11 +33,12 @@ from farandole.protocol.wire import encode
 from farandole.protocol.writer import Mark, Writer
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice, tick_at
+from ..parties import AlwaysWaits
 
 HOUR = 3_600.0
 
 
-class MemoryStream:
+class MemoryStream(AlwaysWaits):
     """One end of a pair of `trio.testing.memory_stream_pair`, with the other end's name."""
 
     is_bulk = False

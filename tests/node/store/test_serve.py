@@ -21,6 +21,7 @@ from farandole.protocol.download import BLOCK_TIMEOUT
 from farandole.protocol.framing import frame
 from farandole.protocol.pipe import Pipe, Route
 
+from ..parties import AlwaysWaits
 from .files import RUN, checkpoint_bytes, hold
 from .test_liars import MemoryHost
 
@@ -81,7 +82,7 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
     assert 0.8 * expected <= seconds <= 1.2 * expected + 1.0
 
 
-class Reluctant:
+class Reluctant(AlwaysWaits):
     """A stream to a peer that wants a block, and receives nothing of it."""
 
     peer = b"p" * 32

@@ -30,6 +30,7 @@ from farandole.protocol.bulk import Secrets
 from farandole.protocol.pipe import BULK_FROM, Chunk, Route
 from farandole.protocol.record_layer import Sealer
 
+from ...parties import AlwaysWaits
 from ...sockets import tcp_pair
 
 PATIENCE = 10.0
@@ -41,7 +42,7 @@ def send_data(link: Link, data: memoryview) -> bytes:
     return link.pipe.send(Chunk(link.pipe.num_sent, data))
 
 
-class Line:
+class Line(AlwaysWaits):
     """A stream to Alice; ``on_sent`` is called after each write, with the number of writes."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
