@@ -120,21 +120,18 @@ def _try_tokenizer(manifest: Manifest, path: Path) -> None:
 
     if importlib.util.find_spec("tokenizers") is None:  # this machine cannot tell; the nodes have it
         return
+    model, problem = manifest.model, ""
     try:
         num_tokens = load_tokenizer(manifest.tokenizer, path).vocabulary
     except DataError as error:
-        raise FaultyError([FileFault(("tokenizer", "file"), f"tokenizer.file: {error}")]) from error
-    model = manifest.model
-    if model.own is None and model.external is None and num_tokens > model.vocabulary:
-        raise FaultyError(
-            [
-                FileFault(
-                    ("tokenizer", "file"),
-                    f"tokenizer.file: {path} has {num_tokens} tokens, and the model {model.vocabulary}: set "
-                    f"model.vocabulary = {num_tokens}",
-                )
-            ]
-        )
+        problem = str(error)
+    else:
+        if model.own is None and model.external is None and num_tokens > model.vocabulary:
+            problem = (
+                f"{path} has {num_tokens} tokens, and the model {model.vocabulary}: set model.vocabulary = {num_tokens}"
+            )
+    if problem:
+        raise FaultyError([FileFault(("tokenizer", "file"), f"tokenizer.file: {problem}")])
 
 
 def _table(model: object) -> object:

@@ -44,11 +44,8 @@ def run(
     """
     with open_bench("honest", out, write, members=members, rounds=rounds, seeds=seeds) as bench:
         runs = [each for seed in range(seeds) for each in _plays(members, rounds, seed)]
-        bench.publish(
-            report(
-                bench.setting, play_and_keep(bench, [(name, partial(play, run)) for name, run in runs], HostileOutcome)
-            )
-        )
+        outcomes = play_and_keep(bench, [(name, partial(play, run)) for name, run in runs], HostileOutcome)
+        bench.publish(report(bench.setting, outcomes))
 
 
 def _plays(members: int, rounds: int, seed: int) -> Iterator[tuple[str, HostileRun]]:
