@@ -344,7 +344,8 @@ class BulkPipe:
         if room < 0 or self._is_broken or self._writing.locked():
             return False
         chunk = b""
-        if self.pipe.step is RouteStep.STREAM and self.pipe.num_sent < self.pipe.outgoing.end:
+        is_due = self.pipe.step is RouteStep.STREAM and self.pipe.num_sent < self.pipe.outgoing.end
+        if is_due and not self._is_sending:
             source, position = self._next_source()
             size = min(source.memory.nbytes - position, self._chunk_bytes())
             if not isinstance(source, Whole) or CHUNK_OVERHEAD_BYTES + size > room or not self._shaping.up.has(size):
@@ -533,17 +534,19 @@ class BulkPipe:
         while True:
             piece = await self._next_piece(self._chunk_bytes)
             began_at = trio.current_time()
-            await self._shaping.up.wait(piece.nbytes)
-            if self._writing.locked():  # each pass through the event loop costs a tenth of what a chunk does
-                await self._writing.acquire()
-            else:
-                self._writing.acquire_nowait()
-            self._is_sending = True
+            self._is_sending = True  # nobody else sends this piece while it waits
             try:
-                await self._put_posted(self.pipe.send(Chunk(self.pipe.num_sent, piece)))
+                await self._shaping.up.wait(piece.nbytes)
+                if self._writing.locked():  # each pass through the event loop costs a tenth of what a chunk does
+                    await self._writing.acquire()
+                else:
+                    self._writing.acquire_nowait()
+                try:
+                    await self._put_posted(self.pipe.send(Chunk(self.pipe.num_sent, piece)))
+                finally:
+                    self._writing.release()
             finally:
                 self._is_sending = False
-                self._writing.release()
             if self.pipe.num_sent >= self.pipe.outgoing.head_end:  # until then, no task waits for a chunk
                 self._notify()
             await self._rest(piece.nbytes, began_at)

@@ -159,7 +159,7 @@ async def over_the_stream(
         await trio.testing.wait_all_tasks_blocked()
         yield alice, bob
         while bob.num_received < len(sizes):
-            await trio.testing.wait_all_tasks_blocked()
+            await trio.sleep(0.01)  # by the mock clock
     nursery.cancel_scope.cancel()
     assert [bytes(data) for data in bob.received] == alice.sent
 
@@ -197,3 +197,17 @@ async def test_the_cap_holds_for_what_is_sent_without_a_wait(
     assert trio.current_time() - began_at > 0.95 * 301_001 / 50_000.0
     assert alice.stream.sent_at_once
     assert alice.stream.written
+
+
+async def test_a_piece_that_waits_for_the_cap_is_not_sent_twice(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    ahead = 0.0
+    up = Shaper(50_000.0, lambda: trio.current_time() + ahead)
+    async with over_the_stream([200_000], nursery, up) as (alice, _):
+        nursery.start_soon(alice.send_held, 1 << 40)
+        while alice.bulk.pipe.num_sent < 150_000:
+            await trio.sleep(0.01)  # by the mock clock
+            alice.stream.room = 1 << 40
+            ahead += 1.0  # the cap allows more, before the task that waits for it runs
+            alice.bulk.flush()
