@@ -119,8 +119,9 @@ bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run;
 	@.ci/packages
 	$(BIN)/farandole testnet bench faults --out out/faults --write BENCHMARKS.md
 
-bench-large: $(STAMP) ## 125 M parameters in two homes, parts of a round up to 350 M, joining with 1 GB; root, 18 GB (40 minutes)
+bench-large: $(STAMP) ## 125 and 350 M parameters in two homes, parts of a round, joining with 1 GB; root, 24 GB (1 hour)
 	$(BIN)/farandole testnet bench large --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench large --scenario larger --out out/bench/350M
 	$(BIN)/farandole testnet bench round-end --out out/bench --write BENCHMARKS.md
 	$(BIN)/farandole testnet bench join --size 1000 --repeats 3 --no-peers --out out/bench/1-GB
 

@@ -1,4 +1,4 @@
-"""A model of useful size on usual lines: 125 M parameters, real nodes in homes of their own, and rounds of a minute.
+"""A model of useful size on usual lines: 125 or 350 M parameters, real nodes in homes of their own, long rounds.
 
 What an exchange, a checkpoint and a join cost at this size without a line in between is measured by `bench exchange`,
 `bench save` and `bench join`; here everything happens at once, on the cores that train.
@@ -31,8 +31,10 @@ def run(
 ) -> None:
     """Measure what a round of 125 M parameters takes on lines of 20 Mbit/s (12 minutes; Linux, root, 18 GB of memory).
 
+    The scenario larger has 350 M parameters, and needs 24 GB.
+
     Examples: [cyan]farandole testnet bench large[/cyan];
-    [cyan]farandole testnet bench large --scenario slow-link[/cyan]
+    [cyan]farandole testnet bench large --scenario larger --out out/bench/350M[/cyan]
     """
     scenario = load_scenario(name)
     if scenario.link is None or scenario.link.up_mbit is None:
