@@ -62,6 +62,7 @@ class End:
         self.sent = [random.Random(author).randbytes(size) for size in sizes]
         self.received: list[bytearray] = []
         self.num_received = 0
+        self.has_all = trio.Event()
         peer = BOB if author == ALICE else ALICE
         self._transport = Transport(peer, channels)
         self.bulk = BulkPipe(
@@ -104,6 +105,8 @@ class End:
     def _receive(self, name: int) -> None:
         assert name == self.num_received
         self.num_received += 1
+        if self.num_received == len(self.sent):
+            self.has_all.set()
 
 
 @pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
@@ -158,8 +161,7 @@ async def over_the_stream(
         await alice.bulk.wait_routed()
         await trio.testing.wait_all_tasks_blocked()
         yield alice, bob
-        while bob.num_received < len(sizes):
-            await trio.sleep(0.01)  # by the mock clock
+        await bob.has_all.wait()
     nursery.cancel_scope.cancel()
     assert [bytes(data) for data in bob.received] == alice.sent
 
