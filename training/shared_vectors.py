@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -330,7 +330,7 @@ def share_vectors(
         memory = VectorMemory(outer, layout.num_elements, ranks.num_ranks)
     place, token = ("", "") if memory is None else (memory.place, memory.token)
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
-    ranks.tell_bytes(Order.SHARE, msgspec.msgpack.encode(_Memory(outer, shapes, place, token)))  # type: ignore[arg-type]
+    ranks.tell_bytes(Order.SHARE, msgspec.msgpack.encode(_Memory(cast("OuterRules", outer), shapes, place, token)))
     return _shared(ranks, module, parameters, layout, outer, memory)
 
 

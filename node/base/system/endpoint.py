@@ -51,3 +51,12 @@ def connect(path: Path, timeout: float) -> socket:
         from .loopback_port import connected
 
     return connected(path, timeout)
+
+
+def socket_place(path: Path) -> Path:
+    """Return where the socket for ``path`` is: elsewhere if the path is too long for one."""
+    if sys.platform != "win32" and HAS_UNIX_SOCKETS:
+        from .unix_socket import socket_path
+
+        return socket_path(path)
+    return path.absolute()
