@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # Number of checks in the time for which a channel may be silent, or a write to the stream may take.
 SILENT_CHECKS = 8
+# A piece over a channel without pacing: the channel divides it into records.
+UNLIMITED_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Pacing(Protocol):
     """Sets the rate at which transfers are sent."""
 
     def piece_bytes(self) -> int:
-        """Return the maximum size in bytes of the next piece over a channel; a chunk is a piece of the stream."""
+        """Return the maximum size in bytes of the next piece over a channel."""
 
     async def rest(self, num_bytes: int, seconds: float) -> None:
         """Wait before the next piece; the last one had ``num_bytes`` and took ``seconds``."""
@@ -497,7 +499,7 @@ class BulkPipe:
         return source, self.pipe.num_sent - (end - source.memory.nbytes)
 
     def _channel_bytes(self) -> int:
-        return 1 << 62 if self._pacing is None else self._pacing.piece_bytes()
+        return UNLIMITED_BYTES if self._pacing is None else self._pacing.piece_bytes()
 
     def _chunk_bytes(self) -> int:
         """Return the most bytes of a chunk that, with all posted frames before it, fits in one Noise message."""
@@ -534,7 +536,7 @@ class BulkPipe:
         while True:
             piece = await self._next_piece(self._chunk_bytes)
             began_at = trio.current_time()
-            self._is_sending = True  # nobody else sends this piece while it waits
+            self._is_sending = True  # so `flush` does not send this piece while it waits
             try:
                 await self._shaping.up.wait(piece.nbytes)
                 if self._writing.locked():  # each pass through the event loop costs a tenth of what a chunk does

@@ -60,9 +60,10 @@ def leave_nothing(connection: _Socket) -> None:
 
 
 def send_now(descriptor: int, data: bytes) -> int:
-    """Send as much as a non-blocking socket takes; return the number of bytes. A broken one takes none.
+    """Send as much as a non-blocking socket takes; return the number of bytes.
 
-    Whoever then waits for it gets the error. On Windows sockets are no files, so nothing is sent without a wait.
+    It is 0 for a broken socket: the next wait for the socket raises the error. On Windows sockets are not files, so
+    nothing is sent without a wait.
     """
     if sys.platform == "win32":
         return 0

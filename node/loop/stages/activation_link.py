@@ -120,7 +120,7 @@ class ActivationLink:
             self._post(message)
 
     def flush(self) -> None:
-        """Send what is queued: together what goes into one Noise message."""
+        """Send what is queued, in as few Noise messages as possible."""
         if self._is_posted:
             self._is_posted = False
             self._bulk.flush()
