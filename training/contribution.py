@@ -80,7 +80,7 @@ class Contributor:
         ``progress`` is called with how many of the first bytes of ``out`` are final, every slice. Raises `CodecError`
         if ``out`` is too small or a weight is not finite.
         """
-        assembly = self._share.assemble(bytes_to_fill(self.form, len(frozen.theta), out), progress)
+        assembly = self._share.assemble(frozen.part, bytes_to_fill(self.form, len(frozen.theta), out), progress)
         try:
             self._encode_pieces(frozen, assembly)
         except BaseException:  # for any exception: another rank may be waiting for these bytes

@@ -41,7 +41,7 @@ from .engine import Until
 from .errors import DataError, TrainingError
 from .flat_replica import FlatReplica
 from .parameters import Layout
-from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
+from .ranks import ALONE, Order, Ranks, cut_like, cut_of, parameters_of, reshard, synchronize, whole_of
 from .shared_vectors import RankVectors, share_vectors
 from .stages import build_module
 
@@ -190,15 +190,12 @@ def _first(found: list[str]) -> str:
 class UserParameters:
     """A user's parameters as one flat vector (n,) fp32, in the order of the layout; they stay where they are."""
 
-    def __init__(
-        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout, ranks: Ranks = ALONE
-    ) -> None:
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
         self._module = module
         self._parameters = list(parameters.values())
         self._layout = layout
-        self._ranks = ranks
         devices = {parameter.device for parameter in self._parameters}
-        self.device = devices.pop() if len(devices) == 1 and not ranks.are_many else torch.device("cpu")
+        self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         """Where the flat vectors lie: at the parameters, or on the host where these are on several devices."""
         is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         self._dropped = None if is_exact else torch.zeros(layout.num_elements, dtype=torch.float32, device=self.device)
@@ -213,10 +210,9 @@ class UserParameters:
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Copy ``flat`` to the parameters, in place, and keep what rounding drops."""
-        self._ranks.tell(Order.WRITE)
         synchronize(self._parameters)
         for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
-            self._ranks.replace(parameter, view)
+            parameter.copy_(view if (cut := cut_of(parameter)) is None else cut_like(cut, view))
         reshard(self._module)
         synchronize(self._parameters)
         if self._dropped is not None:
@@ -224,7 +220,6 @@ class UserParameters:
             torch.sub(flat, self._dropped, out=self._dropped)
 
     def _copy_to(self, flat: Tensor) -> None:
-        self._ranks.tell(Order.READ)
         synchronize(self._parameters)  # the user's thread may queue its work on any stream
         for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
             view.copy_(whole_of(parameter))
@@ -257,18 +252,18 @@ class SharedParameters:
     """The parameters of all ranks as one flat vector (n,) fp32, which these share; see `UserParameters`."""
 
     def __init__(self, shared: RankVectors, ranks: Ranks) -> None:
-        self._parameters = shared.parameters
+        self._shared = shared
         self._ranks = ranks
 
     def read(self, flat: Tensor) -> None:
         """Have all ranks copy their parts to ``flat``."""
         self._ranks.tell(Order.READ)
-        self._parameters.read(flat)
+        self._shared.read(flat)
 
     def write(self, flat: Tensor) -> None:
         """Have all ranks copy ``flat`` to their parameters."""
         self._ranks.tell(Order.WRITE)
-        self._parameters.write(flat)
+        self._shared.write(flat)
 
 
 class ExternalEngine(FlatReplica):
@@ -311,7 +306,7 @@ class ExternalEngine(FlatReplica):
         )
         layout = Layout(tuple(parameters), tuple(map(tuple, shapes.values())), manifest.outer.codec)
         ranks.begin(list(parameters))
-        shared = share_vectors(ranks, module, parameters, layout, manifest.outer)
+        shared = share_vectors(ranks, module, parameters, layout, manifest.outer, manifest.screening)
         self._ranks = ranks
         self._shared = shared
         self._turns = turns
@@ -320,7 +315,7 @@ class ExternalEngine(FlatReplica):
         self._losses, self._num_losses = 0.0, 0
         users: UserParameters | SharedParameters
         if shared is None:
-            users = UserParameters(module, parameters, layout, ranks)
+            users = UserParameters(module, parameters, layout)
             theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)
         else:
             users = SharedParameters(shared, ranks)
@@ -338,11 +333,6 @@ class ExternalEngine(FlatReplica):
         )
         self.measures_loss = evaluate is not None
 
-    @property
-    def shares_vectors(self) -> bool:
-        """Return whether each rank works on its own ranges of the vectors; otherwise this process works on all."""
-        return self._shared is not None
-
     def begin_anew(self) -> None:
         """Implement `Engine.begin_anew`; where only loops train, a run has no seed."""
         if self._build is None:
@@ -353,7 +343,7 @@ class ExternalEngine(FlatReplica):
             view.copy_(weights[name].detach())
         self.theta.copy_(self._outer.slow)
         self._outer.contributor.restart(forgets=True)
-        self._publish()
+        self._spread()
 
     @property
     def counters(self) -> Counters:

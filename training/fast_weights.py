@@ -17,8 +17,8 @@ from torch import Tensor
 
 from farandole.protocol.safetensors import FP32_BYTES
 
-from .codec import slices
 from .copying import Copier, copier_for
+from .share import Share, Work
 
 
 class TrainedWeights(Protocol):
@@ -46,11 +46,15 @@ class PartialWeights(TrainedWeights, Protocol):
 
 
 class FastWeights:
-    """The flat vector ``flat`` (n,) fp32, and the ``trained`` weights; None: inner steps move the flat vector."""
+    """The flat vector ``flat`` (n,) fp32, and the ``trained`` weights; None: inner steps move the flat vector.
 
-    def __init__(self, flat: Tensor, trained: TrainedWeights | None) -> None:
+    ``share``: what this process does of the work.
+    """
+
+    def __init__(self, flat: Tensor, trained: TrainedWeights | None, share: Share) -> None:
         self.flat = flat
         self._trained = trained
+        self._share = share
         self._copier = copier_for(trained.device) if isinstance(trained, PartialWeights) else Copier()
         self._room = flat.new_empty(0)
         self.is_copy = trained is not None
@@ -101,18 +105,21 @@ class FastWeights:
             finally:
                 self._trained.write_part(before, part)
             return
-        _swap(before, weights)
-        self.write()
+        self._swap(part, before, weights)
         try:
             yield
         finally:
-            _swap(before, weights)
-            self.write()
+            self._swap(part, before, weights)
+
+    def _swap(self, part: slice, one: Tensor, other: Tensor) -> None:
+        self._share.tell_hosts(Work.SWAP)
+        swap(self._share, part, one, other)
+        self.write()
 
 
-def _swap(one: Tensor, other: Tensor) -> None:
-    """Swap the values of two vectors (n,), piece by piece: a copy of all might have no room."""
-    for piece in slices(len(one)):
+def swap(share: Share, part: slice, one: Tensor, other: Tensor) -> None:
+    """Swap the values of two vectors (n,) of a part, piece by piece: a copy of all might have no room."""
+    for piece in share.summed(part):
         kept = one[piece].clone()
         one[piece] = other[piece]
         other[piece] = kept

@@ -32,7 +32,7 @@ from farandole.protocol.vectors import FAST, OPTIMIZER_VECTORS, SLOW, required_v
 
 from .blocks import Content
 from .checkpoint import load_checkpoint, load_start
-from .codec import Buffer, slices
+from .codec import Buffer
 from .contribution import Contribution
 from .copying import copier_for
 from .device import Device
@@ -40,14 +40,13 @@ from .drift import RateSums
 from .engine import Engine, no_progress
 from .errors import CodecError, DivergedError, ScreeningError
 from .fast_weights import FastWeights, TrainedWeights
-from .outer_state import OuterState
+from .outer_state import OuterState, Trial
 from .parameters import Layout
 from .partner import Answers, Decoder, PartnerContribution
 from .screening.history import Histories
 from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .share import Share
 from .snapshot import Snapshot, SnapshotMemory
-from .workers import each_piece
 
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
 WINDOW: Final = 16
@@ -112,7 +111,8 @@ class FlatReplica(Engine):
         self.layout = layout
         self.theta = theta
         """Fast weights, (n,) fp32; where inner steps move other weights, what `FastWeights` says."""
-        self._fast = FastWeights(theta, trained)
+        self._fast = FastWeights(theta, trained, share)
+        self._share = share
         self._copier = copier_for(theta.device)
         self.encodes_aside = self._copier.is_aside or self._fast.is_copy  # inner steps do not change a copy
         self.averages_aside = self._fast.takes_corrections
@@ -280,31 +280,26 @@ class FlatReplica(Engine):
         known = self.histories.of(b"")["movement"][-WINDOW:]
         return statistics.median(known) if len(known) >= MIN_KNOWN else self._movement()
 
-    def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
+    def _loss_towards(self, share: float, partner: Tensor) -> float | None:
         """See `Partner.evaluate`: the loss of the contributed fast weights, moved towards the partner's."""
-
-        def move(made: Contribution, piece: slice, out: Tensor) -> None:
-            torch.sub(partner[piece], own[piece], out=out)
-            out.mul_(share).add_(made.theta[piece])
-
-        return self._loss_at(move if share else lambda made, piece, out: out.copy_(made.theta[piece]))
+        return self._loss_at(Trial.TOWARDS, share, partner)
 
     def _loss_before(self) -> float | None:
         """See `Partner.loss_before`."""
         if self._round_end is not None and not self._round_end.has_steps:
             return None
-        return self._loss_at(lambda made, piece, out: out.copy_(self._outer.slow[made.part][piece]))
+        return self._loss_at(Trial.BEFORE)
 
     def _loss_as_sent(self) -> float | None:
         """See `Partner.loss_as_sent`."""
         if self._round_end is None or not self._outer.distorts(self._round_end.contribution):
             return None
-        return self._loss_at(lambda made, piece, out: out.copy_(made.sent[piece]))
+        return self._loss_at(Trial.AS_SENT)
 
-    def _loss_at(self, fill: Callable[[Contribution, slice, Tensor], object]) -> float | None:
+    def _loss_at(self, trial: Trial, share: float = 0.0, partner: Tensor | None = None) -> float | None:
         """Return the held-out loss with other weights in place of the contributed fast weights; None if unknown.
 
-        ``fill`` writes one piece of these weights to a tensor (n,).
+        ``share``, ``partner``: see `OuterState.fill`.
         """
         if self.is_driven:  # it computes no loss by itself
             return None
@@ -316,7 +311,7 @@ class FlatReplica(Engine):
         if not num_batches:
             return None
         tried = self._fast.room(len(made.theta))
-        each_piece(lambda piece: fill(made, piece, tried[piece]), slices(len(tried)), tried)
+        self._outer.fill(trial, share, made, made.sent if partner is None else partner, tried)
         return call(partial(self._loss_with, tried, made.part, num_batches))
 
     def _prepare_losses(self, num_elements: int) -> int:
@@ -419,6 +414,7 @@ class FlatReplica(Engine):
     def save(self, path: Path) -> Content:
         """See `Engine.save`."""
         self._read_what_is_saved()
+        self.make_whole()
         return super().save(path)
 
     def _read_what_is_saved(self) -> None:
@@ -428,7 +424,7 @@ class FlatReplica(Engine):
 
     def _snapshot_in(self, memory: SnapshotMemory) -> Snapshot:
         self._read_what_is_saved()
-        copies, copied = memory.fill(self.vectors())
+        copies, copied = memory.fill(self.vectors(), self._share)
         return Snapshot(self.counters, self._tensors(copies), self.layout, self.run_id, copied)
 
     @torch.no_grad()
@@ -455,7 +451,7 @@ class FlatReplica(Engine):
         self._forget_round_end()
         self._outer.contributor.restart()
         self._rates.restart()
-        self._publish()
+        self._spread()
         self._restart(counters.begun_at)
         return content
 
@@ -470,8 +466,18 @@ class FlatReplica(Engine):
         self._contributed_at = steps
         self._outer.contributor.restart(forgets=True)
         self._rates.restart()
-        self._publish()
+        self._spread()
         self._restart(0)
+
+    def _spread(self) -> None:
+        """Give what was loaded to all machines, and to the weights that inner steps move."""
+        self._share.spread(self.vectors() | {FAST: self.theta})
+        self._publish()
+
+    def make_whole(self) -> None:
+        """Implement `Engine.make_whole`."""
+        for vector in self.vectors().values():
+            self._share.gather(vector)
 
     def catch_up(self, round_index: int, first_step: int = 0) -> None:
         """Implement `Engine.catch_up`."""

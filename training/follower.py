@@ -13,41 +13,59 @@ from .contribution import Contribution
 from .copying import Copier
 from .engine import no_progress
 from .errors import CodecError, TrainingError
-from .outer_state import OuterState
+from .fast_weights import swap
+from .outer_state import OuterState, Trial
 from .partner import Decoder
-from .ranks import Order, Ranks, parameters_of, reshard, synchronize, whole_of
-from .share import OWN_LAST
+from .ranks import Order, Ranks, parameters_of, synchronize, whole_of
+from .screening.rule import rule_of
+from .share import OWN_LAST, Work
 from .shared_vectors import RankVectors, take_share
 
 
 class RankPart:
-    """The part of a replica's outer state that a rank works on; rank 0 has the same vectors, by the same classes."""
+    """The part of a replica's outer state that a rank works on; rank 0 has the same vectors, by the same classes.
 
-    def __init__(self, vectors: RankVectors) -> None:
+    The parameters have been read to ``theta`` (n,), the first of the shared vectors.
+    """
+
+    def __init__(self, vectors: RankVectors, theta: Tensor) -> None:
         share, outer, layout = vectors.share, vectors.outer, vectors.layout
         self._vectors = vectors
-        self._theta = share.empty(torch.empty(0), layout.num_elements)
-        self._outer = OuterState(outer, self._theta, Copier(), share)
-        received = share.empty(self._theta, layout.largest_fragment(outer.fragments))
+        self._theta = theta
+        self._outer = OuterState(outer, theta, Copier(), share)
+        received = share.empty(theta, layout.largest_fragment(outer.fragments))
         self._decoder = Decoder(self._outer.contributor.form, received, Copier(), share)
+        self._rule = rule_of(vectors.screening)
+        self._tried = torch.empty(0)
         self._made: Contribution | None = None
         self._aside = ThreadPoolExecutor(1)
         self._encoding: Future[None] | None = None
 
-    def read(self) -> None:
-        """Obey `Order.READ`."""
+    def obey(self, order: Order, numbers: list[float]) -> None:
+        """Execute an order that concerns the vectors."""
         self._finish_encoding()
-        self._vectors.parameters.read(self._theta)
+        match order:
+            case Order.READ:
+                self._vectors.read(self._theta)
+            case Order.WRITE:
+                self._vectors.write(self._theta)
+            case Order.ENCODE:
+                self._begin_encoding(int(numbers[0]))
+            case Order.DECODE:
+                self._decode(slice(int(numbers[0]), int(numbers[1])))
+            case Order.OUTER:
+                self._step(int(numbers[0]), bool(numbers[1]), numbers[2], numbers[3:5])
+            case Order.HOSTS if self._vectors.share.does_work_of_host:
+                self._work(Work(int(numbers[0])), *numbers[1:3])
+            case Order.HOSTS:
+                pass
+            case _:
+                raise TrainingError(f"{order.name} is no order about vectors")
 
-    def write(self) -> None:
-        """Obey `Order.WRITE`."""
-        self._finish_encoding()
-        self._vectors.parameters.write(self._theta)
-
-    def encode(self, fragment: int) -> None:
-        """Obey `Order.ENCODE`, in another thread: the loop goes on."""
-        self._finish_encoding()
+    def _begin_encoding(self, fragment: int) -> None:
+        """Encode in another thread: the loop goes on."""
         part = self._vectors.layout.fragment(fragment, self._vectors.outer.fragments)
+        self._tried = torch.empty(0)
         self._made = self._outer.contributor.freeze(part)
         self._encoding = self._aside.submit(self._encode, self._made)
 
@@ -61,23 +79,56 @@ class RankPart:
         if encoding is not None:
             encoding.result()
 
-    @torch.no_grad()
-    def decode(self, start: int, stop: int) -> None:
-        """Obey `Order.DECODE`."""
-        self._finish_encoding()
+    @property
+    def _own(self) -> Contribution:
+        """The contribution that was made last."""
         assert self._made is not None
-        self._decoder.decode(self._made, slice(start, stop), self._vectors.share.memory.incoming)
+        return self._made
+
+    @property
+    def _received(self) -> Tensor:
+        """The partner's contribution (n,)."""
+        return self._decoder.memory[: len(self._own.sent)]
 
     @torch.no_grad()
-    def step(self, order: int, is_late: bool, rates: float, weights: list[float]) -> None:
-        """Obey `Order.OUTER`: see `Share.begin_step`."""
-        self._finish_encoding()
-        made = self._made
-        assert made is not None
-        pair: list[Tensor] = [made.sent, self._decoder.memory[: len(made.sent)]] if order else []
+    def _decode(self, span: slice) -> None:
+        if span.start == 0:
+            self._rule.begin()
+        problem = self._decoder.decode(self._own, span, self._vectors.share.memory.incoming)
+        if problem is None and self._vectors.share.does_work_of_host:
+            self._decoder.feed(self._rule, self._own, span)
+
+    @torch.no_grad()
+    def _step(self, order: int, is_late: bool, rates: float, weights: list[float]) -> None:
+        """See `Share.begin_step`."""
+        pair: list[Tensor] = [self._own.sent, self._received] if order else []
         if order == OWN_LAST:
             pair.reverse()
-        self._outer.step(made, pair, weights if order else [], is_late=is_late, rates=rates)
+        self._outer.step(self._own, pair, weights if order else [], is_late=is_late, rates=rates)
+
+    @torch.no_grad()
+    def _work(self, work: Work, first: float, second: float) -> None:
+        """Do on this machine what rank 0 does on its own."""
+        share, outer = self._vectors.share, self._outer
+        if work in (Work.GATHER, Work.SPREAD):
+            return share.move_as_told(work, first)
+        made = self._own
+        match work:
+            case Work.DISTANCE:
+                outer.distance_to_slow(made)
+            case Work.ALIGNMENT:
+                outer.alignment(made, self._received, None)
+            case Work.SCREENING:
+                self._decoder.add_up(self._rule)
+            case Work.LIMIT_MOMENTUM:
+                outer.limit_momentum(made.part, first)
+            case Work.LIMIT_DRIFT:
+                outer.limit_drift(made.part, first, second)
+            case Work.FILL:
+                self._tried = self._theta.new_empty(len(made.theta))
+                outer.fill(Trial(int(first)), second, made, self._received, self._tried)
+            case Work.SWAP:
+                swap(share, made.part, self._theta[made.part], self._tried)
 
     def close(self) -> None:
         """End the thread."""
@@ -95,6 +146,7 @@ class Follower:
         self._module = module
         self._evaluate = evaluate
         self._parameters: dict[str, nn.Parameter] = {}
+        self._vectors: RankVectors | None = None
         self._part: RankPart | None = None
 
     def begin(self) -> None:
@@ -122,7 +174,8 @@ class Follower:
                 case Order.BEGIN:
                     self._take_names(self._ranks.hear_bytes(numbers[0]).decode().split("\n"))
                 case Order.SHARE:
-                    self._take_share(self._ranks.hear_bytes(numbers[0]))
+                    told = self._ranks.hear_bytes(numbers[0])
+                    self._vectors = take_share(self._ranks, self._module, self._parameters, told)
                 case Order.MEASURE:
                     self._measure()
                 case Order.STEP:
@@ -133,11 +186,11 @@ class Follower:
                     self._end()
                     raise TrainingError("rank 0 has failed, and says why")
                 case _ if self._part is not None:
-                    _work(self._part, order, numbers)
+                    self._part.obey(order, numbers)
+                case Order.READ if self._vectors is not None:
+                    self._part = _begin_part(self._vectors)
                 case Order.READ:
                     self._read()
-                case Order.WRITE:
-                    self._write()
             if order is until:
                 return
 
@@ -145,7 +198,7 @@ class Follower:
         self.is_over = True
         if self._part is not None:
             self._part.close()
-            self._part = None
+        self._part = self._vectors = None
 
     def _take_names(self, names: Iterable[str]) -> None:
         found = parameters_of(self._module, with_frozen=True)
@@ -154,11 +207,7 @@ class Follower:
         self._parameters = {name: found[name] for name in names}
         if self._part is not None:  # the engine begins again
             self._part.close()
-            self._part = None
-
-    def _take_share(self, told: bytes) -> None:
-        vectors = take_share(self._ranks, self._module, self._parameters, told)
-        self._part = None if vectors is None else RankPart(vectors)
+        self._part = self._vectors = None
 
     def _measure(self) -> None:
         if self._evaluate is None:
@@ -171,26 +220,9 @@ class Follower:
         for parameter in self._parameters.values():
             whole_of(parameter)
 
-    @torch.no_grad()
-    def _write(self) -> None:
-        synchronize(self._parameters.values())
-        for parameter in self._parameters.values():
-            self._ranks.replace(parameter, None)
-        reshard(self._module)
 
-
-def _work(part: RankPart, order: Order, numbers: list[float]) -> None:
-    """Execute an order that concerns the shared vectors."""
-    match order:
-        case Order.READ:
-            part.read()
-        case Order.WRITE:
-            part.write()
-        case Order.ENCODE:
-            part.encode(int(numbers[0]))
-        case Order.DECODE:
-            part.decode(int(numbers[0]), int(numbers[1]))
-        case Order.OUTER:
-            part.step(int(numbers[0]), bool(numbers[1]), numbers[2], numbers[3:5])
-        case _:
-            raise TrainingError(f"{order.name} is no order about vectors")
+def _begin_part(vectors: RankVectors) -> RankPart:
+    """Read the parameters for the first time, as rank 0 does before it creates its outer state."""
+    theta = vectors.share.empty(torch.empty(0), vectors.layout.num_elements)
+    vectors.read(theta)
+    return RankPart(vectors, theta)

@@ -75,7 +75,10 @@ def _own_rows(cut: Tensor) -> tuple[int, int]:
 
 
 class LocalParameters:
-    """This rank's parts of the parameters; ``ranges`` are their places in the flat vector (n,) fp32 of the layout."""
+    """This rank's parts of the parameters; ``ranges`` are their places in the flat vector (n,) fp32 of the layout.
+
+    ``needed`` are the places of what `write` copies: more, where several ranks have the same elements.
+    """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout, ranks: Ranks) -> None:
         self._module = module
@@ -89,6 +92,8 @@ class LocalParameters:
             for start, (begin, values) in zip(starts, parts, strict=True)
             if len(values)
         ]
+        needs = map(_needed, self._parameters)
+        self.needed = [(start + first, start + last) for start, (first, last) in zip(starts, needs, strict=True)]
         is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         # What rounding to the parameters' type has dropped of this rank's parts.
         self._dropped = None if is_exact else [torch.zeros(len(values), dtype=torch.float32) for _, values in parts]
@@ -122,6 +127,16 @@ class LocalParameters:
         for place, parameter in zip(self._layout.places().values(), self._parameters, strict=True):
             begin, values = own_part(parameter, self._ranks)
             yield slice(place.start + begin, place.start + begin + len(values)), values
+
+
+def _needed(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return the elements of the whole parameter that `_fill` reads."""
+    cut = cut_of(parameter)
+    if cut is None or not all(map(_is_plain, cut.placements)):
+        return 0, math.prod(parameter.shape)
+    first, last = _own_rows(cut)
+    length = math.prod(cut.shape[1:])
+    return first * length, last * length
 
 
 def _fill(parameter: nn.Parameter, whole: Tensor) -> None:

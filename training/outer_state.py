@@ -6,6 +6,7 @@ All are flat fp32 vectors, in addition to the fast weights. A round is `Contribu
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,18 +18,28 @@ from torch import Tensor
 from farandole.protocol.outer_rules import OuterConfig
 from farandole.protocol.vectors import DRIFT, SLOW
 
-from .codec import slices
 from .contribution import Contribution, Contributor
 from .copying import Copier
 from .drift import correct_
 from .outer.rule import Meeting, OwnVectors, rule_of
-from .share import ALONE, OWN_FIRST, OWN_LAST, Share
+from .share import ALONE, OWN_FIRST, OWN_LAST, Share, Work
 from .workers import each_piece, one_thread
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
 # In simulated honest runs on text of different kinds the correction of a round came to 0.97 of its movement at most.
 MAX_DRIFT: Final = 2.0
+
+
+class Trial(enum.IntEnum):
+    """Weights whose loss a screening rule may ask for."""
+
+    TOWARDS = 0
+    """The contributed fast weights, moved towards the partner's."""
+    BEFORE = 1
+    """Those with which the round began."""
+    AS_SENT = 2
+    """The contributed ones as the partner decodes them."""
 
 
 class OuterState:
@@ -116,13 +127,21 @@ class OuterState:
         arXiv 2401.16265, section 3.3, with another yardstick). A checkpoint of a stranger's may have any, and so may
         a round in which the loss went up steeply.
         """
+        self._share.tell_hosts(Work.LIMIT_MOMENTUM, movement)
         limit, has_clipped = MAX_MOMENTUM * self.settings.momentum_gain * movement, False
         for momentum in (vector[part] for name, vector in self.vectors.items() if name == "momentum"):
-            norm = float(torch.linalg.vector_norm(momentum))
-            if not norm <= limit:
-                has_clipped = True
-                momentum.mul_(limit / norm) if norm < math.inf else momentum.zero_()
+            has_clipped |= self._clip(momentum, part, limit)
         return has_clipped
+
+    def _clip(self, vector: Tensor, part: slice, limit: float) -> bool:
+        """Scale a part (n,) of a vector to a norm of at most ``limit``; return whether it was more."""
+        square = sum(float(vector[piece] @ vector[piece]) for piece in self._share.summed(part))
+        norm = math.sqrt(self._share.add_up(square)[0])
+        if norm <= limit:
+            return False
+        for piece in self._share.summed(part):
+            vector[piece].mul_(limit / norm) if norm < math.inf else vector[piece].zero_()
+        return True
 
     def limit_drift(self, part: slice, movement: float, rates: float) -> None:
         """Clip the drift correction of a part after a step, so that a round of inner steps adds not too much of it.
@@ -132,24 +151,23 @@ class OuterState:
         """
         if self.drift is None:
             return
-        drift = self.drift[part]
-        limit, norm = MAX_DRIFT * movement, float(torch.linalg.vector_norm(drift)) * rates
-        if not norm <= limit:
-            drift.mul_(limit / norm) if norm < math.inf else drift.zero_()
+        self._share.tell_hosts(Work.LIMIT_DRIFT, movement, rates)
+        self._clip(self.drift[part], part, MAX_DRIFT * movement / rates)
 
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
+        self._share.tell_hosts(Work.DISTANCE)
         square = 0.0
         with one_thread():
-            for piece in slices(len(made.sent)):
+            for piece in self._share.summed(made.part):
                 moved = self._moved(made, piece)
                 square += float(moved @ moved)
-        return math.sqrt(square)
+        return math.sqrt(self._share.add_up(square)[0])
 
     def movement(self, made: Contribution, out: Tensor) -> None:
         """Write what the inner steps changed of what was sent to ``out`` (n,)."""
         with one_thread():
-            for piece in slices(len(made.sent)):
+            for piece in self._share.summed(made.part):
                 out[piece] = self._moved(made, piece)
 
     def alignment(self, made: Contribution, contribution: Tensor, movement: Tensor | None) -> float:
@@ -157,14 +175,16 @@ class OuterState:
 
         ``movement``: of an earlier round (n,); None: of this one. 0 if either is nothing.
         """
+        self._share.tell_hosts(Work.ALIGNMENT)
         product, moved_square, square = 0.0, 0.0, 0.0
         with one_thread():
-            for piece in slices(len(made.sent)):
+            for piece in self._share.summed(made.part):
                 moved = self._moved(made, piece) if movement is None else movement[piece]
                 difference = contribution[piece] - made.sent[piece]
                 product += float(moved @ difference)
                 moved_square += float(moved @ moved)
                 square += float(difference @ difference)
+        product, moved_square, square = self._share.add_up(product, moved_square, square)
         length = math.sqrt(moved_square * square)
         return product / length if length > 0.0 else 0.0
 
@@ -176,6 +196,23 @@ class OuterState:
         slow = self.slow[made.part][piece]
         zeros = slow.new_zeros(1).expand(len(slow))
         return made.sent[piece] - self._rule.contribution(OwnVectors(slow, slow, dict.fromkeys(self.vectors, zeros)))
+
+    def fill(self, trial: Trial, share: float, made: Contribution, partner: Tensor, out: Tensor) -> None:
+        """Write the weights of a trial to ``out`` (n,), for the part of ``made``.
+
+        ``share``: of the difference to ``partner`` (n,), its contribution as received.
+        """
+        self._share.tell_hosts(Work.FILL, trial, share)
+        own = {Trial.TOWARDS: made.theta, Trial.BEFORE: self.slow[made.part], Trial.AS_SENT: made.sent}[trial]
+
+        def fill(piece: slice) -> None:
+            if trial is Trial.TOWARDS and share:
+                torch.sub(partner[piece], made.sent[piece], out=out[piece])
+                out[piece].mul_(share).add_(own[piece])
+            else:
+                out[piece].copy_(own[piece])
+
+        each_piece(fill, self._share.summed(made.part), out)
 
     def distorts(self, made: Contribution) -> bool:
         """Return whether a partner decodes fast weights with the codec's errors."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
@@ -20,7 +21,7 @@ from .errors import CodecError
 from .evaluation_time import EvaluationTime
 from .screening.history import Histories
 from .screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
-from .share import Share
+from .share import Share, Work
 from .topk import TopK
 from .workers import one_thread
 
@@ -37,8 +38,8 @@ class Answers:
     movement: Callable[[], float]
     alignment: Callable[[Tensor], float]
     """Takes the partner's contribution; see `Partner.alignment`."""
-    evaluate: Callable[[float, Tensor, Tensor], float | None]
-    """Takes (share of the difference, own, partner's) and returns a loss; see `Partner.evaluate`."""
+    evaluate: Callable[[float, Tensor], float | None]
+    """Takes (share of the difference, partner's) and returns a loss; see `Partner.evaluate`."""
     loss_before: Callable[[], float | None]
     loss_as_sent: Callable[[], float | None]
 
@@ -74,6 +75,16 @@ class Decoder:
         if self.share.end_decoding(has_failed=problem is not None) and problem is None:
             return CodecError("a value received is not finite, or too large")  # another process has found it
         return problem
+
+    def feed(self, rule: ScreeningRule, own: Contribution, span: slice) -> None:
+        """Feed a rule a span that was decoded, as far as this process adds up its sums."""
+        for piece in self.share.summed(own.part, span):
+            rule.feed(own.sent[piece], self.memory[piece])
+
+    def add_up(self, rule: ScreeningRule) -> None:
+        """Set a rule's sums to those of all machines."""
+        self.share.tell_hosts(Work.SCREENING)
+        rule.sums[:] = torch.tensor(self.share.add_up(*rule.sums.tolist()), dtype=torch.float64)
 
 
 class PartnerContribution:
@@ -124,8 +135,7 @@ class PartnerContribution:
                 self._num_taken = span.stop
                 self._problem = decoder.decode(own, span, source)
                 if self._problem is None:
-                    for part in slices(span.stop, span.start):
-                        self._rule.feed(own.sent[part], decoder.memory[part])
+                    decoder.feed(self._rule, own, span)
 
     def judge(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
         """Decode the rest and judge the whole contribution. A refusal is remembered at once."""
@@ -137,6 +147,7 @@ class PartnerContribution:
             self.take_in(data, size)
             if self._problem is not None:
                 raise self._problem
+            self._decoder.add_up(self._rule)
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
@@ -163,7 +174,7 @@ class PartnerContribution:
             answers.fragment,
             answers.movement,
             lambda: answers.alignment(values),
-            lambda share: answers.evaluate(share, own, values),
+            lambda share: answers.evaluate(share, values),
             answers.loss_before,
             answers.loss_as_sent,
         )

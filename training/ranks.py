@@ -13,13 +13,14 @@ asks what to do next. An order reaches all of them between the same two steps:
     ENCODE   freeze a contribution of a fragment, and begin to encode one's ranges
     DECODE   decode one's ranges of a span of the partner's contribution
     OUTER    take the outer step in one's ranges
+    HOSTS    do on each machine what rank 0 does on its own (`farandole.training.share.Work`)
     MEASURE  all compute the held-out loss
     STEP     go on with the loop, until after the next step
     OVER     no more orders will come; `FAILED`: nor can the loop go on
 
-Ranks on one machine share the flat vectors (`farandole.training.shared_vectors`). Elsewhere, and before `SHARE`, rank 0
-has the vectors: at `READ` each parameter becomes whole there, one after another, and at `WRITE` each is set to what
-rank 0 has. Orders travel over gloo, and parameters over whatever the user's process group is of.
+The ranks on one machine share flat vectors (`farandole.training.shared_vectors`), and each machine has its part of
+them. Before `SHARE`, `READ` makes the parameters whole one after another. Orders travel over gloo, and parameters over
+whatever the user's process group is of.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+
+from .hosts import Hosts, find_hosts
+from .vector_memory import Mark, sees_mark
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 MAX_REST: Final = timedelta(days=365)
 # Numbers of one order, each exact in fp64.
 MAX_NUMBERS: Final = 6
+Given = TypeVar("Given")
 # What `torch.compile` puts in front of the names of the module that it wraps.
 _COMPILED: Final = "_orig_mod."
 
@@ -59,6 +64,7 @@ class Order(enum.IntEnum):
     ENCODE = 8
     DECODE = 9
     OUTER = 10
+    HOSTS = 11
 
 
 class Ranks:
@@ -67,6 +73,22 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         """Create the ranks. ``group``: a gloo process group for orders; not every torch build has a type for it."""
         self._group = group
+        self.hosts = Hosts([[0]] if group is None else self._find_hosts(), self.rank, MAX_REST)
+        """The machines that they are on."""
+
+    def _find_hosts(self) -> list[list[int]]:
+        mark: Mark | None = None
+
+        def show() -> str:
+            nonlocal mark
+            mark = Mark()
+            return mark.told
+
+        try:
+            return find_hosts(self.rank, self.gather, show, sees_mark)
+        finally:
+            if mark is not None:
+                mark.close()
 
     @property
     def are_many(self) -> bool:
@@ -128,26 +150,13 @@ class Ranks:
         distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=self._group)
         return bool(flags.item())
 
-    def gather(self, numbers: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    def gather(self, own: Given) -> list[Given]:
         """Return what each rank gives, in the order of the ranks."""
         if self._group is None:
-            return [list(numbers)]
+            return [own]
         gathered: list[Any] = [None] * self.num_ranks
-        distributed.all_gather_object(gathered, list(numbers), group=self._group)
+        distributed.all_gather_object(gathered, own, group=self._group)
         return gathered
-
-    def replace(self, parameter: nn.Parameter, values: Tensor | None) -> None:
-        """Set a parameter, in place, to what rank 0 gives; the others give None."""
-        if (cut := cut_of(parameter)) is None and not self.are_many:
-            assert values is not None
-            parameter.copy_(values)
-            return
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        if values is not None:
-            whole.copy_(values)
-        if self.are_many:
-            distributed.broadcast(whole, 0)
-        parameter.copy_(whole if cut is None else cut_like(cut, whole))
 
 
 ALONE: Final = Ranks()

@@ -1,14 +1,15 @@
 """What this process does of the work on a replica's flat vectors: all of it, or a part.
 
-Usually one process has the vectors. If a user's loop runs in several processes on one machine
-(`farandole.training.ranks`), their vectors are in memory that all of them map, and each process encodes, decodes and
-steps the ranges of its own shards (`farandole.training.shared_vectors`). What is left for rank 0 alone is what must be
-added up in one order to be the same to the bit: the screening's sums, the norms, and the hash.
+Usually one process has the vectors. If a user's loop runs in several processes (`farandole.training.ranks`), those on
+one machine map the same memory, and each process encodes, decodes and steps the ranges of its own shards
+(`farandole.training.shared_vectors`). One rank of each machine does what is left: sums for norms and for the screening.
+On one machine that is rank 0, which adds up in the order of one process, so that the sums are the same to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,6 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from .codec import slices
+from .copying import Copier, Wait
 
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[int], None]
@@ -25,6 +27,20 @@ Progress = Callable[[int], None]
 ALONE: Final = 0
 OWN_FIRST: Final = 1
 OWN_LAST: Final = 2
+
+
+class Work(enum.IntEnum):
+    """Work that each machine does on its part of the vectors when rank 0 does it, with the numbers that it needs."""
+
+    DISTANCE = 0
+    ALIGNMENT = 1
+    SCREENING = 2
+    LIMIT_MOMENTUM = 3
+    LIMIT_DRIFT = 4
+    FILL = 5
+    SWAP = 6
+    GATHER = 7
+    SPREAD = 8
 
 
 class Assembly:
@@ -72,12 +88,19 @@ class Share:
         """
         return slices(part.stop - part.start) if span is None else slices(span.stop, span.start)
 
+    def summed(self, part: slice, span: slice | None = None) -> Iterator[slice]:
+        """Yield the pieces whose sums this process adds up, or that it changes for all processes that share them.
+
+        As for `pieces`. Usually this is all of the part; on several machines, each has some.
+        """
+        return slices(part.stop - part.start) if span is None else slices(span.stop, span.start)
+
     def spans(self, parts: Sequence[slice]) -> Iterator[slice]:
         """Yield the spans in which consecutive parts are decoded: one after another, so that they stay in a cache."""
         yield from parts
 
-    def assemble(self, target: Tensor, progress: Progress) -> Assembly:
-        """Return the assembly of a contribution in ``target`` (bytes,) uint8."""
+    def assemble(self, part: slice, target: Tensor, progress: Progress) -> Assembly:
+        """Return the assembly of a part's contribution in ``target`` (bytes,) uint8."""
         return Assembly(target, progress)
 
     def begin_decoding(self, span: slice, encoded: Bytes, place: slice) -> Bytes:
@@ -99,3 +122,20 @@ class Share:
 
     def end_step(self) -> None:
         """Wait until the outer step is taken in all processes."""
+
+    def tell_hosts(self, work: Work, *numbers: float) -> None:
+        """Have the other machines do the same work; called in rank 0 before it, and without effect in other ranks."""
+
+    def add_up(self, *sums: float) -> Sequence[float]:
+        """Return the sums over all machines, each of which calls this at the same time."""
+        return sums
+
+    def keep(self, copier: Copier, vector: Tensor, copy: Tensor) -> Wait:
+        """Copy all of a vector (n,) to ``copy`` (n,); see `Copier.keep`."""
+        return copier.keep(vector, copy)
+
+    def gather(self, vector: Tensor) -> None:
+        """Make a vector (n,) whole in rank 0, until the next contribution."""
+
+    def spread(self, vectors: Mapping[str, Tensor]) -> None:
+        """Give all machines their parts of vectors (n,) that rank 0 has written."""

@@ -1,13 +1,19 @@
-"""A replica's flat vectors in memory that all ranks on one machine map, each of which works on its own ranges.
+"""A replica's flat vectors in several ranks, each of which works on its own ranges.
 
 `torch.distributed` cuts a parameter into rows (`Shard(0)`: FSDP2), so a rank's part of it is a contiguous range of the
 canonical vector. A rank copies these ranges from and to its parameters, and encodes, decodes and steps the blocks of
 the codec that begin in them: a block that straddles two ranks is the lower one's. The bytes of a contribution are those
-of one process, whatever the number of ranks. No vector exists twice: a rank's slow weights and momentum are its ranges.
+of one process, whatever the number of ranks.
+
+The ranks on one machine map the same memory, so no vector exists twice: a rank's slow weights and momentum are its
+ranges. Each machine has memory of its own for vectors of the full length, of which it uses the pages that its ranks
+work on. What crosses machines: the encoded bytes, to rank 0's machine and from there; the elements at the edges of
+ranges, where a block straddles two machines; the parameters of which several machines have a copy; and what rank 0
+saves and loads.
 
 Rank 0 assembles the contribution for its node, and copies what arrives from there; the ranks' progress is in counters.
-It also computes, in the order of one process, what must be the same to the bit: norms, sums for screening, the hash. A
-checkpoint is written from the shared memory without gathering anything.
+On one machine it also computes, in the order of one process, what must be the same to the bit: norms, and sums for
+screening. On several, the lowest rank of each adds up its part, and the parts are added up.
 
 Between two orders no rank touches the vectors, except that it may still encode; it finishes that before any other work.
 """
@@ -16,192 +22,134 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
-import mmap
 import os
-import secrets
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, cast
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from farandole.protocol.outer_rules import OuterConfig, OuterRules
+from farandole.protocol.screening_rules import ScreeningConfig, ScreeningRules
 
-from .codec import BLOCK, form_of, slices
+from .codec import Form, bytes_of, form_of, slices
+from .copying import Copier, Wait
 from .errors import CodecError, TrainingError
+from .hosts import Plan, plan
 from .local_parameters import LocalParameters
 from .parameters import Layout
+from .ranges import Range, divided, merged, pieces_of
 from .ranks import Order, Ranks
-from .share import Assembly, Bytes, Progress, Share
+from .share import Assembly, Bytes, Progress, Share, Work
+from .vector_memory import VectorMemory
 
-PAGE: Final = 4096
-# Vectors of an outer state in addition to its rule's: fast and slow weights, drift, received; of the contributor: as it
-# was, as sent, and topk's two. One to spare.
-_NUM_VECTORS: Final = 9
-_TOKEN_BYTES: Final = 16
-_MEMFD_NAME: Final = "farandole-vectors"
-# While rank 0 waits for the last bytes of other ranks; they are milliseconds apart.
+# While a rank waits for the last bytes of others; they are milliseconds apart.
 _LOOK_SECONDS: Final = 0.001
 _FAILED: Final = -1
-
-Range = tuple[int, int]
-"""Where elements of a parameter lie in the flat vector: from, to."""
-
-
-class VectorMemory:
-    """Memory for the vectors of one replica; a page is touched only by the rank that uses it.
-
-    The memory has no name once all ranks have mapped it: the kernel frees it with the last of them, kill -9 included.
-    """
-
-    def __init__(self, outer: OuterConfig, num_elements: int, num_ranks: int, place: str = "", token: str = "") -> None:
-        """Create memory, or map that at ``place`` which starts with ``token``. Raises `OSError`."""
-        form, largest = form_of(outer.codec, outer.topk), -(-num_elements // outer.fragments)
-        num_vectors = _NUM_VECTORS + len(outer.vectors) + len(outer.own_vectors)
-        sizes = [*[4 * num_elements] * num_vectors, *[form.size(largest)] * 2, 8 * num_ranks, 8 * num_ranks]
-        self.size = PAGE + sum(_in_pages(size) for size in sizes)
-        self.token = token or secrets.token_hex(_TOKEN_BYTES)
-        descriptor, self.place = (_open(place), place) if place else _create()
-        try:
-            if not place:
-                os.ftruncate(descriptor, self.size)
-            elif os.fstat(descriptor).st_size != self.size:
-                raise OSError("the shared memory has another size")
-            self._memory = mmap.mmap(descriptor, self.size)
-        except BaseException:  # for any exception: nothing else has the descriptor yet
-            os.close(descriptor)
-            raise
-        self._descriptor: int | None = descriptor
-        self._next = PAGE
-        mark = self.token.encode()
-        if not place:
-            self._memory[: len(mark)] = mark
-        elif self._memory[: len(mark)] != mark:
-            self.close()
-            raise OSError("the shared memory is another one")
-        self.counters: npt.NDArray[np.int64] = self.take(8 * num_ranks).view(torch.int64).numpy()
-        self.processes: npt.NDArray[np.int64] = self.take(8 * num_ranks).view(torch.int64).numpy()
-        self.outgoing: Bytes = self.take(form.size(largest)).numpy()
-        self.incoming: Bytes = self.take(form.size(largest)).numpy()
-
-    def take(self, num_bytes: int) -> Tensor:
-        """Return the next bytes (num_bytes,) uint8: the same in every rank that takes the same ones before."""
-        start, self._next = self._next, self._next + _in_pages(num_bytes)
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=start)
-
-    def close(self) -> None:
-        """Take the memory's name away; what has mapped it keeps it."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-            if not self.place.startswith("/proc/"):
-                with contextlib.suppress(OSError):
-                    os.unlink(self.place)
+# Slices whose bytes one machine sends to another at once.
+_WINDOW: Final = 16
 
 
-def _in_pages(num_bytes: int) -> int:
-    return -(-max(num_bytes, 1) // PAGE) * PAGE
+@dataclass(frozen=True)
+class Cut:
+    """What each rank has and needs of a flat vector, by rank."""
+
+    layout: Layout
+    num_fragments: int
+    copied: Sequence[Sequence[Range]]
+    """The elements that a rank copies from its parameters."""
+    needed: Sequence[Sequence[Range]]
+    """The elements that it copies to its parameters."""
 
 
-def _create() -> tuple[int, str]:
-    """Return the descriptor of a new file in memory, and the path by which other processes of the user open it."""
-    if sys.platform == "linux":
-        descriptor = os.memfd_create(_MEMFD_NAME)
-        return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
-    return tempfile.mkstemp(prefix=_MEMFD_NAME)
+class _Machines:
+    """What each machine has of a vector, and the transfers after which it has what it needs."""
 
-
-def _open(place: str) -> int:
-    if place.startswith("/proc/") and not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
-        raise FileNotFoundError(f"{place} is no shared memory")
-    return os.open(place, os.O_RDWR)
-
-
-def own_ranges(ranges: Sequence[Sequence[Range]], rank: int, num_elements: int) -> list[Range]:
-    """Divide the flat vector among the ranks by the ranges that each has; return those of ``rank``, ascending.
-
-    Where ranks have the same elements, they belong to the lowest one. Raises `TrainingError` if some are no rank's.
-    """
-    claims = sorted((start, each, stop) for each, of_rank in enumerate(ranges) for start, stop in of_rank)
-    own: list[Range] = []
-    covered = 0
-    for start, each, stop in claims:
-        if start > covered:
-            break
-        if stop > covered:
-            if each == rank and own and own[-1][1] == covered:
-                own[-1] = own[-1][0], stop
-            elif each == rank:
-                own.append((covered, stop))
-            covered = stop
-    if covered < num_elements:
-        raise TrainingError("the ranks together lack a part of a parameter: each parameter must be sharded over all")
-    return own
-
-
-def pieces_of(ranges: Sequence[Range], part: slice) -> list[slice]:
-    """Return the blocks of a part of the flat vector that begin in the ranges, as pieces relative to the part.
-
-    A piece never crosses a boundary of `codec.slices`.
-    """
-    length = part.stop - part.start
-    blocks: list[Range] = []
-    for start, stop in ranges:
-        start, stop = max(start - part.start, 0), min(stop - part.start, length)
-        if start >= stop:
-            continue
-        first, last = -(-start // BLOCK) * BLOCK, min(-(-stop // BLOCK) * BLOCK, length)
-        if first < last and blocks and blocks[-1][1] == first:
-            blocks[-1] = blocks[-1][0], last
-        elif first < last:
-            blocks.append((first, last))
-    cuts = [each.start for each in slices(length)]
-    pieces = []
-    for start, stop in blocks:
-        inner = cuts[bisect.bisect_right(cuts, start) : bisect.bisect_left(cuts, stop)]
-        edges = [start, *inner, stop]
-        pieces += [slice(*edge) for edge in itertools.pairwise(edges)]
-    return pieces
+    def __init__(self, cut: Cut, own: Sequence[Sequence[Range]], members: Sequence[Sequence[int]]) -> None:
+        of_machines = [merged(one for rank in ranks for one in own[rank]) for ranks in members]
+        needed = [merged(one for rank in ranks for one in cut.needed[rank]) for ranks in members]
+        num_elements = cut.layout.num_elements
+        parts = [cut.layout.fragment(index, cut.num_fragments) for index in range(cut.num_fragments)]
+        self.ranges = of_machines
+        """The elements that a machine's ranks copy from their parameters."""
+        self.blocks = [
+            merged((part.start + each.start, part.start + each.stop) for part in parts for each in pieces_of(has, part))
+            for has in of_machines
+        ]
+        """The blocks of the fragments that begin there: what a machine works on."""
+        whole, nothing = [(0, num_elements)], [list[Range]()] * (len(members) - 1)
+        self.after_read = plan(of_machines, self.blocks)
+        self.before_write = plan(self.blocks, needed)
+        self.to_gather = plan(self.blocks, [whole, *nothing])
+        self.to_spread = plan([whole, *nothing], self.blocks)
 
 
 class SharedVectors(Share):
-    """One rank's share. ``memory`` is of all ``ranks``; ``ranges`` are this one's."""
+    """One rank's share of vectors in ``memory``, which the ranks on this machine map."""
 
-    def __init__(self, memory: VectorMemory, ranges: Sequence[Range], ranks: Ranks) -> None:
+    def __init__(self, memory: VectorMemory, cut: Cut, form: Form, ranks: Ranks) -> None:
         self.memory = memory
-        self._ranges = ranges
+        self.form = form
+        own = divided(cut.copied, cut.layout.num_elements)
+        self._layout = cut.layout
+        self._num_fragments = cut.num_fragments
+        self._ranges = own[ranks.rank]
         self._ranks = ranks
-        self._pieces: dict[tuple[int, int], list[slice]] = {}
+        self._hosts = ranks.hosts
+        self._machines = _Machines(cut, own, ranks.hosts.members)
+        self._pieces: dict[tuple[int, int, int], list[slice]] = {}
+        self._vectors: list[Tensor] = []
+        self._arriving: Future[None] | None = None
+        self._num_arrived = 0
+        self._aside = ThreadPoolExecutor(1)
         memory.processes[ranks.rank] = os.getpid()
+
+    # Memory
 
     def empty(self, like: Tensor, num_elements: int) -> Tensor:
         """Return the next vector in the memory; ``like`` must be fp32 on the host."""
-        return self.memory.take(4 * num_elements).view(torch.float32)
+        self._vectors.append(self.memory.take(4 * num_elements).view(torch.float32))
+        return self._vectors[-1]
 
     def zeros(self, like: Tensor) -> Tensor:
         """Return a vector that is zero, as new memory is."""
         return self.empty(like, len(like))
 
     def copy(self, vector: Tensor) -> Tensor:
-        """Return a vector that rank 0 fills."""
+        """Return a vector of which each rank fills its part."""
         copied = self.empty(vector, len(vector))
-        return copied.copy_(vector) if self._ranks.is_leader else copied
+        for index in range(self._num_fragments):
+            part = self._layout.fragment(index, self._num_fragments)
+            for piece in self.pieces(part):
+                copied[part][piece] = vector[part][piece]
+        self._ranks.meet()
+        return copied
+
+    # Whose work it is
 
     def pieces(self, part: slice, span: slice | None = None) -> Iterator[slice]:
         """Yield this rank's pieces."""
-        key = part.start, part.stop
-        if key not in self._pieces:
-            self._pieces[key] = pieces_of(self._ranges, part)
-        pieces = self._pieces[key]
+        return self._pieces_in(-1, self._ranges, part, span)
+
+    def summed(self, part: slice, span: slice | None = None) -> Iterator[slice]:
+        """Yield this machine's pieces: all slices, if it is the only one."""
+        if not self._hosts.are_many:
+            return super().summed(part, span)
+        return self._pieces_of_host(self._hosts.index, part, span)
+
+    def _pieces_of_host(self, host: int, part: slice, span: slice | None) -> Iterator[slice]:
+        return self._pieces_in(host, self._machines.ranges[host], part, span)
+
+    def _pieces_in(self, key: int, ranges: Sequence[Range], part: slice, span: slice | None) -> Iterator[slice]:
+        place = key, part.start, part.stop
+        if place not in self._pieces:
+            self._pieces[place] = pieces_of(ranges, part)
+        pieces = self._pieces[place]
         if span is not None:
             starts = [piece.start for piece in pieces]
             pieces = pieces[bisect.bisect_left(starts, span.start) : bisect.bisect_left(starts, span.stop)]
@@ -212,20 +160,125 @@ class SharedVectors(Share):
         if parts:
             yield slice(parts[0].start, parts[-1].stop)
 
+    # Parameters
+
+    def after_read(self, flat: Tensor) -> None:
+        """Complete blocks that straddle two machines, after all ranks have copied their parameters to ``flat``."""
+        self._move(flat, self._machines.after_read)
+        if self._hosts.are_many:
+            self._ranks.meet()
+
+    def before_write(self, flat: Tensor) -> None:
+        """Fetch the elements of ``flat`` that this machine's parameters need and other machines have stepped."""
+        self._move(flat, self._machines.before_write)
+        if self._hosts.are_many:
+            self._ranks.meet()
+
+    def _move(self, vector: Tensor, transfers: Plan, target: Tensor | None = None) -> None:
+        if self._hosts.are_many and self._hosts.is_leader:
+            self._hosts.move(vector, transfers, vector if target is None else target)
+
+    # Encoding
+
     def begin_encoding(self, fragment: int) -> None:
         """Have the other ranks freeze their contribution, and begin to encode it, as rank 0."""
+        self._end_arrival()
         self.memory.counters[:] = 0
         self._ranks.tell(Order.ENCODE, fragment)
+        if self._hosts.are_many:
+            for vector in self._vectors:
+                if len(vector) == self._layout.num_elements:
+                    self.memory.forget(vector, self._machines.blocks[0])
+            part = self._layout.fragment(fragment, self._num_fragments)
+            self._arriving = self._aside.submit(self._receive_bytes, part)
 
-    def assemble(self, target: Tensor, progress: Progress) -> Assembly:
+    def _end_arrival(self) -> None:
+        arriving, self._arriving, self._num_arrived = self._arriving, None, 0
+        if arriving is not None:
+            arriving.result()
+
+    def assemble(self, part: slice, target: Tensor, progress: Progress) -> Assembly:
         """Assemble ``target`` in rank 0; the others encode their pieces, and have no target."""
-        return SharedAssembly(self.memory, self._ranks.rank, target, progress)
+        if self._ranks.is_leader:
+            return _FinalAssembly(self, target, progress)
+        return _PartAssembly(self, part, self.form.size(part.stop - part.start), progress)
+
+    def publish(self, count: int) -> None:
+        """Publish how many bytes this rank has encoded its pieces of; `_FAILED` if it cannot."""
+        with _order:
+            self.memory.counters[self._ranks.rank] = count
+
+    def num_final(self) -> int:
+        """Return how many leading bytes are final on all machines, as rank 0; `_FAILED` if a rank has failed."""
+        count = min(self._counts())
+        if self._arriving is None or count == _FAILED:
+            return count
+        if self._arriving.done():
+            self._arriving.result()  # raises what it has
+        return min(count, self._num_arrived)
+
+    def _counts(self) -> list[int]:
+        """Return what the ranks on this machine have published."""
+        with _order:
+            return list(map(int, self.memory.counters[list(self._hosts.own_ranks)]))
+
+    def require_processes(self) -> None:
+        """Raise `TrainingError` if a rank on this machine is gone."""
+        for rank in self._hosts.own_ranks:
+            if rank == self._ranks.rank:
+                continue
+            try:
+                os.kill(int(self.memory.processes[rank]), 0)
+            except ProcessLookupError:
+                raise TrainingError(f"rank {rank} is lost") from None
+
+    def _windows(self, part: slice) -> Iterator[slice]:
+        bounds = list(slices(part.stop - part.start))
+        for index in range(0, len(bounds), _WINDOW):
+            yield slice(bounds[index].start, bounds[min(index + _WINDOW, len(bounds)) - 1].stop)
+
+    def send_bytes(self, part: slice) -> None:
+        """Send this machine's pieces of a contribution to rank 0 when all its ranks have encoded them.
+
+        Each message ends with a byte that is 1 if one of them has failed. Other machines' lowest ranks call it.
+        """
+        if not self._hosts.is_leader:
+            return
+        total = self.form.size(part.stop - part.start)
+        while not all(count in (total, _FAILED) for count in self._counts()):
+            self.require_processes()
+            time.sleep(_LOOK_SECONDS)
+        flag = torch.tensor([_FAILED in self._counts()], dtype=torch.uint8)
+        self.memory.counters[:] = 0  # before rank 0, which then has all, can begin the next contribution
+        outgoing = torch.from_numpy(self.memory.outgoing)
+        for window in self._windows(part):
+            places = [bytes_of(self.form, each) for each in self._pieces_of_host(self._hosts.index, part, window)]
+            self._hosts.send_aside(torch.cat([*(outgoing[place] for place in places), flag]))
+
+    def _receive_bytes(self, part: slice) -> None:
+        """Receive the pieces of all other machines, as rank 0; raises `CodecError` if one of their ranks has failed."""
+        outgoing, has_failed = torch.from_numpy(self.memory.outgoing), False
+        for window in self._windows(part):
+            for host in range(1, len(self._hosts.members)):
+                places = [bytes_of(self.form, each) for each in self._pieces_of_host(host, part, window)]
+                sizes = [place.stop - place.start for place in places]
+                *data, flag = self._hosts.receive_aside(host, sum(sizes) + 1).split([*sizes, 1])
+                has_failed = has_failed or bool(flag)
+                for place, received in zip(places, data, strict=True):
+                    outgoing[place] = received
+            self._num_arrived = _FAILED if has_failed else bytes_of(self.form, window).stop
+
+    # Decoding and the outer step
 
     def begin_decoding(self, span: slice, encoded: Bytes, place: slice) -> Bytes:
         """Share the bytes that have arrived, as rank 0, and have all ranks decode their pieces."""
         if self._ranks.is_leader:
             self.memory.incoming[place] = encoded[place]
             self._ranks.tell(Order.DECODE, span.start, span.stop)
+        if self._hosts.are_many:
+            if self._hosts.is_leader:
+                self._hosts.broadcast(torch.from_numpy(self.memory.incoming[place]))
+            self._ranks.meet()
         return self.memory.incoming
 
     def end_decoding(self, *, has_failed: bool) -> bool:
@@ -236,49 +289,115 @@ class SharedVectors(Share):
         """Have all ranks step their pieces."""
         if self._ranks.is_leader:
             self._ranks.tell(Order.OUTER, order, is_late, rates, *weights)
+        if self._hosts.are_many:  # a machine's lowest rank may have clipped the momentum of all its ranks
+            self._ranks.meet()
 
     def end_step(self) -> None:
         """Meet the other ranks."""
         self._ranks.meet()
 
+    # Work of whole machines
 
-class SharedAssembly(Assembly):
-    """A contribution that ranks encode in shared memory, each its own pieces; rank 0 copies them to ``target``."""
+    def tell_hosts(self, work: Work, *numbers: float) -> None:
+        """Have the lowest rank of each other machine do the same work."""
+        if self._hosts.are_many and self._ranks.is_leader:
+            self._ranks.tell(Order.HOSTS, work, *numbers)
 
-    def __init__(self, memory: VectorMemory, rank: int, target: Tensor, progress: Progress) -> None:
-        super().__init__(torch.from_numpy(memory.outgoing[: len(target)]), progress)
-        self._memory = memory
-        self._rank = rank
-        self._final = target
-        self._num_final = 0
-        self._lock = threading.Lock()
+    @property
+    def does_work_of_host(self) -> bool:
+        """Return whether `Order.HOSTS` is for this rank."""
+        return self._hosts.is_leader
+
+    def add_up(self, *sums: float) -> Sequence[float]:
+        """Return the sums over all machines."""
+        return self._hosts.add_up(sums) if self._hosts.are_many else sums
+
+    def keep(self, copier: Copier, vector: Tensor, copy: Tensor) -> Wait:
+        """Copy this machine's part, as rank 0, and fetch the rest from the others."""
+        if not self._hosts.are_many:
+            return super().keep(copier, vector, copy)
+        for start, stop in self._machines.blocks[0]:
+            copy[start:stop] = vector[start:stop]
+        self._gather(vector, copy)
+        return lambda: None
+
+    def gather(self, vector: Tensor) -> None:
+        """Fetch what other machines have of a vector."""
+        self._gather(vector, vector)
+
+    def _gather(self, vector: Tensor, target: Tensor) -> None:
+        self.tell_hosts(Work.GATHER, self._index_of(vector))
+        self._move(vector, self._machines.to_gather, target)
+
+    def spread(self, vectors: Mapping[str, Tensor]) -> None:
+        """Send the other machines their parts of vectors that rank 0 has written."""
+        for vector in vectors.values():
+            self.tell_hosts(Work.SPREAD, self._index_of(vector))
+            self._move(vector, self._machines.to_spread)
+
+    def _index_of(self, vector: Tensor) -> int:
+        places = [each.data_ptr() for each in self._vectors]
+        return places.index(vector.data_ptr())
+
+    def move_as_told(self, work: Work, index: float) -> None:
+        """Do `Work.GATHER` or `Work.SPREAD` as another machine."""
+        transfers = self._machines.to_gather if work is Work.GATHER else self._machines.to_spread
+        self._move(self._vectors[int(index)], transfers)
+
+
+# Held for a counter: ARM may reorder the bytes and their count.
+_order = threading.Lock()
+
+
+class _PartAssembly(Assembly):
+    """The pieces of a rank other than rank 0, in shared memory."""
+
+    def __init__(self, share: SharedVectors, part: slice, size: int, progress: Progress) -> None:
+        super().__init__(torch.from_numpy(share.memory.outgoing[:size]), progress)
+        self._share = share
+        self._part = part
 
     def add(self, place: slice) -> None:
-        """Publish this rank's progress; rank 0 collects what is final now."""
-        self._publish(place.stop)
-        if self._rank == 0:
-            self._collect()
-
-    def _publish(self, count: int) -> None:
-        with self._lock:  # ARM may reorder the bytes and their count
-            self._memory.counters[self._rank] = count
+        """Publish this rank's progress."""
+        self._share.publish(place.stop)
 
     def fail(self) -> None:
         """Notify rank 0, which waits for this rank's bytes."""
-        self._publish(_FAILED)
+        self._share.publish(_FAILED)
+        self._share.send_bytes(self._part)
 
     def seal(self) -> bytes:
-        """Finish this rank's pieces; in rank 0, wait for the others and return the BLAKE3."""
-        self._publish(len(self._final))
-        while self._rank == 0 and not self._collect():
-            self._require_processes()
+        """Finish this rank's pieces."""
+        self._share.publish(len(self.target))
+        self._share.send_bytes(self._part)
+        return b""
+
+
+class _FinalAssembly(Assembly):
+    """A contribution that all ranks encode in shared memory; rank 0 copies it to ``target``."""
+
+    def __init__(self, share: SharedVectors, target: Tensor, progress: Progress) -> None:
+        super().__init__(torch.from_numpy(share.memory.outgoing[: len(target)]), progress)
+        self._share = share
+        self._final = target
+        self._num_final = 0
+
+    def add(self, place: slice) -> None:
+        """Publish this rank's progress, and collect what is final now."""
+        self._share.publish(place.stop)
+        self._collect()
+
+    def seal(self) -> bytes:
+        """Finish this rank's pieces; wait for the others and return the BLAKE3."""
+        self._share.publish(len(self._final))
+        while not self._collect():
+            self._share.require_processes()
             time.sleep(_LOOK_SECONDS)
         return super().seal()
 
     def _collect(self) -> bool:
         """Copy the leading bytes that all ranks have finished; return whether that is all."""
-        with self._lock:
-            count = int(self._memory.counters.min())
+        count = self._share.num_final()
         if count == _FAILED:
             raise CodecError("a value to be sent is not finite, or too large")  # of another rank's pieces
         if count > self._num_final:
@@ -288,22 +407,13 @@ class SharedAssembly(Assembly):
             super().add(place)
         return count == len(self._final)
 
-    def _require_processes(self) -> None:
-        """Raise `TrainingError` if a rank is gone."""
-        for rank, process in enumerate(self._memory.processes.tolist()):
-            try:
-                os.kill(process, 0)
-            except ProcessLookupError:
-                raise TrainingError(f"rank {rank} is lost") from None
 
-
-class _Memory(msgspec.Struct, frozen=True):
-    """What the other ranks need to map the memory."""
+class _Told(msgspec.Struct, frozen=True):
+    """What the other ranks need to take their share."""
 
     outer: OuterRules
+    screening: ScreeningRules
     shapes: dict[str, tuple[int, ...]]
-    place: str
-    token: str
 
 
 @dataclass(frozen=True)
@@ -311,41 +421,49 @@ class RankVectors:
     """One rank's view of the vectors that ranks share."""
 
     outer: OuterConfig
+    screening: ScreeningConfig
     layout: Layout
     parameters: LocalParameters
     share: SharedVectors
 
+    def read(self, flat: Tensor) -> None:
+        """Copy the parameters to ``flat`` (n,), together with the other ranks."""
+        self.parameters.read(flat)
+        self.share.after_read(flat)
+
+    def write(self, flat: Tensor) -> None:
+        """Copy ``flat`` (n,) to the parameters, together with the other ranks."""
+        self.share.before_write(flat)
+        self.parameters.write(flat)
+
 
 def share_vectors(
-    ranks: Ranks, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout, outer: OuterConfig
+    ranks: Ranks,
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    layout: Layout,
+    outer: OuterConfig,
+    screening: ScreeningConfig,
 ) -> RankVectors | None:
-    """Share the vectors with the other ranks, as rank 0; None if they are not all on this machine.
+    """Share the vectors with the other ranks, as rank 0; None if there are none.
 
-    ``parameters``: those of the layout, in its order; their names were sent by `Ranks.begin`.
+    ``parameters``: those of the layout, in its order; their names were sent by `Ranks.begin`. Raises `TrainingError`
+    if there is no memory for it.
     """
-    if not ranks.are_many or sys.platform == "win32":  # whether a process is there is asked by a signal
+    if not ranks.are_many:
         return None
-    memory: VectorMemory | None = None
-    with contextlib.suppress(OSError, ValueError):
-        memory = VectorMemory(outer, layout.num_elements, ranks.num_ranks)
-    place, token = ("", "") if memory is None else (memory.place, memory.token)
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
-    ranks.tell_bytes(Order.SHARE, msgspec.msgpack.encode(_Memory(cast("OuterRules", outer), shapes, place, token)))
-    return _shared(ranks, module, parameters, layout, outer, memory)
+    told = _Told(cast("OuterRules", outer), cast("ScreeningRules", screening), shapes)
+    ranks.tell_bytes(Order.SHARE, msgspec.msgpack.encode(told))
+    return _shared(ranks, module, parameters, layout, outer, screening)
 
 
-def take_share(
-    ranks: Ranks, module: nn.Module, parameters: Mapping[str, nn.Parameter], told: bytes
-) -> RankVectors | None:
-    """Take a share, as another rank; ``told`` came with `Order.SHARE`."""
-    described = msgspec.msgpack.decode(told, type=_Memory)
+def take_share(ranks: Ranks, module: nn.Module, parameters: Mapping[str, nn.Parameter], told: bytes) -> RankVectors:
+    """Take a share, as another rank; ``told`` came with `Order.SHARE`. Raises as `share_vectors`."""
+    described = msgspec.msgpack.decode(told, type=_Told)
     outer = described.outer
     layout = Layout(tuple(described.shapes), tuple(described.shapes.values()), outer.codec)
-    memory: VectorMemory | None = None
-    if described.place:
-        with contextlib.suppress(OSError, ValueError):
-            memory = VectorMemory(outer, layout.num_elements, ranks.num_ranks, described.place, described.token)
-    return _shared(ranks, module, parameters, layout, outer, memory)
+    return _shared(ranks, module, parameters, layout, outer, described.screening)
 
 
 def _shared(
@@ -354,14 +472,31 @@ def _shared(
     parameters: Mapping[str, nn.Parameter],
     layout: Layout,
     outer: OuterConfig,
-    memory: VectorMemory | None,
-) -> RankVectors | None:
-    """Share the memory if all ranks have mapped it."""
-    is_apart = ranks.meet(memory is None)
+    screening: ScreeningConfig,
+) -> RankVectors:
+    memory = _map_memory(ranks, lambda place: VectorMemory(outer, layout.num_elements, ranks.num_ranks, place))
+    local = LocalParameters(module, parameters, layout, ranks)
+    cut = Cut(layout, outer.fragments, ranks.gather(local.ranges), ranks.gather(local.needed))
+    share = SharedVectors(memory, cut, form_of(outer.codec, outer.topk), ranks)
+    return RankVectors(outer, screening, layout, local, share)
+
+
+def _map_memory(ranks: Ranks, obtain: Callable[[str], VectorMemory]) -> VectorMemory:
+    """Have the lowest rank of each machine create memory, and the others map it. Raises `TrainingError`."""
+    memory: VectorMemory | None = None
+    reason = ""
+    if ranks.hosts.is_leader:
+        with contextlib.suppress(OSError, ValueError):
+            memory = obtain("")
+    places = ranks.gather("" if memory is None else memory.place)
+    if memory is None and (place := places[ranks.hosts.own_ranks[0]]):
+        try:
+            memory = obtain(place)
+        except (OSError, ValueError) as error:
+            reason = str(error)
+    is_lacking = ranks.meet(memory is None)
     if memory is not None:
         memory.close()
-    if is_apart or memory is None:
-        return None
-    local = LocalParameters(module, parameters, layout, ranks)
-    ranges = own_ranges(ranks.gather(local.ranges), ranks.rank, layout.num_elements)
-    return RankVectors(outer, layout, local, SharedVectors(memory, ranges, ranks))
+    if memory is None or is_lacking:
+        raise TrainingError(f"the ranks on a machine cannot share memory for the vectors of an exchange: {reason}")
+    return memory

@@ -24,6 +24,7 @@ from .checkpoint import Counters, save_checkpoint
 from .copying import Copier, Wait
 from .host_memory import available_bytes
 from .parameters import Layout
+from .share import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ class SnapshotMemory:
         copies = {name: place.view(flat.dtype) for (name, flat), place in zip(aligned.items(), places, strict=True)}
         self._copies = {name: copies[name] for name in vectors}
 
-    def fill(self, vectors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Sequence[Wait]]:
+    def fill(self, vectors: Mapping[str, Tensor], share: Share) -> tuple[Mapping[str, Tensor], Sequence[Wait]]:
         """Copy them; what was copied before is overwritten. The copies, and what waits for them."""
-        copied = [self._copier.keep(flat, self._copies[name]) for name, flat in vectors.items()]
+        copied = [share.keep(self._copier, flat, self._copies[name]) for name, flat in vectors.items()]
         return self._copies, copied
 
 

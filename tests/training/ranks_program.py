@@ -1,14 +1,20 @@
 """What each rank of `test_ranks` runs: a model that is cut in one way or another, and some rounds of it.
 
-python ranks_program.py KIND RANK RANKS FILE
+python ranks_program.py KIND SCREENING RANK RANKS FILE
 
-KIND is how the model is cut. With "seed-" in front, the ranks begin a run of a built-in model instead.
+KIND is how the model is cut. With the name of one of `OTHERS` and "-" in front, the ranks do that instead of rounds.
+With "@N" at the end they are on N machines. SCREENING is the run's rule, from `RULES`; with "losses" the loop computes
+some.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from blake3 import blake3
@@ -17,11 +23,13 @@ from torch import nn
 from farandole.protocol.external_model import ExternalModel
 from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.training import shared_vectors
+from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
+from farandole.training import evaluation_time, vector_memory
+from farandole.training.errors import DivergedError
 from farandole.training.external import ExternalEngine, Turns
 from farandole.training.follower import Follower
 from farandole.training.model import build_model
-from farandole.training.ranks import Order, Ranks, open_ranks, parameters_of, reshard, whole_of
+from farandole.training.ranks import Order, Ranks, cut_of, open_ranks, parameters_of, reshard, whole_of
 from farandole.training.screening.rule import Accept
 
 RUN_ID = b"r" * 32
@@ -39,7 +47,7 @@ def cut(module: nn.Module, kind: str, ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    if kind in ("fsdp", "apart"):
+    if kind == "fsdp":
         fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
     elif kind == "hsdp":
         fully_shard(module, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards")))
@@ -60,30 +68,107 @@ def forward(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tens
     return made
 
 
-def part_if(is_apart: bool) -> None:
-    """Have this rank see no shared memory of rank 0's, as on another machine."""
-    if is_apart:
+def part(host: int) -> None:
+    """Have this rank see no memory of ranks on other machines than ``host``."""
+    create, look = vector_memory._create, vector_memory._open
 
-        def see_none(place: str) -> int:
+    def show() -> tuple[int, str]:
+        descriptor, place = create()
+        return descriptor, f"{host}:{place}"
+
+    def see(place: str) -> int:
+        at, _, path = place.partition(":")
+        if int(at) != host:
             raise FileNotFoundError(place)
+        return look(path)
 
-        shared_vectors._open = see_none
+    vector_memory._create, vector_memory._open = show, see
 
 
-def play_rounds(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, *, is_shared: bool) -> str:
-    """Rounds with another member, of which one is late and one refused; returns a hash of all that was sent and is."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(build()).items()}
+@torch.no_grad()
+def step(module: nn.Module) -> None:
+    """Take an inner step of which each element has the same result, however the parameters are cut."""
+    for parameter in module.parameters():
+        local_of(parameter).mul_(1.03125)
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter."""
+    return parameter if (own := cut_of(parameter)) is None else own.to_local()
+
+
+class Loss:
+    """A loss of whole parameters, which keeps its values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.values = list[float]()
+        self._module = module
+
+    def __call__(self) -> float:
+        wholes = [whole_of(parameter).detach() for parameter in parameters_of(self._module).values()]
+        self.values.append(sum(float(whole.double().square().mean()) for whole in wholes))
+        return self.values[-1]
+
+
+def follow(ranks: Ranks, module: nn.Module, loss: Loss | None) -> None:
+    """Do what rank 0 does in `play_rounds`, as another rank."""
+    follower = Follower(ranks, module, loss)
+    follower.begin()
+    while not follower.is_over:
+        step(module)
+        follower.step_taken()
+
+
+def lead(
+    module: nn.Module, outer: NoLoCoConfig, screening: ScreeningRules, ranks: Ranks, loss: Loss | None
+) -> tuple[str, list[float]]:
+    """Play rounds in another thread, as a node does, and answer in this one, as a loop does."""
+    turns = Turns()
+
+    def play() -> tuple[str, list[float]]:
+        try:
+            return play_rounds(module, outer, screening, ranks, loss, turns)
+        finally:
+            turns.end()
+
+    with ThreadPoolExecutor(1) as aside:
+        playing = aside.submit(play)
+        turns.wait()
+        return playing.result()
+
+
+def manifest_of(module: nn.Module, outer: NoLoCoConfig, screening: ScreeningRules | None = None) -> Manifest:
+    """Return the manifest of a run of the module."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
     model = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel(shapes))
-    manifest = Manifest(name="ranks", model=model, outer=outer)
-    engine = ExternalEngine(module, manifest, Turns(), run_id=RUN_ID, ranks=ranks)
-    assert engine.shares_vectors == is_shared
+    return Manifest(name="ranks", model=model, outer=outer, screening=screening or GuardConfig())
+
+
+def play_rounds(
+    module: nn.Module,
+    outer: NoLoCoConfig,
+    screening: ScreeningRules,
+    ranks: Ranks,
+    loss: Loss | None,
+    turns: Turns,
+) -> tuple[str, list[float]]:
+    """Rounds with another member, of which one is late and one refused; in between, continue from a checkpoint.
+
+    Returns a hash of all that was sent and is, and numbers: how many losses were compared, the losses, and how far each
+    contribution was used.
+    """
+    manifest = manifest_of(module, outer, screening)
+    engine = ExternalEngine(module, manifest, turns, run_id=RUN_ID, ranks=ranks, evaluate=loss)
     other = build()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     partner = ExternalEngine(other, manifest, Turns(), run_id=RUN_ID)
-    hashed, final = blake3(), list[int]()
+    hashed, final, clips = blake3(), list[int](), list[float]()
     for round_index in range(3):
+        ranks.tell(Order.STEP)
+        step(module)
+        engine.count_step(1)
         fragment = round_index % outer.fragments
         sent, received = bytearray(engine.contribution_bytes), bytearray(partner.contribution_bytes)
         size = engine.contribution(fragment)
@@ -92,18 +177,34 @@ def play_rounds(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, *, is_shar
         partner.contribute(received, fragment)
         if round_index == 1:
             engine.count_step(1)  # a late outer step keeps the weights' own progress
-        usable = bytes(received[:size])
-        engine.take_in(bytearray(usable), size // 2)
+        arrived = received[:size]
+        engine.take_in(arrived, size // 2)
         if round_index == 2:
-            received[size - 2 :] = b"\xff\xff"  # the last element is another one, or not a number
-        verdict = engine.screen(bytes(received[:size]))
-        engine.apply(bytes(received[:size]) if isinstance(verdict, Accept) else None, own_first=round_index != 1)
+            arrived[size - 2 :] = b"\xff\xff"  # the last element is another one, or not a number
+        verdict = engine.screen(arrived)
+        engine.apply(arrived if isinstance(verdict, Accept) else None, own_first=round_index != 1)
         partner.apply(bytes(sent[:size]), own_first=round_index == 1)
+        clips.append(verdict.clip if isinstance(verdict, Accept) else -1.0)
         judged = str(verdict) if isinstance(verdict, Accept) else "refused"  # the reason is another rank's
         hashed.update(bytes(sent[:size]) + judged.encode())
+        engine.make_whole()
         for tensor in engine.state().values():
             hashed.update(tensor.numpy().tobytes())
-    return hashed.hexdigest()
+        if round_index == 1:
+            hashed.update(b"".join(saved_and_loaded(engine)))
+    losses = [] if loss is None else loss.values
+    return hashed.hexdigest(), [len(losses), *losses, *clips]
+
+
+def saved_and_loaded(engine: ExternalEngine) -> Iterator[bytes]:
+    """Save a checkpoint in both ways and continue from it; yields both files."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "checkpoint"
+        engine.snapshot().save(file)
+        yield file.read_bytes()
+        engine.save(file)
+        yield file.read_bytes()
+        engine.load(file)
 
 
 MODEL = ModelConfig(num_layers=2, width=16, num_heads=2, hidden=24, context=16, vocabulary=256)
@@ -130,6 +231,66 @@ def begin_from_seed(kind: str, num_ranks: int) -> str:
     return hash_of([whole_of(parameter) for parameter in module.parameters()])
 
 
+def lose_numbers(kind: str, num_ranks: int) -> str:
+    """Have the last rank's weights diverge; returns what rank 0 says of it."""
+    module = build()
+    cut(module, kind, num_ranks)
+    ranks, said = open_ranks(), ""
+    if ranks.is_leader:
+        engine = ExternalEngine(
+            module, manifest_of(module, NoLoCoConfig(codec="int8")), Turns(), run_id=RUN_ID, ranks=ranks
+        )
+        ranks.tell(Order.STEP)
+        engine.count_step(1)
+        try:
+            engine.contribute(bytearray(engine.contribution_bytes))
+        except DivergedError as error:
+            said = str(error).replace(" ", "_")
+        ranks.tell(Order.OVER)
+        return said
+    follower = Follower(ranks, module, None)
+    follower.begin()
+    if ranks.rank == num_ranks - 1:
+        with torch.no_grad():
+            local_of(next(module.parameters())).fill_(math.nan)
+    follower.end()
+    return said
+
+
+def measure_memory(kind: str, num_ranks: int) -> str:
+    """Play rounds with a larger model; returns the bytes of shared memory that this rank has touched."""
+    module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    cut(module, kind, num_ranks)
+    ranks = open_ranks()
+    if ranks.is_leader:
+        outer = NoLoCoConfig(codec="int8")
+        engine = ExternalEngine(module, manifest_of(module, outer), Turns(), run_id=RUN_ID, ranks=ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(2):
+                engine.save(Path(folder) / "checkpoint")
+                engine.load(Path(folder) / "checkpoint")
+                sent = bytearray(engine.contribution_bytes)
+                engine.contribute(sent)
+                engine.apply(sent)
+        ranks.tell(Order.STEP)
+        touched = touched_bytes()
+        ranks.tell(Order.OVER)
+    else:
+        follower = Follower(ranks, module, None)
+        follower.begin()
+        touched = touched_bytes()
+        follower.end()
+    return str(touched)
+
+
+def touched_bytes() -> int:
+    """Return the bytes of shared vectors that this process has in memory."""
+    sections = Path("/proc/self/smaps").read_text().split("/memfd:farandole-vectors")[1:]
+    return sum(1024 * int(section.partition("Rss:")[2].split()[0]) for section in sections)
+
+
+OTHERS = {"seed": begin_from_seed, "diverging": lose_numbers, "memory": measure_memory}
+
 CASES = (
     NoLoCoConfig(codec="fp32"),
     NoLoCoConfig(codec="int8"),
@@ -138,25 +299,38 @@ CASES = (
 )
 
 
-def main(kind: str, rank: int, num_ranks: int, file: str) -> None:
-    """Print a hash for each case, and one of the parameters as this rank has them in the end."""
-    of_seed, kind = kind.startswith("seed-"), kind.removeprefix("seed-")
+RULES: dict[str, ScreeningRules] = {"guard": GuardConfig(), "losses": GuardConfig(), "similarity": SimilarityConfig()}
+
+
+def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> None:
+    """Print a hash for each case, and one of the parameters as this rank has them in the end.
+
+    In the next line, print the numbers of `play_rounds`.
+    """
+    vars(evaluation_time)["EVALUATION_SECONDS"] = math.inf  # else a busy machine compares fewer losses
+    other, _, kind = kind.rpartition("-")
+    kind, _, hosts = kind.partition("@")
+    if hosts:
+        part(rank * int(hosts) // num_ranks)
     if kind != "plain":
         torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
-    part_if(kind == "apart" and rank == 1)
-    hashes = [begin_from_seed(kind, num_ranks)] if of_seed else []
-    for dtype in () if of_seed else (torch.float32, torch.bfloat16):
+    hashes = [OTHERS[other](kind, num_ranks)] if other else []
+    clips = list[float]()
+    for dtype in () if other else (torch.float32, torch.bfloat16):
         module = build().to(dtype)
         if kind != "plain":
             cut(module, kind, num_ranks)
             forward(module, dtype)  # after it FSDP2 keeps the root's parameters whole
-        ranks = open_ranks()
+        ranks, loss = open_ranks(), Loss(module) if screening == "losses" else None
         if ranks.is_leader:
-            is_shared = ranks.are_many and kind != "apart"
-            hashes += [play_rounds(module, outer, ranks, is_shared=is_shared) for outer in CASES]
+            assert len(ranks.hosts.members) == int(hosts or 1)
+            for outer in CASES:
+                made, used = lead(module, outer, RULES[screening], ranks, loss)
+                hashes.append(made)
+                clips += used
             ranks.tell(Order.OVER)
         else:
-            Follower(ranks, module, None).end()
+            follow(ranks, module, loss)
         computed, oracle = forward(module, dtype), build().to(dtype)
         reshard(module)
         with torch.no_grad():
@@ -167,9 +341,10 @@ def main(kind: str, rank: int, num_ranks: int, file: str) -> None:
         torch.testing.assert_close(computed, forward(oracle, dtype), rtol=tolerance, atol=tolerance)
         hashes.append(hash_of(wholes))
     print(*hashes)
+    print(*clips)
     if kind != "plain":
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

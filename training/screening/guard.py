@@ -166,16 +166,16 @@ class Guard(ScreeningRule):
         self._lacked_rounds = self._sum = self._evidence = 0.0
         self._is_outlier = self._is_apart = self._is_exaggerated = False
         self._has_yardstick = True
-        self._square = torch.zeros((), dtype=torch.float64)
+        self.sums = torch.zeros(1, dtype=torch.float64)
 
     def feed(self, own: Tensor, contribution: Tensor) -> None:
         """Add a piece's squared distance, which is fp32, in fp64."""
         difference = contribution - own
-        self._square += (difference @ difference).cpu()
+        self.sums += (difference @ difference).cpu()
 
     @property
     def _distance(self) -> float:
-        return math.sqrt(float(self._square))
+        return math.sqrt(float(self.sums))
 
     def judge(self, partner: Partner) -> Verdict:
         """Clip, and compare losses if needed; suspect a peer that is refused or whose sum is large."""

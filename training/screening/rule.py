@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from farandole.protocol.screening_rules import ScreeningConfig
@@ -97,9 +98,10 @@ class Partner:
 
     encounter: Encounter
     own: Tensor
-    """One's own contribution, (n,) fp32, as the partner decodes it."""
+    """One's own contribution, (n,) fp32, as the partner decodes it. A cluster on several machines has a part of it on
+    each: a rule that compares more than `ScreeningRule.sums` sees rank 0's part."""
     contribution: Tensor
-    """The partner's, (n,) fp32. A rule does not write into either."""
+    """The partner's, (n,) fp32, likewise. A rule does not write into either."""
     history: History
     """What rules have remembered of this peer."""
     everybody: History
@@ -129,13 +131,17 @@ class Partner:
 class ScreeningRule(abc.ABC):
     """A screening rule with its settings. What it remembers between rounds goes into histories, which are saved."""
 
+    sums: Tensor = torch.empty(0, dtype=torch.float64)
+    """All that `feed` keeps: (k,) fp64 on the host, added up over pieces. A cluster on several machines feeds each
+    machine's pieces there, and adds up their sums before it judges."""
+
     @abc.abstractmethod
     def begin(self) -> None:
-        """Forget all pieces: others will follow, from the first on."""
+        """Forget all pieces, with zeros for the sums: others will follow, from the first on."""
 
     @abc.abstractmethod
     def feed(self, own: Tensor, contribution: Tensor) -> None:
-        """The next piece of one's own contribution and of the partner's, (n,) fp32 each, on the training device."""
+        """Add up the next piece of one's own contribution and the partner's, (n,) fp32 each, on the training device."""
 
     @abc.abstractmethod
     def judge(self, partner: Partner) -> Verdict:

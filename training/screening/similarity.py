@@ -30,15 +30,15 @@ class Similarity(ScreeningRule):
 
     def begin(self) -> None:
         """Zero the sums."""
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        self.sums = torch.zeros(3, dtype=torch.float64)
 
     def feed(self, own: Tensor, contribution: Tensor) -> None:
         """Add a piece's sums, which are fp32, in fp64."""
-        self._sums += torch.stack((own @ own, contribution @ contribution, own @ contribution)).cpu()
+        self.sums += torch.stack((own @ own, contribution @ contribution, own @ contribution)).cpu()
 
     def judge(self, partner: Partner) -> Verdict:
         """Compare norms and direction. Comparisons are such that NaN is refused."""
-        own_square, partner_square, product = self._sums.tolist()
+        own_square, partner_square, product = self.sums.tolist()
         own_norm, partner_norm = math.sqrt(own_square), math.sqrt(partner_square)
         ratio, least = self._settings.max_norm_ratio, self._settings.min_cosine
         if not own_norm / ratio <= partner_norm <= own_norm * ratio:

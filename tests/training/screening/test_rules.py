@@ -14,7 +14,7 @@ from farandole.protocol.screening_rules import GuardConfig, ScreeningConfig, Scr
 from farandole.training import evaluation_time
 from farandole.training.learner import Learner
 from farandole.training.screening.history import MAX_NUMBERS, MAX_PEERS, MAX_SERIES, Histories, History
-from farandole.training.screening.rule import EVALUATION_BATCHES, Accept, Encounter, Partner, Refuse
+from farandole.training.screening.rule import EVALUATION_BATCHES, Accept, Encounter, Partner, Refuse, ScreeningRule
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal
 
@@ -81,15 +81,14 @@ def test_the_loss_towards_a_partner_is_that_of_weights_moved_so_far(make_replica
     before = alice.fast_weights()
     losses: list[float | None] = []
 
-    class Asking:
+    class Asking(ScreeningRule):
         def begin(self) -> None: ...
         def feed(self, own: torch.Tensor, contribution: torch.Tensor) -> None: ...
-        def remember(self, partner: Partner, verdict: object) -> None: ...
         def judge(self, partner: Partner) -> Refuse:
             losses.extend(partner.evaluate(share) for share in (0.0, 1.0))
             return Refuse("asked only")
 
-    alice._partner._rule = Asking()  # type: ignore[assignment]
+    alice._partner._rule = Asking()
     alice.screen(of_bob)
 
     assert torch.equal(alice.fast_weights(), before)
