@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PREFIX ?= $(HOME)/.local/share/farandole
 BIN_DIR ?= $(HOME)/.local/bin
 
-.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-stages bench-mesh bench-save bench-deterministic bench-faults bench-hostile bench-large bench-race bench-nat bench-dashboard wheel install release clean
+.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-lines bench-stages bench-mesh bench-save bench-deterministic bench-faults bench-hostile bench-large bench-race bench-nat bench-dashboard wheel install release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,10 @@ bench-mesh: $(STAMP) ## What requests, streams and files cost programs that use 
 
 bench-join: $(STAMP) ## How fast a newcomer gets its weights, beside hivemind; needs root (5 minutes)
 	$(BIN)/farandole testnet bench join --out out/bench --write BENCHMARKS.md
+
+bench-lines: $(STAMP) ## How fast contributions move over several lines at once; needs root (3 minutes)
+	@.ci/packages
+	$(BIN)/farandole testnet bench lines --out out/bench --write BENCHMARKS.md
 
 bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipelining (10 minutes)
 	$(BIN)/farandole testnet bench stages --out out/bench --write BENCHMARKS.md

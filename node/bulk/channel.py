@@ -66,6 +66,8 @@ class BulkChannel:
         self.session = session
         self.opened_at = trio.current_time()
         self.idle_since = 0.0
+        self.has_all_lines = False
+        """Whether neither end has another line, as far as is known."""
         self.num_sent = 0
         """Bytes passed to it up to now, whether they have arrived or not."""
         self.num_received = 0
@@ -110,14 +112,14 @@ class BulkChannel:
 
     async def send(self, data: memoryview) -> None:
         """Send all of it; raise `ChannelError` on failure. A channel that broke or was cancelled is no longer fit."""
-        await self._run(lambda: self._send(data))
+        await self.run(lambda: self.write(data))
 
     async def receive(self, incoming: Incoming) -> None:
         """Fill ``incoming`` to its end, hashing the data and noting the progress. Otherwise as `send`.
 
         After an error the memory beyond its position is undefined.
         """
-        await self._run(lambda: self._receive(incoming))
+        await self.run(lambda: self._receive(incoming))
 
     async def receive_into(self, memory: memoryview) -> bytes:
         """Fill the memory; return the BLAKE3 of what was received. Otherwise as `send`."""
@@ -132,7 +134,7 @@ class BulkChannel:
 
     async def confirm(self) -> None:
         """Wait until the other end has announced itself. Otherwise as `send`."""
-        await self._run(self._confirm)
+        await self.run(self._confirm)
 
     def close(self) -> None:
         """Close at once, with a final record if the connection takes it. No thread may be active."""
@@ -144,7 +146,8 @@ class BulkChannel:
 
     # In threads
 
-    def _send(self, data: memoryview) -> None:
+    def write(self, data: memoryview) -> None:
+        """Send all of it, in a thread of `run`."""
         shaper = self._shaping.up
         size = shaper.quantum - OVERHEAD_BYTES
         for start in range(0, data.nbytes, size):
@@ -154,6 +157,15 @@ class BulkChannel:
             self._connection.sendall(record)
             self._is_between_records = True
             self.num_sent += record.nbytes - OVERHEAD_BYTES
+
+    def read(self, memory: memoryview) -> None:
+        """Fill the memory, in a thread of `run`."""
+        position = 0
+        while position < memory.nbytes:
+            if taken := self._opener.take(memory[position:]):
+                position += taken
+            else:
+                self._read_when_due()
 
     def _receive(self, incoming: Incoming) -> None:
         while rest := incoming.rest:
@@ -195,7 +207,7 @@ class BulkChannel:
 
     # In the event loop
 
-    async def _run(self, work: Callable[[], None]) -> None:
+    async def run(self, work: Callable[[], None]) -> None:
         """Do blocking work in a thread; when cancelled, shut the socket down and wait for the thread."""
         if self._is_broken_off.is_set():
             raise ChannelError("the channel is closed")

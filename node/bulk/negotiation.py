@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import trio
@@ -52,7 +52,10 @@ from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream, receive
 from ..base.system.features import SHARES_PORTS
 from ..base.system.sockets import share_port
 from ..mesh.reuse import calm
+from .bundle import Bundle
 from .channel import BulkChannel, ChannelError, open_channel
+from .lines import Line
+from .strands import DIRECT, StrandService, Way
 
 logger = logging.getLogger(__name__)
 
@@ -134,18 +137,20 @@ class BulkService:
         listeners: dict[socket.AddressFamily, trio.socket.SocketType],
         shaping: Shaping,
         reach: PeerReach | None,
+        lines: Sequence[Line] = (),
     ) -> None:
         self._host = host
         self._run_id = run_id
         self._listeners = listeners
         self._shaping = shaping
         self._reach = reach
-        self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
+        self._idle: OrderedDict[bytes, BulkChannel | Bundle] = OrderedDict()
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._expected: Counter[bytes] = Counter()
         self._races: dict[bytes, _Race] = {}  # by session; at most one per peer that is expected, or was asked
         self._unproven: Counter[str] = Counter()
         self._is_closed = False
+        self._strands = StrandService(host, self, lines)
         host.set_handler(BULK_PROTOCOL, self._answer)
 
     # For exchanges
@@ -161,14 +166,16 @@ class BulkService:
             if not self._expected[peer]:
                 del self._expected[peer]
 
-    async def acquire(self, peer: bytes) -> BulkChannel | None:
+    async def acquire(self, peer: bytes, *, all_lines: bool = False) -> BulkChannel | Bundle | None:
         """Return a kept or new channel with a peer that expects us; None if there is no way, or none in `OPEN_TIMEOUT`.
 
-        The caller gives the channel back with `release` or `discard`.
+        The caller gives the channel back with `release` or `discard`. ``all_lines``: see `Channels.acquire`.
         """
         for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
+            if isinstance(kept, Bundle) and not all_lines:
+                continue
             if (fit := self.take(peer, kept.session)) is not None:
-                return fit
+                return await self._strands.add(fit) if all_lines else fit
         if self._reach is not None and self._reach.is_out_of_reach(peer):
             return None
         if not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
@@ -177,13 +184,13 @@ class BulkService:
         reason = "no answer, or no way, in time"
         try:
             with trio.move_on_after(OPEN_TIMEOUT):
-                channel = await self._ask(peer)
+                channel = await self.negotiate(peer, secrets.token_bytes(SESSION_BYTES), DIRECT)
         except (ChannelError, PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError) as error:
             reason = str(error)
         finally:  # also when the caller's time is up, which may be less
             if channel is None:
                 self._note_failure(peer, reason)
-        return channel
+        return await self._strands.add(channel) if all_lines and channel is not None else channel
 
     def _note_failure(self, peer: bytes, reason: str) -> None:
         count, pause = self._backoff.note_failure(peer, self._path(peer), trio.current_time())
@@ -200,7 +207,7 @@ class BulkService:
         own = (*self._host.observed_ips, *announced_ips(self._host))
         return [*sorted(own), "", *sorted(self._host.remote_addresses(peer))]
 
-    def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
+    def take(self, peer: bytes, session: bytes) -> BulkChannel | Bundle | None:
         """Return the channel that the peer has acquired, by its name; None if it is not here or no longer fit."""
         channel = self._idle.get(session)
         if channel is None or channel.peer != peer:
@@ -211,7 +218,7 @@ class BulkService:
             return None
         return channel
 
-    def release(self, channel: BulkChannel) -> None:
+    def release(self, channel: BulkChannel | Bundle) -> None:
         """Keep a channel without data under way in either direction for the next exchange; close an old one."""
         now = trio.current_time()
         if self._is_closed or now - channel.opened_at > MAX_AGE:
@@ -221,18 +228,19 @@ class BulkService:
         if len(self._idle) > MAX_IDLE:
             self._idle.popitem(last=False)[1].close()
 
-    def discard(self, channel: BulkChannel) -> None:
+    def discard(self, channel: BulkChannel | Bundle) -> None:
         """Close a channel on which something went wrong."""
         channel.close()
 
     # Negotiations
 
-    async def _ask(self, peer: bytes) -> BulkChannel:
+    async def negotiate(self, peer: bytes, session: bytes, way: Way) -> BulkChannel:
+        """Negotiate a channel as the asker, by its name; raises what `acquire` treats as a failure."""
         key = X25519PrivateKey.generate()
         channel: BulkChannel | None = None
         try:
             async with self._observed() as observed:
-                proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key, observed)
+                proposal = self._propose(session, key, observed, way)
                 stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
                 try:
                     with self._race(proposal, peer) as race:
@@ -240,7 +248,7 @@ class BulkService:
                         theirs = await _receive_proposal(stream)
                         if theirs.session != proposal.session:
                             raise RemoteProtocolError("an answer to another proposal")
-                        channel = await self._run_race(race, stream, theirs, key, is_asker=True)
+                        channel = await self._run_race(race, stream, theirs, key, way, is_asker=True)
                 finally:
                     await close_stream(stream)
         except BaseException:  # also when cancelled while the stream closes: nothing else owns the channel yet
@@ -265,12 +273,17 @@ class BulkService:
 
     async def _take_part(self, stream: Stream, theirs: Proposal, observed: list[Address]) -> None:
         """Take part in the negotiation that a peer has begun."""
+        place = self._strands.places.get(theirs.session)
+        way = DIRECT if place is None else place.way
         key = X25519PrivateKey.generate()
-        proposal = self._propose(theirs.session, key, observed)
+        proposal = self._propose(theirs.session, key, observed, way)
         with self._race(proposal, stream.peer) as race:
             await stream.send_all(frame(encode(proposal), MAX_PROPOSAL_BYTES))
-            channel = await self._run_race(race, stream, theirs, key, is_asker=False)
-            self.release(channel)
+            channel = await self._run_race(race, stream, theirs, key, way, is_asker=False)
+            if place is None:
+                self.release(channel)
+            else:
+                place.take(channel)
             channel.announce()
 
     @contextlib.asynccontextmanager
@@ -285,10 +298,12 @@ class BulkService:
 
     def _is_busy(self, peer: bytes, session: bytes) -> bool:
         """Return whether the peer has a negotiation already, or the session's name is in use."""
+        if (place := self._strands.places.get(session)) is not None:
+            return session in self._races or place.opened is not None or place.peer != peer
         return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
 
-    def _propose(self, session: bytes, key: X25519PrivateKey, observed: list[Address]) -> Proposal:
-        """Make this node's proposal: its addresses and its half of the keys.
+    def _propose(self, session: bytes, key: X25519PrivateKey, observed: list[Address], way: Way) -> Proposal:
+        """Make this node's proposal: its half of the keys, and its addresses, if it lets the other end in there.
 
         The addresses are: the ones that the router forwards; the ones that others have observed for the listener; the
         IP addresses that others see or the host announces, each with the listener's port, since most NATs keep ports if
@@ -303,7 +318,7 @@ class BulkService:
             session=session,
             token=secrets.token_bytes(TOKEN_BYTES),
             key=key.public_key().public_bytes_raw(),
-            addresses=addresses[:MAX_OFFERED],
+            addresses=addresses[:MAX_OFFERED] if way.line is None else [],
         )
 
     @contextlib.contextmanager
@@ -317,7 +332,7 @@ class BulkService:
             race.end()
 
     async def _run_race(
-        self, race: _Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, is_asker: bool
+        self, race: _Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, way: Way, is_asker: bool
     ) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
         us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
@@ -325,7 +340,10 @@ class BulkService:
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
-            for address in dialable(theirs.addresses, _direct_ips(self._host.remote_addresses(race.peer))):
+            addresses = dialable(theirs.addresses, _direct_ips(self._host.remote_addresses(race.peer)))
+            if way.line is not None:
+                nursery.start_soon(self._dial_through, race, addresses, way.line, nursery.cancel_scope)
+            for address in addresses if way is DIRECT else []:
                 nursery.start_soon(self._dial, race, address, False)
                 if SHARES_PORTS:
                     nursery.start_soon(self._dial, race, address, True)
@@ -333,9 +351,11 @@ class BulkService:
             nursery.cancel_scope.cancel()
         plain = race.claim()
         if plain is None:
-            raise ChannelError("the peer gave up")
-        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, self._shaping)
-        self._backoff.note_success(race.peer)
+            raise ChannelError("the peer gave up" if way.line is None else "the line does not reach the peer")
+        shaping = self._shaping if way.line is None else way.line.shaping
+        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, shaping)
+        if way is DIRECT:
+            self._backoff.note_success(race.peer)
         return channel
 
     # Connections
@@ -355,9 +375,34 @@ class BulkService:
                 await connection.bind(listener.getsockname())
                 calm(connection)
             await connection.connect(address)
-            await _send_all(connection, greeting(race.session, race.their_token))
-            if race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES)):
-                race.offer(connection)
+            await self._greet(race, connection)
+
+    async def _dial_through(
+        self, race: _Race, addresses: Sequence[Address], line: Line, scope: trio.CancelScope
+    ) -> None:
+        """Dial the addresses through a proxy; cancel ``scope`` if no connection opens: no other way is tried."""
+        has_opened = False
+
+        async def dial(address: Address) -> None:
+            nonlocal has_opened
+            with contextlib.suppress(OSError):
+                connection = await line.dial(address)
+                race.adopt(connection)
+                has_opened = await self._greet(race, connection) or has_opened
+
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                nursery.start_soon(dial, address)
+        if not has_opened:
+            scope.cancel()
+
+    async def _greet(self, race: _Race, connection: trio.socket.SocketType) -> bool:
+        """Greet over a connection that this node has dialled; return whether it is the peer's. Raises `OSError`."""
+        await _send_all(connection, greeting(race.session, race.their_token))
+        is_greeted = race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES))
+        if is_greeted:
+            race.offer(connection)
+        return is_greeted
 
     async def _admit(self, connection: trio.socket.SocketType, address: str) -> None:
         """Handle an inbound connection: it greets for a running race, or is closed."""
@@ -493,11 +538,18 @@ class _Race:
 
 @contextlib.asynccontextmanager
 async def open_bulk(
-    host: BulkHost, run_id: bytes, shaping: Shaping | None = None, reach: PeerReach | None = None
+    host: BulkHost,
+    run_id: bytes,
+    shaping: Shaping | None = None,
+    reach: PeerReach | None = None,
+    lines: Sequence[str] = (),
 ) -> AsyncIterator[BulkService]:
-    """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports."""
+    """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports.
+
+    ``lines``: URLs of proxies (`farandole.node.bulk.lines`).
+    """
     listeners = _open_listeners(host.bound_ips)
-    service = BulkService(host, run_id, listeners, shaping or Shaping(), reach)
+    service = BulkService(host, run_id, listeners, shaping or Shaping(), reach, [Line(url) for url in lines])
     ports = {listener.getsockname()[1] for listener in listeners.values()}
     host.bulk_ports.update(ports)
     try:

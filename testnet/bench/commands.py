@@ -14,6 +14,7 @@ import typer
 
 BENCHES: Final = {
     "exchange": ("exchange", "How fast contributions move, compared with raw sockets, libp2p, hivemind and Lattica."),
+    "lines": ("lines", "How fast contributions move over several lines at once (Linux, root, nftables)."),
     "mesh": ("mesh", "What requests, streams and files cost programs that use the mesh, compared with Lattica's SDK."),
     "join": ("join", "How fast a newcomer gets its weights, compared with hivemind, and what it costs the donors."),
     "stages": ("stages", "How fast a model in stages learns, compared with torch's pipelining, and codecs' cost."),

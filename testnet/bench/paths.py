@@ -248,7 +248,7 @@ async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool
             await stream.send_all(_READY)
             channel = channels.take(stream.peer, await stream.receive_some(SESSION_BYTES))
         await stream.send_all(_READY)
-    if channel is None:
+    if not isinstance(channel, BulkChannel):
         raise ConnectionError("no bulk channel opened")
     return channel
 

@@ -53,6 +53,8 @@ class Home:
     routers: list[HomeRouter]
     """The home's routers, the outermost first."""
     leash: Leash
+    machines: list[Namespace]
+    """Where the hosts are."""
     line: Line = field(default_factory=Line)
     _lease: int = 1
     _late: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

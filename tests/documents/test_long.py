@@ -34,6 +34,7 @@ SMALL: Final = {
     "testnet compare": "--nodes 2 --steps 4 --seeds 1 --interval 2",
     "testnet bench exchange": "--sizes 1 --repeats 1 --no-peers",
     "testnet bench mesh": "--size 1 --requests 4 --repeats 1 --no-peers",
+    "testnet bench lines": "--lines 1,2 --size 1",
     "testnet bench join": "--size 32 --repeats 1 --no-peers --no-link",
     "testnet bench stages": "--stages 2 --steps 1 --preset tiny --repeats 1 --codec-steps 2 --seeds 1",
     "testnet bench save": "--turns 1 --round-seconds 1",
@@ -106,7 +107,7 @@ def needs_chromium() -> None:
 
 # Pattern of a command -> check whether this machine can run it.
 NEEDS: Final[dict[str, Callable[[], None]]] = {
-    r"run (slow-link|large|race|halves|bad-line|homes)|--nat|bench nat|bench (large|race)": needs_networks,
+    r"run (slow-link|large|race|halves|bad-line|homes)|--nat|bench nat|bench (large|lines|race)": needs_networks,
     r"run chaos": needs_faketime,
     r"llama": needs_transformers,
     r"bench dashboard": needs_chromium,

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -30,7 +31,6 @@ from farandole.protocol.errors import RemoteProtocolError
 
 from ...base.bandwidth import Shaping
 from ...base.streams import READ_BYTES, Stream, close_stream
-from ...bulk.channel import BulkChannel
 from ...bulk.pipe import BulkPipe, Patience, Whole
 from ...bulk.transport import Channels, Transport
 
@@ -73,7 +73,7 @@ class ActivationLink:
     """
 
     def __init__(
-        self, number: int, link: Link, stream: Stream, shaping: Shaping, channels: Channels[BulkChannel] | None = None
+        self, number: int, link: Link, stream: Stream, shaping: Shaping, channels: Channels[Any] | None = None
     ) -> None:
         self.number = number
         self.link = link

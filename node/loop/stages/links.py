@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import trio
@@ -17,7 +17,6 @@ from farandole.protocol.pipeline_events import LinkClosed, LinkFailed, LinkOpene
 from ...base.bandwidth import Shaping
 from ...base.errors import PeerUnreachableError
 from ...base.streams import Stream, StreamHost, close_stream
-from ...bulk.channel import BulkChannel
 from ...bulk.transport import Channels
 from .activation_link import ActivationLink
 from .worker import Worker
@@ -46,7 +45,7 @@ class Links:
         shaping: Shaping,
         *,
         is_neighbour: Callable[[bytes, int], bool],
-        channels: Channels[BulkChannel] | None = None,
+        channels: Channels[Any] | None = None,
     ) -> None:
         self.by_number: dict[int, ActivationLink] = {}
         self._host = host

@@ -9,6 +9,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from farandole.node.base.settings import DEFAULT_LISTEN
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS, open_bulk
+from farandole.node.bulk.strands import DIRECT
 from farandole.node.mesh.host import open_host
 from farandole.protocol.bulk import Proposal, greeting
 from farandole.protocol.framing import frame
@@ -269,7 +271,7 @@ async def test_wherever_an_attempt_is_cancelled_no_socket_is_left_open() -> None
 
 
 async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
-    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate(), [])
+    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate(), [], DIRECT)
     with bob.service.expecting(ALICE), bob.service._race(proposal, ALICE):
         stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
         await stream.send_all(frame(encode(msgspec.structs.replace(proposal, session=b"2" * 16)), 4_096))
@@ -301,7 +303,7 @@ async def test_who_passes_anothers_proposals_on_gets_between_nobody(alice: Party
 
 
 @pytest.mark.parametrize("other", [{"run_id": b"x" * 32}, {"handshake_hash": b"x" * 32}])
-async def test_ends_in_different_runs_or_on_different_connections_get_no_channel(other: dict[str, bytes]) -> None:
+async def test_ends_in_different_runs_or_on_different_connections_get_no_channel(other: dict[str, Any]) -> None:
     """A man in the middle would need this: proposals forwarded between two connections of its own."""
     async with two_parties(**other) as (alice, bob):
         with bob.service.expecting(ALICE):

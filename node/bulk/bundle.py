@@ -1,0 +1,140 @@
+"""A bulk channel of several strands (`farandole.protocol.strands`): connections over different lines, used at once.
+
+Each strand has a thread for each direction. A thread that sends takes the next piece when its connection has room for
+it. A thread that receives decrypts each piece straight to its place. If one strand breaks, the whole channel does, and
+the pipe goes on over another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.incoming import Incoming
+from farandole.protocol.strands import HEADER, PIECE_BYTES, Pieces
+
+from .channel import BulkChannel, ChannelError
+
+# Bytes that wait in the kernel of a strand. With more of them, a slow line has pieces that a fast one could send.
+MAX_UNSENT: Final = 2 * PIECE_BYTES
+
+
+class Bundle:
+    """A channel of ``strands``; the first one gives it its name. No strand is used otherwise."""
+
+    def __init__(self, strands: Sequence[BulkChannel]) -> None:
+        self.peer = strands[0].peer
+        self.session = strands[0].session
+        self.opened_at = min(strand.opened_at for strand in strands)
+        self.idle_since = 0.0
+        self._strands = strands
+        self._sent = 0  # position in the bytes of a direction
+        self._received = 0
+        self.limit_unsent(MAX_UNSENT)
+
+    @property
+    def num_strands(self) -> int:
+        """Return the number of connections."""
+        return len(self._strands)
+
+    @property
+    def num_sent(self) -> int:
+        """Return the bytes passed to it up to now, whether they have arrived or not."""
+        return self._sent
+
+    @property
+    def num_received(self) -> int:
+        """Return the bytes received from the wire up to now, whether they prove to be the peer's or not."""
+        return sum(strand.num_received for strand in self._strands)
+
+    @property
+    def seconds_held_up(self) -> float:
+        """Return the total delay of incoming data by this node's own cap."""
+        return sum(strand.seconds_held_up for strand in self._strands)
+
+    @property
+    def is_fit(self) -> bool:
+        """Return whether an idle channel may be used again."""
+        return all(strand.is_fit for strand in self._strands)
+
+    def limit_unsent(self, max_bytes: int) -> None:
+        """Limit the unsent bytes in the kernel, if the system supports it."""
+        for strand in self._strands:
+            strand.limit_unsent(max_bytes)
+
+    async def send(self, data: memoryview) -> None:
+        """Send all of it; raise `ChannelError` on failure. Otherwise as `BulkChannel.send`."""
+        begin, queue, lock = self._sent, iter(range(0, data.nbytes, PIECE_BYTES)), threading.Lock()
+
+        def send(strand: BulkChannel) -> None:
+            while True:
+                with lock:
+                    start = next(queue, None)
+                if start is None:
+                    break
+                piece = data[start : start + PIECE_BYTES]
+                strand.write(_header(begin + start, piece.nbytes))
+                strand.write(piece)
+            strand.write(_header(begin + data.nbytes, 0))
+
+        await self._on_each(send)
+        self._sent += data.nbytes
+
+    async def receive(self, incoming: Incoming) -> None:
+        """Fill ``incoming`` to its end, as `BulkChannel.receive`; bytes count when all before them are here."""
+        shift = self._received - incoming.position
+        pieces, lock = Pieces(self._received, incoming.rest.nbytes), threading.Lock()
+
+        def receive(strand: BulkChannel) -> None:
+            header = memoryview(bytearray(HEADER.size))
+            while True:
+                strand.read(header)
+                offset, size = HEADER.unpack(header)
+                with lock:
+                    if not pieces.claim(offset, size):
+                        return
+                if size:
+                    strand.read(incoming.memory[offset - shift : offset - shift + size])
+                    with lock:
+                        if advanced := pieces.arrived(offset):
+                            incoming.advance(advanced)
+
+        await self._on_each(receive)
+        try:
+            pieces.check_whole()
+        except RemoteProtocolError as error:
+            raise ChannelError(str(error)) from error
+        self._received = pieces.end
+
+    async def _on_each(self, work: Callable[[BulkChannel], None]) -> None:
+        """Work in a thread for each strand; if one fails, break off the others, and raise its `ChannelError`."""
+        failure: ChannelError | None = None
+
+        async def on_one(strand: BulkChannel) -> None:
+            nonlocal failure
+            try:
+                await strand.run(partial(work, strand))
+            except ChannelError as error:
+                failure = failure or error
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for strand in self._strands:
+                nursery.start_soon(on_one, strand)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Close all strands at once. No thread may be active."""
+        for strand in self._strands:
+            strand.close()
+
+
+def _header(offset: int, size: int) -> memoryview:
+    return memoryview(HEADER.pack(offset, size))
