@@ -24,5 +24,5 @@ for layer in model.layers.layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 torch.manual_seed(1 + distributed.get_rank())  # and other batches
-train(model, distributed.get_world_size())
+train(model, distributed.get_world_size(), distributed.get_rank())
 distributed.destroy_process_group()

@@ -42,8 +42,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return windows[:, :-1], windows[:, 1:]
 
 
-def train(model: GPT, ranks: int = 1) -> None:
-    """Join the run that the command line names, and train; ``ranks``: processes that do so together."""
+def train(model: GPT, ranks: int = 1, rank: int = 0) -> None:
+    """Join the run that the command line names, and train; ``ranks``: processes that do so together; ``rank``: this."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", nargs="?", help="an invite, or the folder of a run; left out: the node's")
     parser.add_argument("--create", action="store_true", help="make the run, in that folder")
@@ -63,7 +63,7 @@ def train(model: GPT, ranks: int = 1) -> None:
             optimizer.step()
             optimizer.zero_grad()
             run.report(loss.item())
-            if step % 100 == 0:
+            if step % 100 == 0 and rank == 0:
                 print(f"step {step}, round {run.round}: loss {loss.item():.2f}, {len(run.members)} members", flush=True)
 
 

@@ -22,7 +22,7 @@ from ..base.control import call
 from ..base.settings import NodeSettings, default_home
 from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import MANIFEST_NAME
-from .attachment import Attachment, Loop
+from .attachment import Attachment, Loop, NodeError
 from .child_node import ChildNode, await_node
 from .create import start_of
 
@@ -66,11 +66,13 @@ class NoLoCo:
     ) -> None:
         if tokens_per_byte is not None and not 0 < tokens_per_byte < math.inf:
             raise ValueError(f"tokens_per_byte is {tokens_per_byte}: give the tokens over the bytes, such as 0.25")
-        run_id, source, folder = _find_run(run)
-        self.home = Path(home) if home is not None else folder or _home_of(run_id)
         self._optimizer = _unwrapped(optimizer)
-        self._node = ChildNode(self.home, [*source, "--trainer", "external", *options])
         self._ranks = ranks = open_ranks()
+        # Another rank may be on a machine without the run's folder.
+        run_id, source, folder = _find_run(run) if ranks.is_leader else (b"", [], None)
+        own_home = Path(home) if home is not None else folder or _home_of(run_id)
+        self.home = Path(ranks.gather(str(own_home))[0])
+        self._node = ChildNode(self.home, [*source, "--trainer", "external", *options])
         self._member: Attachment | Follower
         if ranks.is_leader:
             if run is None:
@@ -128,7 +130,10 @@ class NoLoCo:
 
     @property
     def partner(self) -> str:
-        """Peer id of the last round's partner; empty: its outer step was taken alone, or the node trains no more."""
+        """Peer id of the last round's partner; empty: its outer step was taken alone, or the node trains no more.
+
+        Of several ranks, those on rank 0's machine can ask for it. So for `members`, `status` and `invite`.
+        """
         return "" if self.is_over else str(self.status()["partner"])
 
     @property
@@ -145,11 +150,17 @@ class NoLoCo:
 
     def status(self) -> dict[str, Any]:
         """Return the JSON of ``farandole status``. Raises `FarandoleError`, `NodeError`'s base, if the node is gone."""
+        self._require_node()
         answer: dict[str, Any] = call(self.home, "status")
         return answer
 
+    def _require_node(self) -> None:
+        if self._ranks.hosts.index > 0:
+            raise NodeError("ask rank 0 for partner, members, status() and invite(): the node is on its machine")
+
     def invite(self) -> str:
         """Return an invite for another member."""
+        self._require_node()
         from ..join.own_invite import own_invite  # with libp2p's addresses, which a loop needs for nothing else
 
         return own_invite(self.home)
