@@ -26,8 +26,10 @@ from .wire import MessageDecoder
 MAX_STRANDS: Final = 8
 # A piece fills one record, less what its header's record has: on a slow line, the last pieces delay the end.
 PIECE_BYTES: Final = 1 << 18
-# Pieces that a strand may be ahead of the slowest: a line's buffers hold some megabytes.
+# Pieces that are remembered beyond the first missing one: a fast line may have sent all others while the buffers of a
+# slow one drain. A sender whose contribution is still being encoded sends short pieces, too.
 MAX_AHEAD: Final = 1_024
+LEAST_MEAN_BYTES: Final = 16_384
 HEADER: Final = struct.Struct(">QI")
 # A session of 16 bytes and an integer; a list of at most `MAX_STRANDS` integers.
 MAX_MESSAGE_BYTES: Final = 64
@@ -59,40 +61,28 @@ class Pieces:
     """The pieces of ``num_bytes`` that arrive from position ``start`` on, in any order. Sans-IO."""
 
     def __init__(self, start: int, num_bytes: int) -> None:
-        self._start = start
         self.position = start
         """Up to here, everything has arrived."""
         self.end = start + num_bytes
+        self._max_ahead = MAX_AHEAD + num_bytes // LEAST_MEAN_BYTES
         self._ahead: list[tuple[int, int]] = []  # (start, stop) of pieces that are coming, or have come; ascending
         self._arrived: set[int] = set()  # the starts of those that have come
 
-    def claim(self, offset: int, size: int) -> bool:
-        """Note the header of a piece that will come; return False if it ends these bytes on its strand.
-
-        Raises `RemoteProtocolError` for a piece that has no place here.
-        """
-        if not size:
-            if not self._start <= offset <= self.end:
-                raise RemoteProtocolError(f"an end at {offset} of {self.end} bytes")
-            return offset < self.end
+    def claim(self, offset: int, size: int) -> None:
+        """Note the header of a piece that will come. Raises `RemoteProtocolError` if it has no place here."""
         place = bisect.bisect(self._ahead, (offset, 0))
         before = self._ahead[place - 1][1] if place else self.position
         after = self._ahead[place][0] if place < len(self._ahead) else self.end
-        if size > PIECE_BYTES or not before <= offset or offset + size > after or len(self._ahead) >= MAX_AHEAD:
+        is_fit = 0 < size <= PIECE_BYTES and len(self._ahead) < self._max_ahead
+        if not is_fit or offset < before or offset + size > after:
             raise RemoteProtocolError(f"a piece of {size} bytes at {offset}, between {before} and {after}")
         self._ahead.insert(place, (offset, offset + size))
-        return True
-
-    def check_whole(self) -> None:
-        """Raise `RemoteProtocolError` unless everything has arrived, after all strands have ended it."""
-        if self.position < self.end:
-            raise RemoteProtocolError(f"the strands end at {self.position} of {self.end} bytes")
 
     def arrived(self, offset: int) -> int:
         """Note that a claimed piece has come; return how much further everything has arrived now."""
         self._arrived.add(offset)
         before = self.position
-        while self._ahead and self._ahead[0][0] == self.position and self._ahead[0][0] in self._arrived:
+        while self._ahead and self._ahead[0][0] in self._arrived and self._ahead[0][0] == self.position:
             start, self.position = self._ahead.pop(0)
             self._arrived.remove(start)
         return self.position - before

@@ -19,6 +19,8 @@ class Proxy:
     """A pause before each read of what it forwards: a slow line."""
     is_dead: bool = False
     """Whether it refuses every connection."""
+    is_silent: bool = False
+    """Whether it accepts connections and says nothing."""
     num_bytes: int = 0
     connections: list[trio.SocketStream] = field(default_factory=list)
 
@@ -52,6 +54,8 @@ async def open_proxy(host: str = "127.0.0.1") -> AsyncIterator[Proxy]:
 
 
 async def _serve(proxy: Proxy, client: trio.SocketStream) -> None:
+    if proxy.is_silent:
+        await trio.sleep_forever()
     if proxy.is_dead:
         return
     _, num_methods = await _receive(client, 2)

@@ -102,7 +102,7 @@ class NodeSettings:
     line: list[str] = setting(
         [],
         "Another line to the internet, for exchanges: a SOCKS5 proxy on a machine that has one; repeatable, at most 7. "
-        "`ssh -N -D 1080 HOST` makes one. Upload and download caps are for this machine's own line.",
+        "`ssh -N -D 1080 HOST` makes one. The bandwidth caps and the monthly budget are for this machine's own line.",
         placeholder="URL",
         form=LINE_FORM,
         read=check_lines,

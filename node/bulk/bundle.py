@@ -30,12 +30,16 @@ class Bundle:
     def __init__(self, strands: Sequence[BulkChannel]) -> None:
         self.peer = strands[0].peer
         self.session = strands[0].session
-        self.opened_at = min(strand.opened_at for strand in strands)
+        self.opened_at = trio.current_time()
         self.idle_since = 0.0
         self._strands = strands
         self._sent = 0  # position in the bytes of a direction
         self._received = 0
-        self.limit_unsent(MAX_UNSENT)
+        self._awaited: set[BulkChannel] = set()  # strands that have not ended what is received
+        self._heard = [0] * len(strands)
+        self._num_heard = 0
+        for strand in strands:
+            strand.limit_unsent(MAX_UNSENT)
 
     @property
     def num_strands(self) -> int:
@@ -44,13 +48,21 @@ class Bundle:
 
     @property
     def num_sent(self) -> int:
-        """Return the bytes passed to it up to now, whether they have arrived or not."""
-        return self._sent
+        """Return the bytes passed to it up to now, with the headers of pieces, whether they have arrived or not."""
+        return sum(strand.num_sent for strand in self._strands)
 
     @property
     def num_received(self) -> int:
-        """Return the bytes received from the wire up to now, whether they prove to be the peer's or not."""
-        return sum(strand.num_received for strand in self._strands)
+        """Return a number that grows as long as bytes come on each strand that has not ended what is received.
+
+        So whoever watches it notices a strand that falls silent, although others move.
+        """
+        counts = [strand.num_received for strand in self._strands]
+        pairs = zip(self._strands, counts, self._heard, strict=True)
+        if all(count > heard for strand, count, heard in pairs if strand in self._awaited):
+            self._heard = counts
+            self._num_heard += 1
+        return self._num_heard
 
     @property
     def seconds_held_up(self) -> float:
@@ -63,9 +75,7 @@ class Bundle:
         return all(strand.is_fit for strand in self._strands)
 
     def limit_unsent(self, max_bytes: int) -> None:
-        """Limit the unsent bytes in the kernel, if the system supports it."""
-        for strand in self._strands:
-            strand.limit_unsent(max_bytes)
+        """Do nothing: the strands have a limit of their own."""
 
     async def send(self, data: memoryview) -> None:
         """Send all of it; raise `ChannelError` on failure. Otherwise as `BulkChannel.send`."""
@@ -87,28 +97,31 @@ class Bundle:
 
     async def receive(self, incoming: Incoming) -> None:
         """Fill ``incoming`` to its end, as `BulkChannel.receive`; bytes count when all before them are here."""
-        shift = self._received - incoming.position
-        pieces, lock = Pieces(self._received, incoming.rest.nbytes), threading.Lock()
+        begin, shift = self._received, self._received - incoming.position
+        pieces, lock = Pieces(begin, incoming.rest.nbytes), threading.Lock()
+        self._awaited = set(self._strands)
 
         def receive(strand: BulkChannel) -> None:
-            header = memoryview(bytearray(HEADER.size))
-            while True:
+            header, ended = memoryview(bytearray(HEADER.size)), begin
+            while ended < pieces.end:
                 strand.read(header)
                 offset, size = HEADER.unpack(header)
+                if not size:
+                    if not ended < offset <= pieces.end:
+                        raise RemoteProtocolError(f"an end at {offset}, after {ended} of {pieces.end} bytes")
+                    ended = offset
+                    continue
                 with lock:
-                    if not pieces.claim(offset, size):
-                        return
-                if size:
-                    strand.read(incoming.memory[offset - shift : offset - shift + size])
-                    with lock:
-                        if advanced := pieces.arrived(offset):
-                            incoming.advance(advanced)
+                    pieces.claim(offset, size)
+                strand.read(incoming.memory[offset - shift : offset - shift + size])
+                with lock:
+                    if advanced := pieces.arrived(offset):
+                        incoming.advance(advanced)
+            self._awaited.discard(strand)
 
         await self._on_each(receive)
-        try:
-            pieces.check_whole()
-        except RemoteProtocolError as error:
-            raise ChannelError(str(error)) from error
+        if pieces.position < pieces.end:
+            raise ChannelError(f"the strands end at {pieces.position} of {pieces.end} bytes")
         self._received = pieces.end
 
     async def _on_each(self, work: Callable[[BulkChannel], None]) -> None:

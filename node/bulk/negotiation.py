@@ -54,8 +54,8 @@ from ..base.system.sockets import share_port
 from ..mesh.reuse import calm
 from .bundle import Bundle
 from .channel import BulkChannel, ChannelError, open_channel
-from .lines import Line
-from .strands import DIRECT, StrandService, Way
+from .lines import Line, reachable
+from .strands import DIRECT, Place, StrandService, Way
 
 logger = logging.getLogger(__name__)
 
@@ -166,12 +166,17 @@ class BulkService:
             if not self._expected[peer]:
                 del self._expected[peer]
 
+    def expects(self, peer: bytes) -> bool:
+        """Return whether this node expects channels of a peer now."""
+        return bool(self._expected[peer])
+
     async def acquire(self, peer: bytes, *, all_lines: bool = False) -> BulkChannel | Bundle | None:
         """Return a kept or new channel with a peer that expects us; None if there is no way, or none in `OPEN_TIMEOUT`.
 
         The caller gives the channel back with `release` or `discard`. ``all_lines``: see `Channels.acquire`.
         """
-        for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
+        kept_ones = [channel for channel in self._idle.values() if channel.peer == peer]
+        for kept in sorted(kept_ones, key=lambda channel: isinstance(channel, Bundle), reverse=True):
             if isinstance(kept, Bundle) and not all_lines:
                 continue
             if (fit := self.take(peer, kept.session)) is not None:
@@ -239,7 +244,7 @@ class BulkService:
         key = X25519PrivateKey.generate()
         channel: BulkChannel | None = None
         try:
-            async with self._observed() as observed:
+            async with self._observed(way) as observed:
                 proposal = self._propose(session, key, observed, way)
                 stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
                 try:
@@ -263,18 +268,20 @@ class BulkService:
             if self._expected[stream.peer]:
                 with trio.move_on_after(OPEN_TIMEOUT):
                     theirs = await _receive_proposal(stream)
-                    async with self._observed() as observed:
-                        if not self._is_busy(stream.peer, theirs.session):
-                            await self._take_part(stream, theirs, observed)
+                    place = self._strands.places.get(theirs.session)
+                    way = DIRECT if place is None else place.way
+                    async with self._observed(way) as observed:
+                        if not self._is_busy(stream.peer, theirs.session, place):
+                            await self._take_part(stream, theirs, observed, way, place)
         except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
             logger.debug("no bulk channel: %s", error)
         finally:
             await close_stream(stream)
 
-    async def _take_part(self, stream: Stream, theirs: Proposal, observed: list[Address]) -> None:
-        """Take part in the negotiation that a peer has begun."""
-        place = self._strands.places.get(theirs.session)
-        way = DIRECT if place is None else place.way
+    async def _take_part(
+        self, stream: Stream, theirs: Proposal, observed: list[Address], way: Way, place: Place | None
+    ) -> None:
+        """Take part in the negotiation that a peer has begun; ``place``: of a strand."""
         key = X25519PrivateKey.generate()
         proposal = self._propose(theirs.session, key, observed, way)
         with self._race(proposal, stream.peer) as race:
@@ -282,23 +289,25 @@ class BulkService:
             channel = await self._run_race(race, stream, theirs, key, way, is_asker=False)
             if place is None:
                 self.release(channel)
-            else:
-                place.take(channel)
+            elif self._strands.places.get(theirs.session) is place:
+                place.opened = channel
+            else:  # the channel has its strands by now
+                return channel.close()
             channel.announce()
 
     @contextlib.asynccontextmanager
-    async def _observed(self) -> AsyncIterator[list[Address]]:
+    async def _observed(self, way: Way) -> AsyncIterator[list[Address]]:
         """Yield the addresses that others see for the listener, if peers have to be asked for them."""
         listener = self._listeners.get(socket.AF_INET)
-        if listener is None or self._reach is None:
+        if listener is None or self._reach is None or way.line is not None:
             yield []
             return
         async with self._reach.observe_port(listener.getsockname()[1]) as observed:
             yield observed
 
-    def _is_busy(self, peer: bytes, session: bytes) -> bool:
-        """Return whether the peer has a negotiation already, or the session's name is in use."""
-        if (place := self._strands.places.get(session)) is not None:
+    def _is_busy(self, peer: bytes, session: bytes, place: Place | None) -> bool:
+        """Return whether the peer has a negotiation, or the session's name is in use; ``place``: of a strand."""
+        if place is not None:
             return session in self._races or place.opened is not None or place.peer != peer
         return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
 
@@ -340,10 +349,11 @@ class BulkService:
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
-            addresses = dialable(theirs.addresses, _direct_ips(self._host.remote_addresses(race.peer)))
             if way.line is not None:
+                addresses = reachable(theirs.addresses)
                 nursery.start_soon(self._dial_through, race, addresses, way.line, nursery.cancel_scope)
-            for address in addresses if way is DIRECT else []:
+            in_use = _direct_ips(self._host.remote_addresses(race.peer))
+            for address in dialable(theirs.addresses, in_use) if way is DIRECT else []:
                 nursery.start_soon(self._dial, race, address, False)
                 if SHARES_PORTS:
                     nursery.start_soon(self._dial, race, address, True)
@@ -548,8 +558,9 @@ async def open_bulk(
 
     ``lines``: URLs of proxies (`farandole.node.bulk.lines`).
     """
+    own_lines = [Line(url) for url in lines]
     listeners = _open_listeners(host.bound_ips)
-    service = BulkService(host, run_id, listeners, shaping or Shaping(), reach, [Line(url) for url in lines])
+    service = BulkService(host, run_id, listeners, shaping or Shaping(), reach, own_lines)
     ports = {listener.getsockname()[1] for listener in listeners.values()}
     host.bulk_ports.update(ports)
     try:

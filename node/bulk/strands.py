@@ -6,7 +6,7 @@ A channel of nodes without such lines stays as it was. Where a strand does not o
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
@@ -24,11 +24,12 @@ from farandole.protocol.strands import (
 )
 from farandole.protocol.wire import encode
 
+from ..base.backoff import Backoff
 from ..base.errors import PeerUnreachableError
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame
 from .bundle import Bundle
 from .channel import BulkChannel, ChannelError
-from .lines import Line
+from .lines import FIRST_RETRY_AFTER, MAX_RETRY_AFTER, Line
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +62,6 @@ class Place:
     peer: bytes
     way: Way
     opened: BulkChannel | None = None
-    is_over: bool = False
-    """Whether the channel has its strands: this one has come too late."""
-
-    def take(self, strand: BulkChannel) -> None:
-        """Take the strand that has opened."""
-        if self.is_over:
-            strand.close()
-        else:
-            self.opened = strand
 
 
 class Channels(Protocol):
@@ -77,6 +69,9 @@ class Channels(Protocol):
 
     async def negotiate(self, peer: bytes, session: bytes, way: Way) -> BulkChannel:
         """Negotiate a channel as the asker. Raises what `BulkService.acquire` treats as a failure."""
+
+    def expects(self, peer: bytes) -> bool:
+        """Return whether this node expects channels of a peer now."""
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | Bundle | None:
         """Take a kept channel by its name."""
@@ -114,10 +109,14 @@ class StrandService:
         self._host = host
         self._channels = channels
         self._lines = lines
+        self._own = [Way(line) for line in lines]
+        self._doubts = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
+        """Of peers that did not come over a line that they claim."""
         host.set_handler(STRANDS_PROTOCOL, self._answer)
 
-    def _due_lines(self, peer: bytes) -> list[Line]:
-        return [line for line in self._lines if line.is_due(peer)]
+    def _is_due(self, peer: bytes, way: Way) -> bool:
+        """Return whether to try a strand: it has not just failed with this peer."""
+        return self._doubts.is_due(peer, (), trio.current_time()) if way.line is None else way.line.is_due(peer)
 
     async def add(self, base: BulkChannel | Bundle) -> BulkChannel | Bundle | None:
         """Add strands to a channel, once in its life; return None if the channel can no longer be used."""
@@ -136,13 +135,13 @@ class StrandService:
         try:
             stream = await self._host.open_stream(base.peer, STRANDS_PROTOCOL, AGREE_TIMEOUT)
         except PeerUnreachableError:  # an earlier release
+            base.has_all_lines = True
             return base
         try:
             with trio.fail_after(AGREE_TIMEOUT + OPEN_TIMEOUT):
-                lines = self._due_lines(base.peer)
-                await _send(stream, Lines(base.session, len(lines)))
+                await _send(stream, Lines(base.session, len(self._lines)))
                 theirs = await _receive(stream, Lines)
-                ways = _ways([*map(Way, lines)], [LETS_IN] * theirs.count)
+                ways = _ways(self._own, [LETS_IN] * theirs.count)
                 if not ways:
                     base.has_all_lines = True
                     return base
@@ -174,22 +173,37 @@ class StrandService:
             except (ChannelError, PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError) as error:
                 logger.debug("a strand did not open: %s", error)
 
+        due = {index: way for index, way in enumerate(ways, 1) if self._is_due(peer, way)}
+        # The caller may have less time, in which both ends have to agree as well.
+        until = trio.current_time() + OPEN_TIMEOUT
+        until = min(until, (trio.current_time() + trio.current_effective_deadline()) / 2)
         try:
-            with trio.move_on_after(OPEN_TIMEOUT):
+            with trio.move_on_at(until):
                 async with trio.open_nursery() as nursery:
-                    for index, way in enumerate(ways, 1):
+                    for index, way in due.items():
                         nursery.start_soon(open_one, index, way)
         finally:  # cancelled, too: the next exchange would wait as long
-            _note(ways, peer, strands.opened.keys())
+            self._note(peer, due, strands.opened.keys())
+
+    def _note(self, peer: bytes, tried: Mapping[int, Way], opened: Collection[int]) -> None:
+        """Remember which strands with a peer have opened, of those tried."""
+        for index, way in tried.items():
+            if way.line is not None:
+                way.line.note(peer, has_opened=index in opened)
+            elif index in opened:
+                self._doubts.note_success(peer)
+            else:
+                self._doubts.note_failure(peer, (), trio.current_time())
 
     async def _answer(self, stream: Stream) -> None:
         """Answer a peer that would add strands to a channel that is kept here."""
         try:
+            if not self._channels.expects(stream.peer):
+                return
             with trio.fail_after(AGREE_TIMEOUT + OPEN_TIMEOUT):
                 theirs = await _receive(stream, Lines)
-                lines = self._due_lines(stream.peer)
-                if lines or theirs.count:
-                    await self._let_add(stream, theirs.session, lines, theirs.count)
+                if self._lines or theirs.count:
+                    await self._let_add(stream, theirs.session, theirs.count)
                 else:
                     await _send(stream, Lines(theirs.session, 0))
         except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
@@ -197,28 +211,30 @@ class StrandService:
         finally:
             await close_stream(stream)
 
-    async def _let_add(self, stream: Stream, session: bytes, lines: Sequence[Line], num_theirs: int) -> None:
+    async def _let_add(self, stream: Stream, session: bytes, num_theirs: int) -> None:
         base = self._channels.take(stream.peer, session)
+        if isinstance(base, Bundle):
+            self._channels.release(base)
         if not isinstance(base, BulkChannel):
             raise RemoteProtocolError("strands for a channel that is not kept here")
-        ways = _ways([LETS_IN] * num_theirs, [*map(Way, lines)])
+        ways = _ways([LETS_IN] * num_theirs, self._own)
         places = {index: Place(stream.peer, way) for index, way in enumerate(ways, 1)}
         named = {strand_session(session, index): place for index, place in places.items()}
         strands, is_agreed = _Strands(base), False
         self.places.update(named)
         try:
-            await _send(stream, Lines(session, len(lines)))
+            await _send(stream, Lines(session, len(self._lines)))
             bound = await _receive(stream, Bound)
             strands.opened = {index: place.opened for index, place in places.items() if place.opened is not None}
-            _note(ways, stream.peer, strands.opened.keys())
             agreed = [index for index in dict.fromkeys(bound.strands) if index in strands.opened]
             is_agreed = True
             self._channels.release(strands.bundle(agreed))
             await _send(stream, Bound(agreed))
         finally:
-            for name, place in named.items():
+            for name in named:  # a strand that opens later finds no place
                 del self.places[name]
-                place.is_over = True
+            opened = [index for index, place in places.items() if place.opened is not None]
+            self._note(stream.peer, {index: way for index, way in enumerate(ways, 1) if way.line is not None}, opened)
             if not is_agreed:
                 for place in places.values():
                     if place.opened is not None:
@@ -229,12 +245,6 @@ class StrandService:
 def _ways(asker: Sequence[Way], answerer: Sequence[Way]) -> list[Way]:
     """Return how this node takes part in each strand: the asker's lines come first."""
     return [*asker, *answerer][: MAX_STRANDS - 1]
-
-
-def _note(ways: Sequence[Way], peer: bytes, opened: Collection[int]) -> None:
-    for index, way in enumerate(ways, 1):
-        if way.line is not None:
-            way.line.note(peer, has_opened=index in opened)
 
 
 async def _send(stream: Stream, message: Lines | Bound) -> None:

@@ -202,8 +202,8 @@ def place_pieces(data: bytes) -> None:
     pieces = strands.Pieces(0, 64)
     for start in range(0, len(data) - strands.HEADER.size + 1, strands.HEADER.size):
         offset, size = strands.HEADER.unpack(data[start : start + strands.HEADER.size])
-        if pieces.claim(offset, size) and size:
-            pieces.arrived(offset)
+        pieces.claim(offset, size)
+        pieces.arrived(offset)
 
 
 def open_records(data: bytes) -> bytes:
@@ -422,7 +422,7 @@ DECODERS: dict[str, Decoder] = {
     "sketch-answer": Decoder(sketches.decode_answer, [sketches.encode_answer(bytes(size)) for size in (0, 1_024)]),
     "sketch-question": of(sketches.decode_question, sketches.SketchQuestion),
     "strand-pieces": Decoder(
-        place_pieces, [b"".join(strands.HEADER.pack(*each) for each in ((8, 8), (0, 8), (64, 0)))]
+        place_pieces, [b"".join(strands.HEADER.pack(*each) for each in ((8, 8), (0, 8), (60, 4)))]
     ),
     "strands": of(strands.decode_strands, strands.Lines | strands.Bound),
     "visitor-pass": of(invitations.decode_pass, invitations.VisitorPass),

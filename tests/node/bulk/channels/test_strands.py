@@ -11,15 +11,18 @@ from dataclasses import dataclass
 
 import pytest
 import trio
+import trio.testing
 
 from farandole.node.base.streams import Stream, close_stream
+from farandole.node.bulk import negotiation
 from farandole.node.bulk import strands as strands_module
 from farandole.node.bulk.bundle import Bundle
 from farandole.node.bulk.channel import BulkChannel, ChannelError
+from farandole.node.bulk.lines import reachable
 from farandole.node.bulk.strands import STRANDS_PROTOCOL
 from farandole.protocol.framing import frame
 from farandole.protocol.incoming import Incoming
-from farandole.protocol.strands import HEADER, Bound, Lines
+from farandole.protocol.strands import HEADER, PIECE_BYTES, Bound, Lines
 from farandole.protocol.wire import encode
 from farandole.testnet.socks_proxy import Proxy, open_proxy
 
@@ -85,6 +88,12 @@ class Meeting:
     def keep(self, ends: Ends) -> None:
         self.alice.service.release(ends.near)
         self.bob.service.release(ends.far)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_internet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loopback addresses count as the internet's."""
+    monkeypatch.setattr(negotiation, "reachable", list)
 
 
 @pytest.fixture
@@ -163,8 +172,12 @@ async def test_a_dead_proxy_costs_its_strand_and_is_left_alone(meeting: Meeting)
     assert isinstance(ends.near, Bundle)
     assert ends.near.num_strands == 2
     await ends.move(MEGABYTE)
-    assert not meeting.alice.service._strands._due_lines(BOB)
-    assert meeting.bob.service._strands._due_lines(ALICE)
+    meeting.of_alice[0].is_dead = False
+    [line] = meeting.alice.service._strands._lines
+    assert not line.is_due(BOB)
+    again = await meeting.meet()
+    assert isinstance(again.near, Bundle)
+    assert again.near.num_strands == 2
 
 
 async def test_a_strand_that_breaks_ends_the_channel_at_both_ends(meeting: Meeting) -> None:
@@ -222,17 +235,76 @@ async def test_a_peer_of_an_earlier_release_has_a_plain_channel(meeting: Meeting
     await ends.move(MEGABYTE)
 
 
-@pytest.mark.parametrize("header", [(0, 1 << 20), (1 << 60, 10), (5, 0)])
-async def test_a_peer_that_sends_a_piece_without_a_place_loses_the_channel(
-    meeting: Meeting, header: tuple[int, int]
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(0, 1 << 20)],
+        [(1 << 60, 10)],
+        [(5, 0)],
+        [(0, 0)],
+        [(2, 0), (2, 0)],
+        [(4, 0)],
+    ],
+)
+async def test_a_peer_that_sends_a_piece_or_an_end_without_a_place_loses_the_channel(
+    meeting: Meeting, headers: list[tuple[int, int]]
 ) -> None:
+    """The last one ends all strands without the bytes."""
     ends = await meeting.meet()
     assert isinstance(ends.near, Bundle)
-    strand = ends.near._strands[1]
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(strand.send, memoryview(HEADER.pack(*header)))
+        for strand in ends.near._strands:
+            nursery.start_soon(strand.send, memoryview(b"".join(HEADER.pack(*header) for header in headers)))
         with pytest.raises(ChannelError):
             await ends.far.receive(Incoming(memoryview(bytearray(4))))
+
+
+async def test_a_strand_that_falls_silent_is_noticed_although_others_move(meeting: Meeting) -> None:
+    """The pipe watches a number that grows while every strand is heard."""
+    ends = await meeting.meet()
+    assert isinstance(ends.near, Bundle)
+    assert isinstance(ends.far, Bundle)
+    senders, receivers = ends.near._strands, ends.far._strands
+
+    async def hear_more(sender: BulkChannel, receiver: BulkChannel, data: bytes) -> None:
+        before = receiver.num_received
+        await sender.send(memoryview(data))
+        while receiver.num_received < before + len(data):
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ends.far.receive, Incoming(memoryview(bytearray(4 * MEGABYTE))))
+        await trio.testing.wait_all_tasks_blocked()
+        before = ends.far.num_received
+        for index, strand in enumerate(senders):
+            await hear_more(strand, receivers[index], HEADER.pack(index * PIECE_BYTES, PIECE_BYTES))
+        assert (heard := ends.far.num_received) > before
+        for _ in range(3):
+            await hear_more(senders[0], receivers[0], bytes(PIECE_BYTES // 4))
+            assert ends.far.num_received == heard
+        await hear_more(senders[1], receivers[1], bytes(PIECE_BYTES // 4))
+        assert ends.far.num_received > heard
+        nursery.cancel_scope.cancel()
+
+
+async def test_without_time_the_channel_stays_as_it_is(meeting: Meeting) -> None:
+    """An exchange has a part of its deadline for a channel: a line that hangs must not cost it the channel."""
+    meeting.of_alice[0].is_silent = True
+    with meeting.bob.service.expecting(ALICE), trio.move_on_after(1.0) as scope:
+        near = await meeting.alice.service.acquire(BOB, all_lines=True)
+    assert not scope.cancelled_caught
+    assert isinstance(near, BulkChannel)
+    near.close()
+
+
+def test_a_proxy_dials_nothing_in_a_network_of_its_own() -> None:
+    private = [("192.168.1.1", 8_080), ("127.0.0.1", 4_000), ("10.0.0.1", 4_000), ("fe80::1", 4_000), ("name", 4_000)]
+    assert reachable([*private, ("5.1.1.1", 4_000)]) == [("5.1.1.1", 4_000)]
+
+
+async def test_strands_are_for_peers_that_are_expected(meeting: Meeting) -> None:
+    stream = await meeting.alice.host.open_stream(BOB, STRANDS_PROTOCOL)
+    assert await stream.receive_some(1) == b""
 
 
 @pytest.mark.parametrize(
@@ -285,9 +357,10 @@ async def test_an_asker_that_names_strands_that_are_not_there_gets_none_of_them(
 
 
 async def test_strands_for_anothers_channel_are_refused(meeting: Meeting) -> None:
-    stream = await meeting.alice.host.open_stream(BOB, STRANDS_PROTOCOL)
-    await stream.send_all(frame(encode(Lines(b"x" * 16, 7)), 64))
-    assert await stream.receive_some(1) == b""
+    with meeting.bob.service.expecting(ALICE):
+        stream = await meeting.alice.host.open_stream(BOB, STRANDS_PROTOCOL)
+        await stream.send_all(frame(encode(Lines(b"x" * 16, 7)), 64))
+        assert await stream.receive_some(1) == b""
     assert not meeting.bob.service._strands.places
 
 
