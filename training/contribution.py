@@ -58,7 +58,9 @@ class Contributor:
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
         self._sent = self._frozen if is_exact else share.empty(own.fast, largest)
         self._fills_with_slow = outer.codec == "topk" and outer.sends_far_from_slow
-        self._last = share.copy(rule.contribution(own)) if outer.remembers_sent else None
+        self._last = None
+        if outer.remembers_sent:
+            self._last = share.made(own.fast, lambda place: rule.contribution(own.piece(place)))
         self._next_memory = None if self._last is None else share.empty(own.fast, largest)
 
     def freeze(self, part: slice) -> Contribution:

@@ -366,7 +366,7 @@ class ExternalEngine(FlatReplica):
         """Implement `Engine.contribution`; the other ranks begin to encode theirs."""
         size = super().contribution(fragment)
         if self._shared is not None:
-            self._shared.share.begin_encoding(fragment)
+            self._shared.share.have_encoded(fragment)
         return size
 
     @property

@@ -66,6 +66,7 @@ class RankPart:
         """Encode in another thread: the loop goes on."""
         part = self._vectors.layout.fragment(fragment, self._vectors.outer.fragments)
         self._tried = torch.empty(0)
+        self._vectors.share.begin_encoding()
         self._made = self._outer.contributor.freeze(part)
         self._encoding = self._aside.submit(self._encode, self._made)
 
@@ -122,8 +123,6 @@ class RankPart:
                 self._decoder.add_up(self._rule)
             case Work.LIMIT_MOMENTUM:
                 outer.limit_momentum(made.part, first)
-            case Work.LIMIT_DRIFT:
-                outer.limit_drift(made.part, first, second)
             case Work.FILL:
                 self._tried = self._theta.new_empty(len(made.theta))
                 outer.fill(Trial(int(first)), second, made, self._received, self._tried)

@@ -67,12 +67,8 @@ class Hosts:
         distributed.all_reduce(sums, group=self._between_steps)
         return sums.tolist()
 
-    def broadcast(self, data: Tensor) -> None:
-        """Send rank 0's ``data`` to all machines, in place."""
-        distributed.broadcast(data, 0, group=self._between_steps)
-
     def move(self, vector: Tensor, transfers: Plan, target: Tensor) -> None:
-        """Make the planned transfers of a vector (n,), of which ``target`` (n,) receives this machine's."""
+        """Make the planned transfers of a vector (n,), of any type; ``target`` (n,) receives this machine's."""
         for giver, taker, ranges in transfers:
             for pack in _packs(ranges):
                 if self.index == giver:

@@ -135,7 +135,8 @@ class OuterState:
 
     def _clip(self, vector: Tensor, part: slice, limit: float) -> bool:
         """Scale a part (n,) of a vector to a norm of at most ``limit``; return whether it was more."""
-        square = sum(float(vector[piece] @ vector[piece]) for piece in self._share.summed(part))
+        with one_thread():
+            square = sum(float(vector[piece] @ vector[piece]) for piece in self._share.summed(part))
         norm = math.sqrt(self._share.add_up(square)[0])
         if norm <= limit:
             return False
@@ -151,7 +152,6 @@ class OuterState:
         """
         if self.drift is None:
             return
-        self._share.tell_hosts(Work.LIMIT_DRIFT, movement, rates)
         self._clip(self.drift[part], part, MAX_DRIFT * movement / rates)
 
     def distance_to_slow(self, made: Contribution) -> float:

@@ -62,7 +62,7 @@ class Decoder:
         ``encoded`` (bytes,) uint8 is the whole contribution, of which this span's bytes have arrived.
         """
         problem: CodecError | None = None
-        encoded = self.share.begin_decoding(span, encoded, bytes_of(self.form, span))
+        encoded = self.share.begin_decoding(own.part, span, encoded, bytes_of(self.form, span))
         for piece in self.share.pieces(own.part, span):
             values = self.memory[piece]
             if isinstance(self.form, TopK):

@@ -36,11 +36,10 @@ class Work(enum.IntEnum):
     ALIGNMENT = 1
     SCREENING = 2
     LIMIT_MOMENTUM = 3
-    LIMIT_DRIFT = 4
-    FILL = 5
-    SWAP = 6
-    GATHER = 7
-    SPREAD = 8
+    FILL = 4
+    SWAP = 5
+    GATHER = 6
+    SPREAD = 7
 
 
 class Assembly:
@@ -103,8 +102,15 @@ class Share:
         """Return the assembly of a part's contribution in ``target`` (bytes,) uint8."""
         return Assembly(target, progress)
 
-    def begin_decoding(self, span: slice, encoded: Bytes, place: slice) -> Bytes:
-        """Begin to decode a span; ``encoded``: the partner's contribution (bytes,), of which ``place`` is the span's.
+    def made(self, like: Tensor, make: Callable[[slice], Tensor]) -> Tensor:
+        """Return a vector as ``like`` (n,), made piece by piece."""
+        vector = self.empty(like, len(like))
+        for piece in slices(len(like)):
+            vector[piece] = make(piece)
+        return vector
+
+    def begin_decoding(self, part: slice, span: slice, encoded: Bytes, place: slice) -> Bytes:
+        """Begin to decode a span of a part's contribution ``encoded`` (bytes,), of which ``place`` is the span's.
 
         Returns the encoded contribution as this process should read it.
         """

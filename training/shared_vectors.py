@@ -21,7 +21,6 @@ Between two orders no rank touches the vectors, except that it may still encode;
 from __future__ import annotations
 
 import bisect
-import contextlib
 import os
 import threading
 import time
@@ -50,7 +49,9 @@ from .vector_memory import VectorMemory
 
 # While a rank waits for the last bytes of others; they are milliseconds apart.
 _LOOK_SECONDS: Final = 0.001
+# In place of a number of bytes.
 _FAILED: Final = -1
+_LOST: Final = -2
 # Slices whose bytes one machine sends to another at once.
 _WINDOW: Final = 16
 
@@ -121,14 +122,19 @@ class SharedVectors(Share):
         return self.empty(like, len(like))
 
     def copy(self, vector: Tensor) -> Tensor:
-        """Return a vector of which each rank fills its part."""
-        copied = self.empty(vector, len(vector))
+        """Return a copy of a vector, of which each rank makes its part; all ranks call it."""
+        return self.made(vector, lambda place: vector[place])
+
+    def made(self, like: Tensor, make: Callable[[slice], Tensor]) -> Tensor:
+        """Return a vector of which each rank makes its part; all ranks call it."""
+        vector = self.empty(like, len(like))
         for index in range(self._num_fragments):
             part = self._layout.fragment(index, self._num_fragments)
             for piece in self.pieces(part):
-                copied[part][piece] = vector[part][piece]
+                place = slice(part.start + piece.start, part.start + piece.stop)
+                vector[place] = make(place)
         self._ranks.meet()
-        return copied
+        return vector
 
     # Whose work it is
 
@@ -164,13 +170,14 @@ class SharedVectors(Share):
 
     def after_read(self, flat: Tensor) -> None:
         """Complete blocks that straddle two machines, after all ranks have copied their parameters to ``flat``."""
-        self._move(flat, self._machines.after_read)
-        if self._hosts.are_many:
-            self._ranks.meet()
+        self._move_together(flat, self._machines.after_read)
 
     def before_write(self, flat: Tensor) -> None:
         """Fetch the elements of ``flat`` that this machine's parameters need and other machines have stepped."""
-        self._move(flat, self._machines.before_write)
+        self._move_together(flat, self._machines.before_write)
+
+    def _move_together(self, flat: Tensor, transfers: Plan) -> None:
+        self._move(flat, transfers)
         if self._hosts.are_many:
             self._ranks.meet()
 
@@ -180,11 +187,11 @@ class SharedVectors(Share):
 
     # Encoding
 
-    def begin_encoding(self, fragment: int) -> None:
+    def have_encoded(self, fragment: int) -> None:
         """Have the other ranks freeze their contribution, and begin to encode it, as rank 0."""
         self._end_arrival()
-        self.memory.counters[:] = 0
         self._ranks.tell(Order.ENCODE, fragment)
+        self.begin_encoding()
         if self._hosts.are_many:
             for vector in self._vectors:
                 if len(vector) == self._layout.num_elements:
@@ -192,10 +199,16 @@ class SharedVectors(Share):
             part = self._layout.fragment(fragment, self._num_fragments)
             self._arriving = self._aside.submit(self._receive_bytes, part)
 
+    def begin_encoding(self) -> None:
+        """Set this rank's progress back, and wait for the other ranks to do so."""
+        self.publish(0)
+        self._ranks.meet()
+
     def _end_arrival(self) -> None:
-        arriving, self._arriving, self._num_arrived = self._arriving, None, 0
+        arriving, self._arriving = self._arriving, None
         if arriving is not None:
             arriving.result()
+        self._num_arrived = 0
 
     def assemble(self, part: slice, target: Tensor, progress: Progress) -> Assembly:
         """Assemble ``target`` in rank 0; the others encode their pieces, and have no target."""
@@ -209,13 +222,20 @@ class SharedVectors(Share):
             self.memory.counters[self._ranks.rank] = count
 
     def num_final(self) -> int:
-        """Return how many leading bytes are final on all machines, as rank 0; `_FAILED` if a rank has failed."""
+        """Return how many leading bytes are final on all machines, as rank 0.
+
+        Raises `CodecError` if a rank cannot encode its pieces, and `TrainingError` if one is lost.
+        """
         count = min(self._counts())
-        if self._arriving is None or count == _FAILED:
-            return count
-        if self._arriving.done():
-            self._arriving.result()  # raises what it has
-        return min(count, self._num_arrived)
+        if self._arriving is not None:
+            if self._arriving.done():
+                self._arriving.result()  # raises what it has
+            count = min(count, self._num_arrived)
+        if count == _LOST:
+            raise TrainingError("a rank on another machine is lost")
+        if count == _FAILED:
+            raise CodecError("a value to be sent is not finite, or too large")  # of another rank's pieces
+        return count
 
     def _counts(self) -> list[int]:
         """Return what the ranks on this machine have published."""
@@ -240,45 +260,53 @@ class SharedVectors(Share):
     def send_bytes(self, part: slice) -> None:
         """Send this machine's pieces of a contribution to rank 0 when all its ranks have encoded them.
 
-        Each message ends with a byte that is 1 if one of them has failed. Other machines' lowest ranks call it.
+        Each message ends with a byte: 0, or what is wrong, negated. Other machines' lowest ranks call it. Raises
+        `TrainingError` if a rank is lost.
         """
         if not self._hosts.is_leader:
             return
-        total = self.form.size(part.stop - part.start)
-        while not all(count in (total, _FAILED) for count in self._counts()):
-            self.require_processes()
-            time.sleep(_LOOK_SECONDS)
-        flag = torch.tensor([_FAILED in self._counts()], dtype=torch.uint8)
-        self.memory.counters[:] = 0  # before rank 0, which then has all, can begin the next contribution
-        outgoing = torch.from_numpy(self.memory.outgoing)
-        for window in self._windows(part):
-            places = [bytes_of(self.form, each) for each in self._pieces_of_host(self._hosts.index, part, window)]
-            self._hosts.send_aside(torch.cat([*(outgoing[place] for place in places), flag]))
+        total, problem = self.form.size(part.stop - part.start), _LOST
+        try:
+            while not all(count in (total, _FAILED) for count in self._counts()):
+                self.require_processes()
+                time.sleep(_LOOK_SECONDS)
+            problem = min(0, *self._counts())
+        finally:  # rank 0 waits for as many messages
+            outgoing, flag = torch.from_numpy(self.memory.outgoing), torch.tensor([-problem], dtype=torch.uint8)
+            for window in self._windows(part):
+                places = [slice(*place) for place in self._places_of_host(self._hosts.index, part, window)]
+                self._hosts.send_aside(torch.cat([*(outgoing[place] for place in places), flag]))
+
+    def _places_of_host(self, host: int, part: slice, span: slice) -> list[Range]:
+        """Return where the bytes of a machine's pieces are in a contribution."""
+        places = (bytes_of(self.form, piece) for piece in self._pieces_of_host(host, part, span))
+        return [(place.start, place.stop) for place in places]
 
     def _receive_bytes(self, part: slice) -> None:
-        """Receive the pieces of all other machines, as rank 0; raises `CodecError` if one of their ranks has failed."""
-        outgoing, has_failed = torch.from_numpy(self.memory.outgoing), False
+        """Receive the pieces of all other machines, as rank 0, and note how far all have come, or what is wrong."""
+        outgoing, problem = torch.from_numpy(self.memory.outgoing), 0
         for window in self._windows(part):
             for host in range(1, len(self._hosts.members)):
-                places = [bytes_of(self.form, each) for each in self._pieces_of_host(host, part, window)]
-                sizes = [place.stop - place.start for place in places]
+                places = self._places_of_host(host, part, window)
+                sizes = [stop - start for start, stop in places]
                 *data, flag = self._hosts.receive_aside(host, sum(sizes) + 1).split([*sizes, 1])
-                has_failed = has_failed or bool(flag)
-                for place, received in zip(places, data, strict=True):
-                    outgoing[place] = received
-            self._num_arrived = _FAILED if has_failed else bytes_of(self.form, window).stop
+                problem = min(problem, -int(flag))
+                for (start, stop), received in zip(places, data, strict=True):
+                    outgoing[start:stop] = received
+            self._num_arrived = problem or bytes_of(self.form, window).stop
 
     # Decoding and the outer step
 
-    def begin_decoding(self, span: slice, encoded: Bytes, place: slice) -> Bytes:
+    def begin_decoding(self, part: slice, span: slice, encoded: Bytes, place: slice) -> Bytes:
         """Share the bytes that have arrived, as rank 0, and have all ranks decode their pieces."""
         if self._ranks.is_leader:
             self.memory.incoming[place] = encoded[place]
             self._ranks.tell(Order.DECODE, span.start, span.stop)
-        if self._hosts.are_many:
-            if self._hosts.is_leader:
-                self._hosts.broadcast(torch.from_numpy(self.memory.incoming[place]))
-            self._ranks.meet()
+        others = range(1, len(self._hosts.members))
+        self._move_together(
+            torch.from_numpy(self.memory.incoming),
+            [(0, host, self._places_of_host(host, part, span)) for host in others],
+        )
         return self.memory.incoming
 
     def end_decoding(self, *, has_failed: bool) -> bool:
@@ -398,8 +426,6 @@ class _FinalAssembly(Assembly):
     def _collect(self) -> bool:
         """Copy the leading bytes that all ranks have finished; return whether that is all."""
         count = self._share.num_final()
-        if count == _FAILED:
-            raise CodecError("a value to be sent is not finite, or too large")  # of another rank's pieces
         if count > self._num_final:
             place = slice(self._num_final, count)
             self._final[place] = self.target[place]
@@ -485,18 +511,19 @@ def _map_memory(ranks: Ranks, obtain: Callable[[str], VectorMemory]) -> VectorMe
     """Have the lowest rank of each machine create memory, and the others map it. Raises `TrainingError`."""
     memory: VectorMemory | None = None
     reason = ""
-    if ranks.hosts.is_leader:
-        with contextlib.suppress(OSError, ValueError):
-            memory = obtain("")
+    try:
+        memory = obtain("") if ranks.hosts.is_leader else None
+    except (OSError, ValueError) as error:
+        reason = str(error)
     places = ranks.gather("" if memory is None else memory.place)
-    if memory is None and (place := places[ranks.hosts.own_ranks[0]]):
+    if not ranks.hosts.is_leader and (place := places[ranks.hosts.own_ranks[0]]):
         try:
             memory = obtain(place)
         except (OSError, ValueError) as error:
             reason = str(error)
-    is_lacking = ranks.meet(memory is None)
+    reasons = [each for each in ranks.gather(reason) if each]
     if memory is not None:
         memory.close()
-    if memory is None or is_lacking:
-        raise TrainingError(f"the ranks on a machine cannot share memory for the vectors of an exchange: {reason}")
+    if memory is None or reasons:
+        raise TrainingError(f"ranks cannot share memory for the vectors of an exchange: {'; '.join(reasons)}")
     return memory

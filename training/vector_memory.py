@@ -22,7 +22,7 @@ from .codec import form_of
 from .ranges import Range, without
 from .share import Bytes
 
-PAGE: Final = 4096
+PAGE: Final = mmap.PAGESIZE
 # Vectors of an outer state in addition to its rule's: fast and slow weights, drift, received; of the contributor: as it
 # was, as sent, and topk's two. One to spare.
 _NUM_VECTORS: Final = 9
@@ -69,7 +69,7 @@ class VectorMemory:
     def forget(self, vector: Tensor, kept: Iterable[Range]) -> None:
         """Give the system the pages of a vector (n,) of this memory without elements of the ranges ``kept``, ascending.
 
-        The vector is zero there afterwards. Systems other than Linux keep the pages.
+        The vector is zero there afterwards, or as it was: systems other than Linux keep the pages, and some sandboxes.
         """
         if sys.platform != "linux":
             return
@@ -77,7 +77,8 @@ class VectorMemory:
         for start, stop in without(len(vector), kept):
             first, last = _in_pages(place + 4 * start), (place + 4 * stop) // PAGE * PAGE
             if first < last:
-                self._memory.madvise(mmap.MADV_REMOVE, first, last - first)
+                with contextlib.suppress(OSError):
+                    self._memory.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def close(self) -> None:
         """Take the memory's name away; what has mapped it keeps it."""

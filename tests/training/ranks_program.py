@@ -9,7 +9,9 @@ some.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -25,7 +27,8 @@ from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
 from farandole.training import evaluation_time, vector_memory
-from farandole.training.errors import DivergedError
+from farandole.training.contribution import Contributor
+from farandole.training.errors import DivergedError, TrainingError
 from farandole.training.external import ExternalEngine, Turns
 from farandole.training.follower import Follower
 from farandole.training.model import build_model
@@ -257,6 +260,26 @@ def lose_numbers(kind: str, num_ranks: int) -> str:
     return said
 
 
+def lose_rank(kind: str, num_ranks: int) -> str:
+    """Have the last rank die while it encodes; returns what rank 0 says of it."""
+    module = build()
+    cut(module, kind, num_ranks)
+    ranks = open_ranks()
+    if ranks.is_leader:
+        engine = ExternalEngine(module, manifest_of(module, NoLoCoConfig()), Turns(), run_id=RUN_ID, ranks=ranks)
+        engine.count_step(1)
+        try:
+            engine.contribute(bytearray(engine.contribution_bytes))
+        except TrainingError as error:
+            print(str(error).replace(" ", "_"), "\n", flush=True)
+        os._exit(0)
+    if ranks.rank == num_ranks - 1:
+        Contributor.encode = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
+    with contextlib.suppress(RuntimeError):  # rank 0 is gone
+        Follower(ranks, module, None).end()
+    os._exit(0)
+
+
 def measure_memory(kind: str, num_ranks: int) -> str:
     """Play rounds with a larger model; returns the bytes of shared memory that this rank has touched."""
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
@@ -289,7 +312,7 @@ def touched_bytes() -> int:
     return sum(1024 * int(section.partition("Rss:")[2].split()[0]) for section in sections)
 
 
-OTHERS = {"seed": begin_from_seed, "diverging": lose_numbers, "memory": measure_memory}
+OTHERS = {"seed": begin_from_seed, "diverging": lose_numbers, "lost": lose_rank, "memory": measure_memory}
 
 CASES = (
     NoLoCoConfig(codec="fp32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def play(kind: str, num_ranks: int, folder: Path, screening: str = "guard") -> l
         for rank in range(num_ranks)
     ]
     try:
-        printed = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
+        with ThreadPoolExecutor(num_ranks) as threads:  # all at once: one that is dead and not awaited seems alive
+            printed = list(threads.map(lambda rank: rank.communicate(timeout=PATIENCE)[0], ranks))
     finally:
         for rank in ranks:
             rank.kill()
@@ -90,6 +92,12 @@ def test_a_cluster_that_begins_a_run_of_a_built_in_model_has_the_weights_of_the_
 def test_weights_that_are_no_numbers_in_one_rank_end_the_round_in_all(kind: str, tmp_path: Path) -> None:
     [[[leader], _], *_] = play(f"diverging-{kind}", 4, tmp_path)
     assert "diverged" in leader
+
+
+@pytest.mark.parametrize(("kind", "said"), [("fsdp", "rank_3_is_lost"), ("fsdp@2", "another_machine_is_lost")])
+def test_a_rank_that_dies_while_it_encodes_ends_the_round(kind: str, said: str, tmp_path: Path) -> None:
+    [[[leader], *_], *_] = play(f"lost-{kind}", 4, tmp_path)
+    assert said in leader
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process has touched")
