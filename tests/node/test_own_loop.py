@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 
+from farandole.node.own_loop.attachment import NodeError
 from farandole.node.own_loop.child_node import run_of_node
+from farandole.node.own_loop.noloco import NoLoCo
 
 from ..patience import PATIENCE
 from .daemons import started
@@ -156,3 +160,12 @@ async def test_ranks_are_one_member_that_averages_with_a_plain_loop_and_comes_ba
                     assert await node.end(signal.SIGTERM) == 0
                     await bob.says("this node trains no more")
                     await bob.says("loss", "0 members")
+
+
+def test_a_rank_on_another_machine_than_the_node_says_whom_to_ask() -> None:
+    loop: Any = object.__new__(NoLoCo)
+    loop._ranks = SimpleNamespace(hosts=SimpleNamespace(index=1))
+    loop._member = SimpleNamespace(is_over=False)
+    for ask in (loop.status, loop.invite, lambda: loop.members, lambda: loop.partner):
+        with pytest.raises(NodeError, match="rank 0"):
+            ask()
