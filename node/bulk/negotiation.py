@@ -282,6 +282,8 @@ class BulkService:
         self, stream: Stream, theirs: Proposal, observed: list[Address], way: Way, place: Place | None
     ) -> None:
         """Take part in the negotiation that a peer has begun; ``place``: of a strand."""
+        if place is not None:
+            place.is_tried = True
         key = X25519PrivateKey.generate()
         proposal = self._propose(theirs.session, key, observed, way)
         with self._race(proposal, stream.peer) as race:

@@ -61,6 +61,8 @@ class Place:
 
     peer: bytes
     way: Way
+    is_tried: bool = False
+    """Whether the other end has begun to."""
     opened: BulkChannel | None = None
 
 
@@ -233,8 +235,8 @@ class StrandService:
         finally:
             for name in named:  # a strand that opens later finds no place
                 del self.places[name]
-            opened = [index for index, place in places.items() if place.opened is not None]
-            self._note(stream.peer, {index: way for index, way in enumerate(ways, 1) if way.line is not None}, opened)
+            tried = {index: place.way for index, place in places.items() if place.is_tried and place.way.line}
+            self._note(stream.peer, tried, [index for index, place in places.items() if place.opened is not None])
             if not is_agreed:
                 for place in places.values():
                     if place.opened is not None:
