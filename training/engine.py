@@ -68,14 +68,8 @@ class Engine(abc.ABC):
     """Encoded size of one microbatch's activations; 0 where the model is not cut into stages."""
     measures_loss: bool = True
     """Whether `evaluate` can measure a held-out loss."""
-    encodes_aside: bool = False
-    """Whether `encode` may run in a separate thread while inner steps are taken."""
-    averages_aside: bool = False
-    """Whether `take_in`, `screen` and `apply` may, too; they hand calls over to the other thread (`between_steps`)."""
     between_steps: BetweenSteps = BetweenSteps()
     """Where a side thread hands over calls. This default has no such thread, and makes them at once."""
-    contribution_bytes: int
-    """Size of the largest contribution in this run, and of every one if there are no fragments."""
     device: Device
     layout: Layout
     """Names, shapes and codec of the parameters; partners must have the same layout."""
@@ -92,6 +86,24 @@ class Engine(abc.ABC):
     """The slices to train on, where the run counts epochs and this engine draws data."""
     histories: Histories
     """What the screening rule remembers of peers. It is local to this node, so it is not in checkpoints."""
+
+    @property
+    def encodes_aside(self) -> bool:
+        """Return whether `encode` may run in a separate thread while inner steps are taken."""
+        return False
+
+    @property
+    def averages_aside(self) -> bool:
+        """Return whether `take_in`, `screen` and `apply` may, too.
+
+        They hand calls over to the other thread (`between_steps`).
+        """
+        return False
+
+    @property
+    @abc.abstractmethod
+    def contribution_bytes(self) -> int:
+        """Return the size of the largest contribution in this run, and of every one if there are no fragments."""
 
     @property
     def num_skipped(self) -> int:

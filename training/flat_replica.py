@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -33,7 +32,6 @@ from farandole.protocol.vectors import FAST, OPTIMIZER_VECTORS, SLOW, required_v
 from .blocks import Content
 from .checkpoint import load_checkpoint, load_start
 from .codec import Buffer
-from .contribution import Contribution
 from .copying import copier_for
 from .device import Device
 from .drift import RateSums
@@ -43,6 +41,7 @@ from .fast_weights import FastWeights, TrainedWeights
 from .outer_state import OuterState, Trial
 from .parameters import Layout
 from .partner import Answers, Decoder, PartnerContribution
+from .round_end import Movements, RoundEnd
 from .screening.history import Histories
 from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .share import Share
@@ -54,28 +53,6 @@ MIN_KNOWN: Final = 4
 # Rounds with inner steps of each fragment that weights must be behind the run to claim no tokens. Others may be a round
 # ahead in any case, and the claim of a newcomer's first round allows for what one round lacks.
 MIN_MISSED: Final = 2
-
-
-@dataclass(slots=True)
-class _RoundEnd:
-    """The state of this replica at the end of a round's inner steps."""
-
-    contribution: Contribution
-    fragment: int
-    steps: int
-    """Inner steps that the replica had taken."""
-    tokens: int
-    """Tokens of the round."""
-    rates: float
-    """Sum of the learning rates of the inner steps behind the contribution; 0 if it is unknown."""
-    rates_total: float
-    """`RateSums.total` at the contribution."""
-    has_steps: bool
-    """Whether inner steps were taken since the contribution before."""
-    ramp: float
-    """The mean of `FlatReplica._ramp` over these steps."""
-    movement: float | None = None
-    """The value of `Partner.movement`, cached on first use."""
 
 
 class FlatReplica(Engine):
@@ -112,29 +89,33 @@ class FlatReplica(Engine):
         self.theta = theta
         """Fast weights, (n,) fp32; where inner steps move other weights, what `FastWeights` says."""
         self._fast = FastWeights(theta, trained, share)
-        self._share = share
-        self._copier = copier_for(theta.device)
-        self.encodes_aside = self._copier.is_aside or self._fast.is_copy  # inner steps do not change a copy
-        self.averages_aside = self._fast.takes_corrections
-        self._outer = OuterState(outer, theta, self._copier, share)
-        self.contribution_bytes = self._outer.contributor.largest_bytes
+        self._outer = OuterState(outer, theta, copier_for(theta.device), share)
         received = share.empty(theta, layout.largest_fragment(outer.fragments))
-        decoder = Decoder(self._outer.contributor.form, received, self._copier, share)
+        decoder = Decoder(self._outer.contributor.form, received, self._outer.copier, share)
         self._partner = PartnerContribution(decoder, rule_of(screening))
         self._rates = RateSums(outer.fragments)
-        self._round_end: _RoundEnd | None = None
+        self._round_end: RoundEnd | None = None
         self._contributed_at = 0  # inner steps taken until the last contribution
-        # Of the last round with inner steps: its norm, if it was computed; and the vector, where another round follows
-        # without any.
-        self._last_norm = 0.0
         # Fragments of an earlier round than the run's, of which no mean with a member was as good as the member's.
         self._behind: set[int] = set()
-        self._last_movement: Tensor | None = None
         self._partners = partners
-        if partners > 1:
-            self._last_movement = share.zeros(theta)
-        self._snapshots: SnapshotMemory | None = None
-        self._starts: SnapshotMemory | None = None
+        self._movements = Movements(self._outer, share.zeros(theta) if partners > 1 else None)
+        self._snapshots: dict[str, SnapshotMemory] = {}
+
+    @property
+    def encodes_aside(self) -> bool:
+        """Implement `Engine.encodes_aside`: inner steps do not change a copy."""
+        return self._outer.copier.is_aside or self._fast.is_copy
+
+    @property
+    def averages_aside(self) -> bool:
+        """Implement `Engine.averages_aside`."""
+        return self._fast.takes_corrections
+
+    @property
+    def contribution_bytes(self) -> int:
+        """Implement `Engine.contribution_bytes`."""
+        return self._outer.contributor.largest_bytes
 
     @property
     def awaits_outer_step(self) -> bool:
@@ -201,7 +182,7 @@ class FlatReplica(Engine):
         total = self._rates.total
         has_steps, ramp = self.steps > self._contributed_at, self._mean_ramp()
         self._contributed_at = self.steps
-        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round, rates, total, has_steps, ramp)
+        self._round_end = RoundEnd(frozen, fragment, self.steps, self.tokens_this_round, rates, total, has_steps, ramp)
         self._partner.expect(None)
         return self._outer.contributor.form.size(len(frozen.theta))
 
@@ -220,7 +201,7 @@ class FlatReplica(Engine):
 
     def pin(self, memory: Buffer) -> None:
         """Implement `Engine.pin`."""
-        self._copier.pin(memory)
+        self._outer.copier.pin(memory)
 
     def take_in(self, data: Buffer, available: int) -> None:
         """Implement `Engine.take_in`."""
@@ -255,22 +236,14 @@ class FlatReplica(Engine):
         )
 
     def _movement(self) -> float:
-        """See `Partner.movement`; computed once for each contribution."""
-        ended = self._round_end
-        assert ended is not None
-        if not ended.has_steps:
-            return self._last_norm
-        if ended.movement is None:
-            ended.movement = self._last_norm = self._outer.distance_to_slow(ended.contribution) / ended.ramp
-        return ended.movement
+        """See `Partner.movement`."""
+        assert self._round_end is not None
+        return self._movements.norm(self._round_end)
 
     def _alignment(self, contribution: Tensor) -> float:
         """See `Partner.alignment`, with a contribution (n,)."""
-        ended = self._round_end
-        assert ended is not None
-        if not ended.has_steps and self._last_movement is None:
-            return 0.0
-        return self._outer.alignment(ended.contribution, contribution, None if ended.has_steps else self._last_movement)
+        assert self._round_end is not None
+        return self._movements.alignment(self._round_end, contribution)
 
     def _usual_movement(self) -> float:
         """Return the median movement of the last `WINDOW` rounds that ended with an exchange.
@@ -341,8 +314,7 @@ class FlatReplica(Engine):
         made, is_late = ended.contribution, self.steps > ended.steps
         if is_late and not self.averages_aside:
             self._fast.read()
-        if self._last_movement is not None and ended.has_steps:
-            self._outer.movement(made, self._last_movement[made.part])
+        self._movements.keep(ended)
         if movement := self._usual_movement():
             self._outer.limit_momentum(made.part, movement)
         is_behind = encounter.partner_tokens == 0  # the partner is another newcomer, or there is none
@@ -364,7 +336,7 @@ class FlatReplica(Engine):
         return self.between_steps.call(partial(self._begin_round, ended, is_late=is_late, is_behind=is_behind))
 
     @torch.no_grad()
-    def _begin_round(self, ended: _RoundEnd, *, is_late: bool, is_behind: bool) -> int:
+    def _begin_round(self, ended: RoundEnd, *, is_late: bool, is_behind: bool) -> int:
         """Begin the next round with the outer step that was just taken; returns how late it is.
 
         ``is_late``: whether it was computed as a late one. Inner steps may have been taken during it.
@@ -399,16 +371,12 @@ class FlatReplica(Engine):
     @torch.no_grad()
     def snapshot(self) -> Snapshot:
         """Implement `Engine.snapshot`."""
-        if self._snapshots is None:
-            self._snapshots = SnapshotMemory(self.vectors(), copier_for(self.device.torch_device))
-        return self._snapshot_in(self._snapshots)
+        return self._snapshot_as("newest")
 
     @torch.no_grad()
     def start(self) -> Snapshot:
         """Return a snapshot of the start of a round, in separate memory; valid until the next call of `start`."""
-        if self._starts is None:
-            self._starts = SnapshotMemory(self.vectors(), copier_for(self.device.torch_device))
-        return self._snapshot_in(self._starts)
+        return self._snapshot_as("start")
 
     @torch.no_grad()
     def save(self, path: Path) -> Content:
@@ -422,9 +390,12 @@ class FlatReplica(Engine):
         if self._outer.settings.fragments > 1 and self._round_end is None:
             self._fast.read()
 
-    def _snapshot_in(self, memory: SnapshotMemory) -> Snapshot:
+    def _snapshot_as(self, kind: str) -> Snapshot:
+        """Return a snapshot in the memory for its kind, which is kept."""
+        if kind not in self._snapshots:
+            self._snapshots[kind] = SnapshotMemory(self.vectors(), copier_for(self.device.torch_device))
         self._read_what_is_saved()
-        copies, copied = memory.fill(self.vectors(), self._share)
+        copies, copied = self._snapshots[kind].fill(self.vectors(), self._outer.share)
         return Snapshot(self.counters, self._tensors(copies), self.layout, self.run_id, copied)
 
     @torch.no_grad()
@@ -471,13 +442,13 @@ class FlatReplica(Engine):
 
     def _spread(self) -> None:
         """Give what was loaded to all machines, and to the weights that inner steps move."""
-        self._share.spread(self.vectors() | {FAST: self.theta})
+        self._outer.share.spread(self.vectors() | {FAST: self.theta})
         self._publish()
 
     def make_whole(self) -> None:
         """Implement `Engine.make_whole`."""
         for vector in self.vectors().values():
-            self._share.gather(vector)
+            self._outer.share.gather(vector)
 
     def catch_up(self, round_index: int, first_step: int = 0) -> None:
         """Implement `Engine.catch_up`."""

@@ -50,7 +50,8 @@ class OuterState:
 
     def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier, share: Share | None = None) -> None:
         self.settings = settings
-        self._share = share = Share() if share is None else share
+        self.copier = copier
+        self.share = share = Share() if share is None else share
         self.slow = share.copy(fast)
         self.vectors = {name: share.zeros(fast) for name in (*settings.vectors, *settings.own_vectors)}
         self.drift = share.zeros(fast) if settings.drift else None
@@ -87,7 +88,7 @@ class OuterState:
         is_alone = not contributions
         own_place = 0 if is_alone else next(place for place, each in enumerate(contributions) if each is made.sent)
         order = ALONE if is_alone else OWN_LAST if own_place else OWN_FIRST
-        self._share.begin_step(order, weights, rates, is_late=is_late)
+        self.share.begin_step(order, weights, rates, is_late=is_late)
         if is_alone:
             contributions, weights = [self._undistorted(made, whole)], [1.0]
         keeps_own_exact = self.settings.is_lossy and self._rule.keeps_own_exact and not is_alone
@@ -106,10 +107,10 @@ class OuterState:
             else:
                 fast[piece] = own.slow
 
-        each_piece(step, self._share.pieces(made.part), fast)
+        each_piece(step, self.share.pieces(made.part), fast)
         if not is_alone:
             self.contributor.passed_on(made)
-        self._share.end_step()
+        self.share.end_step()
 
     def _around_own(self, own: OwnVectors, contributions: Sequence[Tensor], own_place: int) -> list[Tensor]:
         """Return ``contributions``, (n,) each, relative to the exact one of this replica; see `step`."""
@@ -127,7 +128,7 @@ class OuterState:
         arXiv 2401.16265, section 3.3, with another yardstick). A checkpoint of a stranger's may have any, and so may
         a round in which the loss went up steeply.
         """
-        self._share.tell_hosts(Work.LIMIT_MOMENTUM, movement)
+        self.share.tell_hosts(Work.LIMIT_MOMENTUM, movement)
         limit, has_clipped = MAX_MOMENTUM * self.settings.momentum_gain * movement, False
         for momentum in (vector[part] for name, vector in self.vectors.items() if name == "momentum"):
             has_clipped |= self._clip(momentum, part, limit)
@@ -136,11 +137,11 @@ class OuterState:
     def _clip(self, vector: Tensor, part: slice, limit: float) -> bool:
         """Scale a part (n,) of a vector to a norm of at most ``limit``; return whether it was more."""
         with one_thread():
-            square = sum(float(vector[piece] @ vector[piece]) for piece in self._share.summed(part))
-        norm = math.sqrt(self._share.add_up(square)[0])
+            square = sum(float(vector[piece] @ vector[piece]) for piece in self.share.summed(part))
+        norm = math.sqrt(self.share.add_up(square)[0])
         if norm <= limit:
             return False
-        for piece in self._share.summed(part):
+        for piece in self.share.summed(part):
             vector[piece].mul_(limit / norm) if norm < math.inf else vector[piece].zero_()
         return True
 
@@ -156,18 +157,18 @@ class OuterState:
 
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
-        self._share.tell_hosts(Work.DISTANCE)
+        self.share.tell_hosts(Work.DISTANCE)
         square = 0.0
         with one_thread():
-            for piece in self._share.summed(made.part):
+            for piece in self.share.summed(made.part):
                 moved = self._moved(made, piece)
                 square += float(moved @ moved)
-        return math.sqrt(self._share.add_up(square)[0])
+        return math.sqrt(self.share.add_up(square)[0])
 
     def movement(self, made: Contribution, out: Tensor) -> None:
         """Write what the inner steps changed of what was sent to ``out`` (n,)."""
         with one_thread():
-            for piece in self._share.summed(made.part):
+            for piece in self.share.summed(made.part):
                 out[piece] = self._moved(made, piece)
 
     def alignment(self, made: Contribution, contribution: Tensor, movement: Tensor | None) -> float:
@@ -175,16 +176,16 @@ class OuterState:
 
         ``movement``: of an earlier round (n,); None: of this one. 0 if either is nothing.
         """
-        self._share.tell_hosts(Work.ALIGNMENT)
+        self.share.tell_hosts(Work.ALIGNMENT)
         product, moved_square, square = 0.0, 0.0, 0.0
         with one_thread():
-            for piece in self._share.summed(made.part):
+            for piece in self.share.summed(made.part):
                 moved = self._moved(made, piece) if movement is None else movement[piece]
                 difference = contribution[piece] - made.sent[piece]
                 product += float(moved @ difference)
                 moved_square += float(moved @ moved)
                 square += float(difference @ difference)
-        product, moved_square, square = self._share.add_up(product, moved_square, square)
+        product, moved_square, square = self.share.add_up(product, moved_square, square)
         length = math.sqrt(moved_square * square)
         return product / length if length > 0.0 else 0.0
 
@@ -202,7 +203,7 @@ class OuterState:
 
         ``share``: of the difference to ``partner`` (n,), its contribution as received.
         """
-        self._share.tell_hosts(Work.FILL, trial, share)
+        self.share.tell_hosts(Work.FILL, trial, share)
         own = {Trial.TOWARDS: made.theta, Trial.BEFORE: self.slow[made.part], Trial.AS_SENT: made.sent}[trial]
 
         def fill(piece: slice) -> None:
@@ -212,7 +213,7 @@ class OuterState:
             else:
                 out[piece].copy_(own[piece])
 
-        each_piece(fill, self._share.summed(made.part), out)
+        each_piece(fill, self.share.summed(made.part), out)
 
     def distorts(self, made: Contribution) -> bool:
         """Return whether a partner decodes fast weights with the codec's errors."""
@@ -222,7 +223,7 @@ class OuterState:
         """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
         if self._rule.sends_fast_weights:
             return made.theta
-        for piece in self._share.pieces(made.part):
+        for piece in self.share.pieces(made.part):
             made.sent[piece] = self._rule.contribution(own.piece(piece))
         return made.sent
 
