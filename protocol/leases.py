@@ -92,6 +92,18 @@ class _Epoch:
     gave_way_at: dict[bytes, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Announced:
+    """What this node has announced in the run state."""
+
+    lease: Lease | None = None
+    at: float = 0.0
+    parts_at: float = 0.0
+    """When the parts of what is done were."""
+    is_outdated: bool = True
+    """Whether others must have the present one soon."""
+
+
 class Leases:
     """One node's leases.
 
@@ -125,9 +137,7 @@ class Leases:
         self._has_left = False
         self._pace = Pace()
         self._assigned: tuple[int, tuple[tuple[int, int], ...]] = (0, ())  # epoch, (first, end) of leases
-        self._announced: Lease | None = None
-        self._announced_at = self._refreshed_at = 0.0
-        self._is_urgent = True
+        self._announced = _Announced()
         self._current = self._epoch_of()
 
     def _epoch_of(self) -> _Epoch:
@@ -243,7 +253,7 @@ class Leases:
         self._ticked_at = now
         if was_asleep:
             self._current.own.clear()
-            self._is_urgent = True
+            self._announced.is_outdated = True
         self._current.claims.believe(self._standing, seconds)
         self._finish_leases()
         yield from self._follow_epoch(now)
@@ -260,7 +270,7 @@ class Leases:
         epoch = self._vote.decide(self.epoch, said, self._standing, self.num_epochs)
         if epoch == self.epoch and self.done.is_complete and not self.is_over:
             if self._current.completed_at is None:
-                self._current.completed_at, self._is_urgent = now, True
+                self._current.completed_at, self._announced.is_outdated = now, True
             if now - self._current.completed_at >= SETTLE_SECONDS:
                 epoch += 1
         if epoch != self.epoch:
@@ -269,7 +279,7 @@ class Leases:
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self._is_urgent = True
+        self._announced.is_outdated = True
         self._current = self._epoch_of()
         for author, entries in self._heard.items():
             for index, lease in entries.items():
@@ -335,7 +345,7 @@ class Leases:
             self._put_aside(lease.first, position)
         if rest < lease.end and len(self._current.own) < MAX_UNFINISHED:
             self._current.own.insert(place, _OwnLease(rest, lease.end, max(now, lease.settled_at)))
-        self._is_urgent = True
+        self._announced.is_outdated = True
         return True
 
     def _rank(self, author: bytes, section: int) -> bytes:
@@ -353,7 +363,7 @@ class Leases:
             last = self.done.next(lease.first) + budget
             if last < lease.end and (end := self.sections.end(self.sections.of(last))) < lease.end:
                 lease.end = end
-                self._is_urgent = True
+                self._announced.is_outdated = True
             budget = max(0, budget - self._left(lease))
 
     def _claim(self, now: float) -> None:
@@ -374,7 +384,7 @@ class Leases:
         self._current.cursor = last + 1
         begin = self.done.next(self.sections.begin(first))
         self._current.own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
-        self._is_urgent = True
+        self._announced.is_outdated = True
 
     def _free(self) -> int:
         taken = self.done.whole | self._own_mask
@@ -455,17 +465,18 @@ class Leases:
 
     def _announce(self, now: float) -> Iterator[Output]:
         refresh_seconds = min(MAX_REFRESH_SECONDS, max(MIN_REFRESH_SECONDS, float(len(self._standing.live))))
-        if now - self._refreshed_at >= refresh_seconds or len(self._current.finished) > MAX_FINISHED:
-            is_old = now - self._refreshed_at >= MAX_REFRESH_SECONDS
-            self._refreshed_at = now
+        if now - self._announced.parts_at >= refresh_seconds or len(self._current.finished) > MAX_FINISHED:
+            is_old = now - self._announced.parts_at >= MAX_REFRESH_SECONDS
+            self._announced.parts_at = now
             yield from self._announce_parts(is_old=is_old)
         if len(self._current.finished) > MAX_FINISHED:
             del self._current.finished[:-2]
         lease = self._entry()
-        age = now - self._announced_at
-        is_due = self._is_urgent or age >= max(self._period, MIN_ANNOUNCE_SECONDS)
-        if (is_due and lease != self._announced) or age >= MAX_REFRESH_SECONDS:
-            self._announced, self._announced_at, self._is_urgent = lease, now, False
+        announced = self._announced
+        age = now - announced.at
+        is_due = announced.is_outdated or age >= max(self._period, MIN_ANNOUNCE_SECONDS)
+        if (is_due and lease != announced.lease) or age >= MAX_REFRESH_SECONDS:
+            announced.lease, announced.at, announced.is_outdated = lease, now, False
             yield Announce(0, lease)
 
     def _announce_parts(self, *, is_old: bool) -> Iterator[Output]:
