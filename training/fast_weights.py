@@ -18,7 +18,7 @@ from torch import Tensor
 from farandole.protocol.safetensors import FP32_BYTES
 
 from .copying import Copier, copier_for
-from .share import Share, Work
+from .share import HostWork, Share
 
 
 class TrainedWeights(Protocol):
@@ -112,7 +112,7 @@ class FastWeights:
             self._swap(part, before, weights)
 
     def _swap(self, part: slice, one: Tensor, other: Tensor) -> None:
-        self._share.tell_hosts(Work.SWAP)
+        self._share.tell_hosts(HostWork.SWAP)
         swap(self._share, part, one, other)
         self.write()
 

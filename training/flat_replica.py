@@ -38,10 +38,10 @@ from .drift import RateSums
 from .engine import Engine, no_progress
 from .errors import CodecError, DivergedError, ScreeningError
 from .fast_weights import FastWeights, TrainedWeights
-from .outer_state import OuterState, Trial
+from .outer_state import OuterState, Tried
 from .parameters import Layout
 from .partner import Answers, Decoder, PartnerContribution
-from .round_end import Movements, RoundEnd
+from .round_end import EndedRound, Movements
 from .screening.history import Histories
 from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .share import Share
@@ -94,7 +94,7 @@ class FlatReplica(Engine):
         decoder = Decoder(self._outer.contributor.form, received, self._outer.copier, share)
         self._partner = PartnerContribution(decoder, rule_of(screening))
         self._rates = RateSums(outer.fragments)
-        self._round_end: RoundEnd | None = None
+        self._round_end: EndedRound | None = None
         self._contributed_at = 0  # inner steps taken until the last contribution
         # Fragments of an earlier round than the run's, of which no mean with a member was as good as the member's.
         self._behind: set[int] = set()
@@ -182,7 +182,9 @@ class FlatReplica(Engine):
         total = self._rates.total
         has_steps, ramp = self.steps > self._contributed_at, self._mean_ramp()
         self._contributed_at = self.steps
-        self._round_end = RoundEnd(frozen, fragment, self.steps, self.tokens_this_round, rates, total, has_steps, ramp)
+        self._round_end = EndedRound(
+            frozen, fragment, self.steps, self.tokens_this_round, rates, total, has_steps, ramp
+        )
         self._partner.expect(None)
         return self._outer.contributor.form.size(len(frozen.theta))
 
@@ -255,21 +257,21 @@ class FlatReplica(Engine):
 
     def _loss_towards(self, share: float, partner: Tensor) -> float | None:
         """See `Partner.evaluate`: the loss of the contributed fast weights, moved towards the partner's."""
-        return self._loss_at(Trial.TOWARDS, share, partner)
+        return self._loss_at(Tried.TOWARDS, share, partner)
 
     def _loss_before(self) -> float | None:
         """See `Partner.loss_before`."""
         if self._round_end is not None and not self._round_end.has_steps:
             return None
-        return self._loss_at(Trial.BEFORE)
+        return self._loss_at(Tried.BEFORE)
 
     def _loss_as_sent(self) -> float | None:
         """See `Partner.loss_as_sent`."""
         if self._round_end is None or not self._outer.distorts(self._round_end.contribution):
             return None
-        return self._loss_at(Trial.AS_SENT)
+        return self._loss_at(Tried.AS_SENT)
 
-    def _loss_at(self, trial: Trial, share: float = 0.0, partner: Tensor | None = None) -> float | None:
+    def _loss_at(self, trial: Tried, share: float = 0.0, partner: Tensor | None = None) -> float | None:
         """Return the held-out loss with other weights in place of the contributed fast weights; None if unknown.
 
         ``share``, ``partner``: see `OuterState.fill`.
@@ -336,7 +338,7 @@ class FlatReplica(Engine):
         return self.between_steps.call(partial(self._begin_round, ended, is_late=is_late, is_behind=is_behind))
 
     @torch.no_grad()
-    def _begin_round(self, ended: RoundEnd, *, is_late: bool, is_behind: bool) -> int:
+    def _begin_round(self, ended: EndedRound, *, is_late: bool, is_behind: bool) -> int:
         """Begin the next round with the outer step that was just taken; returns how late it is.
 
         ``is_late``: whether it was computed as a late one. Inner steps may have been taken during it.

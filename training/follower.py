@@ -14,11 +14,11 @@ from .copying import Copier
 from .engine import no_progress
 from .errors import CodecError, TrainingError
 from .fast_weights import swap
-from .outer_state import OuterState, Trial
+from .outer_state import OuterState, Tried
 from .partner import Decoder
 from .ranks import Order, Ranks, parameters_of, synchronize, whole_of
 from .screening.rule import rule_of
-from .share import OWN_LAST, Work
+from .share import OWN_LAST, HostWork
 from .shared_vectors import RankVectors, take_share
 
 
@@ -56,7 +56,7 @@ class RankPart:
             case Order.OUTER:
                 self._step(int(numbers[0]), bool(numbers[1]), numbers[2], numbers[3:5])
             case Order.HOSTS if self._vectors.share.does_work_of_host:
-                self._work(Work(int(numbers[0])), *numbers[1:3])
+                self._work(HostWork(int(numbers[0])), *numbers[1:3])
             case Order.HOSTS:
                 pass
             case _:
@@ -108,25 +108,25 @@ class RankPart:
         self._outer.step(self._own, pair, weights if order else [], is_late=is_late, rates=rates)
 
     @torch.no_grad()
-    def _work(self, work: Work, first: float, second: float) -> None:
+    def _work(self, work: HostWork, first: float, second: float) -> None:
         """Do on this machine what rank 0 does on its own."""
         share, outer = self._vectors.share, self._outer
-        if work in (Work.GATHER, Work.SPREAD):
+        if work in (HostWork.GATHER, HostWork.SPREAD):
             return share.move_as_told(work, first)
         made = self._own
         match work:
-            case Work.DISTANCE:
+            case HostWork.DISTANCE:
                 outer.distance_to_slow(made)
-            case Work.ALIGNMENT:
+            case HostWork.ALIGNMENT:
                 outer.alignment(made, self._received, None)
-            case Work.SCREENING:
+            case HostWork.SCREENING:
                 self._decoder.add_up(self._rule)
-            case Work.LIMIT_MOMENTUM:
+            case HostWork.LIMIT_MOMENTUM:
                 outer.limit_momentum(made.part, first)
-            case Work.FILL:
+            case HostWork.FILL:
                 self._tried = self._theta.new_empty(len(made.theta))
-                outer.fill(Trial(int(first)), second, made, self._received, self._tried)
-            case Work.SWAP:
+                outer.fill(Tried(int(first)), second, made, self._received, self._tried)
+            case HostWork.SWAP:
                 swap(share, made.part, self._theta[made.part], self._tried)
 
     def close(self) -> None:

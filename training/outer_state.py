@@ -22,7 +22,7 @@ from .contribution import Contribution, Contributor
 from .copying import Copier
 from .drift import correct_
 from .outer.rule import Meeting, OwnVectors, rule_of
-from .share import ALONE, OWN_FIRST, OWN_LAST, Share, Work
+from .share import ALONE, OWN_FIRST, OWN_LAST, HostWork, Share
 from .workers import each_piece, one_thread
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
@@ -31,7 +31,7 @@ MAX_MOMENTUM: Final = 10.0
 MAX_DRIFT: Final = 2.0
 
 
-class Trial(enum.IntEnum):
+class Tried(enum.IntEnum):
     """Weights whose loss a screening rule may ask for."""
 
     TOWARDS = 0
@@ -128,7 +128,7 @@ class OuterState:
         arXiv 2401.16265, section 3.3, with another yardstick). A checkpoint of a stranger's may have any, and so may
         a round in which the loss went up steeply.
         """
-        self.share.tell_hosts(Work.LIMIT_MOMENTUM, movement)
+        self.share.tell_hosts(HostWork.LIMIT_MOMENTUM, movement)
         limit, has_clipped = MAX_MOMENTUM * self.settings.momentum_gain * movement, False
         for momentum in (vector[part] for name, vector in self.vectors.items() if name == "momentum"):
             has_clipped |= self._clip(momentum, part, limit)
@@ -157,7 +157,7 @@ class OuterState:
 
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
-        self.share.tell_hosts(Work.DISTANCE)
+        self.share.tell_hosts(HostWork.DISTANCE)
         square = 0.0
         with one_thread():
             for piece in self.share.summed(made.part):
@@ -176,7 +176,7 @@ class OuterState:
 
         ``movement``: of an earlier round (n,); None: of this one. 0 if either is nothing.
         """
-        self.share.tell_hosts(Work.ALIGNMENT)
+        self.share.tell_hosts(HostWork.ALIGNMENT)
         product, moved_square, square = 0.0, 0.0, 0.0
         with one_thread():
             for piece in self.share.summed(made.part):
@@ -198,16 +198,16 @@ class OuterState:
         zeros = slow.new_zeros(1).expand(len(slow))
         return made.sent[piece] - self._rule.contribution(OwnVectors(slow, slow, dict.fromkeys(self.vectors, zeros)))
 
-    def fill(self, trial: Trial, share: float, made: Contribution, partner: Tensor, out: Tensor) -> None:
+    def fill(self, trial: Tried, share: float, made: Contribution, partner: Tensor, out: Tensor) -> None:
         """Write the weights of a trial to ``out`` (n,), for the part of ``made``.
 
         ``share``: of the difference to ``partner`` (n,), its contribution as received.
         """
-        self.share.tell_hosts(Work.FILL, trial, share)
-        own = {Trial.TOWARDS: made.theta, Trial.BEFORE: self.slow[made.part], Trial.AS_SENT: made.sent}[trial]
+        self.share.tell_hosts(HostWork.FILL, trial, share)
+        own = {Tried.TOWARDS: made.theta, Tried.BEFORE: self.slow[made.part], Tried.AS_SENT: made.sent}[trial]
 
         def fill(piece: slice) -> None:
-            if trial is Trial.TOWARDS and share:
+            if trial is Tried.TOWARDS and share:
                 torch.sub(partner[piece], made.sent[piece], out=out[piece])
                 out[piece].mul_(share).add_(own[piece])
             else:

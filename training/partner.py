@@ -21,7 +21,7 @@ from .errors import CodecError
 from .evaluation_time import EvaluationTime
 from .screening.history import Histories
 from .screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
-from .share import Share, Work
+from .share import HostWork, Share
 from .topk import TopK
 from .workers import one_thread
 
@@ -83,7 +83,7 @@ class Decoder:
 
     def add_up(self, rule: ScreeningRule) -> None:
         """Set a rule's sums to those of all machines."""
-        self.share.tell_hosts(Work.SCREENING)
+        self.share.tell_hosts(HostWork.SCREENING)
         rule.sums[:] = torch.tensor(self.share.add_up(*rule.sums.tolist()), dtype=torch.float64)
 
 

@@ -13,7 +13,7 @@ asks what to do next. An order reaches all of them between the same two steps:
     ENCODE   freeze a contribution of a fragment, and begin to encode one's ranges
     DECODE   decode one's ranges of a span of the partner's contribution
     OUTER    take the outer step in one's ranges
-    HOSTS    do on each machine what rank 0 does on its own (`farandole.training.share.Work`)
+    HOSTS    do on each machine what rank 0 does on its own (`farandole.training.share.HostWork`)
     MEASURE  all compute the held-out loss
     STEP     go on with the loop, until after the next step
     OVER     no more orders will come; `FAILED`: nor can the loop go on

@@ -11,7 +11,7 @@ from .outer_state import OuterState
 
 
 @dataclass(frozen=True, slots=True)
-class RoundEnd:
+class EndedRound:
     """The state of a replica at the end of a round's inner steps."""
 
     contribution: Contribution
@@ -42,20 +42,20 @@ class Movements:
         self._norm = 0.0
         self._of: Contribution | None = None
 
-    def norm(self, ended: RoundEnd) -> float:
+    def norm(self, ended: EndedRound) -> float:
         """See `Partner.movement`; computed once for each contribution."""
         if ended.has_steps and self._of is not ended.contribution:
             self._norm = self._outer.distance_to_slow(ended.contribution) / ended.ramp
             self._of = ended.contribution
         return self._norm
 
-    def alignment(self, ended: RoundEnd, contribution: Tensor) -> float:
+    def alignment(self, ended: EndedRound, contribution: Tensor) -> float:
         """See `Partner.alignment`, with a contribution (n,)."""
         if not ended.has_steps and self._last is None:
             return 0.0
         return self._outer.alignment(ended.contribution, contribution, None if ended.has_steps else self._last)
 
-    def keep(self, ended: RoundEnd) -> None:
+    def keep(self, ended: EndedRound) -> None:
         """Keep what the inner steps changed, before the outer step, for the rounds without any that follow."""
         made = ended.contribution
         if self._last is not None and ended.has_steps:

@@ -29,7 +29,7 @@ OWN_FIRST: Final = 1
 OWN_LAST: Final = 2
 
 
-class Work(enum.IntEnum):
+class HostWork(enum.IntEnum):
     """Work that each machine does on its part of the vectors when rank 0 does it, with the numbers that it needs."""
 
     DISTANCE = 0
@@ -129,7 +129,7 @@ class Share:
     def end_step(self) -> None:
         """Wait until the outer step is taken in all processes."""
 
-    def tell_hosts(self, work: Work, *numbers: float) -> None:
+    def tell_hosts(self, work: HostWork, *numbers: float) -> None:
         """Have the other machines do the same work; called in rank 0 before it, and without effect in other ranks."""
 
     def add_up(self, *sums: float) -> Sequence[float]:

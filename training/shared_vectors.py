@@ -44,7 +44,7 @@ from .local_parameters import LocalParameters
 from .parameters import Layout
 from .ranges import Range, divided, merged, pieces_of
 from .ranks import Order, Ranks
-from .share import Assembly, Bytes, Progress, Share, Work
+from .share import Assembly, Bytes, HostWork, Progress, Share
 from .vector_memory import VectorMemory
 
 # While a rank waits for the last bytes of others; they are milliseconds apart.
@@ -326,7 +326,7 @@ class SharedVectors(Share):
 
     # Work of whole machines
 
-    def tell_hosts(self, work: Work, *numbers: float) -> None:
+    def tell_hosts(self, work: HostWork, *numbers: float) -> None:
         """Have the lowest rank of each other machine do the same work."""
         if self._hosts.are_many and self._ranks.is_leader:
             self._ranks.tell(Order.HOSTS, work, *numbers)
@@ -354,22 +354,22 @@ class SharedVectors(Share):
         self._gather(vector, vector)
 
     def _gather(self, vector: Tensor, target: Tensor) -> None:
-        self.tell_hosts(Work.GATHER, self._index_of(vector))
+        self.tell_hosts(HostWork.GATHER, self._index_of(vector))
         self._move(vector, self._machines.to_gather, target)
 
     def spread(self, vectors: Mapping[str, Tensor]) -> None:
         """Send the other machines their parts of vectors that rank 0 has written."""
         for vector in vectors.values():
-            self.tell_hosts(Work.SPREAD, self._index_of(vector))
+            self.tell_hosts(HostWork.SPREAD, self._index_of(vector))
             self._move(vector, self._machines.to_spread)
 
     def _index_of(self, vector: Tensor) -> int:
         places = [each.data_ptr() for each in self._vectors]
         return places.index(vector.data_ptr())
 
-    def move_as_told(self, work: Work, index: float) -> None:
-        """Do `Work.GATHER` or `Work.SPREAD` as another machine."""
-        transfers = self._machines.to_gather if work is Work.GATHER else self._machines.to_spread
+    def move_as_told(self, work: HostWork, index: float) -> None:
+        """Do `HostWork.GATHER` or `HostWork.SPREAD` as another machine."""
+        transfers = self._machines.to_gather if work is HostWork.GATHER else self._machines.to_spread
         self._move(self._vectors[int(index)], transfers)
 
 
@@ -481,30 +481,22 @@ def share_vectors(
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     told = _Told(cast("OuterRules", outer), cast("ScreeningRules", screening), shapes)
     ranks.tell_bytes(Order.SHARE, msgspec.msgpack.encode(told))
-    return _shared(ranks, module, parameters, layout, outer, screening)
+    return _shared(ranks, module, parameters, told)
 
 
 def take_share(ranks: Ranks, module: nn.Module, parameters: Mapping[str, nn.Parameter], told: bytes) -> RankVectors:
     """Take a share, as another rank; ``told`` came with `Order.SHARE`. Raises as `share_vectors`."""
-    described = msgspec.msgpack.decode(told, type=_Told)
-    outer = described.outer
-    layout = Layout(tuple(described.shapes), tuple(described.shapes.values()), outer.codec)
-    return _shared(ranks, module, parameters, layout, outer, described.screening)
+    return _shared(ranks, module, parameters, msgspec.msgpack.decode(told, type=_Told))
 
 
-def _shared(
-    ranks: Ranks,
-    module: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    layout: Layout,
-    outer: OuterConfig,
-    screening: ScreeningConfig,
-) -> RankVectors:
+def _shared(ranks: Ranks, module: nn.Module, parameters: Mapping[str, nn.Parameter], told: _Told) -> RankVectors:
+    outer = told.outer
+    layout = Layout(tuple(told.shapes), tuple(told.shapes.values()), outer.codec)
     memory = _map_memory(ranks, lambda place: VectorMemory(outer, layout.num_elements, ranks.num_ranks, place))
     local = LocalParameters(module, parameters, layout, ranks)
     cut = Cut(layout, outer.fragments, ranks.gather(local.ranges), ranks.gather(local.needed))
     share = SharedVectors(memory, cut, form_of(outer.codec, outer.topk), ranks)
-    return RankVectors(outer, screening, layout, local, share)
+    return RankVectors(outer, told.screening, layout, local, share)
 
 
 def _map_memory(ranks: Ranks, obtain: Callable[[str], VectorMemory]) -> VectorMemory:

@@ -37,7 +37,6 @@ from farandole.protocol.bulk import (
     decode_proposal,
     dialable,
     greeting,
-    is_greeting,
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
@@ -55,6 +54,7 @@ from ..mesh.reuse import calm
 from .bundle import Bundle
 from .channel import BulkChannel, ChannelError, open_channel
 from .lines import Line, reachable
+from .race import Race, send_all
 from .strands import DIRECT, Place, StrandService, Way
 
 logger = logging.getLogger(__name__)
@@ -79,11 +79,8 @@ GREETING_TIMEOUT = 3.0
 MAX_UNPROVEN, MAX_UNPROVEN_PER_ADDRESS = 32, 8
 # After an accept that failed because descriptors ran out.
 ACCEPT_PAUSE = 0.5
-# Connections that wait for the answerer, which chooses one.
-MAX_CANDIDATES = 2 * MAX_OFFERED
 # Before a dial from the listener's port: most plain dials have answered by then.
 PUNCH_AFTER = 0.3
-_CHOSEN = b"\x01"
 
 
 class BulkHost(StreamHost, Protocol):
@@ -147,7 +144,7 @@ class BulkService:
         self._idle: OrderedDict[bytes, BulkChannel | Bundle] = OrderedDict()
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._expected: Counter[bytes] = Counter()
-        self._races: dict[bytes, _Race] = {}  # by session; at most one per peer that is expected, or was asked
+        self._races: dict[bytes, Race] = {}  # by session; at most one per peer that is expected, or was asked
         self._unproven: Counter[str] = Counter()
         self._is_closed = False
         self._strands = StrandService(host, self, lines)
@@ -333,9 +330,9 @@ class BulkService:
         )
 
     @contextlib.contextmanager
-    def _race(self, proposal: Proposal, peer: bytes) -> Iterator[_Race]:
+    def _race(self, proposal: Proposal, peer: bytes) -> Iterator[Race]:
         """Let connections in that greet for this session, until the block ends."""
-        race = self._races[proposal.session] = _Race(peer, proposal)
+        race = self._races[proposal.session] = Race(peer, proposal)
         try:
             yield race
         finally:
@@ -343,7 +340,7 @@ class BulkService:
             race.end()
 
     async def _run_race(
-        self, race: _Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, way: Way, is_asker: bool
+        self, race: Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, way: Way, is_asker: bool
     ) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
         us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
@@ -372,7 +369,7 @@ class BulkService:
 
     # Connections
 
-    async def _dial(self, race: _Race, address: Address, is_punch: bool) -> None:
+    async def _dial(self, race: Race, address: Address, is_punch: bool) -> None:
         """Dial once; from the listener's port if ``is_punch``."""
         family = _family(address[0])
         connection = trio.socket.socket(family, socket.SOCK_STREAM)
@@ -390,7 +387,7 @@ class BulkService:
             await self._greet(race, connection)
 
     async def _dial_through(
-        self, race: _Race, addresses: Sequence[Address], line: Line, scope: trio.CancelScope
+        self, race: Race, addresses: Sequence[Address], line: Line, scope: trio.CancelScope
     ) -> None:
         """Dial the addresses through a proxy; cancel ``scope`` if no connection opens: no other way is tried."""
         has_opened = False
@@ -408,9 +405,9 @@ class BulkService:
         if not has_opened:
             scope.cancel()
 
-    async def _greet(self, race: _Race, connection: trio.socket.SocketType) -> bool:
+    async def _greet(self, race: Race, connection: trio.socket.SocketType) -> bool:
         """Greet over a connection that this node has dialled; return whether it is the peer's. Raises `OSError`."""
-        await _send_all(connection, greeting(race.session, race.their_token))
+        await send_all(connection, greeting(race.session, race.their_token))
         is_greeted = race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES))
         if is_greeted:
             race.offer(connection)
@@ -426,7 +423,7 @@ class BulkService:
                 if race is not None and race.is_greeted_by(received):
                     await race.is_on.wait()
                     race.adopt(connection)
-                    await _send_all(connection, greeting(race.session, race.their_token))
+                    await send_all(connection, greeting(race.session, race.their_token))
                     race.offer(connection)
                     return
             connection.close()
@@ -471,81 +468,6 @@ class BulkService:
         """Close all kept channels and keep no more: the host's handlers may end later, and release theirs."""
         self._is_closed = True
         self.close()
-
-
-class _Race:
-    """The connections of one negotiation, of which the answerer chooses one."""
-
-    def __init__(self, peer: bytes, proposal: Proposal) -> None:
-        self.peer = peer
-        self.proposal = proposal
-        self.session = proposal.session
-        self.their_token = b""
-        self.is_on = trio.Event()
-        self._connections: set[trio.socket.SocketType] = set()
-        self._chosen: socket.socket | None = None
-        self._has_ended = False
-        self._offers, self._offered = trio.open_memory_channel[trio.socket.SocketType](MAX_CANDIDATES)
-
-    def begin(self, theirs: Proposal) -> None:
-        """Begin with the other end's proposal."""
-        self.their_token = theirs.token
-        self.is_on.set()
-
-    def is_greeted_by(self, received: bytes) -> bool:
-        """Return whether the other end has sent these bytes."""
-        return is_greeting(received, self.session, self.proposal.token)
-
-    def adopt(self, connection: trio.socket.SocketType) -> None:
-        """Close this connection at the end, unless it is chosen; at once if the race has ended."""
-        if self._has_ended:
-            connection.close()
-        else:
-            self._connections.add(connection)
-
-    def offer(self, connection: trio.socket.SocketType) -> None:
-        """Add a connection on which both have greeted. It is skipped if too many came before, or the race is over."""
-        with contextlib.suppress(trio.WouldBlock, trio.BrokenResourceError):
-            self._offers.send_nowait(connection)
-
-    async def choose(self) -> None:
-        """Choose as the answerer: the first connection that takes the message."""
-        while True:
-            connection = await self._offered.receive()
-            with contextlib.suppress(OSError):
-                await _send_all(connection, _CHOSEN)
-                return self._take(connection)
-
-    async def await_choice(self) -> None:
-        """Wait as the asker for the connection on which the answerer announces its choice."""
-
-        async def listen_to(connection: trio.socket.SocketType) -> None:
-            with contextlib.suppress(OSError):
-                if await connection.recv(1) == _CHOSEN and self._chosen is None:
-                    self._take(connection)
-                    nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            while True:
-                nursery.start_soon(listen_to, await self._offered.receive())
-
-    def _take(self, connection: trio.socket.SocketType) -> None:
-        self._connections.remove(connection)
-        self._chosen = socket.socket(fileno=connection.detach())
-
-    def claim(self) -> socket.socket | None:
-        """Return the chosen connection, which the caller then owns."""
-        chosen, self._chosen = self._chosen, None
-        return chosen
-
-    def end(self) -> None:
-        """Close the connections that were not chosen or not claimed, and late ones."""
-        self._has_ended = True
-        self._offered.close()
-        if self._chosen is not None:
-            self._chosen.close()
-        while self._connections:
-            self._connections.pop().close()
 
 
 @contextlib.asynccontextmanager
@@ -623,12 +545,6 @@ def _direct_ips(addresses: Iterable[str]) -> list[str]:
 
 def _family(ip: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in ip else socket.AF_INET
-
-
-async def _send_all(connection: trio.socket.SocketType, data: bytes) -> None:
-    """Send a few bytes, which a fresh connection takes at once."""
-    if await connection.send(data) != len(data):
-        raise OSError("the connection takes nothing")
 
 
 async def _receive_exactly(connection: trio.socket.SocketType, size: int) -> bytes:

@@ -66,7 +66,7 @@ class Place:
     opened: BulkChannel | None = None
 
 
-class Channels(Protocol):
+class Negotiator(Protocol):
     """The part of `farandole.node.bulk.negotiation.BulkService` that is used here."""
 
     async def negotiate(self, peer: bytes, session: bytes, way: Way) -> BulkChannel:
@@ -105,7 +105,7 @@ class _Strands:
 class StrandService:
     """The strands of one node's channels. ``lines``: the node's, besides its own."""
 
-    def __init__(self, host: StreamHost, channels: Channels, lines: Sequence[Line]) -> None:
+    def __init__(self, host: StreamHost, channels: Negotiator, lines: Sequence[Line]) -> None:
         self.places: dict[bytes, Place] = {}
         """By session: the strands that other ends may negotiate now."""
         self._host = host
