@@ -39,14 +39,14 @@ test: $(STAMP) lint ## Lint, type-check, test (10 minutes on 2 fast cores, 30 on
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PYTHONPATH=.typing $(BIN)/lint-imports
+	$(BIN)/lint-imports
 
 types: $(STAMP)
 	$(BIN)/mypy
 
 lint-platforms: $(STAMP) ## Type-check what runs on volunteers' machines as Windows and macOS would (2 minutes)
 	for system in win32 darwin; do \
-	  $(BIN)/mypy --platform $$system --cache-dir .mypy_cache/$$system $(addprefix .typing/farandole/,node protocol training) || exit; \
+	  $(BIN)/mypy --platform $$system --cache-dir .mypy_cache/$$system $(addprefix src/farandole/,node protocol training) || exit; \
 	done
 
 unit: $(STAMP)

@@ -1,5 +1,4 @@
-"""Packaging: folders stay at the top level, and setuptools maps them. An unlisted package works in an editable install
-and is missing from the wheel, so the list is compared with the disk."""
+"""Packaging: folders stay at the top level, and `src/farandole/` links to them."""
 
 from __future__ import annotations
 
@@ -19,20 +18,10 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).parent.parent
 DEBIANS_PYTHON = "3.11.2"
 # Benchmarks and attack tools are not part of what a volunteer installs.
-FROM_SOURCE_ALONE = {"farandole.testnet.bench", "farandole.testnet.zoo"}
+FROM_SOURCE_ALONE = ("testnet/bench/", "testnet/zoo/")
+FOLDERS = ("node", "protocol", "training", "testnet")
 # Pinned packages, with hashes, of the image and of releases; CUDA's in a separate file.
 LOCKS = ("requirements.lock", "requirements-cuda.lock")
-
-
-def test_every_package_on_disk_is_listed() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    on_disk = {
-        "farandole." + ".".join(init.parent.relative_to(ROOT).parts)
-        for folder in ("node", "protocol", "training", "testnet")
-        for init in (ROOT / folder).rglob("__init__.py")
-    } | {"farandole"}
-    assert on_disk - FROM_SOURCE_ALONE == set(settings["packages"])
-    assert set(settings["package-dir"]) == set(settings["packages"])
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +30,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "library", "node", "protocol", "training", "testnet"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "src", *FOLDERS):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info"))
+        else:
+            shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
     subprocess.run(command, check=True, capture_output=True)
     (built,) = folder.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         archive.extractall(folder / "installed")
     return folder / "installed"
+
+
+def test_the_wheel_has_every_other_module(wheel: Path) -> None:
+    on_disk = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    expected = {path for path in on_disk if not path.startswith(FROM_SOURCE_ALONE)}
+    installed = {str(path.relative_to(wheel / "farandole")) for path in wheel.rglob("*.py")}
+    assert installed - expected == {"__init__.py", "hf.py", "lightning.py"}
+    assert expected - installed == set()
 
 
 def test_the_wheel_has_neither_benchmarks_nor_attack_tools(wheel: Path) -> None:
@@ -60,10 +59,10 @@ def test_the_wheel_has_neither_benchmarks_nor_attack_tools(wheel: Path) -> None:
 
 
 def test_the_testnet_works_without_benchmarks(wheel: Path) -> None:
-    """The finder of the editable install would find the benchmarks in the source, so it is removed."""
+    """The path of the editable install would find the benchmarks in the source, so it is removed."""
     code = (
         "import sys\n"
-        "sys.meta_path = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
+        f"sys.path[:] = [each for each in sys.path if not each.startswith({str(ROOT / 'src')!r})]\n"
         f"sys.path.insert(0, {str(wheel)!r})\n"
         "from farandole.node.cli import main\n"
         "main(['testnet', '--help'])\n"
@@ -73,23 +72,10 @@ def test_the_testnet_works_without_benchmarks(wheel: Path) -> None:
     assert "bench" not in shown
 
 
-def test_type_checkers_see_each_folder_once() -> None:
-    for folder in ("node", "protocol", "training", "testnet"):
-        link = ROOT / ".typing" / "farandole" / folder
-        assert link.is_symlink()
-        assert link.resolve() == ROOT / folder
-
-
-def test_type_checkers_see_the_interface() -> None:
-    for path in (ROOT / "library").glob("*.py*"):
-        if path.is_file():
-            assert (ROOT / ".typing" / "farandole" / path.name).resolve() == path
-
-
 def test_the_interface_is_what_it_names(wheel: Path) -> None:
     code = (
         "import sys\n"
-        "sys.meta_path = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
+        f"sys.path[:] = [each for each in sys.path if not each.startswith({str(ROOT / 'src')!r})]\n"
         f"sys.path.insert(0, {str(wheel)!r})\n"
         "import farandole\n"
         "print('torch' in sys.modules, len([name for name in sys.modules if name.startswith('farandole')]))\n"
@@ -114,12 +100,10 @@ def test_protocol_imports_no_io() -> None:
 
 
 def test_the_image_is_built_of_all_that_the_package_needs() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {Path(folder).parts[0] for folder in settings["tool"]["setuptools"]["package-dir"].values()}
-    project = settings["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {"pyproject.toml", "constraints.txt", *LOCKS, project["readme"], *project["license-files"]}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert kept == needed | folders
+    assert kept == needed | {"src", *FOLDERS}
 
 
 def pins(name: str) -> dict[str, str]:

@@ -1,1 +1,0 @@
-../../library/hf.py
