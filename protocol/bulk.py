@@ -29,7 +29,6 @@ A node does not dial into its own network only because a peer asks it to: see `d
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
@@ -40,31 +39,18 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from .errors import RemoteProtocolError
 from .identity import framed
+from .ip_addresses import MIN_PORT, Address, are_neighbours, unicast_ip
 from .record_layer import SECRET_BYTES
-from .wire import MessageDecoder
+from .wire import SESSION_BYTES, MessageDecoder
 
 BULK_VERSION = 3
-SESSION_BYTES = 16
 TOKEN_BYTES = 32
 GREETING_BYTES = SESSION_BYTES + TOKEN_BYTES
 PUBLIC_KEY_BYTES = 32
 # A machine has a few interfaces with IPv4 and IPv6 addresses, and an address outside its NAT.
 MAX_OFFERED = 8
-# The longest IPv6 address as text, with an IPv4 address in its last part.
-MAX_IP_CHARS = 45
 # Eight addresses of 50 bytes, a key, and two ids.
 MAX_PROPOSAL_BYTES = 1_024
-# Lower ports belong to system services; a peer must not make a node dial them.
-MIN_PORT = 1_024
-# Prefix length by IP version: addresses in one network of this size are neighbours.
-_NEIGHBOURHOOD = {4: 24, 6: 64}
-
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-Address = tuple[
-    Annotated[str, msgspec.Meta(min_length=2, max_length=MAX_IP_CHARS)],
-    Annotated[int, msgspec.Meta(ge=MIN_PORT, le=65_535)],
-]
-"""An IP address as text, and a TCP port."""
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
@@ -145,24 +131,3 @@ def dialable(offered: Iterable[Address], in_use: Iterable[str]) -> list[Address]
     chosen = [(ip, port) for ip in used for _, port in parsed]
     chosen += [(ip, port) for ip, port in parsed if ip.is_global or any(are_neighbours(ip, other) for other in used)]
     return [(str(ip), port) for ip, port in dict.fromkeys(chosen)][:MAX_OFFERED]
-
-
-def unicast_ip(text: str) -> IpAddress | None:
-    """Parse a unicast address, or return None; an IPv4-mapped IPv6 address becomes IPv4, one with a zone is refused."""
-    try:
-        ip = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    if ip.version == 6:
-        if ip.scope_id is not None:
-            return None
-        ip = ip.ipv4_mapped or ip
-    return None if ip.is_unspecified or ip.is_multicast else ip
-
-
-def are_neighbours(ip: IpAddress, other: IpAddress) -> bool:
-    """Return whether two addresses lie in the same /24 or /64."""
-    if ip.version != other.version:
-        return False
-    shift = ip.max_prefixlen - _NEIGHBOURHOOD[ip.version]
-    return int(ip) >> shift == int(other) >> shift

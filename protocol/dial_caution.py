@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from .bulk import MIN_PORT, are_neighbours, unicast_ip
+from .ip_addresses import MIN_PORT, are_neighbours, unicast_ip
 
 # Failed attempts in a row at one port, and at one machine or IPv6 network (one customer has 2^64 addresses); then the
 # pauses in seconds, which double.

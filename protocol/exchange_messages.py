@@ -15,9 +15,8 @@ import msgspec
 from .errors import RemoteProtocolError
 from .framing import LENGTH_BYTES
 from .outer_rules import Codec
-from .pairing_messages import Session
 from .pipe import HEADER_BYTES, KIND_BYTES, MESSAGE_KIND
-from .wire import PRINTABLE, MessageDecoder
+from .wire import PRINTABLE, MessageDecoder, Session
 
 EXCHANGE_VERSION = 5
 # An offer has about 160 bytes; an abort's reason at most 256 characters.

@@ -9,8 +9,7 @@ import msgspec
 
 from .errors import RemoteProtocolError
 from .framing import FrameParser, frame
-from .pairing_messages import Session
-from .wire import MessageDecoder, encode
+from .wire import MessageDecoder, Session, encode
 
 # Sessions whose outcome an initiator remembers. It has one a round, and peers ask about it for exchange_seconds.
 MAX_OUTCOMES = 1_024

@@ -60,17 +60,17 @@ from .pairing_events import (
     PeersChanged,
     RoundStarted,
     SendMessage,
-    SetTimer,
     StartExchange,
     State,
     Stopped,
-    TimerFired,
     TrafficSaved,
     failure,
 )
 from .pairing_order import PeerOrder
 from .pairing_round import Bond, PairingRound
+from .timers import SetTimer, TimerFired
 from .trainer_messages import FinishRound, UseFragment
+from .wire import SESSION_BYTES
 
 # A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
 # back. A newcomer gets weights that are at most this old.
@@ -433,7 +433,7 @@ class Pairing:
 
     def _draw_session(self) -> bytes:
         """Draw a random session; where there are fragments its last byte is the proposal's fragment."""
-        session = self._rng.randbytes(messages.SESSION_BYTES)
+        session = self._rng.randbytes(SESSION_BYTES)
         return session[:-1] + bytes((self._current.fragment,)) if self._num_fragments > 1 else session
 
     def _is_of_another_fragment(self, session: bytes) -> bool:

@@ -9,6 +9,7 @@ import enum
 import math
 from dataclasses import dataclass
 
+from .timers import SetTimer, TimerFired
 from .trainer_messages import FinishRound, UseFragment
 
 
@@ -54,11 +55,6 @@ class PeerLost:
     """The connection to a peer is gone, or a message to it was not delivered."""
 
     peer: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TimerFired:
-    """The timer of the newest `SetTimer` is due. Early or superfluous events do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +106,6 @@ class SendMessage:
 
     peer: bytes
     payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SetTimer:
-    """Come back with `TimerFired` at this time (monotonic seconds). Replaces the timer that was set before."""
-
-    at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from .errors import RemoteProtocolError
-from .wire import MessageDecoder, encode
+from .wire import MessageDecoder, Session, encode
 
-SESSION_BYTES = 16
 # The longest message, a proposal, has 29 bytes; the rest is room for one more field.
 MAX_MESSAGE_BYTES = 64
 # Messages taken from one peer in METER_SECONDS. An honest one sends its proposals and answers, a few a round, and asks
@@ -23,8 +22,6 @@ MAX_MESSAGES, METER_SECONDS = 64, 1.0
 # Peers counted in one such period; messages of further ones are dropped.
 MAX_METERED_PEERS = 4_096
 
-Session = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
-"""Names one proposal, and the exchange that may follow it. Drawn at random by its proposer."""
 # A box is at most a day (`RoundConfig.round_seconds`) and is moved by at most half its length.
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1.5 * 86_400)]
 

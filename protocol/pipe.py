@@ -37,9 +37,8 @@ import msgspec
 from .errors import LocalProtocolError, RemoteProtocolError
 from .framing import LENGTH_BYTES
 from .incoming import Incoming
-from .pairing_messages import Session
 from .pipe_steps import TRANSITIONS, Facts, RouteMessage, RouteStep, problem_of
-from .wire import MessageDecoder, encode
+from .wire import MessageDecoder, Session, encode
 
 # Smaller transfers are done over the stream before a channel is open (milliseconds locally, round trips elsewhere).
 BULK_FROM: Final = 1_000_000

@@ -44,7 +44,6 @@ from .microbatches import (
     Microbatches,
     MicrobatchLink,
 )
-from .pairing_events import SetTimer, TimerFired
 from .pipeline_events import (
     Avoided,
     CloseLink,
@@ -68,6 +67,7 @@ from .pipeline_events import (
     Told,
 )
 from .pipeline_links import RETRY_INTERVAL, Dialling, Promises, choose_hop
+from .timers import SetTimer, TimerFired
 from .trainer_messages import InnerStepTaken, Job, Settle, TakeInnerStep, Work, Worked
 
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.

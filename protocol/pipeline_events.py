@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import activations as wire
-from .pairing_events import SetTimer, TimerFired
+from .timers import SetTimer, TimerFired
 from .trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 
 

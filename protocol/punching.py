@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from .bulk import are_neighbours, unicast_ip
+from .ip_addresses import are_neighbours, unicast_ip
 from .reachability import HTTPS_PORT, MIN_PORT, Address
 
 DCUTR_PROTOCOL: Final = "/libp2p/dcutr"

@@ -23,8 +23,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from .bulk import MAX_IP_CHARS
 from .errors import RemoteProtocolError
+from .ip_addresses import MAX_IP_CHARS
 from .wire import MessageDecoder
 
 DIALBACK_PROTOCOL: Final = "/farandole/dialback/1"

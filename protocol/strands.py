@@ -18,9 +18,8 @@ from typing import Annotated, Final
 import msgspec
 from blake3 import blake3
 
-from .bulk import SESSION_BYTES
 from .errors import RemoteProtocolError
-from .wire import MessageDecoder
+from .wire import SESSION_BYTES, MessageDecoder
 
 # Strands of a channel: each costs two threads while it moves data.
 MAX_STRANDS: Final = 8

@@ -15,6 +15,7 @@ from . import pairing_events as pairing
 from . import trainer_messages as messages
 from .node_state import Phase, TrainingState
 from .pipeline_events import Measure, Measured, RoundBegan, RoundDrained, RoundEnds
+from .timers import SetTimer, TimerFired
 
 # Events
 
@@ -142,7 +143,7 @@ Event = (
     | pairing.PeerLost
     | pairing.PeersChanged
     | pairing.TrafficSaved
-    | pairing.TimerFired
+    | TimerFired
 )
 
 
@@ -234,7 +235,7 @@ Output = (
     | pairing.StartExchange
     | GiveUpExchange
     | pairing.SendMessage
-    | pairing.SetTimer
+    | SetTimer
     | Publish
     | Enter
     | Say

@@ -39,6 +39,7 @@ from .node_state import Phase, TrainingState
 from .pairing import MAX_ROUNDS_BEHIND, Pairing
 from .pipeline_events import Measure, Measured, RoundBegan, RoundDrained, RoundEnds
 from .supervisor import End, Supervisor
+from .timers import SetTimer, TimerFired
 from .training_events import (
     FOLLOWING,
     HAS_TRAINER,
@@ -152,7 +153,7 @@ class TrainingLoop:
         match event:
             case pairing.MessageReceived() | pairing.PeerLost() | pairing.PeersChanged() | pairing.TrafficSaved():
                 self._tell_pairing(event, now)
-            case pairing.TimerFired():
+            case TimerFired():
                 self._timer_set_at = math.inf
                 self._fire_due_timers(now)
             case LoopBegan(state, rest) if self.state is LoopState.IDLE:
@@ -355,7 +356,7 @@ class TrainingLoop:
                 self._fire(timer, now)
         if self._pairing_at <= now:
             self._pairing_at = math.inf
-            self._tell_pairing(pairing.TimerFired(), now)
+            self._tell_pairing(TimerFired(), now)
 
     def _fire(self, timer: _Timer, now: float) -> None:
         match timer:
@@ -538,7 +539,7 @@ class TrainingLoop:
         match output:
             case pairing.SendMessage():
                 self._outputs.append(output)
-            case pairing.SetTimer(at):
+            case SetTimer(at):
                 self._pairing_at = at
             case _ if life is None:
                 pass
@@ -685,7 +686,7 @@ class TrainingLoop:
         at = min(*self._timers.values(), self._pairing_at, math.inf)
         if at != self._timer_set_at:
             self._timer_set_at = at
-            self._outputs.append(pairing.SetTimer(at))
+            self._outputs.append(SetTimer(at))
 
 
 class _Life:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -14,6 +14,10 @@ DECODING_ERRORS: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 # Pattern of a peer's words: terminals show them, so no control characters.
 PRINTABLE: Final = r"\A[\x20-\x7e]*\Z"
+
+SESSION_BYTES = 16
+Session = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
+"""Names a session of two peers. Drawn at random by the one that proposes it."""
 
 encode: Final = msgspec.msgpack.Encoder().encode
 """Encode a message."""

@@ -31,6 +31,7 @@ from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.pairing_backoff import MeetingLimit
 from farandole.protocol.supervisor import Supervisor
+from farandole.protocol.timers import SetTimer, TimerFired
 from farandole.protocol.training_loop import LoopConfig, TrainingLoop
 
 from .line_exchanges import LineExchanges, SimulatedHome
@@ -481,10 +482,10 @@ class _Node:
                 self._start_exchange(output)
             case pairing_events.SendMessage(peer, payload):
                 self.world.send(self.name, peer, _PAIRING + payload)
-            case pairing_events.SetTimer(at):
+            case SetTimer(at):
                 if self._timer is not None:
                     self._timer.cancel()
-                fire = partial(self.handle, pairing_events.TimerFired())
+                fire = partial(self.handle, TimerFired())
                 self._timer = simulation.call_at(at, fire) if at < math.inf else None
             case pairing_events.GoAlone():
                 self.world.report.alone += 1

@@ -26,10 +26,7 @@ from farandole.protocol.bulk import (
     GREETING_BYTES,
     MAX_OFFERED,
     MAX_PROPOSAL_BYTES,
-    MIN_PORT,
-    SESSION_BYTES,
     TOKEN_BYTES,
-    Address,
     Binding,
     Proposal,
     Side,
@@ -41,7 +38,8 @@ from farandole.protocol.bulk import (
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.identity import short_name
-from farandole.protocol.wire import encode
+from farandole.protocol.ip_addresses import MIN_PORT, Address
+from farandole.protocol.wire import SESSION_BYTES, encode
 
 from ..base.backoff import Backoff
 from ..base.bandwidth import Shaping

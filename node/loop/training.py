@@ -18,6 +18,7 @@ from farandole.protocol import training_events as machine
 from farandole.protocol.identity import short_name
 from farandole.protocol.node_state import training_of
 from farandole.protocol.pipeline_events import Measure, RoundBegan, RoundEnds
+from farandole.protocol.timers import SetTimer, TimerFired
 from farandole.protocol.training_loop import TrainingLoop
 
 from ..base.driver import Driver
@@ -95,7 +96,7 @@ class Training:
         self._surroundings = surroundings
         self._pipeline = pipeline
         self._leases = leases
-        self._driver = Driver[machine.Event, machine.Output](self._carry_out, pairing.TimerFired())
+        self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired())
         self._driver.begin(loop)
         self._nursery: trio.Nursery | None = None
         self._life = trio.CancelScope()  # of the present trainer process
@@ -183,7 +184,7 @@ class Training:
     def _carry_out(self, output: machine.Output) -> None:
         journal, nursery = self._journal, self._nursery
         match output:
-            case pairing.SetTimer(at):
+            case SetTimer(at):
                 self._driver.set_timer(at)
             case pairing.SendMessage(peer, payload):
                 self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)

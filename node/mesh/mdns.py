@@ -21,9 +21,9 @@ import trio
 from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
-from farandole.protocol.bulk import unicast_ip
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_key_of
+from farandole.protocol.ip_addresses import unicast_ip
 from farandole.protocol.records import local_name
 
 from ..base.backoff import Backoff

@@ -20,8 +20,8 @@ from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.protocol.bulk import SESSION_BYTES
 from farandole.protocol.identity import public_key_of
+from farandole.protocol.wire import SESSION_BYTES
 from farandole.protocol.yamux import PIECE_BYTES
 
 from .meter import UsageMeter

@@ -22,7 +22,7 @@ from farandole.protocol.entries import Beat, Delta, Kind, Lease, Signed
 from farandole.protocol.framing import frame
 from farandole.protocol.invite import decode_invite
 from farandole.protocol.push import MAX_PUSH_BYTES, PROTOCOL, Batch
-from farandole.protocol.wire import encode
+from farandole.protocol.wire import SESSION_BYTES, encode
 from farandole.protocol.writer import Writer
 
 from .ghosts import signed
@@ -60,7 +60,7 @@ def authors(run_id: bytes) -> Iterator[bytes]:
 def kinds_of(run_id: bytes) -> list[tuple[str, Iterator[bytes]]]:
     """Return the kinds of message: the protocol, and an endless iterator of frames."""
     known = push([signed(Writer(Ed25519PrivateKey.generate(), run_id), Kind.BEAT, 0, _BEAT)])
-    withdraw = pairing_messages.encode_message(pairing_messages.Withdraw(bytes(pairing_messages.SESSION_BYTES)))
+    withdraw = pairing_messages.encode_message(pairing_messages.Withdraw(bytes(SESSION_BYTES)))
     return [
         (PROTOCOL, itertools.repeat(push([]))),
         (PROTOCOL, itertools.repeat(known)),

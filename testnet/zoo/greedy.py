@@ -18,10 +18,10 @@ from farandole.protocol.pairing_events import (
     PeersChanged,
     RoundStarted,
     SendMessage,
-    SetTimer,
     StartExchange,
-    TimerFired,
 )
+from farandole.protocol.timers import SetTimer, TimerFired
+from farandole.protocol.wire import SESSION_BYTES
 
 # Seconds between two proposals to each peer: the fastest rate that no honest node limits.
 PROPOSE_INTERVAL: Final = 0.5
@@ -93,7 +93,7 @@ class GreedyPairing:
         return StartExchange(session, peer, self._round, is_initiator, now + self._deadline)
 
     def _draw_session(self) -> bytes:
-        return self._rng.randbytes(messages.SESSION_BYTES)
+        return self._rng.randbytes(SESSION_BYTES)
 
     def _say(self, peer: bytes, message: messages.Message) -> SendMessage:
         return SendMessage(peer, messages.encode_message(message))

@@ -12,9 +12,9 @@ from functools import partial
 
 from farandole.protocol import activations as wire
 from farandole.protocol import pipeline_events as machine
-from farandole.protocol.pairing_events import SetTimer, TimerFired
 from farandole.protocol.pipe import Chunk
 from farandole.protocol.pipeline import Pipeline
+from farandole.protocol.timers import SetTimer, TimerFired
 from farandole.protocol.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames

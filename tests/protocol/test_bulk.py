@@ -8,11 +8,8 @@ from hypothesis import strategies as st
 
 from farandole.protocol.bulk import (
     GREETING_BYTES,
-    MAX_IP_CHARS,
     MAX_OFFERED,
     MAX_PROPOSAL_BYTES,
-    MIN_PORT,
-    Address,
     Binding,
     Proposal,
     Secrets,
@@ -24,6 +21,7 @@ from farandole.protocol.bulk import (
     is_greeting,
 )
 from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.ip_addresses import MAX_IP_CHARS, MIN_PORT, Address
 from farandole.protocol.record_layer import SECRET_BYTES
 from farandole.protocol.wire import encode
 

@@ -9,8 +9,8 @@ import pytest
 
 from farandole.protocol import activations as wire
 from farandole.protocol import pipeline_events as machine
-from farandole.protocol.pairing_events import TimerFired
 from farandole.protocol.pipeline import Pipeline
+from farandole.protocol.timers import TimerFired
 from farandole.protocol.trainer_messages import Settle, Work, Worked
 
 from .pipeline_world import World

@@ -25,11 +25,10 @@ from farandole.protocol.pairing_events import (
     PeerLost,
     PeersChanged,
     SendMessage,
-    SetTimer,
     StartExchange,
-    TimerFired,
 )
 from farandole.protocol.supervisor import Supervisor
+from farandole.protocol.timers import SetTimer, TimerFired
 from farandole.protocol.training_events import (
     FOLLOWING,
     HAS_TRAINER,

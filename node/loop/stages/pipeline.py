@@ -20,8 +20,8 @@ from farandole.protocol.avoidance import Avoidance
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.microbatches import Counts
-from farandole.protocol.pairing_events import SetTimer, TimerFired
 from farandole.protocol.pipeline import Pipeline
+from farandole.protocol.timers import SetTimer, TimerFired
 
 from ...base.driver import Driver
 from ...state.messenger import Messenger

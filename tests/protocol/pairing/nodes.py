@@ -8,17 +8,9 @@ import msgspec
 
 from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.pairing import PROPOSE_UNTIL, Pairing
-from farandole.protocol.pairing_events import (
-    Event,
-    MessageReceived,
-    Output,
-    PeersChanged,
-    RoundStarted,
-    SendMessage,
-    SetTimer,
-    TimerFired,
-)
+from farandole.protocol.pairing_events import Event, MessageReceived, Output, PeersChanged, RoundStarted, SendMessage
 from farandole.protocol.pairing_messages import Agree, Message, Propose, decode_message, encode_message
+from farandole.protocol.timers import SetTimer, TimerFired
 
 ALICE, BOB, CAROL, MALLORY = b"a" * 32, b"b" * 32, b"c" * 32, b"m" * 32
 LOW, MIDDLE, HIGH = bytes(16), b"\x80" + bytes(15), b"\xff" * 16

@@ -25,9 +25,9 @@ from farandole.protocol.pairing_events import (
     PeersChanged,
     RoundStarted,
     SendMessage,
-    TimerFired,
 )
 from farandole.protocol.pairing_messages import Agree, Busy, Decline, Propose
+from farandole.protocol.timers import TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, MIDDLE, Node, matched, started
 

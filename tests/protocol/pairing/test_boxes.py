@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from farandole.protocol.pairing import MEETING_SHARE
-from farandole.protocol.pairing_events import ContributionReady, ExchangeEnded, RoundStarted, TimerFired
+from farandole.protocol.pairing_events import ContributionReady, ExchangeEnded, RoundStarted
 from farandole.protocol.pairing_messages import Busy, Decline, Propose, Ready
+from farandole.protocol.timers import TimerFired
 from farandole.protocol.trainer_messages import FinishRound
 
 from .nodes import ALICE, BOB, BOXED, LOW, STEPS, matched, only_proposal, started

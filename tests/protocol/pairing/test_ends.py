@@ -19,9 +19,9 @@ from farandole.protocol.pairing_events import (
     SendMessage,
     StartExchange,
     State,
-    TimerFired,
 )
 from farandole.protocol.pairing_messages import Agree, Begin, Busy, Decline, Propose, Ready, Withdraw, encode_message
+from farandole.protocol.timers import TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, STEPS, Node, matched, only_proposal, started
 

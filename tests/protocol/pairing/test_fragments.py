@@ -6,14 +6,9 @@ import pytest
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.pairing import WAIT_SHARE
-from farandole.protocol.pairing_events import (
-    ContributionReady,
-    ExchangeEnded,
-    RoundStarted,
-    State,
-    TimerFired,
-)
+from farandole.protocol.pairing_events import ContributionReady, ExchangeEnded, RoundStarted, State
 from farandole.protocol.pairing_messages import Begin, Decline, Propose, Ready, Withdraw
+from farandole.protocol.timers import TimerFired
 from farandole.protocol.trainer_messages import UseFragment
 
 from .nodes import ALICE, BOB, BOXED, LOW, Node

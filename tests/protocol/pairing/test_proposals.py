@@ -16,9 +16,7 @@ from farandole.protocol.pairing_events import (
     PeersChanged,
     RoundStarted,
     SendMessage,
-    SetTimer,
     Stopped,
-    TimerFired,
 )
 from farandole.protocol.pairing_messages import (
     Agree,
@@ -31,6 +29,7 @@ from farandole.protocol.pairing_messages import (
     Withdraw,
     encode_message,
 )
+from farandole.protocol.timers import SetTimer, TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, Node, matched, only_proposal, started
 

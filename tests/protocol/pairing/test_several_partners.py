@@ -11,15 +11,9 @@ from farandole.protocol.pairing import (
     PROPOSE_UNTIL,
     WAIT_SHARE,
 )
-from farandole.protocol.pairing_events import (
-    ContributionReady,
-    ExchangeEnded,
-    GoAlone,
-    RoundStarted,
-    StartExchange,
-    TimerFired,
-)
+from farandole.protocol.pairing_events import ContributionReady, ExchangeEnded, GoAlone, RoundStarted, StartExchange
 from farandole.protocol.pairing_messages import Agree, Begin, Busy, Propose, Ready
+from farandole.protocol.timers import TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, LOW, MALLORY, SEVERAL, Node, only_proposal
 

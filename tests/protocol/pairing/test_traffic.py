@@ -6,15 +6,9 @@ import pytest
 
 from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.pairing import PROPOSE_UNTIL
-from farandole.protocol.pairing_events import (
-    ContributionReady,
-    GoAlone,
-    RoundStarted,
-    StartExchange,
-    TimerFired,
-    TrafficSaved,
-)
+from farandole.protocol.pairing_events import ContributionReady, GoAlone, RoundStarted, StartExchange, TrafficSaved
 from farandole.protocol.pairing_messages import Decline, Propose, Ready
+from farandole.protocol.timers import TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, LOW, STEPS, Node, matched
 

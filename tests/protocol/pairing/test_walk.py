@@ -21,10 +21,8 @@ from farandole.protocol.pairing_events import (
     PeersChanged,
     RoundStarted,
     SendMessage,
-    SetTimer,
     StartExchange,
     State,
-    TimerFired,
 )
 from farandole.protocol.pairing_messages import (
     Agree,
@@ -38,6 +36,7 @@ from farandole.protocol.pairing_messages import (
     decode_message,
     encode_message,
 )
+from farandole.protocol.timers import SetTimer, TimerFired
 from farandole.protocol.trainer_messages import FinishRound
 
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, SEVERAL, STEPS, TWO_LEVELS

@@ -18,8 +18,9 @@ from farandole.protocol.pairing_events import (
     RoundStarted,
     SendMessage,
     StartExchange,
-    TimerFired,
 )
+from farandole.protocol.timers import TimerFired
+from farandole.protocol.wire import SESSION_BYTES
 from farandole.testnet.zoo.greedy import GreedyPairing
 
 OWN, ALICE, BOB = (bytes((number,)) * 32 for number in range(3))
@@ -57,7 +58,7 @@ def test_it_proposes_to_all_and_meets_those_that_are_ready_one_after_the_other()
 
 @pytest.mark.parametrize("does_exchange", [False, True])
 def test_it_agrees_with_everybody_and_an_absent_one_never_follows_through(does_exchange: bool) -> None:
-    pairing, session = greedy(does_exchange=does_exchange), bytes(messages.SESSION_BYTES)
+    pairing, session = greedy(does_exchange=does_exchange), bytes(SESSION_BYTES)
     pairing.handle(ContributionReady(0), 1.0)
     proposal = messages.encode_message(messages.Propose(session, 1.0))
     for peer in (ALICE, BOB):
