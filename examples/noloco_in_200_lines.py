@@ -11,7 +11,8 @@ No server averages and no all-reduce waits for the slowest volunteer. Informatio
 has other pairs, so a replica's progress spreads like a rumour, to N replicas in about log2 N rounds.
 
 farandole does this over the internet. `training/` has the same arithmetic for large models, codecs and fragments;
-`protocol/pairing.py` finds partners without the lobby below; `protocol/exchange.py` makes both commit or neither.
+`protocol/rounds/pairing.py` finds partners without the lobby below; `protocol/exchange/exchange.py` makes both commit
+or neither.
 """
 
 from __future__ import annotations

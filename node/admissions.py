@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from farandole.protocol.identity import peer_id_of
+from farandole.protocol.wire.identity import peer_id_of
 
 from .base.control import ControlError, Handler
 from .loop.notices import NoticeError

@@ -16,7 +16,7 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(Exit.OK)
 
 
-# What an invite begins with, and what the rest of it consists of (`farandole.protocol.invite`, which takes time to
+# What an invite begins with, and what the rest of it consists of (`farandole.protocol.run.invite`, which takes time to
 # import).
 _INVITE: Final = "farandole1"
 _PIECE: Final = re.compile("[a-zA-Z2-7]{4,}")

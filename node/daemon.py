@@ -19,13 +19,13 @@ from typing import Any, Final
 
 import trio
 
-from farandole.protocol.believing import Partners
-from farandole.protocol.errors import FarandoleError, ManifestError
-from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.invite import InviteError, split_address
-from farandole.protocol.manifest import decode_manifest
-from farandole.protocol.relay import Limits
-from farandole.training.host_memory import available_bytes, total_bytes
+from farandole.protocol.mesh.relay import Limits
+from farandole.protocol.run.invite import InviteError, split_address
+from farandole.protocol.run.manifest import decode_manifest
+from farandole.protocol.state.believing import Partners
+from farandole.protocol.wire.errors import FarandoleError, ManifestError
+from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.training.base.host_memory import available_bytes, total_bytes
 
 from .admissions import admission_handlers
 from .base.bandwidth import Shaping

@@ -17,13 +17,13 @@ from typing import Any, Final
 
 import trio
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.identity import public_bytes, short_name
-from farandole.protocol.invite import Invite, decode_invite, peers_at
-from farandole.protocol.manifest import RUN_ID_BYTES
-from farandole.protocol.reachability import ReachabilityKind, is_global
-from farandole.protocol.records import relay_key
-from farandole.protocol.relay import Limits
+from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
+from farandole.protocol.mesh.records import relay_key
+from farandole.protocol.mesh.relay import Limits
+from farandole.protocol.run.invite import Invite, decode_invite, peers_at
+from farandole.protocol.run.manifest import RUN_ID_BYTES
+from farandole.protocol.wire.errors import ManifestError
+from farandole.protocol.wire.identity import public_bytes, short_name
 
 from .base.backoff import pauses
 from .base.control import ControlError

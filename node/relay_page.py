@@ -16,10 +16,10 @@ from typing import Annotated, Final
 import msgspec
 import trio
 
-from farandole.protocol.board import Board, BoardError
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.invite import MAX_ADDRESSES, Invite, encode_invite
-from farandole.training.durable import replacing
+from farandole.protocol.run.invite import MAX_ADDRESSES, Invite, encode_invite
+from farandole.protocol.state.board import Board, BoardError
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.durable import replacing
 
 from .base.backoff import pauses
 from .base.bandwidth import Shaping

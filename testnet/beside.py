@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from .report import Beside, PlayReport
 from .scenario import Scenario

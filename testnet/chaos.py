@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from .fault import MAX_NODES, Fault, FaultKind, NodeIndex
 

@@ -16,8 +16,8 @@ import typer
 
 from farandole.node.app.commands.output import print_json
 from farandole.node.base.exits import Exit
-from farandole.protocol.errors import FarandoleError
-from farandole.training.extras import how_to_add
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.extras import how_to_add
 
 from .section import Write
 
@@ -240,7 +240,7 @@ def compare(
     Examples: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan];
     [cyan]farandole testnet compare --model 0.5M --seeds 5 --rates 0.5,1,2,4 --methods DiLoCo --methods Muon[/cyan]
     """
-    from farandole.training.errors import DataError
+    from farandole.training.base.errors import DataError
 
     from .compare import MethodComparison, choose_methods, run_compare
     from .section import Section

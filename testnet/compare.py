@@ -27,17 +27,17 @@ import torch
 from msgspec.structs import replace
 from rich.console import Console
 
-from farandole.protocol.manifest import InnerConfig, ModelConfig
-from farandole.protocol.presets import num_parameters, preset
-from farandole.training.baselines import Ensemble, Method, methods, train
-from farandole.training.data import Sampler, Text
-from farandole.training.device import Device, choose_device
-from farandole.training.durable import replacing
-from farandole.training.errors import DataError
-from farandole.training.sources import Reader, sources_of, stdlib_sources
-from farandole.training.spliced import joined
-from farandole.training.stacked import Stack, Trial, train_stacked
-from farandole.training.token_cache import Found
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.presets import num_parameters, preset
+from farandole.training.base.device import Device, choose_device
+from farandole.training.base.durable import replacing
+from farandole.training.base.errors import DataError
+from farandole.training.compare.baselines import Ensemble, Method, methods, train
+from farandole.training.compare.stacked import Stack, Trial, train_stacked
+from farandole.training.data.dataset import Sampler, Text
+from farandole.training.data.sources import Reader, sources_of, stdlib_sources
+from farandole.training.data.spliced import joined
+from farandole.training.data.token_cache import Found
 
 from .grid import Grid
 from .plays import play_all

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import trio
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 OF_ITS_OWN: Final[dict[str, Any]] = {}
 """What `subprocess` is told when it starts the first of a group."""

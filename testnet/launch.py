@@ -26,10 +26,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.mesh.addresses import rank
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.identity import peer_id_of, public_bytes
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest, sign_manifest
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest, sign_manifest
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 from . import wrong_clock
 from .false_deaths import false_deaths

@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.vectors import SLOW
-from farandole.training.checkpoint import Counters, save_checkpoint
-from farandole.training.errors import CheckpointError
-from farandole.training.learner import build_learner
-from farandole.training.parameters import Layout
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.vectors import SLOW
+from farandole.training.base.errors import CheckpointError
+from farandole.training.base.parameters import Layout
+from farandole.training.engine.checkpoint import Counters, save_checkpoint
+from farandole.training.engine.learner import build_learner
 
 from .report import Merged
 
@@ -45,7 +45,8 @@ def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes
 
     The rest of each parameter's state comes from the first checkpoint that has it, and so do the counters. The spread
     is the mean over the weights of their standard deviation across replicas, over the mean weights' root mean square
-    (`farandole.training.baselines.Ensemble.spread`). Raises `CheckpointError` if a parameter is in no checkpoint.
+    (`farandole.training.compare.baselines.Ensemble.spread`). Raises `CheckpointError` if a parameter is in no
+    checkpoint.
     """
     holders: dict[str, list[Path]] = defaultdict(list)  # of each tensor
     for path in checkpoints:

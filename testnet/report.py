@@ -14,7 +14,7 @@ import msgspec
 
 from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.status.status import PipelineStatus, Resources
-from farandole.protocol.presets import num_parameters
+from farandole.protocol.run.presets import num_parameters
 
 from .fault import FaultReport
 from .growth import Growth

@@ -15,8 +15,8 @@ from farandole.node.base.config.faults import FileFault as FileFault
 from farandole.node.base.config.toml_file import TomlFile, read_toml
 from farandole.node.base.settings import MIN_CAP_MBIT
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest, RoundConfig
+from farandole.protocol.run.manifest import Manifest, RoundConfig
+from farandole.protocol.wire.errors import ManifestError
 
 from .chaos import Chaos, ChaosError, draw_faults
 from .fault import HOME_FAULTS, MAX_NODES, Fault, FaultKind

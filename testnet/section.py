@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 Write = Annotated[
     Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose section gets the figures.")

@@ -21,18 +21,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
-from farandole.protocol import pairing_events, pairing_messages, training_events
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
-from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
-from farandole.protocol.node_state import TrainingState
-from farandole.protocol.outcomes import Outcomes
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.pairing import Pairing
-from farandole.protocol.pairing_backoff import MeetingLimit
-from farandole.protocol.supervisor import Supervisor
-from farandole.protocol.timers import SetTimer, TimerFired
-from farandole.protocol.training_loop import LoopConfig, TrainingLoop
+from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
+from farandole.protocol.exchange.outcomes import Outcomes
+from farandole.protocol.rounds import pairing_events, pairing_messages, training_events
+from farandole.protocol.rounds.pairing import Pairing
+from farandole.protocol.rounds.pairing_backoff import MeetingLimit
+from farandole.protocol.rounds.training_loop import LoopConfig, TrainingLoop
+from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.state.node_state import TrainingState
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.trainer.supervisor import Supervisor
+from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 from .line_exchanges import LineExchanges, SimulatedHome
 from .simulation import Network, SimulatedTimer, Simulation

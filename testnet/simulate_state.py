@@ -16,8 +16,9 @@ from functools import cache, lru_cache, partial
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.antientropy import Session
-from farandole.protocol.entries import (
+from farandole.protocol.run.invitations import Admission, Roster
+from farandole.protocol.state.antientropy import Session
+from farandole.protocol.state.entries import (
     AdmissionProof,
     Beat,
     Checker,
@@ -29,14 +30,13 @@ from farandole.protocol.entries import (
     Progress,
     Signed,
 )
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.gossip import JOIN_LEAD_SECONDS, SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
-from farandole.protocol.invitations import Admission, Roster
-from farandole.protocol.liveness import BASE_PERIOD
-from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.push import TICK_SECONDS
-from farandole.protocol.state import MAX_AUTHORS, RunState
-from farandole.protocol.writer import Mark, Writer
+from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS, SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
+from farandole.protocol.state.liveness import BASE_PERIOD
+from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state.push import TICK_SECONDS
+from farandole.protocol.state.state import MAX_AUTHORS, RunState
+from farandole.protocol.state.writer import Mark, Writer
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from .simulation import UNIX_EPOCH, Clock, Network, Simulation
 

@@ -17,12 +17,12 @@ from typing import Final, Literal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.entries import AdmissionProof, Delta, Kind, Member
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.invitations import Admission, invite_members
-from farandole.protocol.state import MAX_AUTHORS
-from farandole.protocol.wire import encode
-from farandole.protocol.writer import Writer
+from farandole.protocol.run.invitations import Admission, invite_members
+from farandole.protocol.state.entries import AdmissionProof, Delta, Kind, Member
+from farandole.protocol.state.state import MAX_AUTHORS
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.wire.messagepack import encode
 
 from .simulate_state import RUN_ID, SimulatedNode, World, key_of
 from .simulation import UNIX_EPOCH

@@ -24,8 +24,8 @@ from typing import Final
 
 import numpy as np
 
-from farandole.protocol.manifest import RoundConfig
-from farandole.protocol.needs import TRANSFER_SHARE
+from farandole.protocol.planning.needs import TRANSFER_SHARE
+from farandole.protocol.run.manifest import RoundConfig
 
 from .line_exchanges import SimulatedHome
 from .simulate_pairing import DEATH_SECONDS, OUTER_STEP_SECONDS, PairingScenario, simulate
@@ -74,7 +74,7 @@ class Timing:
 
     @property
     def least_rate(self) -> float:
-        """Return the bytes per second each way that the run requires (`farandole.protocol.needs`)."""
+        """Return the bytes per second each way that the run requires (`farandole.protocol.planning.needs`)."""
         return self.contribution_bytes / (TRANSFER_SHARE * self.exchange_seconds)
 
     def departures(self, num_nodes: int) -> float:

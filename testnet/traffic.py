@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from farandole.protocol.codec_sizes import encoded_bytes
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.needs import needs_of
-from farandole.protocol.planning import complete
-from farandole.protocol.presets import PRESETS, num_parameters, preset
+from farandole.protocol.planning.needs import needs_of
+from farandole.protocol.planning.planning import complete
+from farandole.protocol.run.codec_sizes import encoded_bytes
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.presets import PRESETS, num_parameters, preset
 
 CODECS: Final = ("fp32", "int8", "int4")
 

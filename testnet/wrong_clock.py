@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 _NAMES: Final = ("libfaketimeMT.so.1", "libfaketime.so.1")
 _FOLDERS: Final = ("/usr/lib", "/usr/local/lib", "/usr/lib64")

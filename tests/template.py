@@ -41,7 +41,11 @@ IMPORTED: Final = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.run", "farandole.node.own_loop.attachment"),
     *("farandole.node.cli", "farandole.node.daemon", "farandole.node.relay_node"),
     *("farandole.node.trainer_process.main", "farandole.node.trainer_process.process"),
-    *("farandole.node.trainer_process.engines", "farandole.training.device", "farandole.training.determinism"),
+    *(
+        "farandole.node.trainer_process.engines",
+        "farandole.training.base.device",
+        "farandole.training.base.determinism",
+    ),
     *("farandole.testnet.cli", "farandole.testnet.launch"),
 )
 _PACKAGES: Final = ("farandole", "tests", "torch.distributed.run")

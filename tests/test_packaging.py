@@ -93,7 +93,7 @@ def test_the_mesh_process_never_imports_torch_or_transformers() -> None:
 def test_protocol_imports_no_io() -> None:
     code = (
         "import sys, pkgutil, importlib, farandole.protocol as p\n"
-        "for m in pkgutil.iter_modules(p.__path__): importlib.import_module('farandole.protocol.' + m.name)\n"
+        "for m in pkgutil.walk_packages(p.__path__, 'farandole.protocol.'): importlib.import_module(m.name)\n"
         "print(sorted({'trio', 'libp2p', 'torch', 'sqlite3', 'asyncio'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -61,11 +61,11 @@ ALLOWED: Final = {
     "testnet/wrong_clock.py: /usr/lib": "where libfaketime may be; a clock is put wrong on Linux alone",
     "testnet/wrong_clock.py: /usr/lib64": "as before",
     "testnet/wrong_clock.py: /usr/local/lib": "as before",
-    "training/determinism.py: /proc/cpuinfo": "where there is none, other words name the processor",
-    "training/vector_memory.py: /proc/": "opened on Linux alone",
-    "training/shared_vectors.py: os.kill": "asked whether a rank is there, but not on Windows",
-    "training/vector_memory.py: os.memfd_create": "on Linux; elsewhere a file",
-    "training/durable.py: fcntl": "what only macOS has in it, asked for there alone",
+    "training/base/determinism.py: /proc/cpuinfo": "where there is none, other words name the processor",
+    "training/cluster/vector_memory.py: /proc/": "opened on Linux alone",
+    "training/cluster/shared_vectors.py: os.kill": "asked whether a rank is there, but not on Windows",
+    "training/cluster/vector_memory.py: os.memfd_create": "on Linux; elsewhere a file",
+    "training/base/durable.py: fcntl": "what only macOS has in it, asked for there alone",
 }
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 
-from farandole.training.batches import Tokens
-from farandole.training.spliced import Array
+from farandole.training.data.batches import Tokens
+from farandole.training.data.spliced import Array
 
 
 def array_of(tokens: Tokens) -> Array:

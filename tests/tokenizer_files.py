@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.protocol.manifest import TokenizerConfig
+from farandole.protocol.run.manifest import TokenizerConfig
 
 SEPARATOR = "<|endoftext|>"
 

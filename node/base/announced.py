@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 # Half of an invite's addresses, the most that it holds of the node that makes it.
 MAX_ANNOUNCED: Final = 4
@@ -42,8 +42,8 @@ def check_announced(addresses: Sequence[str]) -> list[str]:
 
 def _is_public(address: str) -> bool:
     # They import cryptography, which ``--help`` does not need.
-    from farandole.protocol.entries import MAX_MEMBER_ADDRESS_CHARS
-    from farandole.protocol.reachability import is_global
+    from farandole.protocol.mesh.reachability import is_global
+    from farandole.protocol.state.entries import MAX_MEMBER_ADDRESS_CHARS
 
     match = _ADDRESS.fullmatch(address)
     if match is None or len(address) > MAX_MEMBER_ADDRESS_CHARS or int(match[3]) not in _PORTS:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from farandole.protocol.record_layer import MAX_SEALED_BYTES
+from farandole.protocol.wire.record_layer import MAX_SEALED_BYTES
 
 from .figures import BYTES_PER_MBIT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from farandole.protocol.clock_votes import ClockSkew
+from farandole.protocol.state.clock_votes import ClockSkew
 
 SET_CLOCK: Final = "set it, for example with `timedatectl set-ntp true`"
 COMPARE_CLOCKS: Final = "check the time on both; `timedatectl set-ntp true` sets it"

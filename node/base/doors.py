@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from .streams import read_exactly
 from .system.endpoint import Endpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Final
 
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.run.manifest import Manifest
 
 # With ten steps to a learning rate of 1e-3, activations grew by a third at most from step to step; with two, to 2.5
 # times (8 layers of width 256).
@@ -18,7 +18,7 @@ MIN_WARMUP_OF_STAGES: Final = 20
 def doubtful_settings(manifest: Manifest, given: Collection[str] = ()) -> list[str]:
     """Return a warning for each combination that the creator probably does not want.
 
-    ``given``: the settings in the run file, such as ``outer.topk`` (`farandole.protocol.planning.given_by`).
+    ``given``: the settings in the run file, such as ``outer.topk`` (`farandole.protocol.planning.planning.given_by`).
     """
     return [*_of_times(manifest, given), *_of_members(manifest), *_without_effect(manifest, given)]
 

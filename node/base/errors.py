@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 
 class PeerUnreachableError(FarandoleError):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.errors import FarandoleError
-from farandole.training.durable import sync_file
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.durable import sync_file
 
 from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, open_binary, others_may, user_id
 from .system.locking import HeldError, locked_file

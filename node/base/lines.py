@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
-# One less than the strands of a channel (`farandole.protocol.strands`, which takes time to import).
+# One less than the strands of a channel (`farandole.protocol.exchange.strands`, which takes time to import).
 MAX_LINES: Final = 7
 LINE_FORM: Final = f"at most {MAX_LINES} proxies, each as socks5://HOST:PORT, without a password"
 _URL: Final = re.compile(r"socks5://([A-Za-z0-9.-]{1,253}|\[([0-9A-Fa-f:.]{2,45})\]):([0-9]{1,5})")

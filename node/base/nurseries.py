@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 
 @asynccontextmanager

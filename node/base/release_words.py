@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from farandole.protocol.releases import ReleaseConflict
+from farandole.protocol.run.releases import ReleaseConflict
 
 # A peer says its release itself, so a line names few.
 MAX_NAMED: Final = 3

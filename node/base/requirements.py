@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, Final
 
-from farandole.protocol.best_known import reason_for
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, needs_of, needs_of_stage
-from farandole.protocol.pairing import MEETING_SHARE
-from farandole.protocol.planning import STAGES, Machine, changes, plan, remedy
-from farandole.training.extras import how_to_add
+from farandole.protocol.planning.best_known import reason_for
+from farandole.protocol.planning.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, needs_of, needs_of_stage
+from farandole.protocol.planning.planning import STAGES, Machine, changes, plan, remedy
+from farandole.protocol.rounds.pairing import MEETING_SHARE
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.extras import how_to_add
 
 from .figures import BYTES_PER_MBIT, duration, mbit, size
 from .settings import NodeSettings
@@ -154,8 +154,8 @@ def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
 def memory_shortfall(needed: Memory, total: int | None, available: int | None) -> str:
     """Return a remedy if other programs use too much memory now; empty if there is enough or it is unknown.
 
-    ``total``, ``available``: bytes of `farandole.training.host_memory`. Raises `MemoryTooSmallError` if all of it is
-    too little.
+    ``total``, ``available``: bytes of `farandole.training.base.host_memory`. Raises `MemoryTooSmallError` if all of it
+    is too little.
     """
     needs = f"this run's model needs {size(needed.host)} of memory here, for one sequence at a time"
     if total is not None and total < LEAST_SHARE * needed.host:

@@ -1,6 +1,6 @@
 """A volunteer's settings of a node: its folder, the peers to dial, the inputs of training, its output.
 
-Settings that all nodes of a run must agree on are in the manifest (`farandole.protocol.manifest`), never here.
+Settings that all nodes of a run must agree on are in the manifest (`farandole.protocol.run.manifest`), never here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from .announced import ANNOUNCED_FORM, check_announced
 from .config.setting import setting
@@ -371,7 +371,7 @@ class NodeSettings:
         or_zero=True,
         panel="Limits",
     )
-    # Within `farandole.protocol.relay.Limits`.
+    # Within `farandole.protocol.mesh.relay.Limits`.
     relay: bool = setting(
         True,
         "Relay traffic between peers that are behind NAT, if this node is publicly reachable.",
@@ -447,7 +447,7 @@ class NodeSettings:
     programs = InHome("programs.sock")  # where the owner's programs use the mesh (`farandole.node.programs`)
     # Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.store.folder`).
     checkpoints = InHome("checkpoints")
-    tokens = InHome("tokens")  # the text that this node brings, tokenised (`farandole.training.token_cache`)
+    tokens = InHome("tokens")  # the text that this node brings, tokenised (`farandole.training.data.token_cache`)
     dashboard_place = InHome("dashboard.json")  # where the page is, while the daemon runs
     evaluations = InHome("evaluations.jsonl")  # reports of members (`farandole.node.status.evaluation_log`)
     rounds = InHome("rounds.jsonl")  # the rounds that are over (`farandole.node.status.round_log`)

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser
 
 # Most bytes that a stream hands over at once: all that one pass of the connection's reader has read, so a reader that
 # keeps up leaves nothing unread.

@@ -1,4 +1,4 @@
-"""A bulk channel of several strands (`farandole.protocol.strands`): connections over different lines, used at once.
+"""A bulk channel of several strands (`protocol.exchange.strands`): connections over different lines, used at once.
 
 Each strand has a thread for each direction. A thread that sends takes the next piece when its connection has room for
 it. A thread that receives decrypts each piece straight to its place. If one strand breaks, the whole channel does, and
@@ -14,9 +14,9 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.strands import HEADER, PIECE_BYTES, Pieces
+from farandole.protocol.exchange.strands import HEADER, PIECE_BYTES, Pieces
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.incoming import Incoming
 
 from .channel import BulkChannel, ChannelError
 

@@ -2,11 +2,11 @@
 
 Why not TLS: its records have 16 KiB, Python's ssl uses the system's OpenSSL, and a TLS connection must not be read and
 written at the same moment. The OpenSSL inside `cryptography` encrypts with the widest vectors of the processor, and the
-overhead of 256 KiB records (`farandole.protocol.record_layer`) is small: 0.4 CPU seconds a gigabyte at the sender and
-at the receiver, hash included, where TLS took 0.7 and 1.0; and 0.7 of a raw socket's rate, where TLS had 0.3
+overhead of 256 KiB records (`farandole.protocol.wire.record_layer`) is small: 0.4 CPU seconds a gigabyte at the sender
+and at the receiver, hash included, where TLS took 0.7 and 1.0; and 0.7 of a raw socket's rate, where TLS had 0.3
 (`farandole testnet bench exchange`, one way, 256 MB and more, a core for each end). The rest of TLS, authentication and
-key agreement, happens before on the libp2p stream: `farandole.protocol.bulk` describes it, and what an attacker on the
-path can do.
+key agreement, happens before on the libp2p stream: `farandole.protocol.exchange.bulk` describes it, and what an
+attacker on the path can do.
 
 The directions share only the socket. Outgoing data is encrypted into memory that stays in the core's cache. Incoming
 data is received into such memory, decrypted straight to its place, and hashed before it leaves the cache. All this
@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterator
 
 import trio
 
-from farandole.protocol.bulk import Secrets
-from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.record_layer import OVERHEAD_BYTES, Opener, Sealer
+from farandole.protocol.exchange.bulk import Secrets
+from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.wire.incoming import Incoming
+from farandole.protocol.wire.record_layer import OVERHEAD_BYTES, Opener, Sealer
 
 from ..base.bandwidth import Shaping, limit_unsent
 from ..base.system.sockets import prefer_congestion_control

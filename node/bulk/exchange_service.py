@@ -1,4 +1,4 @@
-"""Carries out exchanges: one session of `farandole.protocol.exchange` over one stream, with a deadline on every wait.
+"""Carries out exchanges: one session of `protocol.exchange.exchange` over one stream, with a deadline on every wait.
 
 `ExchangeService.run` returns by its deadline whatever the partner does: dies, freezes, lies, or never comes. A
 partner's faults are in the result's reason, never an exception. Contributions go in and out of memory that the caller
@@ -16,10 +16,9 @@ from typing import Any
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange import Exchange
-from farandole.protocol.exchange_messages import Offer, peek_offer
-from farandole.protocol.outcomes import (
+from farandole.protocol.exchange.exchange import Exchange
+from farandole.protocol.exchange.exchange_messages import Offer, peek_offer
+from farandole.protocol.exchange.outcomes import (
     Outcome,
     Outcomes,
     Resolution,
@@ -29,8 +28,9 @@ from farandole.protocol.outcomes import (
     encode_resolve,
     resolve_parser,
 )
-from farandole.protocol.pairing_events import StartExchange
-from farandole.protocol.pipe import Pipe
+from farandole.protocol.exchange.pipe import Pipe
+from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError

@@ -1,4 +1,4 @@
-"""One session of `farandole.protocol.exchange` over its stream: a pipe that moves the contributions, and the script.
+"""One session of `protocol.exchange.exchange` over its stream: a pipe that moves the contributions, and the script.
 
 The trainer process works on both contributions: it encodes its own while it is sent (`Outgoing`), and decodes the
 partner's while it arrives. The progress of each is in the memory that both processes share.
@@ -13,9 +13,8 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Exchange
-from farandole.protocol.exchange_messages import (
+from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Exchange
+from farandole.protocol.exchange.exchange_messages import (
     Aborted,
     Accepted,
     Commit,
@@ -24,10 +23,11 @@ from farandole.protocol.exchange_messages import (
     Offer,
     reason_of,
 )
-from farandole.protocol.exchange_steps import Step
-from farandole.protocol.outcomes import Outcomes
-from farandole.protocol.pairing_events import StartExchange
-from farandole.protocol.pipe import Pipe
+from farandole.protocol.exchange.exchange_steps import Step
+from farandole.protocol.exchange.outcomes import Outcomes
+from farandole.protocol.exchange.pipe import Pipe
+from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.figures import duration, mbit, size
 from ..base.streams import Stream

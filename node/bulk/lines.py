@@ -15,8 +15,8 @@ import trio
 from python_socks import ProxyConnectionError, ProxyError
 from python_socks.async_.trio import Proxy
 
-from farandole.protocol.identity import short_name
-from farandole.protocol.ip_addresses import Address, unicast_ip
+from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.ip_addresses import Address, unicast_ip
 
 from ..base.backoff import Backoff
 from ..base.bandwidth import Shaping

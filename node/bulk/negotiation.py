@@ -4,9 +4,9 @@
 libp2p stream. Only expected peers are served: a node answers proposals only from a peer with which it expects an
 exchange (`expecting`), and reads from TCP connections only while it negotiates.
 
-The dials of one negotiation (`farandole.protocol.bulk`) start together: from any port, which firewalls like best, and a
-moment later also from the listener's own port. Two dials of the second kind meet in the middle and open a way through
-NATs that keep ports (TCP simultaneous open, RFC 5382).
+The dials of one negotiation (`farandole.protocol.exchange.bulk`) start together: from any port, which firewalls like
+best, and a moment later also from the listener's own port. Two dials of the second kind meet in the middle and open a
+way through NATs that keep ports (TCP simultaneous open, RFC 5382).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 import trio
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from farandole.protocol.bulk import (
+from farandole.protocol.exchange.bulk import (
     GREETING_BYTES,
     MAX_OFFERED,
     MAX_PROPOSAL_BYTES,
@@ -35,11 +35,11 @@ from farandole.protocol.bulk import (
     dialable,
     greeting,
 )
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.identity import short_name
-from farandole.protocol.ip_addresses import MIN_PORT, Address
-from farandole.protocol.wire import SESSION_BYTES, encode
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.ip_addresses import MIN_PORT, Address
+from farandole.protocol.wire.messagepack import SESSION_BYTES, encode
 
 from ..base.backoff import Backoff
 from ..base.bandwidth import Shaping

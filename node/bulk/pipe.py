@@ -1,4 +1,4 @@
-"""Drives a pipe (`farandole.protocol.pipe`): one task reads the stream, one writes to it, and one moves the transfers.
+"""Drives a pipe (`protocol.exchange.pipe`): one task reads the stream, one writes to it, and one moves the transfers.
 
 Transfers move over a bulk channel if one opens, in threads, and otherwise over the stream, a chunk at a time. A channel
 that breaks or falls silent is replaced by another or by the stream, and the rest goes over that one. The sender may
@@ -19,9 +19,7 @@ from typing import Protocol
 
 import trio
 
-from farandole.protocol.errors import FarandoleError, LocalProtocolError
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.pipe import (
+from farandole.protocol.exchange.pipe import (
     CHUNK_BYTES,
     CHUNK_OVERHEAD_BYTES,
     Chunk,
@@ -33,7 +31,9 @@ from farandole.protocol.pipe import (
     Sealed,
     TransferReceived,
 )
-from farandole.protocol.pipe_steps import MAX_ROUTES, RouteStep
+from farandole.protocol.exchange.pipe_steps import MAX_ROUTES, RouteStep
+from farandole.protocol.wire.errors import FarandoleError, LocalProtocolError
+from farandole.protocol.wire.incoming import Incoming
 
 from ..base.bandwidth import Shaping
 from ..base.nurseries import open_service_nursery

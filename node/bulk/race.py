@@ -7,7 +7,7 @@ import socket
 
 import trio
 
-from farandole.protocol.bulk import MAX_OFFERED, Proposal, is_greeting
+from farandole.protocol.exchange.bulk import MAX_OFFERED, Proposal, is_greeting
 
 # Connections that wait for the answerer, which chooses one.
 MAX_CANDIDATES = 2 * MAX_OFFERED

@@ -1,4 +1,4 @@
-"""Adds strands to a bulk channel (`farandole.protocol.strands`): one over each further line of either end.
+"""Adds strands to a bulk channel (`farandole.protocol.exchange.strands`): one over each further line of either end.
 
 A channel of nodes without such lines stays as it was. Where a strand does not open, the channel has one less.
 """
@@ -12,9 +12,7 @@ from typing import Final, Protocol, TypeVar
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.strands import (
+from farandole.protocol.exchange.strands import (
     MAX_MESSAGE_BYTES,
     MAX_STRANDS,
     Bound,
@@ -22,7 +20,9 @@ from farandole.protocol.strands import (
     decode_strands,
     strand_session,
 )
-from farandole.protocol.wire import encode
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.messagepack import encode
 
 from ..base.backoff import Backoff
 from ..base.errors import PeerUnreachableError

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import trio
 
-from farandole.protocol.incoming import Incoming
+from farandole.protocol.wire.incoming import Incoming
 
 
 class Channel(Protocol):

@@ -17,13 +17,13 @@ import msgspec
 import trio
 from blake3 import blake3
 
-from farandole.protocol.audits import RoundClaim, replay_of
-from farandole.protocol.cut import stage_parameters
-from farandole.protocol.entries import Kind
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.trainer_messages import Prepare, Replayed
-from farandole.protocol.vectors import OPTIMIZER_VECTORS, max_checkpoint_bytes
+from farandole.protocol.rounds.audits import RoundClaim, replay_of
+from farandole.protocol.run.cut import stage_parameters
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, max_checkpoint_bytes
+from farandole.protocol.state.entries import Kind
+from farandole.protocol.trainer.trainer_messages import Prepare, Replayed
+from farandole.protocol.wire.errors import ManifestError
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError

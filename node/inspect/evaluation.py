@@ -1,8 +1,9 @@
 """A model's figures on tasks of lm-evaluation-harness, from weights on this disk: `farandole eval`.
 
 The harness finds the tasks, loads their data, makes requests of them and computes the metrics; the model answers by
-`farandole.training.harness`. The harness's own command does a little more around it, such as listing all packages of
-this machine in its results; that is left out. Seeds are those of its command, so few-shot examples are the same.
+`farandole.training.evaluation.harness`. The harness's own command does a little more around it, such as listing all
+packages of this machine in its results; that is left out. Seeds are those of its command, so few-shot examples are the
+same.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.protocol.errors import FarandoleError
-from farandole.training.errors import TrainingError
-from farandole.training.extras import how_to_add
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.errors import TrainingError
+from farandole.training.base.extras import how_to_add
 
 from ..base.release import VERSION
 from ..base.settings import NodeSettings
@@ -124,7 +125,7 @@ def evaluate_model(
         on_cpu = device in ("cpu", "auto")
         module, chosen = model.load(device, wanted.batch_size * model.context if on_cpu else 0)
 
-        from farandole.training.harness import HarnessModel
+        from farandole.training.evaluation.harness import HarnessModel
 
         asked = HarnessModel(
             module,

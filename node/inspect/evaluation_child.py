@@ -14,8 +14,13 @@ from typing import Final
 
 import msgspec
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.evaluation_messages import EvaluationAnswer, EvaluationOrder, MeasuredFigure, decode_order
+from farandole.protocol.evaluation.evaluation_messages import (
+    EvaluationAnswer,
+    EvaluationOrder,
+    MeasuredFigure,
+    decode_order,
+)
+from farandole.protocol.wire.errors import FarandoleError
 
 from ..base.settings import NodeSettings
 from ..base.system.priority import EVALUATING_NICENESS, lower_priority

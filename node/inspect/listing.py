@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.identity import peer_id_of
+from farandole.protocol.state.entries import CheckpointNotice
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..base.bandwidth import Shaping
 from ..base.control import NoNodeError, call

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
-from farandole.protocol.vectors import SLOW
+from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest
+from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.wire.errors import FarandoleError
 
 from ..base.figures import count
 from ..base.settings import NodeSettings

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from farandole.protocol.board import Board
-from farandole.protocol.entries import Beat, Kind, Member, Notice
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.node_state import LOSS_SCALE
-from farandole.protocol.presets import num_parameters
+from farandole.protocol.run.presets import num_parameters
+from farandole.protocol.state.board import Board
+from farandole.protocol.state.entries import Beat, Kind, Member, Notice
+from farandole.protocol.state.node_state import LOSS_SCALE
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..status.public_run import PublicMember, PublicRun
 from .peek import Visit

@@ -1,8 +1,9 @@
 """Visits to a run without membership: `farandole checkpoint list` and `pull` make them with an invite.
 
 A visitor has a key of its own for one visit: a node may be using the home's, and two hosts of one name would take
-each other's connections. The home's key signs a pass for it (`farandole.protocol.invitations.VisitorPass`), by which a
-members-only run lets it in. It announces nothing, so no node counts on it; it gets the run state by anti-entropy.
+each other's connections. The home's key signs a pass for it (`farandole.protocol.run.invitations.VisitorPass`), by
+which a members-only run lets it in. It announces nothing, so no node counts on it; it gets the run state by
+anti-entropy.
 
     host -> connectivity -> manifest -> run state
 """
@@ -21,13 +22,13 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.entries import Beat, CheckpointNotice, Kind
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.invitations import VisitorPass, sign_pass
-from farandole.protocol.invite import decode_invite, peers_at
-from farandole.protocol.manifest import Manifest, decode_manifest
-from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.run.invitations import VisitorPass, sign_pass
+from farandole.protocol.run.invite import decode_invite, peers_at
+from farandole.protocol.run.manifest import Manifest, decode_manifest
+from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.identity import public_bytes
 
 from ..base.bandwidth import Shaping
 from ..base.errors import JoinError

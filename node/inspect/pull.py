@@ -18,14 +18,14 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.blocks import Index, SignedIndex
-from farandole.protocol.cut import stage_parameters
-from farandole.protocol.epoch_progress import epoch_progress
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.identity import short_name
-from farandole.protocol.manifest import EpochsConfig
-from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
-from farandole.protocol.vectors import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex
+from farandole.protocol.epochs.epoch_progress import epoch_progress
+from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
+from farandole.protocol.run.cut import stage_parameters
+from farandole.protocol.run.manifest import EpochsConfig
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.identity import short_name
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError

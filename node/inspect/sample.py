@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farandole.training.sampling import Sampling
-from farandole.training.tokenizer import TextStream, Tokenizer
+from farandole.training.data.tokenizer import TextStream, Tokenizer
+from farandole.training.model.sampling import Sampling
 
 from ..base.settings import NodeSettings
 from ..base.system.terminal import without_controls
@@ -58,7 +58,7 @@ def prepare_sample(
         start = tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist() or [tokenizer.separator]
         module, chosen = model.load(device, min(model.context, len(start) + num_tokens))
 
-        from farandole.training.generation import generate
+        from farandole.training.model.generation import generate
 
         generated = generate(
             module, start, context=model.context, vocabulary=model.vocabulary, sampling=sampling, device=chosen

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.manifest import ModelConfig
-from farandole.protocol.needs import TRAINER_BYTES
-from farandole.protocol.safetensors import FP32_BYTES
-from farandole.protocol.shapes import shapes_of
-from farandole.training.errors import TrainingError
-from farandole.training.host_memory import available_bytes
-from farandole.training.own_function import require_allowed
-from farandole.training.tokenizer import Tokenizer, load_tokenizer
+from farandole.protocol.planning.needs import TRAINER_BYTES
+from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.shapes import shapes_of
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.safetensors import FP32_BYTES
+from farandole.training.base.errors import TrainingError
+from farandole.training.base.host_memory import available_bytes
+from farandole.training.data.tokenizer import Tokenizer, load_tokenizer
+from farandole.training.model.own_function import require_allowed
 
 from ..base.figures import size
 from ..base.settings import NodeSettings
@@ -30,7 +30,7 @@ from .model_weights import ModelWeights, open_weights
 if TYPE_CHECKING:
     from torch import nn
 
-    from farandole.training.device import Device
+    from farandole.training.base.device import Device
 
 
 class UnusableModelError(FarandoleError):
@@ -67,8 +67,8 @@ class WholeModel:
 
             import torch
 
-            from farandole.training.device import choose_device
-            from farandole.training.generation import load_model
+            from farandole.training.base.device import choose_device
+            from farandole.training.model.generation import load_model
 
             if weights.is_own:
                 # The trainer computes beside it: several threads would wait for each other at every operation.

@@ -19,7 +19,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from farandole.protocol.identity import PUBLIC_KEY_BYTES
+from farandole.protocol.wire.identity import PUBLIC_KEY_BYTES
 
 from ..state.store import Store, StoreError
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
-from farandole.protocol.identity import public_bytes, short_name
-from farandole.protocol.invitations import InviteSecret
-from farandole.protocol.invite import Invite, InviteError, decode_invite, peers_at
-from farandole.protocol.manifest import decode_manifest
-from farandole.protocol.private_network import network_key_of
-from farandole.protocol.records import run_key
+from farandole.protocol.mesh.records import run_key
+from farandole.protocol.run.invitations import InviteSecret
+from farandole.protocol.run.invite import Invite, InviteError, decode_invite, peers_at
+from farandole.protocol.run.manifest import decode_manifest
+from farandole.protocol.run.private_network import network_key_of
+from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
+from farandole.protocol.wire.identity import public_bytes, short_name
 
 from ..base.backoff import pauses
 from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError

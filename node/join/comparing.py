@@ -1,4 +1,4 @@
-"""Compares a checkpoint that is being fetched with other members' weights (`farandole.protocol.sketches`).
+"""Compares a checkpoint that is being fetched with other members' weights (`farandole.protocol.checkpoints.sketches`).
 
 The members are asked when the checkpoint's index has arrived, which fixes its weights. They compute while it is
 fetched.
@@ -14,10 +14,8 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.blocks import Index
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import short_name
-from farandole.protocol.sketches import (
+from farandole.protocol.checkpoints.blocks import Index
+from farandole.protocol.checkpoints.sketches import (
     SEED_BYTES,
     Judgement,
     Sketch,
@@ -27,6 +25,8 @@ from farandole.protocol.sketches import (
     judge,
     values_of,
 )
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery

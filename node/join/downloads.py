@@ -9,10 +9,10 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.blocks import Index, SignedIndex
-from farandole.protocol.identity import short_name
-from farandole.protocol.records import checkpoint_key
-from farandole.protocol.vectors import is_required
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex
+from farandole.protocol.mesh.records import checkpoint_key
+from farandole.protocol.run.vectors import is_required
+from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery

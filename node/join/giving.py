@@ -1,7 +1,7 @@
 """What this node gives to others: its trainer's checkpoints, and the copy that it keeps of another node's.
 
-`farandole.protocol.copies` decides which checkpoints are copied: one of every stage, at two more nodes, or, if the
-model is cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost.
+`farandole.protocol.checkpoints.copies` decides which checkpoints are copied: one of every stage, at two more nodes, or,
+if the model is cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
-from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.identity import short_name
-from farandole.protocol.records import checkpoint_key
-from farandole.protocol.trainer_messages import Saved
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
+from farandole.protocol.mesh.records import checkpoint_key
+from farandole.protocol.state.entries import CheckpointNotice
+from farandole.protocol.trainer.trainer_messages import Saved
+from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
 from ..base.figures import duration
@@ -34,8 +34,8 @@ from .downloads import Downloads
 # A newcomer that asks for weights waits for the answer (`store.provider.ANSWER_TIMEOUT`); a save must be shorter. For a
 # large checkpoint both ends wait longer (`store.provider.fresh_save_timeout`).
 FRESH_SAVE_TIMEOUT: Final = 6.0
-# An announcement of a held checkpoint lives for a day (`farandole.protocol.entries`), and a copy of a stage that no
-# node holds any more may have to wait longer than that for a node.
+# An announcement of a held checkpoint lives for a day (`farandole.protocol.state.entries`), and a copy of a stage that
+# no node holds any more may have to wait longer than that for a node.
 TELL_INTERVAL: Final = 6 * 3_600.0
 # Copies take no more than this share of the time for downloads, however large the stage or slow the line.
 COPY_SHARE: Final = 0.1

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Final
 
-from farandole.protocol.invite import MAX_ADDRESSES, InviteError, split_address
+from farandole.protocol.run.invite import MAX_ADDRESSES, InviteError, split_address
 
 from ..mesh.addresses import IPV6, PRIVATE, distance_class, rank
 from ..status.status import NodeStatus

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES
+from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame

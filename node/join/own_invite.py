@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.wire.errors import ManifestError
 
 from ..base.control import call
 from ..status.status import NodeStatus
@@ -42,7 +42,7 @@ def own_invite(
 def visit_invite(home: Path) -> str:
     """Make an invite for a command of this machine, to the run of the node that runs here: it admits no other node.
 
-    The home's key signs for the command (`farandole.protocol.invitations.VisitorPass`). Raises as `own_invite`.
+    The home's key signs for the command (`farandole.protocol.run.invitations.VisitorPass`). Raises as `own_invite`.
     """
     return _encode_invite(home, _running_node(home), None, b"")
 

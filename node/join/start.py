@@ -17,14 +17,14 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index, encode_signed_index
-from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import short_name
-from farandole.protocol.manifest import StartConfig
-from farandole.protocol.shapes import names_of_stage
-from farandole.training.durable import replacing
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index, encode_signed_index
+from farandole.protocol.run.manifest import StartConfig
+from farandole.protocol.run.shapes import names_of_stage
+from farandole.protocol.state.entries import CheckpointNotice
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import short_name
+from farandole.training.base.durable import replacing
 
 from ..base.errors import JoinError, PeerUnreachableError
 from ..status.status import NO_START

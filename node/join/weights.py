@@ -3,9 +3,10 @@
 A newcomer takes a checkpoint that several members hold, from all of them at once. Else it takes one member's newest,
 who saves it again if it is old. If the run state knows too few holders, the DHT may know more.
 
-Members' claims are tested here. Weights that are far from most other members' (`farandole.protocol.sketches`) are not
-given to the trainer. A member is not believed for a while (`farandole.protocol.believing`) if it claims to be ahead and
-gives no weights, or weights that other members or the trainer find unfit.
+Members' claims are tested here. Weights that are far from most other members'
+(`farandole.protocol.checkpoints.sketches`) are not given to the trainer. A member is not believed for a while
+(`farandole.protocol.state.believing`) if it claims to be ahead and gives no weights, or weights that other members or
+the trainer find unfit.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.believing import MAX_LEAP
-from farandole.protocol.blocks import Index, SignedIndex
-from farandole.protocol.copies import MAX_ROUNDS_OLDER, Choice, choose
-from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.identity import short_name
-from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
-from farandole.protocol.records import shard_key
-from farandole.protocol.sketches import SketchVerdict
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex
+from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, Choice, choose
+from farandole.protocol.checkpoints.sketches import SketchVerdict
+from farandole.protocol.mesh.records import shard_key
+from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
+from farandole.protocol.state.believing import MAX_LEAP
+from farandole.protocol.state.entries import CheckpointNotice
+from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import JoinError, PeerUnreachableError
 from ..status.journal import Journal

@@ -1,6 +1,6 @@
 """Keeps this node's audits: publishes its commitments, gives their starts, has other nodes' rounds replayed.
 
-`farandole.protocol.audits` decides which, and what follows; this module does the I/O.
+`farandole.protocol.rounds.audits` decides which, and what follows; this module does the I/O.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Final
 
 import trio
 
-from farandole.protocol import audits as machine
-from farandole.protocol.audits import Audits, RoundClaim, name_of
-from farandole.protocol.blocks import Index, SignedIndex
-from farandole.protocol.entries import RULES, Accusation, Commitment, Entry, Kind, Signed
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.trainer_messages import Recorded, Replay, Replayed
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex
+from farandole.protocol.rounds import audits as machine
+from farandole.protocol.rounds.audits import Audits, RoundClaim, name_of
+from farandole.protocol.state.entries import RULES, Accusation, Commitment, Entry, Kind, Signed
+from farandole.protocol.trainer.trainer_messages import Recorded, Replay, Replayed
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError

@@ -8,13 +8,13 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.protocol.errors import FarandoleError, LocalProtocolError
-from farandole.protocol.evaluation_messages import (
+from farandole.protocol.evaluation.evaluation_messages import (
     MAX_ANSWER_BYTES,
     EvaluationAnswer,
     EvaluationOrder,
     decode_answer,
 )
+from farandole.protocol.wire.errors import FarandoleError, LocalProtocolError
 
 from ..base.nurseries import open_service_nursery
 from ..base.system.groups import end_group, start_group

@@ -1,7 +1,8 @@
 """Evaluates the run at its marks, where the owner wants it, and keeps all members' reports.
 
-`farandole.protocol.evaluations` decides which marks this node evaluates. Training goes on: the newest checkpoint's file
-is evaluated in another process. Whatever goes wrong there costs one mark. While the node rests, nothing is evaluated.
+`farandole.protocol.evaluation.evaluations` decides which marks this node evaluates. Training goes on: the newest
+checkpoint's file is evaluated in another process. Whatever goes wrong there costs one mark. While the node rests,
+nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import Final, Protocol
 
 import trio
 
-from farandole.protocol.entries import RULES, Evaluator, Kind, Payload
-from farandole.protocol.evaluation_messages import EvaluationAnswer, EvaluationOrder
-from farandole.protocol.evaluations import (
+from farandole.protocol.evaluation.evaluation_messages import EvaluationAnswer, EvaluationOrder
+from farandole.protocol.evaluation.evaluations import (
     MAX_REPORTS,
     Ended,
     Evaluate,
@@ -27,9 +27,10 @@ from farandole.protocol.evaluations import (
     is_plausible,
     report_of,
 )
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.manifest import EvaluationConfig
-from farandole.protocol.state import RunState
+from farandole.protocol.run.manifest import EvaluationConfig
+from farandole.protocol.state.entries import RULES, Evaluator, Kind, Payload
+from farandole.protocol.state.state import RunState
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..base.driver import Driver
 from ..base.nurseries import open_service_nursery

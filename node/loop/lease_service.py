@@ -18,17 +18,17 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.acquaintance import Acquaintance
-from farandole.protocol.believing import Partners
-from farandole.protocol.entries import Beat, Kind, Lease, Payload
-from farandole.protocol.epoch_progress import median_epoch
-from farandole.protocol.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked, news
-from farandole.protocol.leases import Leases
-from farandole.protocol.liveness import Liveness
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.slices import parts
-from farandole.protocol.state import RunState
+from farandole.protocol.epochs.epoch_progress import median_epoch
+from farandole.protocol.epochs.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked, news
+from farandole.protocol.epochs.leases import Leases
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.slices import parts
+from farandole.protocol.state.acquaintance import Acquaintance
+from farandole.protocol.state.believing import Partners
+from farandole.protocol.state.entries import Beat, Kind, Lease, Payload
+from farandole.protocol.state.liveness import Liveness
+from farandole.protocol.state.state import RunState
+from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.driver import Driver
 from ..state.store import StoreError

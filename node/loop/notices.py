@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.protocol.entries import Kind, Notice
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.state.entries import Kind, Notice
+from farandole.protocol.wire.errors import FarandoleError
 
 from ..state.gossip import GossipService
 from ..status.journal import Journal

@@ -13,10 +13,10 @@ from typing import Final
 
 import trio
 
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.pairing_events import StartExchange
-from farandole.protocol.training_loop import LoopConfig
+from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.rounds.training_loop import LoopConfig
+from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.system.memory import SharedCounter
 from ..bulk.exchange_service import ExchangeResult, ExchangeService

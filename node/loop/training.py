@@ -1,4 +1,4 @@
-"""Driver of the training loop: carries out in a node what `farandole.protocol.training_loop` decides.
+"""Driver of the training loop: carries out in a node what `farandole.protocol.rounds.training_loop` decides.
 
 Trainer processes, exchanges, pairing messages, the timer and the display are here; the decisions are not.
 """
@@ -12,14 +12,14 @@ from typing import Final
 
 import trio
 
-from farandole.protocol import pairing_events as pairing
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol import training_events as machine
-from farandole.protocol.identity import short_name
-from farandole.protocol.node_state import training_of
-from farandole.protocol.pipeline_events import Measure, RoundBegan, RoundEnds
-from farandole.protocol.timers import SetTimer, TimerFired
-from farandole.protocol.training_loop import TrainingLoop
+from farandole.protocol.rounds import pairing_events as pairing
+from farandole.protocol.rounds import training_events as machine
+from farandole.protocol.rounds.training_loop import TrainingLoop
+from farandole.protocol.stages.pipeline_events import Measure, RoundBegan, RoundEnds
+from farandole.protocol.state.node_state import training_of
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 from ..base.driver import Driver
 from ..base.requirements import slow_steps
@@ -50,9 +50,9 @@ class Surroundings:
     on_saved: Callable[[messages.Saved], None]
     """Called with each checkpoint that is written or resumed from."""
     is_suspected: Callable[[bytes], bool]
-    """Returns whether enough members suspect a peer (`farandole.protocol.suspicion`)."""
+    """Returns whether enough members suspect a peer (`farandole.protocol.state.suspicion`)."""
     is_near: Callable[[bytes], bool]
-    """Returns whether a peer is met as a near one (`farandole.protocol.pairing_order`)."""
+    """Returns whether a peer is met as a near one (`farandole.protocol.rounds.pairing_order`)."""
     note_suspicion: Callable[[bytes, bool], None]
     """Called with each peer whose contribution was judged, and whether this node suspects it now."""
     current_round: Callable[[], int]

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.invitations import Roster
-from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
-from farandole.protocol.pairing import Pairing
-from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.state import RunState
-from farandole.protocol.supervisor import Supervisor
-from farandole.protocol.training_loop import LoopConfig, TrainingLoop
-from farandole.protocol.writer import Writer
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.rounds.pairing import Pairing
+from farandole.protocol.rounds.training_loop import LoopConfig, TrainingLoop
+from farandole.protocol.run.invitations import Roster
+from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest
+from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
+from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.trainer.supervisor import Supervisor
 
 from ..base.errors import JoinError
 from ..base.nurseries import open_service_nursery

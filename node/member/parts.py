@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.believing import Partners
+from farandole.protocol.state.believing import Partners
 
 from ..base.bandwidth import Shaping
 from ..base.settings import NodeSettings

@@ -7,10 +7,10 @@ from typing import Final
 
 import msgspec
 
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.entries import Progress
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.supervisor import Supervisor
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.state.entries import Progress
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.trainer.supervisor import Supervisor
 
 from ..join.start import Start
 from ..join.weights import Weights

@@ -8,7 +8,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.entries import CheckpointNotice, Kind, Progress
+from farandole.protocol.state.entries import CheckpointNotice, Kind, Progress
 
 from ..base.errors import JoinError
 from ..base.release import VERSION

@@ -1,4 +1,4 @@
-"""Opens connections to addresses that this node knows only from other peers (`farandole.protocol.dial_caution`)."""
+"""Opens connections to addresses that this node knows only from other peers (`protocol.mesh.dial_caution`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from farandole.protocol.dial_caution import DialBudget, may_dial
+from farandole.protocol.mesh.dial_caution import DialBudget, may_dial
 
 from ..base.errors import PeerUnreachableError
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.token_bucket import TokenBucket
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.token_bucket import TokenBucket
 
 from ..base.errors import PeerUnreachableError
 from .libp2p_stream import Libp2pStream

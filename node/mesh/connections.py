@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.identity import peer_id_of
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..base.errors import PeerUnreachableError
 from .admission import STRANGER_SECONDS, FloodedNetworks, Handshakes, Turns, site_of

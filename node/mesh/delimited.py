@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.streams import Stream, read_exactly
 from .known_addresses import MAX_ADDRESS_BYTES, MAX_ADDRESSES, is_multiaddr

@@ -1,6 +1,6 @@
 """A Kademlia DHT of farandole's own: announces keys, finds the providers of a key, answers other nodes.
 
-Decisions and records are in `farandole.protocol.kademlia`. Many peers are asked at once, so a frozen one does not
+Decisions and records are in `farandole.protocol.mesh.kademlia`. Many peers are asked at once, so a frozen one does not
 delay the others. Answers are hints: a provider authenticates itself when it is dialled.
 """
 
@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_bytes, public_key_of_bytes
-from farandole.protocol.kademlia import (
+from farandole.protocol.mesh.kademlia import (
     BUCKET_SIZE,
     KAD_PROTOCOL,
     REANNOUNCE_INTERVAL,
@@ -30,7 +28,9 @@ from farandole.protocol.kademlia import (
     position_of,
     position_of_peer,
 )
-from farandole.protocol.token_bucket import PeerMeters
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes
+from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
 from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import trio
 
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.relay import parse_circuit
+from farandole.protocol.mesh.relay import parse_circuit
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..base.errors import PeerUnreachableError
 from .known_addresses import MAX_ADDRESSES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.identity import peer_id_of
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..base.errors import PeerUnreachableError
 from .connection import CLOSE_TIMEOUT

@@ -1,9 +1,9 @@
 """Admission control for streams: in a run with a roster, only members open streams of the application.
 
 Before a node opens a stream, it introduces itself, once for each connection: it sends its admission
-(`farandole.protocol.invitations`) over a stream of its own and receives the peer's. Peers that are not on the roster
-get only the protocols in `PUBLIC_PROTOCOLS`. This covers every protocol, relays and dial-backs included, because the
-host asks the gate before it negotiates a stream's protocol.
+(`farandole.protocol.run.invitations`) over a stream of its own and receives the peer's. Peers that are not on the
+roster get only the protocols in `PUBLIC_PROTOCOLS`. This covers every protocol, relays and dial-backs included, because
+the host asks the gate before it negotiates a stream's protocol.
 
 An open run has no roster, and its gate does nothing.
 """
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.identity import short_name
-from farandole.protocol.invitations import (
+from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL
+from farandole.protocol.mesh.relay import HOP_PROTOCOL, STOP_PROTOCOL
+from farandole.protocol.run.invitations import (
     MAX_ADMISSION_BYTES,
     MAX_PASS_BYTES,
     InvitationError,
@@ -32,10 +31,11 @@ from farandole.protocol.invitations import (
     decode_admission,
     decode_pass,
 )
-from farandole.protocol.manifest import RUN_ID_BYTES
-from farandole.protocol.reachability import DIALBACK_PROTOCOL
-from farandole.protocol.relay import HOP_PROTOCOL, STOP_PROTOCOL
-from farandole.protocol.wire import PRINTABLE, MessageDecoder, encode
+from farandole.protocol.run.manifest import RUN_ID_BYTES
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.messagepack import PRINTABLE, MessageDecoder, encode
 
 from ..base.errors import NotAdmittedError, PeerUnreachableError
 from ..base.streams import receive_frame

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.identity import peer_id_of, public_bytes
-from farandole.protocol.relay import parse_circuit
-from farandole.protocol.releases import Software
+from farandole.protocol.mesh.relay import parse_circuit
+from farandole.protocol.run.releases import Software
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 from ..base.bandwidth import Shaping
 from ..base.errors import ListenError, PeerUnreachableError, StrangerError
@@ -67,7 +67,7 @@ class Host:
     ) -> None:
         """``nursery``: runs the host's tasks; ``shaping``: counts the bytes that its connections move.
 
-        ``network_key``: of a private run (`farandole.protocol.private_network`).
+        ``network_key``: of a private run (`farandole.protocol.run.private_network`).
         """
         self.author = public_bytes(key)
         self.peer_id = peer_id_of(self.author)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 import trio
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_bytes
-from farandole.protocol.releases import Software, software_of
+from farandole.protocol.run.releases import Software, software_of
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_bytes
 
 from ..base.errors import PeerUnreachableError
 from ..base.release import VERSION

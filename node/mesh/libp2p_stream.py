@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.yamux import YamuxStream
+from farandole.protocol.mesh.yamux import YamuxStream
 
 if TYPE_CHECKING:
     from .yamux import MuxedConn

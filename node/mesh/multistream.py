@@ -12,7 +12,7 @@ from typing import Final
 import trio
 from libp2p.utils.varint import encode_delim
 
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from .delimited import read_delimited
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from .libp2p_stream import Libp2pStream
 from .multistream import NEGOTIATION_TIMEOUT, Negotiation

@@ -9,7 +9,7 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.ciphers import CipherContext
 
-from farandole.protocol.private_network import NONCE_BYTES, cipher_of
+from farandole.protocol.run.private_network import NONCE_BYTES, cipher_of
 
 from .admission import Site, site_of
 

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId, Status, StopMessage
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_bytes, peer_id_of, public_key_of_bytes, short_name
-from farandole.protocol.relay import (
+from farandole.protocol.mesh.relay import (
     HOP_PROTOCOL,
     MAX_MESSAGE_BYTES,
     RESERVATION_SECONDS,
@@ -26,6 +24,8 @@ from farandole.protocol.relay import (
     circuit_address,
     parse_circuit,
 )
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_bytes, peer_id_of, public_key_of_bytes, short_name
 
 from ..base.errors import PeerUnreachableError
 from .addresses import distance_class

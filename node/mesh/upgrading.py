@@ -20,8 +20,8 @@ from libp2p.peer.id import ID
 from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.noise.transport import Transport
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import SMALL_ORDER_KEYS, peer_id_bytes, peer_id_of, public_key_of_bytes
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import SMALL_ORDER_KEYS, peer_id_bytes, peer_id_of, public_key_of_bytes
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError, StrangerError

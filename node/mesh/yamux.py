@@ -1,4 +1,4 @@
-"""Drives `farandole.protocol.yamux` over one connection.
+"""Drives `farandole.protocol.mesh.yamux` over one connection.
 
 Streams write by themselves what the connection takes without a wait. One task writes the rest, and one reads. Streams
 only touch buffers, so cancelling a stream's wait never leaves half a frame on the wire or loses a byte. Everything that
@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from farandole.protocol.identity import short_name
-from farandole.protocol.yamux import MAX_WINDOW, PingAnswered, StreamChanged, StreamOpened, Yamux, YamuxStream
+from farandole.protocol.mesh.yamux import MAX_WINDOW, PingAnswered, StreamChanged, StreamOpened, Yamux, YamuxStream
+from farandole.protocol.wire.identity import short_name
 
 from ..base.bandwidth import Shaping
 from .libp2p_stream import Libp2pStream

@@ -21,13 +21,13 @@ from typing import Final
 
 from torch import nn
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.external_model import recipe_hash
-from farandole.protocol.manifest import Manifest, decode_body
-from farandole.protocol.trainer_messages import Dismiss, Failed, Prepare
-from farandole.training.errors import TrainingError, UnfitWeightsError
-from farandole.training.external import INTERRUPT_SECONDS, ExternalEngine, LoopEnded, Measure, Turns
-from farandole.training.ranks import ALONE, Order, Ranks
+from farandole.protocol.run.external_model import recipe_hash
+from farandole.protocol.run.manifest import Manifest, decode_body
+from farandole.protocol.trainer.trainer_messages import Dismiss, Failed, Prepare
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.errors import TrainingError, UnfitWeightsError
+from farandole.training.cluster.external import INTERRUPT_SECONDS, ExternalEngine, LoopEnded, Measure, Turns
+from farandole.training.cluster.ranks import ALONE, Order, Ranks
 
 from ..base.system.endpoint import connect
 from ..trainer.channel import TrainerSocket

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from ..base.control import NoNodeError, call
 from ..base.identity import IdentityInUseError, keep_private, locked, make_home

@@ -12,13 +12,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.external_model import recipe_hash
-from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, sign_manifest
-from farandole.protocol.planning import choices, complete, given_by
-from farandole.protocol.vectors import SLOW
-from farandole.training.follower import Follower
-from farandole.training.ranks import Order, Ranks, open_ranks, parameters_of, whole_of
+from farandole.protocol.planning.planning import choices, complete, given_by
+from farandole.protocol.run.external_model import recipe_hash
+from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, Manifest, sign_manifest
+from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.wire.errors import ManifestError
+from farandole.training.cluster.follower import Follower
+from farandole.training.cluster.ranks import Order, Ranks, open_ranks, parameters_of, whole_of
 
 from ..base.identity import load_or_create_key
 from ..base.requirements import settings_with_reasons

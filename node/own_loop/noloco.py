@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.invite import decode_invite, is_invite
-from farandole.protocol.manifest import decode_manifest
-from farandole.training.follower import Follower
-from farandole.training.ranks import open_ranks
+from farandole.protocol.run.invite import decode_invite, is_invite
+from farandole.protocol.run.manifest import decode_manifest
+from farandole.protocol.wire.errors import ManifestError
+from farandole.training.cluster.follower import Follower
+from farandole.training.cluster.ranks import open_ranks
 
 from ..base.control import call
 from ..base.settings import NodeSettings, default_home

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest, decode_manifest
-from farandole.protocol.mixed_runs import why_no_loop
-from farandole.training.stages import build_module
+from farandole.protocol.run.manifest import Manifest, decode_manifest
+from farandole.protocol.run.mixed_runs import why_no_loop
+from farandole.protocol.wire.errors import ManifestError
+from farandole.training.model.stages import build_module
 
 from ..base.settings import NodeSettings, default_home
 from ..state.store import MANIFEST_FACT, read_fact

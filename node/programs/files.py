@@ -1,4 +1,4 @@
-"""Files that a program shares, and how another one fetches them (`farandole.protocol.shared_files`)."""
+"""Files that a program shares, and how another one fetches them (`farandole.protocol.programs.shared_files`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.shared_files import (
+from farandole.protocol.programs.shared_files import (
     BLOCK_BYTES,
     BLOCK_NUMBER,
     INDEX_QUESTION,
@@ -22,7 +21,8 @@ from farandole.protocol.shared_files import (
     decode_index,
     stream_name,
 )
-from farandole.protocol.wire import encode
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.messagepack import encode
 
 from .local import MeshError
 from .stream import MeshStream

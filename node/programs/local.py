@@ -1,4 +1,4 @@
-"""Requests of a program to its node (`farandole.protocol.program_messages`), over blocking sockets."""
+"""Requests of a program to its node (`farandole.protocol.programs.program_messages`), over blocking sockets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import socket
 import time
 from typing import TypeVar
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.program_messages import (
+from farandole.protocol.programs.program_messages import (
     LENGTH,
     MAX_ANSWER_BYTES,
     Answer,
@@ -17,6 +16,7 @@ from farandole.protocol.program_messages import (
     decode_answer,
     framed_request,
 )
+from farandole.protocol.wire.errors import FarandoleError
 
 AnswerType = TypeVar("AnswerType", bound=Answer)
 READ_BYTES = 256 * 1024

@@ -13,8 +13,7 @@ from typing import Any, Final, Protocol, Self
 
 import msgspec
 
-from farandole.protocol.entries import MAX_NOTE_BYTES, NoteName
-from farandole.protocol.program_messages import (
+from farandole.protocol.programs.program_messages import (
     MAX_WAIT_SECONDS,
     FindNotes,
     FindProviders,
@@ -30,6 +29,7 @@ from farandole.protocol.program_messages import (
     StreamReady,
     Take,
 )
+from farandole.protocol.state.entries import MAX_NOTE_BYTES, NoteName
 
 from ..base.control import NoNodeError, call
 from ..base.settings import NodeSettings, default_home

@@ -1,8 +1,8 @@
 """The node's side of farandole.Mesh: streams, notes and providers for programs of this node's owner.
 
 A program's connection carries one stream to a peer, or one thing that holds while it is open
-(`farandole.protocol.program_messages`). So a program that dies leaves nothing behind. The node reads nothing of what
-programs say to each other; it applies the caps: their bytes wait for the owner's limits, and for the run's own.
+(`farandole.protocol.programs.program_messages`). So a program that dies leaves nothing behind. The node reads nothing
+of what programs say to each other; it applies the caps: their bytes wait for the owner's limits, and for the run's own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Final, Protocol
 
 import trio
 
-from farandole.protocol.entries import MAX_NOTES, RULES, Kind, Payload, ProgramNotes, payload_size
-from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.identity import peer_id_of, public_key_of, short_name
-from farandole.protocol.program_messages import (
+from farandole.protocol.mesh.records import file_key
+from farandole.protocol.programs.program_messages import (
     LENGTH,
     MAX_REQUEST_BYTES,
     PROGRAMS_PROTOCOL,
@@ -42,7 +40,9 @@ from farandole.protocol.program_messages import (
     decode_request,
     framed_answer,
 )
-from farandole.protocol.records import file_key
+from farandole.protocol.state.entries import MAX_NOTES, RULES, Kind, Payload, ProgramNotes, payload_size
+from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_of, public_key_of, short_name
 
 from ..base.bandwidth import Shaping
 from ..base.doors import serve_door

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Final, Self
 
-from farandole.protocol.program_messages import END, LENGTH, MAX_MESSAGE_BYTES, StreamReady
+from farandole.protocol.programs.program_messages import END, LENGTH, MAX_MESSAGE_BYTES, StreamReady
 
 from .local import READ_BYTES, MeshError, close
 

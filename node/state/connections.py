@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import trio
 
-from farandole.protocol.liveness import Liveness
+from farandole.protocol.state.liveness import Liveness
 
 from ..base.errors import PeerUnreachableError
 from ..mesh.host import Host

@@ -13,10 +13,7 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.entries import REVOKED_PER_ENTRY, RULES, AdmissionProof, Kind, Revocation
-from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.identity import PUBLIC_KEY_BYTES, short_name
-from farandole.protocol.invitations import (
+from farandole.protocol.run.invitations import (
     CREATOR_SEATS,
     MAX_SEATS,
     SECRET_BYTES,
@@ -25,6 +22,9 @@ from farandole.protocol.invitations import (
     decode_admission,
     invite_members,
 )
+from farandole.protocol.state.entries import REVOKED_PER_ENTRY, RULES, AdmissionProof, Kind, Revocation
+from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.wire.identity import PUBLIC_KEY_BYTES, short_name
 
 from ..base.errors import NotAdmittedError
 from ..mesh.gate import Gate

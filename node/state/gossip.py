@@ -1,4 +1,4 @@
-"""Keeps this node's run state equal to its peers': carries out what `farandole.protocol.gossip` decides.
+"""Keeps this node's run state equal to its peers': carries out what `farandole.protocol.state.gossip` decides.
 
 Push uses the messenger, and anti-entropy has streams of its own. The dirty authors are written to the store every two
 seconds. All waits for a peer have a deadline, and no failure of a peer or of the disk ends this service.
@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
-from farandole.protocol.antientropy import Session
-from farandole.protocol.clock_votes import ClockSkew, judge_clock, votes_of
-from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta
-from farandole.protocol.entries import Member as MemberPayload
-from farandole.protocol.errors import FloodError, RemoteProtocolError
-from farandole.protocol.gossip import JOIN_LEAD_SECONDS, Gossip, is_worth_forwarding, slices_of, sync_periods
-from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.inbound_meter import InboundMeter
-from farandole.protocol.lazy_push import MAX_HAVE_BYTES
-from farandole.protocol.lazy_push import PROTOCOL as HAVE_PROTOCOL
-from farandole.protocol.liveness import BASE_PERIOD, Liveness
-from farandole.protocol.push import MAX_PUSH_BYTES, TICK_SECONDS
-from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.releases import Software
-from farandole.protocol.state import RunState
-from farandole.protocol.token_bucket import PeerMeters
-from farandole.protocol.writer import Mark, Writer
+from farandole.protocol.run.releases import Software
+from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
+from farandole.protocol.state.antientropy import Session
+from farandole.protocol.state.clock_votes import ClockSkew, judge_clock, votes_of
+from farandole.protocol.state.entries import Delta, Entry, Kind, Payload, decode_delta
+from farandole.protocol.state.entries import Member as MemberPayload
+from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS, Gossip, is_worth_forwarding, slices_of, sync_periods
+from farandole.protocol.state.inbound_meter import InboundMeter
+from farandole.protocol.state.lazy_push import MAX_HAVE_BYTES
+from farandole.protocol.state.lazy_push import PROTOCOL as HAVE_PROTOCOL
+from farandole.protocol.state.liveness import BASE_PERIOD, Liveness
+from farandole.protocol.state.push import MAX_PUSH_BYTES, TICK_SECONDS
+from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Mark, Writer
+from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import READ_BYTES, Stream, StreamHost

@@ -1,8 +1,8 @@
 """Membership of a run as one node sees it: which members are live, their stages, and their progress.
 
-Liveness comes from heartbeats (`farandole.protocol.liveness`), with one shortcut: when a connection breaks and the peer
-cannot be dialled again, it is taken for dead until its heartbeat advances. So a killed process leaves the live set of
-the peers that were connected to it within one dial, not within three heartbeats.
+Liveness comes from heartbeats (`farandole.protocol.state.liveness`), with one shortcut: when a connection breaks and
+the peer cannot be dialled again, it is taken for dead until its heartbeat advances. So a killed process leaves the live
+set of the peers that were connected to it within one dial, not within three heartbeats.
 
 A heartbeat costs its sender nothing. So the decisions that this node makes alone (whom it pairs with, how many members
 there are, how far the run is) count only the members that it has also *reached* (`reached`, `live`). Decisions that
@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection, Iterable
 
 import trio
 
-from farandole.protocol.believing import Credit, Partners
-from farandole.protocol.entries import Beat, CheckpointNotice, Kind, ProgramNotes, StageLease, Suspects
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.identity import short_name
-from farandole.protocol.node_state import NodeState, speed_of
-from farandole.protocol.stage_choice import Provider
-from farandole.protocol.state import PayloadType, RunState
-from farandole.protocol.suspicion import is_suspected
+from farandole.protocol.stages.stage_choice import Provider
+from farandole.protocol.state.believing import Credit, Partners
+from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind, ProgramNotes, StageLease, Suspects
+from farandole.protocol.state.node_state import NodeState, speed_of
+from farandole.protocol.state.state import PayloadType, RunState
+from farandole.protocol.state.suspicion import is_suspected
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.identity import short_name
 
 from ..base.clock_words import clock_words
 from ..mesh.host import Host
@@ -150,8 +150,8 @@ class Membership:
     def current_round(self) -> int:
         """Return the round that the others are in: the median of the rounds in their heartbeats, 0 if there are none.
 
-        It counts the partners of this node's exchanges (`farandole.protocol.believing`); if none of them is here, all
-        members that it has reached and believes. Newcomers that are still preparing state no round: a crowd of them
+        It counts the partners of this node's exchanges (`farandole.protocol.state.believing`); if none of them is here,
+        all members that it has reached and believes. Newcomers that are still preparing state no round: a crowd of them
         must not look like a run that begins. Paused members, whose rounds stand still, do not count either, unless no
         other member has trained: the run is where they have left it.
         """

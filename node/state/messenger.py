@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.identity import short_name
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery

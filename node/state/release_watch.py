@@ -10,8 +10,8 @@ from typing import Final, Protocol
 
 import trio
 
-from farandole.protocol.identity import short_name
-from farandole.protocol.releases import ReleaseConflict, Software, Standing, is_incomplete, standing
+from farandole.protocol.run.releases import ReleaseConflict, Software, Standing, is_incomplete, standing
+from farandole.protocol.wire.identity import short_name
 
 from ..base.release import VERSION
 from ..base.release_words import release_words

@@ -4,7 +4,7 @@ SQLite in WAL mode holds all but the mark. Every call runs in a thread, one at a
 in the middle leaves all of it or nothing. Data that are read back are trusted no more than a peer's: run state is
 merged again entry by entry. A damaged database is put aside and created again, since peers have all of its content. The
 mark cannot be recovered, and it must be stored even on a full disk: it is a file of its own, a few bytes that are
-overwritten in place and synced (see `farandole.protocol.writer`).
+overwritten in place and synced (see `farandole.protocol.state.writer`).
 
 A store keeps its layout's number. Tables that a later release adds are no other layout: older ones leave them alone. A
 layout that this release cannot use, the mark's included, has a higher number, and is refused untouched.
@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 import trio
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.writer import MAX_SPANS, Mark
-from farandole.training.durable import sync_file, sync_folder
+from farandole.protocol.state.writer import MAX_SPANS, Mark
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.durable import sync_file, sync_folder
 
 from ..base.system.files import open_binary, write_at
 

@@ -13,8 +13,8 @@ from typing import Final, TextIO
 
 import msgspec
 
-from farandole.protocol.entries import Evaluation
-from farandole.protocol.evaluations import MICRO, CurvePoint, Report, curve_of
+from farandole.protocol.evaluation.evaluations import MICRO, CurvePoint, Report, curve_of
+from farandole.protocol.state.entries import Evaluation
 
 EVALUATIONS_NAME: Final = "evaluations.jsonl"
 """The file's name in the node's folder, as in `NodeSettings.evaluations`."""

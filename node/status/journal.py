@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.node_state import NodeState, Phase, TrainingState
-from farandole.protocol.trainer_messages import Contributed
+from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
+from farandole.protocol.trainer.trainer_messages import Contributed
+from farandole.protocol.wire.identity import peer_id_of
 
 from .evaluation_log import EvaluationRecord
 from .exchange_history import ExchangeHistory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from farandole.protocol.node_state import NodeState
+from farandole.protocol.state.node_state import NodeState
 
 # Text of an exchange's verdict after ``failed: ``, if a contribution was refused.
 REFUSED_HERE = "refused:"

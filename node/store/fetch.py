@@ -1,8 +1,8 @@
 """Fetches a checkpoint, or some of its tensors, from all peers that have it at once.
 
-`farandole.protocol.download` decides what to ask of which donor; this module does the I/O. The header comes first,
-since it says where the wanted tensors are. Their blocks follow, and each is verified before it is written to its place.
-A fetch that was interrupted resumes when it is started again (`farandole.node.store.partial_file`).
+`farandole.protocol.checkpoints.download` decides what to ask of which donor; this module does the I/O. The header comes
+first, since it says where the wanted tensors are. Their blocks follow, and each is verified before it is written to its
+place. A fetch that was interrupted resumes when it is started again (`farandole.node.store.partial_file`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Final
 
 import trio
 
-from farandole.protocol import download
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, SignedIndex, blocks_between, select
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import short_name
-from farandole.protocol.safetensors import header_size, parse_header
+from farandole.protocol.checkpoints import download
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, Selection, SignedIndex, blocks_between, select
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.safetensors import header_size, parse_header
 
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError

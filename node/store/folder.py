@@ -21,9 +21,9 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
-from farandole.protocol.blocks import decode_signed_index, max_index_bytes
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.training.durable import TEMPORARY_SUFFIX
+from farandole.protocol.checkpoints.blocks import decode_signed_index, max_index_bytes
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.training.base.durable import TEMPORARY_SUFFIX
 
 # The newest, and the one before it as a fallback if the newest cannot be read.
 KEPT: Final = 2

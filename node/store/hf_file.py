@@ -1,7 +1,7 @@
 """A Hugging Face ``config.json`` in a run file: ``model = {hf = "config.json", num_stages = 3, context = 128}``.
 
 The file's path may be replaced by its folder's, or by its content as a table. Settings that decide how the model is
-trained go into the manifest (`farandole.protocol.families`). Settings without effect on training are left out. Any
+trained go into the manifest (`farandole.protocol.run.families`). Settings without effect on training are left out. Any
 other setting is refused by name, because it might make it a different model.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.families import FAMILIES, HFConfig, hf_config_from_dict
+from farandole.protocol.run.families import FAMILIES, HFConfig, hf_config_from_dict
+from farandole.protocol.wire.errors import ManifestError
 
 from ..base.config.faults import FaultyError, faults_of
 
@@ -23,7 +23,7 @@ MAX_CONFIG_BYTES: Final = 256 * 1024
 
 # These have no effect on training here: names and versions; generation; other tasks; tokens that text does not contain;
 # the dtype of weights that are not there. Dropout is left out on purpose: a stage's work may be done twice, and must
-# give the same result (`farandole.protocol.families`).
+# give the same result (`farandole.protocol.run.families`).
 _WITHOUT_BEARING: Final = frozenset(
     {
         *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.protocol.blocks import BLOCK_BYTES, Index, SignedIndex, block_range
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, block_range
 
 from ..base.system.files import open_binary
 from .partial_file import read

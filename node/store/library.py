@@ -16,11 +16,11 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol import blocks
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.trainer_messages import Saved
-from farandole.training.durable import replacing
+from farandole.protocol.checkpoints import blocks
+from farandole.protocol.trainer.trainer_messages import Saved
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import public_bytes
+from farandole.training.base.durable import replacing
 
 from ..state.membership import Membership
 from .consolidated.tensors import ConsolidatedError, open_tensors

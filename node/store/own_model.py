@@ -9,7 +9,7 @@ A run file has ``model = "mypackage.models:build"``, or a table with more settin
     config = {width = 128, depth = 4}     # the function's argument
 
 The function is called once, if the owner of this machine allows it: what it makes goes into the manifest as names and
-shapes (`farandole.protocol.own_model`). It needs torch, and takes as long as the model takes to make.
+shapes (`farandole.protocol.run.own_model`). It needs torch, and takes as long as the model takes to make.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Final
 
 import msgspec
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.families.base import Context, Vocabulary
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.mixed_runs import why_no_loop
-from farandole.protocol.own_model import FunctionName, Settings
-from farandole.training.errors import TrainingError
-from farandole.training.own_function import require_allowed
+from farandole.protocol.run.families.base import Context, Vocabulary
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.mixed_runs import why_no_loop
+from farandole.protocol.run.own_model import FunctionName, Settings
+from farandole.protocol.wire.errors import ManifestError
+from farandole.training.base.errors import TrainingError
+from farandole.training.model.own_function import require_allowed
 
 from ..base.config.faults import FaultyError, faults_of
 from ..base.errors import JoinError
@@ -87,7 +87,7 @@ def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, A
                 f"model.own: {table.own} is code of your own, and not allowed yet: install its package into "
                 f"farandole's environment, and type the command again with --allow-model {table.own}"
             )
-        from farandole.training.own_trial import try_own_model  # torch is imported for no other run file
+        from farandole.training.model.own_trial import try_own_model  # torch is imported for no other run file
 
         tried = try_own_model(table.own, table.config, table.context, table.vocabulary, allowed)
     except TrainingError as error:

@@ -14,8 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
-from farandole.training.durable import replacing, sync_file, sync_folder
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
+from farandole.training.base.durable import replacing, sync_file, sync_folder
 
 from ..base.system.files import open_binary, read_at, write_at
 from .disk_space import Room

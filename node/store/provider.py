@@ -1,4 +1,4 @@
-"""Takes blocks of one checkpoint from one donor: a conversation per `farandole.protocol.block_transfer`."""
+"""Takes blocks of one checkpoint from one donor: a conversation per `farandole.protocol.checkpoints.block_transfer`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import trio
 
-from farandole.protocol import block_transfer as messages
-from farandole.protocol.blocks import BLOCK_BYTES, Index, SignedIndex, block_range, decode_signed_index
-from farandole.protocol.download import SILENCE
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.pipe import BULK_FROM, MAX_OPEN, Pipe
+from farandole.protocol.checkpoints import block_transfer as messages
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, block_range, decode_signed_index
+from farandole.protocol.checkpoints.download import SILENCE
+from farandole.protocol.exchange.pipe import BULK_FROM, MAX_OPEN, Pipe
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError

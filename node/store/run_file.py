@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import msgspec
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, manifest_from_dict
-from farandole.protocol.outer_rules import with_kind
-from farandole.protocol.planning import BY_TOKENS
-from farandole.protocol.presets import PRESETS, preset
-from farandole.protocol.screening_rules import DEFAULT_SCREENING
-from farandole.training.errors import DataError
+from farandole.protocol.planning.planning import BY_TOKENS
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, manifest_from_dict
+from farandole.protocol.run.outer_rules import with_kind
+from farandole.protocol.run.presets import PRESETS, preset
+from farandole.protocol.run.screening_rules import DEFAULT_SCREENING
+from farandole.protocol.wire.errors import ManifestError
+from farandole.training.base.errors import DataError
 
 from ..base.config.faults import (
     Context,
@@ -116,7 +116,7 @@ def manifest_of(
 
 def _try_tokenizer(manifest: Manifest, path: Path) -> None:
     """Raise `FaultyError` if no node could use the tokenizer file, or the model has too few tokens for it."""
-    from farandole.training.tokenizer import load_tokenizer  # imports numpy
+    from farandole.training.data.tokenizer import load_tokenizer  # imports numpy
 
     if importlib.util.find_spec("tokenizers") is None:  # this machine cannot tell; the nodes have it
         return

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from farandole.protocol.trainer_messages import Saved
-from farandole.training.durable import sync_folder
+from farandole.protocol.trainer.trainer_messages import Saved
+from farandole.training.base.durable import sync_folder
 
 from ..base.system.priority import SAVING_NICENESS, lower_thread_priority
 from .folder import KEPT, CheckpointFolder, index_of
 
 if TYPE_CHECKING:
-    from farandole.training.blocks import Content
-    from farandole.training.checkpoint import Counters
-    from farandole.training.engine import Engine
-    from farandole.training.snapshot import Snapshot
+    from farandole.training.engine.blocks import Content
+    from farandole.training.engine.checkpoint import Counters
+    from farandole.training.engine.engine import Engine
+    from farandole.training.engine.snapshot import Snapshot
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 

@@ -17,13 +17,13 @@ from typing import Final
 
 import trio
 
-from farandole.protocol import block_transfer as messages
-from farandole.protocol.blocks import BLOCK_BYTES, encode_signed_index
-from farandole.protocol.download import BLOCK_TIMEOUT
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.pipe import BULK_FROM, Pipe
-from farandole.protocol.pipe_steps import RouteStep
+from farandole.protocol.checkpoints import block_transfer as messages
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, encode_signed_index
+from farandole.protocol.checkpoints.download import BLOCK_TIMEOUT
+from farandole.protocol.exchange.pipe import BULK_FROM, Pipe
+from farandole.protocol.exchange.pipe_steps import RouteStep
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
 
 from ..base.bandwidth import Shaping
 from ..base.streams import Stream, receive_frame
@@ -56,7 +56,7 @@ SAVING_SECONDS: Final = 30.0
 PIECE_BYTES: Final = 256 * 1024
 LONG_SECONDS: Final = 0.1
 # A rest between two pieces while an exchange runs: nine times as long as the piece took, but short enough that the
-# waiting peer does not take this node for dead (`farandole.protocol.download.SILENCE`).
+# waiting peer does not take this node for dead (`farandole.protocol.checkpoints.download.SILENCE`).
 REST: Final = 9.0
 MAX_REST: Final = 2.0
 # The share of the slowest piece's pace that is kept at the next one.

@@ -1,4 +1,4 @@
-"""Sketches of this node's weights for newcomers, and other members' for this node (`farandole.protocol.sketches`)."""
+"""Sketches of this node's weights for newcomers, and other members' for this node (`protocol.checkpoints.sketches`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.sketches import (
+from farandole.protocol.checkpoints.sketches import (
     MAX_ANSWER_BYTES,
     MAX_QUESTION_BYTES,
     SKETCH_PROTOCOL,
@@ -24,8 +22,10 @@ from farandole.protocol.sketches import (
     encode_answer,
     encode_question,
 )
-from farandole.protocol.token_bucket import PeerMeters
-from farandole.training.sketch import Read, Sketcher, header_of
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.token_bucket import PeerMeters
+from farandole.training.engine.sketch import Read, Sketcher, header_of
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame

@@ -14,9 +14,9 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol import blocks
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.trainer_messages import KEPT_STARTS, Saved
+from farandole.protocol.checkpoints import blocks
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Saved
 
 from .consolidated.tensors import ConsolidatedError
 from .holdings import Holding

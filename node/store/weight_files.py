@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.protocol.blocks import BLOCK_BYTES
-from farandole.protocol.cut import stage_parameters
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.safetensors import MAX_HEADER_BYTES
-from farandole.protocol.vectors import max_checkpoint_bytes, required_bytes
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
+from farandole.protocol.run.cut import stage_parameters
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.vectors import max_checkpoint_bytes, required_bytes
+from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES
 
 from ..base.settings import NodeSettings
 from .disk_space import DiskPlan, plan_disk, used_bytes

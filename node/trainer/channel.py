@@ -7,9 +7,9 @@ import socket
 import threading
 from collections import deque
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser
-from farandole.protocol.trainer_messages import MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
+from farandole.protocol.trainer.trainer_messages import MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser
 
 # More than any command but one with the hashes of a checkpoint.
 READ_BYTES = 65_536

@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol import trainer_messages as messages
+from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.doors import serve_door
 from ..base.nurseries import open_service_nursery

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import msgspec
 import trio
 
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.framing import FrameParser
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser
 
 from ..base.system.children import ask_where, start_child
 from ..base.system.files import read_at

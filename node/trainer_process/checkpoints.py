@@ -10,12 +10,12 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.trainer_messages import Prepare, Saved
-from farandole.training.durable import replacing
-from farandole.training.engine import Engine
-from farandole.training.errors import CheckpointError, UnfitWeightsError
-from farandole.training.newcomer import Fitness, fitness_of, why_unfit
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import Prepare, Saved
+from farandole.training.base.durable import replacing
+from farandole.training.base.errors import CheckpointError, UnfitWeightsError
+from farandole.training.engine.engine import Engine
+from farandole.training.engine.newcomer import Fitness, fitness_of, why_unfit
 from farandole.training.screening.history import MAX_BYTES, Histories
 
 from ..store.disk_space import plan_disk, used_bytes

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Final
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.trainer_messages import Prepare, Preparing
-from farandole.training.data import Bring
-from farandole.training.engine import Engine
-from farandole.training.errors import TrainingError
-from farandole.training.learner import build_learner
-from farandole.training.stage_worker import build_stage_worker
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import Prepare, Preparing
+from farandole.training.base.errors import TrainingError
+from farandole.training.data.dataset import Bring
+from farandole.training.engine.engine import Engine
+from farandole.training.engine.learner import build_learner
+from farandole.training.engine.stage_worker import build_stage_worker
 
 from ..base.system.memory import map_shared_memory
 from ..store.disk_space import text_room

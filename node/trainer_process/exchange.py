@@ -6,7 +6,7 @@ earlier exchange is ignored: each exchange has a number of its own, the counter'
 
 If the engine supports it, a side thread does this work while the next round's inner steps are taken. On a GPU it
 encodes, on a stream of its own; if averaging is done in the host's memory, it also judges and averages. Calls that must
-come between two inner steps are handed over (`farandole.training.between_steps.BetweenSteps`).
+come between two inner steps are handed over (`farandole.training.engine.between_steps.BetweenSteps`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import partial
 
 import msgspec
 
-from farandole.protocol import trainer_messages as messages
-from farandole.training.between_steps import BetweenSteps
-from farandole.training.engine import Engine
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.training.engine.between_steps import BetweenSteps
+from farandole.training.engine.engine import Engine
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from farandole.protocol.manifest import decode_body
-from farandole.protocol.trainer_messages import Failed, Prepare
-from farandole.training.errors import UnfitWeightsError
+from farandole.protocol.run.manifest import decode_body
+from farandole.protocol.trainer.trainer_messages import Failed, Prepare
+from farandole.training.base.errors import UnfitWeightsError
 
 from ..base.system.allocator import give_free_memory_back, keep_memory
 from ..base.system.collector import importing_for_good
@@ -50,8 +50,8 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
     with importing_for_good():
         import torch
 
-        from farandole.training.determinism import make_deterministic
-        from farandole.training.device import choose_device, limit_memory
+        from farandole.training.base.determinism import make_deterministic
+        from farandole.training.base.device import choose_device, limit_memory
 
         from .engines import make_engine
         from .process import TrainerProcess
@@ -109,7 +109,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     """Return whether memory ran out; import torch, whose import may have failed, only if Python cannot decide."""
     if isinstance(error, ImportError | MemoryError):
         return isinstance(error, MemoryError)
-    from farandole.training.memory import is_out_of_memory
+    from farandole.training.base.memory import is_out_of_memory
 
     return is_out_of_memory(error)
 

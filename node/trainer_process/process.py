@@ -1,8 +1,8 @@
 """The trainer: a process of its own, which owns torch and an engine and knows nothing of the network.
 
-It obeys the commands of `farandole.protocol.trainer_messages`, one at a time. While the engine takes inner steps the
-process looks at the socket between two of them, so that it sees the end of a round's box within one step. When the mesh
-process ends, for any reason, the socket's end of file ends this process.
+It obeys the commands of `farandole.protocol.trainer.trainer_messages`, one at a time. While the engine takes inner
+steps the process looks at the socket between two of them, so that it sees the end of a round's box within one step.
+When the mesh process ends, for any reason, the socket's end of file ends this process.
 
 The next round may begin while the exchange of the last one runs: `Train` may come before the `TakeOuterStep` of the
 round before. The contribution stays unchanged in the shared memory. The arrived part of the partner's is decoded
@@ -20,12 +20,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.manifest import Manifest
-from farandole.training.engine import Engine
-from farandole.training.errors import DataError
-from farandole.training.learner import Learner
-from farandole.training.replay import replay_round
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.training.base.errors import DataError
+from farandole.training.engine.engine import Engine
+from farandole.training.engine.learner import Learner
+from farandole.training.engine.replay import replay_round
 
 from ..trainer.channel import TrainerSocket
 from .checkpoints import Checkpoints

@@ -13,13 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.trainer_messages import KEPT_STARTS, Prepare, Recorded, Report, Saved
-from farandole.training.determinism import build, device_class
-from farandole.training.engine import Engine
-from farandole.training.learner import Learner
-from farandole.training.snapshot import Snapshot
-from farandole.training.token_cache import CORPUS_BYTES
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Prepare, Recorded, Report, Saved
+from farandole.training.base.determinism import build, device_class
+from farandole.training.data.token_cache import CORPUS_BYTES
+from farandole.training.engine.engine import Engine
+from farandole.training.engine.learner import Learner
+from farandole.training.engine.snapshot import Snapshot
 
 from ..base.system.priority import SAVING_NICENESS, lower_thread_priority
 

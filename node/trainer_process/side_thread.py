@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from farandole.training.between_steps import BetweenSteps
+from farandole.training.engine.between_steps import BetweenSteps
 
 
 class SideThread:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
-from farandole.protocol.entries import PARTNER_BYTES, Beat, Member, Progress
-from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.liveness import Liveness
-from farandole.protocol.node_state import LOSS_SCALE, NodeState
-from farandole.protocol.state import RunState
+from farandole.protocol.state.entries import PARTNER_BYTES, Beat, Member, Progress
+from farandole.protocol.state.liveness import Liveness
+from farandole.protocol.state.node_state import LOSS_SCALE, NodeState
+from farandole.protocol.state.state import RunState
+from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from farandole.node.own_loop.run_model import model_of
     from farandole.node.programs.local import MeshError
     from farandole.node.programs.mesh import Mesh
-    from farandole.protocol.errors import FarandoleError
+    from farandole.protocol.wire.errors import FarandoleError
 
 __all__ = ["FarandoleError", "Mesh", "MeshError", "NoLoCo", "NodeError", "create_run", "model_of"]
 
 _PLACES = {
-    "FarandoleError": "farandole.protocol.errors",
+    "FarandoleError": "farandole.protocol.wire.errors",
     "Mesh": "farandole.node.programs.mesh",
     "MeshError": "farandole.node.programs.local",
     "NoLoCo": "farandole.node.own_loop.noloco",

@@ -25,14 +25,14 @@ import trio
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import Messenger, open_messenger
-from farandole.protocol.entries import PARTNER_BYTES, Beat, Entry, Kind, Member, Payload, Progress, Signed
-from farandole.protocol.identity import public_key_of
-from farandole.protocol.liveness import BASE_PERIOD, PEERS_A_SECOND
-from farandole.protocol.packing import deltas_of
-from farandole.protocol.push import MAX_BATCH_BYTES, NUM_CHOSEN, Batch
-from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.state import RunState
-from farandole.protocol.writer import Mark, Writer
+from farandole.protocol.state.entries import PARTNER_BYTES, Beat, Entry, Kind, Member, Payload, Progress, Signed
+from farandole.protocol.state.liveness import BASE_PERIOD, PEERS_A_SECOND
+from farandole.protocol.state.packing import deltas_of
+from farandole.protocol.state.push import MAX_BATCH_BYTES, NUM_CHOSEN, Batch
+from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Mark, Writer
+from farandole.protocol.wire.identity import public_key_of
 
 from ..simulate_state import SharedChecker, key_of
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.control import ControlError, NoNodeError, call
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
 from ..leash import Leash
 from ..namespace import held

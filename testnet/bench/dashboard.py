@@ -25,7 +25,7 @@ import typer
 
 from farandole.node.base.settings import NodeSettings
 from farandole.node.ui.dashboard.place import find_place
-from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.run.manifest import SignedManifest
 
 from ..grid import Grid
 from ..leash import Leash, open_leash

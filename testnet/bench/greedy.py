@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.run.manifest import RoundConfig
 
 from ..grid import Grid
 from ..plays import play_all

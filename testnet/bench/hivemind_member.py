@@ -57,9 +57,9 @@ class HivemindMemberPeer:
         for folder in folders:
             site.addsitedir(folder)  # with its .pth files, by which a development installation is found
         from farandole.node.base.system.priority import TRAINING_NICENESS
-        from farandole.protocol.manifest import manifest_from_dict
-        from farandole.training.data import build_sampler
-        from farandole.training.model import build_model
+        from farandole.protocol.run.manifest import manifest_from_dict
+        from farandole.training.data.dataset import build_sampler
+        from farandole.training.model.model import build_model
 
         torch.set_num_threads(1)
         checked = manifest_from_dict(manifest)

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, get_args
 import msgspec
 import typer
 
-from farandole.protocol.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.screening_rules import GuardConfig, SimilarityConfig
+from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.run.screening_rules import GuardConfig, SimilarityConfig
 
 from ..grid import Grid
 from .kept_plays import play_and_keep

@@ -19,7 +19,7 @@ from libp2p.abc import ISecureConn
 
 from farandole.node.mesh.sockets import Socket
 from farandole.node.mesh.upgrading import Upgrader
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 MULTISTREAM: Final = "/multistream/1.0.0"
 YAMUX: Final = "/yamux/1.0.0"

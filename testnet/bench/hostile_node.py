@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import open_host
 from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.protocol.identity import public_key_of
+from farandole.protocol.wire.identity import public_key_of
 
 from .hostile_attacks import AttackTarget, attack
 from .meter import cpu_seconds, memory_mb

@@ -20,11 +20,11 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.store.folder import index_of
-from farandole.protocol.blocks import BLOCK_BYTES, Index, encode_signed_index, hash_block, sign_index
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.safetensors import encode_header, parse_header
-from farandole.protocol.vectors import OPTIMIZER_VECTORS, required_vectors
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, encode_signed_index, hash_block, sign_index
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, required_vectors
+from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.wire.safetensors import encode_header, parse_header
 
 from ..grid import Grid, cell
 from ..leash import open_leash

@@ -26,11 +26,11 @@ from farandole.node.store.folder import index_of
 from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index
-from farandole.protocol.identity import public_key_of
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import is_required
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import is_required
+from farandole.protocol.wire.identity import public_key_of
 
 from .node import check_committed, exchange_with
 from .server import Server

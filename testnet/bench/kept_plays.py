@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from farandole import node, protocol, testnet, training
-from farandole.training.durable import replacing
+from farandole.training.base.durable import replacing
 
 from ..plays import play_all
 from .report import Bench

@@ -12,8 +12,8 @@ from farandole.node.bulk.bundle import Bundle
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
-from farandole.protocol.identity import public_key_of
-from farandole.protocol.incoming import Incoming
+from farandole.protocol.wire.identity import public_key_of
+from farandole.protocol.wire.incoming import Incoming
 
 from ..socks_proxy import open_proxy
 from .server import Server

@@ -12,7 +12,7 @@ import trio
 from farandole.node.base.system.memory import SharedCounter
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.trainer.trainer import TrainerStream
-from farandole.protocol import trainer_messages as messages
+from farandole.protocol.trainer import trainer_messages as messages
 
 # Commands of one round: the screening, the outer step.
 MAX_COMMANDS: Final = 8

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from farandole.protocol.manifest import MAX_PARTNERS, InnerConfig, Manifest, RoundConfig
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.screening_rules import GuardConfig, ScreeningRules
+from farandole.protocol.run.manifest import MAX_PARTNERS, InnerConfig, Manifest, RoundConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
 
 from ..compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..grid import Grid

@@ -21,16 +21,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig
-from farandole.protocol.needs import needs_of
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.presets import preset
-from farandole.training.batches import Batch, Batches
-from farandole.training.device import Device, choose_device
-from farandole.training.learner import Learner
-from farandole.training.memory import is_out_of_memory
-from farandole.training.model import Transformer, build_model, language_loss
-from farandole.training.replica import Recipe
+from farandole.protocol.planning.needs import needs_of
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.presets import preset
+from farandole.training.base.device import Device, choose_device
+from farandole.training.base.memory import is_out_of_memory
+from farandole.training.data.batches import Batch, Batches
+from farandole.training.engine.learner import Learner
+from farandole.training.engine.replica import Recipe
+from farandole.training.model.model import Transformer, build_model, language_loss
 
 from ..grid import Grid
 from .report import OUT, BenchReport, Out, Write, open_bench
@@ -83,7 +83,7 @@ class Way(NamedTuple):
 
     @property
     def planned(self) -> int | None:
-        """Return the peak on a GPU that `farandole.protocol.needs` computes; None for a plain loop."""
+        """Return the peak on a GPU that `farandole.protocol.planning.needs` computes; None for a plain loop."""
         if self.is_plain:
             return None
         needs = needs_of(self.manifest, recomputes=self.recomputes)

@@ -22,7 +22,7 @@ import trio
 import typer
 
 from farandole.node.base.nurseries import open_service_nursery, own_error
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from ..grid import Grid, cell
 from ..leash import open_leash

@@ -13,7 +13,7 @@ import trio
 
 from farandole.node.join.invite_addresses import choose_bootstrap_addresses
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.run.invite import Invite, encode_invite
 
 from ..leash import Leash
 from ..namespace import held

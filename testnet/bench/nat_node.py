@@ -38,11 +38,11 @@ from farandole.node.state.membership import Membership
 from farandole.node.state.messenger import open_messenger
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
-from farandole.protocol.reachability import ReachabilityKind
-from farandole.protocol.records import run_key
-from farandole.protocol.relay import Limits
-from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.mesh.reachability import ReachabilityKind
+from farandole.protocol.mesh.records import run_key
+from farandole.protocol.mesh.relay import Limits
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
 
 from .node import exchange_with
 from .process import BenchError

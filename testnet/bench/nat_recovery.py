@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.status.status import NodeStatus
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest, sign_manifest
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import SignedManifest, sign_manifest
 
 from ..grid import Grid
 from ..leash import open_leash

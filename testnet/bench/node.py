@@ -16,9 +16,9 @@ from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.memory import SharedCounter
 from farandole.node.bulk.exchange_service import ExchangeResult, ExchangeService
 from farandole.node.bulk.exchange_session import Judge, Outgoing
-from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.outer_rules import Codec
-from farandole.protocol.pairing_events import StartExchange
+from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.run.outer_rules import Codec
 
 from .link import TrainerLink
 from .meter import UsageMeter, watched_loop

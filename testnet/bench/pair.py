@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from farandole.node.base.system.memory import counted_size
-from farandole.training.codec import encoded_size
+from farandole.training.outer.codec import encoded_size
 
 from .environments import obtain_python
 from .process import (

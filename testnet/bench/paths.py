@@ -20,9 +20,9 @@ from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.protocol.identity import public_key_of
-from farandole.protocol.wire import SESSION_BYTES
-from farandole.protocol.yamux import PIECE_BYTES
+from farandole.protocol.mesh.yamux import PIECE_BYTES
+from farandole.protocol.wire.identity import public_key_of
+from farandole.protocol.wire.messagepack import SESSION_BYTES
 
 from .meter import UsageMeter
 from .server import Server, map_payload

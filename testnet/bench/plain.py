@@ -15,11 +15,11 @@ import msgspec
 import torch
 
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.manifest import Manifest
-from farandole.training.data import build_sampler
-from farandole.training.device import Device, choose_device
-from farandole.training.learner import Learner, build_learner
-from farandole.training.model import build_model, language_loss
+from farandole.protocol.run.manifest import Manifest
+from farandole.training.base.device import Device, choose_device
+from farandole.training.data.dataset import build_sampler
+from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.model.model import build_model, language_loss
 
 from .server import Server
 

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from ..groups import OF_ITS_OWN, kill_group
 

@@ -32,11 +32,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from farandole.protocol.codec_sizes import encoded_bytes
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.presets import num_parameters
-from farandole.protocol.vectors import SLOW
-from farandole.training.learner import build_learner
+from farandole.protocol.run.codec_sizes import encoded_bytes
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.presets import num_parameters
+from farandole.protocol.run.vectors import SLOW
+from farandole.training.engine.learner import build_learner
 
 from ..grid import Grid
 from ..launch import PlayView, Testnet, play_and_report

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farandole.node.base.system.priority import TRAINING_NICENESS
-from farandole.protocol.manifest import Manifest, manifest_from_dict
-from farandole.training.data import build_sampler
-from farandole.training.model import build_model
+from farandole.protocol.run.manifest import Manifest, manifest_from_dict
+from farandole.training.data.dataset import build_sampler
+from farandole.training.model.model import build_model
 
 from .race_steps import take_step
 from .server import Server

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from farandole.protocol.manifest import InnerConfig
-from farandole.training.batches import Batches
-from farandole.training.inner import learning_rate
-from farandole.training.model import language_loss
+from farandole.protocol.run.manifest import InnerConfig
+from farandole.training.data.batches import Batches
+from farandole.training.inner.optimizer import learning_rate
+from farandole.training.model.model import language_loss
 
 
 def take_step(

@@ -18,7 +18,7 @@ import msgspec
 import typer
 
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.presets import preset
+from farandole.protocol.run.presets import preset
 
 from ..grid import Grid, cell
 from .process import ANSWER_TIMEOUT, open_workers

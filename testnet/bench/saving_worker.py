@@ -13,11 +13,11 @@ import torch
 from farandole.node.base.system.priority import TRAINING_NICENESS
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.save import Saver
-from farandole.protocol.manifest import manifest_from_dict
-from farandole.protocol.trainer_messages import Saved
-from farandole.training.determinism import make_deterministic
-from farandole.training.durable import sync_folder
-from farandole.training.learner import Learner, build_learner
+from farandole.protocol.run.manifest import manifest_from_dict
+from farandole.protocol.trainer.trainer_messages import Saved
+from farandole.training.base.determinism import make_deterministic
+from farandole.training.base.durable import sync_folder
+from farandole.training.engine.learner import Learner, build_learner
 
 from .meter import UsageMeter
 from .server import Server

@@ -1,7 +1,7 @@
 """Hostile members in a simulated run: real replicas in one process, paired at random, some of which lie.
 
-Honest members screen as a daemon's trainer does (`farandole.training.replica`). As in pairing, they meet peers last
-with which an exchange failed, and publish whom they suspect. An exchange commits where both ends accept; hostile
+Honest members screen as a daemon's trainer does (`farandole.training.engine.replica`). As in pairing, they meet peers
+last with which an exchange failed, and publish whom they suspect. An exchange commits where both ends accept; hostile
 members accept everything, and suspect every honest member. Where exchanges overlap with the next round, they end in its
 middle (`LATE_SHARE`). The main figure is the honest members' loss on held-out text, compared with the loss of the
 honest members alone, with the same seeds.
@@ -23,14 +23,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from farandole.protocol.entries import PARTNER_BYTES, Suspects
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.pairing_backoff import PartnerBackoff
-from farandole.protocol.suspicion import OwnSuspects, is_suspected
-from farandole.protocol.vectors import OPTIMIZER_VECTORS
-from farandole.training.codec import form_of
-from farandole.training.errors import ScreeningError
-from farandole.training.learner import Learner, build_learner
+from farandole.protocol.rounds.pairing_backoff import PartnerBackoff
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS
+from farandole.protocol.state.entries import PARTNER_BYTES, Suspects
+from farandole.protocol.state.suspicion import OwnSuspects, is_suspected
+from farandole.training.base.errors import ScreeningError
+from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.outer.codec import form_of
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..zoo.member_attacks import ATTACKS, AttackView, forge

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from farandole.protocol.manifest import ModelConfig
-from farandole.protocol.presets import num_parameters
-from farandole.protocol.presets import preset as preset_model
+from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.presets import num_parameters
+from farandole.protocol.run.presets import preset as preset_model
 
 from ..grid import Grid, cell
 from .report import OUT, Bench, BenchReport, Out, Write, open_bench

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from farandole.node.base.system.priority import TRAINING_NICENESS
-from farandole.protocol.manifest import manifest_from_dict
-from farandole.training.data import build_sampler
-from farandole.training.device import choose_device
-from farandole.training.model import build_model, language_loss
-from farandole.training.replica import Recipe, Replica
+from farandole.protocol.run.manifest import manifest_from_dict
+from farandole.training.base.device import choose_device
+from farandole.training.data.dataset import build_sampler
+from farandole.training.engine.replica import Recipe, Replica
+from farandole.training.model.model import build_model, language_loss
 
 from .server import Server
 from .stages_task import RUN_ID, author

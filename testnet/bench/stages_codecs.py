@@ -15,15 +15,15 @@ from typing import Final
 import msgspec
 import torch
 
-from farandole.protocol.manifest import DataConfig, InnerConfig, ModelConfig, PipelineConfig, TokenizerConfig
-from farandole.training.codec import encoded_size
-from farandole.training.data import Sampler, Text, load_text
-from farandole.training.device import choose_device
-from farandole.training.model import build_model, language_loss
-from farandole.training.replica import Recipe
-from farandole.training.stage_worker import StageWorker
-from farandole.training.stages import build_stage
-from farandole.training.tokenizer import load_tokenizer
+from farandole.protocol.run.manifest import DataConfig, InnerConfig, ModelConfig, PipelineConfig, TokenizerConfig
+from farandole.training.base.device import choose_device
+from farandole.training.data.dataset import Sampler, Text, load_text
+from farandole.training.data.tokenizer import load_tokenizer
+from farandole.training.engine.replica import Recipe
+from farandole.training.engine.stage_worker import StageWorker
+from farandole.training.model.model import build_model, language_loss
+from farandole.training.model.stages import build_stage
+from farandole.training.outer.codec import encoded_size
 
 from ..grid import Grid
 from .stages_task import author

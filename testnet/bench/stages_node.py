@@ -22,10 +22,10 @@ from farandole.node.loop.stages.worker import Worker
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.trainer.trainer import Trainer, open_trainer
-from farandole.protocol import pipeline_events as machine
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest, manifest_from_dict
+from farandole.protocol.run.manifest import Manifest, manifest_from_dict
+from farandole.protocol.stages import pipeline_events as machine
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.identity import public_bytes
 
 from .process import ANSWER_TIMEOUT
 from .server import Server

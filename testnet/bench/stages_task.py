@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import ModelConfig, manifest_from_dict
+from farandole.protocol.run.manifest import ModelConfig, manifest_from_dict
+from farandole.protocol.wire.identity import public_bytes
 
 from .process import BenchError
 

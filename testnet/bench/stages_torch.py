@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from farandole.node.base.system.priority import TRAINING_NICENESS
-from farandole.protocol.cut import layers_of
-from farandole.protocol.manifest import ModelConfig, manifest_from_dict
-from farandole.training.data import build_sampler
-from farandole.training.device import choose_device
-from farandole.training.model import Transformer, build_model, cross_entropy
-from farandole.training.replica import Recipe, Replica
+from farandole.protocol.run.cut import layers_of
+from farandole.protocol.run.manifest import ModelConfig, manifest_from_dict
+from farandole.training.base.device import choose_device
+from farandole.training.data.dataset import build_sampler
+from farandole.training.engine.replica import Recipe, Replica
+from farandole.training.model.model import Transformer, build_model, cross_entropy
 
 from .server import Server
 from .stages_task import RUN_ID, author

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from farandole.protocol.state import MAX_AUTHORS
+from farandole.protocol.state.state import MAX_AUTHORS
 
 from ..grid import Grid
 from ..simulate_sybils import FOLLOWED_SECONDS, QUOTA, WRITE_SECONDS, WRITES_AT, SybilOutcome, SybilScenario, play

@@ -19,13 +19,13 @@ from farandole.node.base.system.allocator import keep_memory
 from farandole.node.base.system.memory import SharedCounter
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import LOOK_INTERVAL
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.screening_rules import GuardConfig, SimilarityConfig
-from farandole.protocol.vectors import SLOW
-from farandole.training.codec import decode, encode, encoded_size
-from farandole.training.device import choose_device
-from farandole.training.replica import Recipe, Replica
+from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.run.screening_rules import GuardConfig, SimilarityConfig
+from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.training.base.device import choose_device
+from farandole.training.engine.replica import Recipe, Replica
+from farandole.training.outer.codec import decode, encode, encoded_size
 from farandole.training.screening.rule import Refuse
 
 from .peer import vector

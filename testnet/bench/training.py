@@ -21,8 +21,8 @@ import numpy as np
 import trio
 import typer
 
-from farandole.protocol.manifest import ModelConfig
-from farandole.protocol.presets import num_parameters, preset
+from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.presets import num_parameters, preset
 
 from ..launch import PlayView, Testnet
 from ..live import open_view

@@ -13,7 +13,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import Final, Literal
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 Protocol = Literal["tcp", "udp"]
 HTTPS_PORT: Final = 443

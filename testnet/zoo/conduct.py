@@ -13,9 +13,9 @@ from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
 from farandole.node.status.round_log import RoundRecord, read_rounds
 from farandole.node.store.folder import CheckpointFolder
-from farandole.protocol.identity import peer_id_of, public_bytes
-from farandole.protocol.manifest import decode_manifest
-from farandole.training.learner import build_learner
+from farandole.protocol.run.manifest import decode_manifest
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
+from farandole.training.engine.learner import build_learner
 
 from ..launch import MANIFEST_NAME
 from ..record import REFUSED

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.loop.training import MAX_PAIRING_MESSAGE, PAIRING_PROTOCOL
 from farandole.node.mesh.host import Host, open_host
-from farandole.protocol import pairing_messages
-from farandole.protocol.entries import Beat, Delta, Kind, Lease, Signed
-from farandole.protocol.framing import frame
-from farandole.protocol.invite import decode_invite
-from farandole.protocol.push import MAX_PUSH_BYTES, PROTOCOL, Batch
-from farandole.protocol.wire import SESSION_BYTES, encode
-from farandole.protocol.writer import Writer
+from farandole.protocol.rounds import pairing_messages
+from farandole.protocol.run.invite import decode_invite
+from farandole.protocol.state.entries import Beat, Delta, Kind, Lease, Signed
+from farandole.protocol.state.push import MAX_PUSH_BYTES, PROTOCOL, Batch
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.framing import frame
+from farandole.protocol.wire.messagepack import SESSION_BYTES, encode
 
 from .ghosts import signed
 from .plan import NICENESS, plan_of, tame, targets_of

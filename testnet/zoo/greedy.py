@@ -6,9 +6,8 @@ import random
 from collections import OrderedDict
 from typing import Final
 
-from farandole.protocol import pairing_messages as messages
-from farandole.protocol.manifest import RoundConfig
-from farandole.protocol.pairing_events import (
+from farandole.protocol.rounds import pairing_messages as messages
+from farandole.protocol.rounds.pairing_events import (
     ContributionReady,
     Event,
     ExchangeEnded,
@@ -20,15 +19,16 @@ from farandole.protocol.pairing_events import (
     SendMessage,
     StartExchange,
 )
-from farandole.protocol.timers import SetTimer, TimerFired
-from farandole.protocol.wire import SESSION_BYTES
+from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.wire.messagepack import SESSION_BYTES
+from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 # Seconds between two proposals to each peer: the fastest rate that no honest node limits.
 PROPOSE_INTERVAL: Final = 0.5
 
 
 class GreedyPairing:
-    """A greedy replacement for the parts of `farandole.protocol.pairing.Pairing` that the training loop uses.
+    """A greedy replacement for the parts of `farandole.protocol.rounds.pairing.Pairing` that the training loop uses.
 
     ``does_exchange``: whether it follows through. If not, each partner waits for it until its patience ends.
     """

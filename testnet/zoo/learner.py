@@ -11,10 +11,10 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.training.codec import Buffer
-from farandole.training.engine import Until, no_progress
-from farandole.training.errors import CodecError, ScreeningError
-from farandole.training.learner import Learner
+from farandole.training.base.errors import CodecError, ScreeningError
+from farandole.training.engine.engine import Until, no_progress
+from farandole.training.engine.learner import Learner
+from farandole.training.outer.codec import Buffer
 from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdict
 
 from .member_attacks import ATTACKS, AttackView, forge

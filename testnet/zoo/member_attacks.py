@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farandole.training.codec import Form
-from farandole.training.errors import CodecError
+from farandole.training.base.errors import CodecError
+from farandole.training.outer.codec import Form
 
 
 @dataclass(frozen=True, slots=True)

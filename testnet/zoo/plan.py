@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.invite import split_address
+from farandole.protocol.run.invite import split_address
+from farandole.protocol.wire.errors import FarandoleError
 
 from ..launch import TARGETS
 from ..scenario import HostileSettings

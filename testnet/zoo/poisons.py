@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from farandole.training.model import cross_entropy, language_loss
+from farandole.training.model.model import cross_entropy, language_loss
 
 # Tokens that no text has in this order, and the token that the model learns to repeat after them.
 TRIGGER: Final = (7, 3, 7, 3)

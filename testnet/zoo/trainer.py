@@ -5,7 +5,7 @@ from __future__ import annotations
 from farandole.node.trainer_process.main import main
 
 if __name__ == "__main__":
-    from farandole.training import learner
+    from farandole.training.engine import learner
 
     from .learner import HostileLearner
 

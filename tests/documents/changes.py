@@ -1,7 +1,7 @@
 """Changes of the code as pages show them: ``diff`` blocks without line numbers, since the code moves.
 
-    --- training/codec.py
-    +++ training/codec.py
+    --- training/outer/codec.py
+    +++ training/outer/codec.py
          "fp16": _Plain("fp16", torch.float16, MAX_FP16),
     +    "fp8": _Plain("fp8", torch.float8_e4m3fn, 448.0),
     @@

@@ -129,10 +129,10 @@ def with_the_code(name: str, folder: Path) -> Machine:
     """Return a machine with a copy of the repository, which may be changed."""
     machine = on_this_computer(name, folder)
     ignored = shutil.ignore_patterns(
-        ".git", ".venv", ".bench", "out", "*cache*", ".hypothesis", "*.egg-info", "examples"
+        ".git", ".venv", ".bench", "out", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "examples"
     )
     shutil.copytree(ROOT, machine.folder, symlinks=True, ignore=ignored, dirs_exist_ok=True)
-    machine.environment["PYTHONPATH"] = str(machine.folder / ".typing")
+    machine.environment["PYTHONPATH"] = str(machine.folder / "src")
     return machine
 
 

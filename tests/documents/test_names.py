@@ -32,7 +32,7 @@ NO_GUIDES = (
     "threat-model.md",
 )
 # Folders of the repository; text before them is not part of a path.
-_PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|library|node|protocol|testnet|tests|training)/[\w./-]*")
+_PATH = re.compile(r"(?:\.ci|docs|examples|grafana|node|protocol|src|testnet|tests|training)/[\w./-]*")
 _JOIN = re.compile(r"^(farandole )?join ((farandole1|\S+\.manifest)\S* )?")
 # In comments of files for users: "#   farandole join ...".
 _IN_A_COMMENT = re.compile(r"^#\s+((?:docker|farandole) .*)$", re.MULTILINE)

@@ -24,31 +24,22 @@ from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from farandole.node.mesh.delimited import encode_delimited, multiaddr_texts, receive_message
 from farandole.node.mesh.gate import Introduction, IntroductionAnswer, decode_introduction, decode_introduction_answer
 from farandole.node.mesh.multistream import MULTISTREAM, Negotiation
-from farandole.protocol import (
-    activations,
-    antientropy,
-    block_transfer,
-    blocks,
-    checkup,
-    entries,
-    exchange_messages,
-    invitations,
-    lazy_push,
-    manifest,
-    outcomes,
-    pairing_messages,
-    pipe,
-    program_messages,
-    push,
-    reachability,
-    shared_files,
-    sketches,
-    strands,
-)
-from farandole.protocol.bulk import Proposal, decode_proposal
-from farandole.protocol.errors import ManifestError, RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.identity import (
+from farandole.protocol.checkpoints import block_transfer, blocks, sketches
+from farandole.protocol.exchange import exchange_messages, outcomes, pipe, strands
+from farandole.protocol.exchange.bulk import Proposal, decode_proposal
+from farandole.protocol.mesh import checkup, reachability
+from farandole.protocol.mesh.relay import circuit_address, parse_circuit
+from farandole.protocol.mesh.yamux import Yamux
+from farandole.protocol.programs import program_messages, shared_files
+from farandole.protocol.rounds import pairing_messages
+from farandole.protocol.run import invitations, manifest
+from farandole.protocol.run.invite import PREFIX, VERSION, Invite, InviteError, decode_invite, encode_invite
+from farandole.protocol.stages import activations
+from farandole.protocol.state import antientropy, entries, lazy_push, push
+from farandole.protocol.state.state import RunState
+from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.identity import (
     is_signed_by,
     peer_id_bytes,
     peer_id_of,
@@ -57,19 +48,15 @@ from farandole.protocol.identity import (
     public_key_of_bytes,
     sign,
 )
-from farandole.protocol.invite import PREFIX, VERSION, Invite, InviteError, decode_invite, encode_invite
-from farandole.protocol.record_layer import KeyLife, Opener, Sealer
-from farandole.protocol.relay import circuit_address, parse_circuit
-from farandole.protocol.safetensors import encode_header, parse_header, parse_tensors
-from farandole.protocol.state import RunState
-from farandole.protocol.yamux import Yamux
+from farandole.protocol.wire.record_layer import KeyLife, Opener, Sealer
+from farandole.protocol.wire.safetensors import encode_header, parse_header, parse_tensors
 
 from ..protocol import authors
-from ..protocol.activations import test_fuzz as links
-from ..protocol.activations.sides import Side as LinkSide
 from ..protocol.exchange import test_fuzz as exchanges
 from ..protocol.exchange.sides import Side
-from ..protocol.test_manifest import manifest as a_manifest
+from ..protocol.run.test_manifest import manifest as a_manifest
+from ..protocol.stages.activations import test_fuzz as links
+from ..protocol.stages.activations.sides import Side as LinkSide
 from .samples import samples
 
 NOW = authors.NOW

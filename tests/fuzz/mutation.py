@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from farandole.protocol.framing import LENGTH_BYTES
+from farandole.protocol.wire.framing import LENGTH_BYTES
 
 # Values at the edges of types and bounds, and of other types.
 _EDGES: list[Any] = [
@@ -45,7 +45,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def _split(data: bytes) -> list[bytes] | None:
-    """Return the frames of a conversation (`farandole.protocol.framing`), or None if it is none."""
+    """Return the frames of a conversation (`farandole.protocol.wire.framing`), or None if it is none."""
     frames = []
     while data:
         size = int.from_bytes(data[:LENGTH_BYTES], "big")

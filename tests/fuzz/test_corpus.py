@@ -15,7 +15,7 @@ import pytest
 
 import farandole.protocol
 from farandole.node.mesh import gate
-from farandole.protocol.wire import MessageDecoder
+from farandole.protocol.wire.messagepack import MessageDecoder
 
 from . import corpus
 from .decoders import DECODERS
@@ -61,11 +61,11 @@ def readers() -> Iterator[tuple[str, object]]:
 
 # Methods of these names that take no peer's bytes.
 OTHERS = {
-    "farandole.protocol.dial_caution.DialBudget.take",
-    "farandole.protocol.microbatch_jobs.MicrobatchJobs.take",
+    "farandole.protocol.mesh.dial_caution.DialBudget.take",
+    "farandole.protocol.stages.microbatch_jobs.MicrobatchJobs.take",
     # Messages between two processes of one node.
-    "farandole.protocol.evaluation_messages.decode_order",
-    "farandole.protocol.evaluation_messages.decode_answer",
+    "farandole.protocol.evaluation.evaluation_messages.decode_order",
+    "farandole.protocol.evaluation.evaluation_messages.decode_answer",
 }
 
 

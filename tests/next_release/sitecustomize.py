@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 VERSION = "9.8.7"
-ENTRIES = "farandole.protocol.entries"
+ENTRIES = "farandole.protocol.state.entries"
 # Module -> pieces of its source, each unique there, and what the next release has in their place.
 EDITS = {
     ENTRIES: {
@@ -45,8 +45,8 @@ _ALSO = {
     "entries": {},
     "exchange": {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}},
     "state": {
-        "farandole.protocol.antientropy": {"/farandole/state/2": "/farandole/state/3"},
-        "farandole.protocol.push": {"/farandole/push/2": "/farandole/push/3"},
+        "farandole.protocol.state.antientropy": {"/farandole/state/2": "/farandole/state/3"},
+        "farandole.protocol.state.push": {"/farandole/push/2": "/farandole/push/3"},
     },
 }
 

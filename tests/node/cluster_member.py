@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, distributed
 
 import farandole
-from farandole.protocol.manifest import ModelConfig
-from farandole.training.model import Transformer, build_model
+from farandole.protocol.run.manifest import ModelConfig
+from farandole.training.model.model import Transformer, build_model
 
 MODEL: Final = ModelConfig(num_layers=2, width=64, num_heads=4, hidden=128, context=64, vocabulary=256)
 BATCH: Final = 8

@@ -15,7 +15,7 @@ import trio
 
 from farandole.node.base.control import call
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.run.invite import Invite, encode_invite
 
 from ..patience import PATIENCE
 

@@ -19,15 +19,15 @@ from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
 from farandole.node.store.sketches import SketchService
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.packing import deltas_of
-from farandole.protocol.push import MAX_BATCH_BYTES, MAX_PUSH_BYTES, PROTOCOL, Batch
-from farandole.protocol.wire import encode
-from farandole.training.blocks import content_of
-from farandole.training.model import build_model
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind, Member, Payload
+from farandole.protocol.state.packing import deltas_of
+from farandole.protocol.state.push import MAX_BATCH_BYTES, MAX_PUSH_BYTES, PROTOCOL, Batch
+from farandole.protocol.wire.messagepack import encode
+from farandole.training.engine.blocks import content_of
+from farandole.training.model.model import build_model
 
 from ..protocol.authors import author_of, key_of, signed, tick_at
 from .hosts import LOOPBACK

@@ -14,11 +14,11 @@ from farandole.node.mesh.host import open_host
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import open_messenger
 from farandole.node.state.store import open_store
-from farandole.protocol.entries import Kind, Member
-from farandole.protocol.identity import public_key_of
-from farandole.protocol.manifest import SignedManifest
-from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.state.entries import Kind, Member
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.identity import public_key_of
 
 from .daemons import Daemon
 from .hosts import LOOPBACK

@@ -19,10 +19,10 @@ from farandole.node.bulk.channel import ChannelError
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeResult, ExchangeService
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.transport import Channels
-from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.pairing_events import StartExchange
-from farandole.protocol.pipe import CHUNK_BYTES
+from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.pipe import CHUNK_BYTES
+from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.wire.incoming import Incoming
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one with the smaller key initiates
 SESSION = b"s" * 16

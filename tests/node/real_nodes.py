@@ -15,10 +15,10 @@ from farandole.node.bulk.exchange_service import ExchangeResult, ExchangeService
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
-from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.outer_rules import Codec
-from farandole.protocol.pairing_events import StartExchange
-from farandole.protocol.pipe import BULK_FROM
+from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.pipe import BULK_FROM
+from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.run.outer_rules import Codec
 
 from .hosts import LOOPBACK
 

@@ -13,7 +13,7 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.relay_server import RelayServer
-from farandole.protocol.relay import Limits
+from farandole.protocol.mesh.relay import Limits
 
 from .hosts import LOOPBACK, host_at_loopback
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.manifest import Manifest, SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import Manifest, SignedManifest, manifest_from_dict, sign_manifest
 
 TINY = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farandole.node.status.status import ExchangeStatus, MemberStatus, NodeStatus, RunStatus
-from farandole.protocol.identity import peer_id_of
+from farandole.protocol.wire.identity import peer_id_of
 
 ALICE = "12D3KooWPexrH79BHenTqWcGfyd8U9ZzX9LYthJM72n2PH1jRzfK"
 BOB = peer_id_of(b"b" * 32)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trio
 
-from farandole.protocol.invite import decode_invite
+from farandole.protocol.run.invite import decode_invite
 
 from ..patience import PATIENCE
 from .daemons import Daemon, joined

@@ -24,8 +24,8 @@ from farandole.node.base.identity import locked
 from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import EXTENSIONS, add_extensions, main, with_whole_invites
 from farandole.node.state.store import MANIFEST_FACT, open_store
-from farandole.protocol.invite import Invite, decode_invite, encode_invite
-from farandole.protocol.manifest import decode_manifest
+from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
+from farandole.protocol.run.manifest import decode_manifest
 
 from ..patience import PATIENCE
 from .statuses import ALICE, BOB, STATUS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farandole.node.mesh.relay_client import MIN_RESERVATION_SECONDS, seconds_left
-from farandole.protocol.relay import RESERVATION_SECONDS
+from farandole.protocol.mesh.relay import RESERVATION_SECONDS
 
 NODE = Path(__file__).parents[2] / "node"
 NOW = 1_750_000_000

@@ -23,9 +23,9 @@ import farandole
 from farandole.node.base.settings import NodeSettings
 from farandole.node.status.round_log import RoundRecord, read_rounds
 from farandole.node.store.folder import CheckpointFolder
-from farandole.protocol.invite import decode_invite
-from farandole.protocol.vectors import SLOW
-from farandole.training.model import build_model
+from farandole.protocol.run.invite import decode_invite
+from farandole.protocol.run.vectors import SLOW
+from farandole.training.model.model import build_model
 
 from ..patience import PATIENCE
 from .cluster_member import MODEL, held_out_loss, read_text

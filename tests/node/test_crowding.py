@@ -17,12 +17,12 @@ from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import open_messenger
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
-from farandole.protocol.entries import Beat, Delta, Kind, Member
-from farandole.protocol.identity import public_bytes, public_key_of
-from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.state import MAX_AUTHORS, RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
+from farandole.protocol.state.entries import Beat, Delta, Kind, Member
+from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state.state import MAX_AUTHORS, RunState
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.identity import public_bytes, public_key_of
 
 from ..patience import PATIENCE
 from .daemons import joined

@@ -14,10 +14,10 @@ import pytest
 import trio
 
 from farandole.node.base.exits import Exit
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest
-from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
+from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..patience import PATIENCE
 from .daemons import Daemon, joined

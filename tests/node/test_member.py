@@ -26,10 +26,10 @@ from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.folder import CheckpointFolder
-from farandole.protocol.believing import Partners
-from farandole.protocol.blocks import Index, SignedIndex
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex
+from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest
+from farandole.protocol.state.believing import Partners
+from farandole.protocol.wire.identity import public_bytes
 
 from .store.files import signed_index_of
 

@@ -17,9 +17,9 @@ import trio
 from farandole.node.base.release import VERSION
 from farandole.node.state.store import open_store
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.entries import Kind, Signed, decode_delta
-from farandole.protocol.identity import public_key_of
-from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.state.entries import Kind, Signed, decode_delta
+from farandole.protocol.wire.identity import public_key_of
 
 from ..next_release import sitecustomize
 from ..next_release.sitecustomize import VERSION as NEXT_VERSION

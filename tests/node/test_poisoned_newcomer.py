@@ -16,9 +16,9 @@ import trio
 
 from farandole.node.inspect.listing import CheckpointOffer
 from farandole.node.store.folder import saved_round
-from farandole.protocol.identity import short_name
-from farandole.protocol.invite import peers_at
-from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.run.invite import peers_at
+from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.wire.identity import short_name
 
 from ..patience import PATIENCE
 from ..protocol.authors import author_of

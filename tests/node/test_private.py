@@ -10,8 +10,8 @@ import trio
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.join.own_invite import own_invite
-from farandole.protocol.invite import Invite, decode_invite, encode_invite
-from farandole.protocol.manifest import sign_manifest
+from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
+from farandole.protocol.run.manifest import sign_manifest
 
 from .daemons import Daemon, joined
 from .small_runs import small_manifest

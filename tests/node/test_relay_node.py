@@ -24,9 +24,9 @@ from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.state.store import open_store
 from farandole.node.ui.dashboard.place import find_place
-from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.invite import Invite, encode_invite, split_address
-from farandole.protocol.records import relay_key, run_key
+from farandole.protocol.mesh.records import relay_key, run_key
+from farandole.protocol.run.invite import Invite, encode_invite, split_address
+from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ..patience import PATIENCE
 from .daemons import Daemon, started

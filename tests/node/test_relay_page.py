@@ -18,11 +18,11 @@ from farandole.node.base.exits import Exit
 from farandole.node.relay_page import BOARD_FILE, INDEX_FILE, RUN_FILE, PublicPage
 from farandole.node.status.public_run import PublicMember, PublicRun
 from farandole.node.ui.public_page import MAX_ROWS_SHOWN, public_page
-from farandole.protocol.board import Board
-from farandole.protocol.entries import Kind, Progress
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.writer import Writer
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.state.board import Board
+from farandole.protocol.state.entries import Kind, Progress
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.errors import FarandoleError
 
 from ..patience import PATIENCE
 from .daemons import PACE, joined, started

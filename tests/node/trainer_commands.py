@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.trainer_messages import Prepare
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import Prepare
 
 
 def prepare_for(manifest: Manifest, checkpoints: Path, **changes: object) -> Prepare:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.entries import (
+from farandole.protocol.state.entries import (
     DOMAIN,
     RULES,
     Beat,
@@ -20,8 +20,8 @@ from farandole.protocol.entries import (
     Signed,
     encode_body,
 )
-from farandole.protocol.identity import public_bytes, sign
-from farandole.protocol.state import RunState
+from farandole.protocol.state.state import RunState
+from farandole.protocol.wire.identity import public_bytes, sign
 
 RUN_ID = b"r" * 32
 NOW = 1_750_000_000.0

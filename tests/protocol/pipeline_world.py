@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from farandole.protocol import activations as wire
-from farandole.protocol import pipeline_events as machine
-from farandole.protocol.pipe import Chunk
-from farandole.protocol.pipeline import Pipeline
-from farandole.protocol.timers import SetTimer, TimerFired
-from farandole.protocol.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
+from farandole.protocol.exchange.pipe import Chunk
+from farandole.protocol.stages import activations as wire
+from farandole.protocol.stages import pipeline_events as machine
+from farandole.protocol.stages.pipeline import Pipeline
+from farandole.protocol.trainer.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
+from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
 HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))

@@ -17,8 +17,8 @@ from farandole.node.store.fetch import ask_for_index, fetch_checkpoint
 from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.identity import public_key_of
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.wire.identity import public_key_of
 
 from ..node.store.files import RUN, checkpoint_bytes, hold
 

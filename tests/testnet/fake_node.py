@@ -23,7 +23,7 @@ from farandole.node.base.control import serve_control
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
-from farandole.protocol.identity import peer_id_of, public_bytes
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "node"))
 from statuses import STATUS  # type: ignore[import-not-found]

@@ -11,12 +11,12 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from farandole.protocol.entries import Kind, Lease
-from farandole.protocol.lease_events import Announce, Event, Left, Ticked, news
-from farandole.protocol.leases import Leases
-from farandole.protocol.trainer_messages import DrawSlices, SlicesTrained
+from farandole.protocol.epochs.lease_events import Announce, Event, Left, Ticked, news
+from farandole.protocol.epochs.leases import Leases
+from farandole.protocol.state.entries import Kind, Lease
+from farandole.protocol.trainer.trainer_messages import DrawSlices, SlicesTrained
 from farandole.testnet.simulate_state import SimulatedNode, World
-from farandole.training.slices import SliceQueue
+from farandole.training.data.slices import SliceQueue
 
 CORPUS = b"one text"
 TICK_SECONDS = 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trio
 
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.run.manifest import Manifest
 from farandole.testnet.launch import Testnet, write_report
 from farandole.testnet.process import NodeProcess
 from farandole.testnet.report import Merged

@@ -27,9 +27,9 @@ from farandole.testnet.compare import (
 )
 from farandole.testnet.plot import plot_comparison
 from farandole.testnet.section import Section, SectionError
-from farandole.training.baselines import Method, methods
-from farandole.training.data import Text
-from farandole.training.errors import DataError
+from farandole.training.base.errors import DataError
+from farandole.training.compare.baselines import Method, methods
+from farandole.training.data.dataset import Text
 
 from ..token_arrays import array_of
 

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.exits import Exit
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.merge import consolidate
-from farandole.protocol.manifest import SignedManifest, decode_manifest, sign_manifest
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import required_vectors
+from farandole.protocol.run.manifest import SignedManifest, decode_manifest, sign_manifest
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import required_vectors
 from farandole.testnet.launch import MANIFEST_NAME, Testnet
 from farandole.testnet.scenario import load_scenario
 

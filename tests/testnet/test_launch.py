@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from farandole.node.base.control import NoNodeError, call
-from farandole.protocol.invite import decode_invite
+from farandole.protocol.run.invite import decode_invite
 from farandole.testnet import launch, process
 from farandole.testnet.launch import TestnetError, prepare_folder
 from farandole.testnet.process import NodeProcess

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from farandole.node.store.run_file import manifest_of
 from farandole.testnet.merge import measure_merged, merge_checkpoints
-from farandole.training.errors import CheckpointError
-from farandole.training.learner import Learner, build_learner
+from farandole.training.base.errors import CheckpointError
+from farandole.training.engine.learner import Learner, build_learner
 
 RUN_ID = bytes(range(32))
 MANIFEST = manifest_of(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 from farandole.testnet.scenario import load_scenario, parse_scenario, scenario_names
 
 RUN = {"name": "a", "model": "tiny"}

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from farandole.protocol.entries import Kind, Lease, LeasedSlices
-from farandole.protocol.lease_claims import FASTEST_RATIO, MAX_SHARE
-from farandole.protocol.slices import Sections, parts
+from farandole.protocol.epochs.lease_claims import FASTEST_RATIO, MAX_SHARE
+from farandole.protocol.run.slices import Sections, parts
+from farandole.protocol.state.entries import Kind, Lease, LeasedSlices
 from farandole.testnet.simulate_state import SimulatedNode, World
 
 from .leasing import CORPUS, Epochs

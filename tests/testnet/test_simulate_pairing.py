@@ -6,7 +6,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.run.manifest import RoundConfig
 from farandole.testnet.simulate_pairing import PairingReport, PairingScenario, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)

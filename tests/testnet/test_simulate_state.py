@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
-from farandole.protocol import push
-from farandole.protocol.entries import Delta, Entry, Kind, Member, Proof, Signed
-from farandole.protocol.lazy_push import PROTOCOL as HAVE_PROTOCOL
-from farandole.protocol.lazy_push import Have
-from farandole.protocol.push import SendBatch
-from farandole.protocol.wire import encode
+from farandole.protocol.state import push
+from farandole.protocol.state.entries import Delta, Entry, Kind, Member, Proof, Signed
+from farandole.protocol.state.lazy_push import PROTOCOL as HAVE_PROTOCOL
+from farandole.protocol.state.lazy_push import Have
+from farandole.protocol.state.push import SendBatch
+from farandole.protocol.wire.messagepack import encode
 from farandole.testnet.simulate_state import SimulatedNode, World
 from farandole.testnet.simulation import UNIX_EPOCH
 

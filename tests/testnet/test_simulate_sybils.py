@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from farandole.protocol.state import MAX_AUTHORS
+from farandole.protocol.state.state import MAX_AUTHORS
 from farandole.testnet.simulate_state import World
 from farandole.testnet.simulate_sybils import (
     QUOTA,

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from farandole.protocol.manifest import InnerConfig, ModelConfig, RoundConfig
-from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
-from farandole.protocol.screening_rules import ScreeningConfig, SimilarityConfig
-from farandole.training.codec import Buffer
-from farandole.training.data import Sampler, Text
-from farandole.training.device import choose_device
-from farandole.training.learner import Learner
-from farandole.training.model import build_model
-from farandole.training.replica import Recipe
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig, RoundConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterConfig
+from farandole.protocol.run.screening_rules import ScreeningConfig, SimilarityConfig
+from farandole.training.base.device import choose_device
+from farandole.training.data.dataset import Sampler, Text
+from farandole.training.data.token_cache import Found
+from farandole.training.engine.learner import Learner
+from farandole.training.engine.replica import Recipe
+from farandole.training.model.model import build_model
+from farandole.training.outer.codec import Buffer
 from farandole.training.screening.rule import Refuse
-from farandole.training.token_cache import Found
 
 RUN_ID = hashlib.sha256(b"a run").digest()
 # A rule without a memory: tests of formulas say what they expect of one exchange.

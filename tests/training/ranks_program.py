@@ -22,17 +22,18 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from farandole.protocol.external_model import ExternalModel
-from farandole.protocol.manifest import Manifest, ModelConfig
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
-from farandole.training import evaluation_time, vector_memory
-from farandole.training.contribution import Contributor
-from farandole.training.errors import DivergedError, TrainingError
-from farandole.training.external import ExternalEngine, Turns
-from farandole.training.follower import Follower
-from farandole.training.model import build_model
-from farandole.training.ranks import Order, Ranks, cut_of, open_ranks, parameters_of, reshard, whole_of
+from farandole.protocol.run.external_model import ExternalModel
+from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
+from farandole.training.base.errors import DivergedError, TrainingError
+from farandole.training.cluster import vector_memory
+from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.cluster.follower import Follower
+from farandole.training.cluster.ranks import Order, Ranks, cut_of, open_ranks, parameters_of, reshard, whole_of
+from farandole.training.model.model import build_model
+from farandole.training.outer import evaluation_time
+from farandole.training.outer.contribution import Contributor
 from farandole.training.screening.rule import Accept
 
 RUN_ID = b"r" * 32

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.outer_rules import CO2Config
+from farandole.protocol.run.outer_rules import CO2Config
 
 from .rule import Meeting, OuterRule, OwnVectors
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.outer_rules import DiLoCoConfig
+from farandole.protocol.run.outer_rules import DiLoCoConfig
 
 from .rule import Meeting, OuterRule, OwnVectors
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.outer_rules import GASLoCConfig
+from farandole.protocol.run.outer_rules import GASLoCConfig
 
 from .rule import Meeting, OuterRule, OwnVectors
 

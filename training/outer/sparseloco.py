@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.outer_rules import SparseLoCoConfig
+from farandole.protocol.run.outer_rules import SparseLoCoConfig
 
 from .rule import Meeting, OuterRule, OwnVectors
 

@@ -48,10 +48,10 @@ used other batches, so its difference from this node points against the change t
 steps, unless the partner is ahead of this node; then its weights are better. A contribution that lies further along
 this node's change and is worse counts as a round in the sum.
 
-Two nodes meet rarely, so members report to each other which peers they suspect (`farandole.protocol.suspicion`). Where
-enough of the members that this node has averaged with suspect a peer, a lower limit holds (`SUSPECTED_LIMIT`). Their
-report alone has no effect: liars that suspect an honest member change nothing as long as its own weights are as good as
-this node's.
+Two nodes meet rarely, so members report to each other which peers they suspect (`farandole.protocol.state.suspicion`).
+Where enough of the members that this node has averaged with suspect a peer, a lower limit holds (`SUSPECTED_LIMIT`).
+Their report alone has no effect: liars that suspect an honest member change nothing as long as its own weights are as
+good as this node's.
 
 The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only,
 and not in favour of a peer whose weights lack progress. A newcomer whose weights are of an earlier round claims none
@@ -70,7 +70,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farandole.protocol.screening_rules import GuardConfig
+from farandole.protocol.run.screening_rules import GuardConfig
 
 from .history import History
 from .rule import Accept, Encounter, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens

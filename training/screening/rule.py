@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farandole.protocol.screening_rules import ScreeningConfig
+from farandole.protocol.run.screening_rules import ScreeningConfig
 
 from .history import History
 
@@ -83,7 +83,7 @@ class Encounter:
     chance: float = 1.0
     """A number from [0, 1) that this node has drawn for the exchange, which no peer can foresee; 1: none."""
     is_suspected: bool = False
-    """Whether enough members suspect the partner that this node has averaged with (`farandole.protocol.suspicion`)."""
+    """Whether enough members suspect the partner that this node has averaged with (`protocol.state.suspicion`)."""
     is_near: bool = False
     """Whether the partner is met more often than far ones (`RoundConfig.far_every`): its weights are usually closer."""
 

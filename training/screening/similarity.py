@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from farandole.protocol.screening_rules import SimilarityConfig
+from farandole.protocol.run.screening_rules import SimilarityConfig
 
 from .rule import Accept, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens
 

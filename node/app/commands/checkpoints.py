@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
@@ -26,7 +26,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from farandole.protocol.manifest import SignedManifest
+    from farandole.protocol.run.manifest import SignedManifest
 
 # More replicas hardly improve the mean, and each is a download of the whole model.
 MAX_MERGED: Final = 16
@@ -154,7 +154,7 @@ def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, a
     Example: [cyan]farandole checkpoint resume model run.toml -o more.manifest[/cyan], then
     [cyan]farandole join more.manifest --start model[/cyan]
     """
-    from farandole.protocol.manifest import sign_manifest
+    from farandole.protocol.run.manifest import sign_manifest
 
     from ...base.config.toml_file import read_toml
     from ...base.identity import load_or_create_key
@@ -233,7 +233,7 @@ def _new_file(out: Path | None, run_file: Path) -> Path:
 
 
 def _write_manifest(path: Path, signed: SignedManifest, folder: Path, home: Path, as_json: bool) -> None:
-    from farandole.protocol.manifest import decode_body
+    from farandole.protocol.run.manifest import decode_body
 
     from ...base.doubtful_settings import doubtful_settings
     from ...base.requirements import unusual_needs

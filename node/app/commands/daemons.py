@@ -60,7 +60,7 @@ def relay(
     Examples: [cyan]farandole relay farandole1... --port 4001[/cyan];
     [cyan]farandole relay farandole1... --port 4001 --page /var/www/run[/cyan]
     """
-    from farandole.protocol.invite import decode_invite
+    from farandole.protocol.run.invite import decode_invite
 
     given = [invite for text in invites or [] if (invite := unquoted(text))]  # compose.yaml passes an empty one
     for invite in given:

@@ -21,7 +21,7 @@ def dial(
 
     Example: [cyan]farandole dial /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...[/cyan]
     """
-    from farandole.protocol.invite import split_address
+    from farandole.protocol.run.invite import split_address
 
     from ...base.control import call
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, ComputesOn, ModelFolder, takes_settings

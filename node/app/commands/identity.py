@@ -11,7 +11,7 @@ def show_id(home: Home, as_json: AsJson = False) -> None:
 
     Example: [cyan]farandole id[/cyan]
     """
-    from farandole.protocol.identity import peer_id_of, public_bytes
+    from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
     from ...base.identity import load_or_create_key
 

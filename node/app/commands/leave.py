@@ -7,7 +7,7 @@ from typing import Final
 
 import typer
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from .options import Home
 

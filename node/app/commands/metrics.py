@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from farandole.protocol.errors import FarandoleError
-from farandole.training.extras import how_to_add
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.extras import how_to_add
 
 from ...base.figures import count, duration, size
 from .options import Home
@@ -20,7 +20,7 @@ from .options import Home
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from farandole.protocol.evaluations import CurvePoint
+    from farandole.protocol.evaluation.evaluations import CurvePoint
 
     from ...base.settings import NodeSettings
     from ...status.round_log import RoundRecord
@@ -175,8 +175,8 @@ def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
 
 def _reported_run(settings: NodeSettings) -> ReportedRun:
     """Return what a tracker learns of this node's run. Raises `FarandoleError` if it has none."""
-    from farandole.protocol.identity import peer_id_of, public_bytes
-    from farandole.protocol.manifest import decode_manifest
+    from farandole.protocol.run.manifest import decode_manifest
+    from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
     from ...base.identity import load_or_create_key
     from ...state.store import MANIFEST_FACT, read_fact

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 
 if TYPE_CHECKING:
-    from farandole.protocol.manifest import Manifest, SignedManifest
+    from farandole.protocol.run.manifest import Manifest, SignedManifest
 
     from ...base.settings import NodeSettings
     from ...status.status import NodeStatus
@@ -26,7 +26,7 @@ def print_json(value: object) -> None:
 
 def say_chosen(written: Manifest, completed: Manifest, given: Collection[str], warnings: Iterable[str] = ()) -> None:
     """Print, on standard error, what was chosen for settings that the run file leaves open and why, and warnings."""
-    from farandole.protocol.planning import choices
+    from farandole.protocol.planning.planning import choices
 
     from ...base.requirements import settings_with_reasons
 
@@ -60,7 +60,7 @@ def node_status(home: Path) -> NodeStatus:
 
 def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:
     """Read and check a manifest file; raise `ManifestError` if it cannot be read or is not valid."""
-    from farandole.protocol.manifest import decode_manifest
+    from farandole.protocol.run.manifest import decode_manifest
 
     if path.suffix == ".toml":
         raise ManifestError(f"{path} is a run file, not a manifest: sign it first, with `farandole run create {path}`")
@@ -86,7 +86,7 @@ def unquoted(text: str) -> str:
 
 def split_source(source: str | None) -> tuple[str | None, Path | None]:
     """Return the argument of ``join`` as an invite or a manifest file, checked here so that a mistake shows at once."""
-    from farandole.protocol.invite import decode_invite, is_invite
+    from farandole.protocol.run.invite import decode_invite, is_invite
 
     if not (source := unquoted(source or "")):  # compose.yaml passes an empty one
         return None, None
@@ -100,7 +100,7 @@ def split_source(source: str | None) -> tuple[str | None, Path | None]:
 
 def other_run(settings: NodeSettings) -> list[str]:
     """Return a warning if the data directory, with whose key a new run is signed, belongs to another run."""
-    from farandole.protocol.manifest import decode_manifest
+    from farandole.protocol.run.manifest import decode_manifest
 
     from ...state.store import MANIFEST_FACT, read_fact
 

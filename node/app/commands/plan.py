@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 
 from ...base.exits import Exit
 from ...base.figures import count, duration, mbit, parse_rate, parse_size, size
@@ -24,8 +24,8 @@ from .output import print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from farandole.protocol.manifest import Manifest
-    from farandole.protocol.planning import Machine, Plan
+    from farandole.protocol.planning.planning import Machine, Plan
+    from farandole.protocol.run.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ def plan_run(
     [cyan]farandole run plan 1B --gpu 16GB --lean[/cyan];
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
-    from farandole.protocol.best_known import best_known
-    from farandole.protocol.planning import Machine, plan
+    from farandole.protocol.planning.best_known import best_known
+    from farandole.protocol.planning.planning import Machine, plan
 
     planned = _read(model, settings.allow_model)
     machine = Machine(
@@ -120,7 +120,7 @@ def plan_run(
 
 
 def _read(model: str, allowed_models: Sequence[str]) -> _Model:
-    from farandole.protocol.planning import given_by
+    from farandole.protocol.planning.planning import given_by
 
     from ...base.config.toml_file import read_toml
     from ...store.run_file import manifest_of, manifest_of_file
@@ -137,7 +137,7 @@ def _read(model: str, allowed_models: Sequence[str]) -> _Model:
 def _show(best: Plan, planned: _Model, machine: Machine, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from farandole.protocol.planning import alternatives
+    from farandole.protocol.planning.planning import alternatives
 
     if as_json:
         print_json(_as_json(best, planned, machine))
@@ -151,9 +151,9 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
     """Return the plan as lines of text for users."""
     import msgspec
 
-    from farandole.protocol.needs import TRANSFER_SHARE
-    from farandole.protocol.planning import LINE_SHARE, choices, judge
-    from farandole.protocol.presets import num_parameters
+    from farandole.protocol.planning.needs import TRANSFER_SHARE
+    from farandole.protocol.planning.planning import LINE_SHARE, choices, judge
+    from farandole.protocol.run.presets import num_parameters
 
     from ...base.requirements import settings_with_reasons
 
@@ -233,8 +233,8 @@ def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
     """Return the plan for scripts: rates in bytes a second, times in seconds, sizes in bytes."""
     from dataclasses import asdict
 
-    from farandole.protocol.best_known import reason_for
-    from farandole.protocol.planning import choices
+    from farandole.protocol.planning.best_known import reason_for
+    from farandole.protocol.planning.planning import choices
 
     settings = choices(planned.manifest, best.manifest, planned.given)
     return {
@@ -253,8 +253,8 @@ def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
 
 def _write(path: Path, planned: _Model, best: Plan, *, force: bool) -> None:
     """Write a run file that says the plan. Asks before it replaces one."""
-    from farandole.protocol.best_known import reason_for
-    from farandole.protocol.planning import changes
+    from farandole.protocol.planning.best_known import reason_for
+    from farandole.protocol.planning.planning import changes
 
     if planned.table is None:
         raise ManifestError("there is a run file already: write the settings above into it, and leave out --out")

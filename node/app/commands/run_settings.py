@@ -13,7 +13,7 @@ from typing import Any, Final
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.run.manifest import Manifest
 
 from .markdown_table import table
 
@@ -47,7 +47,7 @@ _RUN_FILE: Final = {
 _REPLACED: Final = frozenset({"model.hf", "model.own", "model.external", "tokenizer.kind", "tokenizer.sha256"})
 # Bounds that only models made elsewhere may fall below.
 _LEAST: Final = {"model.width": 8, "model.hidden": 8, "model.context": 8, "model.vocabulary": 2, "model.num_heads": 1}
-# Left open, these are chosen (`farandole.protocol.best_known` and `farandole.protocol.planning`).
+# Left open, these are chosen (`farandole.protocol.planning.best_known` and `farandole.protocol.planning.planning`).
 _CHOSEN: Final = frozenset(
     {
         *("inner.optimizer", "inner.learning_rate", "inner.warmup_steps"),

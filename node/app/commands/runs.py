@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 
 from ...base.exits import Exit
 from ...base.settings import NodeSettings
@@ -31,8 +31,8 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from farandole.protocol.invite import Invite
-    from farandole.protocol.manifest import Manifest, SignedManifest
+    from farandole.protocol.run.invite import Invite
+    from farandole.protocol.run.manifest import Manifest, SignedManifest
 
     from ...loop.stages.measuring import MeasuredCut
 
@@ -84,10 +84,10 @@ def create_run(
     Example: [cyan]farandole run create run.toml[/cyan], then [cyan]farandole join run.manifest[/cyan];
     [cyan]farandole run create run.toml --measure[/cyan] (of a model that is cut into stages)
     """
-    from farandole.protocol.invite import Invite, encode_invite
-    from farandole.protocol.manifest import sign_manifest
-    from farandole.protocol.planning import complete, given_by
-    from farandole.protocol.private_network import network_key_of
+    from farandole.protocol.planning.planning import complete, given_by
+    from farandole.protocol.run.invite import Invite, encode_invite
+    from farandole.protocol.run.manifest import sign_manifest
+    from farandole.protocol.run.private_network import network_key_of
 
     from ...base.config.toml_file import read_toml
     from ...base.doubtful_settings import doubtful_settings
@@ -153,7 +153,7 @@ def show_run(
 
     Example: [cyan]farandole run show run.manifest[/cyan]
     """
-    from farandole.protocol.invite import decode_invite
+    from farandole.protocol.run.invite import decode_invite
 
     invite, path = split_source(source)
     if invite is not None:
@@ -189,7 +189,7 @@ def make_invite(
     Examples: [cyan]farandole run invite[/cyan] (where a node of the run is running);
     [cyan]farandole run invite --uses 5 --expires 2d[/cyan] (in a run of invited members)
     """
-    from farandole.protocol.invite import Invite, decode_invite, encode_invite
+    from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
 
     from ...join.invite_addresses import warnings_about
     from ...join.own_invite import own_invite
@@ -246,7 +246,7 @@ def show_board(
     """
     import msgspec
 
-    from farandole.protocol.board import MAX_FILE_BYTES, Board, BoardError
+    from farandole.protocol.state.board import MAX_FILE_BYTES, Board, BoardError
 
     if board.stat().st_size > MAX_FILE_BYTES:
         raise BoardError(f"{board} is larger than any board: at most {MAX_FILE_BYTES:,} bytes")
@@ -304,7 +304,7 @@ def audit(
 
     import msgspec
 
-    from farandole.protocol.identity import public_key_of
+    from farandole.protocol.wire.identity import public_key_of
 
     from ...base.running import run_to_end
     from ...inspect.audit import audit_run
@@ -355,9 +355,9 @@ def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> None:
 
 def _key_of(who: str) -> bytes:
     """Return the key of a peer id, or of an invite."""
-    from farandole.protocol.identity import public_key_of
-    from farandole.protocol.invitations import InviteSecret
-    from farandole.protocol.invite import decode_invite, is_invite
+    from farandole.protocol.run.invitations import InviteSecret
+    from farandole.protocol.run.invite import decode_invite, is_invite
+    from farandole.protocol.wire.identity import public_key_of
 
     if not is_invite(who):
         return public_key_of(who)
@@ -387,7 +387,7 @@ def _show_invite(invite: Invite, as_json: bool) -> None:
 def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) -> None:
     import msgspec
 
-    from farandole.protocol.identity import peer_id_of
+    from farandole.protocol.wire.identity import peer_id_of
 
     settings: dict[str, Any] = msgspec.to_builtins(manifest)
     if manifest.model.external:

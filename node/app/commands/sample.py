@@ -46,7 +46,7 @@ def sample(
     Examples: [cyan]farandole sample[/cyan]; [cyan]farandole sample model --prompt "def main("[/cyan];
     [cyan]farandole sample --temperature 0 --tokens 50 --json[/cyan]
     """
-    from farandole.training.sampling import Sampling
+    from farandole.training.model.sampling import Sampling
 
     from ...base.system.priority import TRAINING_NICENESS, lower_thread_priority
     from ...base.system.terminal import without_controls

@@ -91,7 +91,7 @@ def dashboard(
     """
     import webbrowser
 
-    from farandole.protocol.errors import FarandoleError
+    from farandole.protocol.wire.errors import FarandoleError
 
     from ...base.settings import NodeSettings
     from ...ui.dashboard.place import find_place
@@ -109,7 +109,7 @@ def _first_of(source: Path) -> NodeStatus:
     """Return the first status that arrives. Raises `FarandoleError` if none does."""
     from threading import Event
 
-    from farandole.protocol.errors import FarandoleError
+    from farandole.protocol.wire.errors import FarandoleError
 
     from ...ui.watch.feed import LinesFeed
     from ...ui.watch.view import Lost
@@ -124,7 +124,7 @@ def _first_of(source: Path) -> NodeStatus:
 
 def _watch_json(home: Path, is_interrupted: Ending) -> None:
     """Print one line a second, a stream for scripts. A node that was there may go away, and come back."""
-    from farandole.protocol.errors import FarandoleError
+    from farandole.protocol.wire.errors import FarandoleError
 
     from ...base.control import call
     from ...ui.watch.feed import INTERVAL, MAX_MEMBERS, error_line

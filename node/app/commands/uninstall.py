@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.exits import Exit
 from ..service.service import Manager, ServiceError

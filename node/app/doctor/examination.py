@@ -15,9 +15,9 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.needs import needs_of
+from farandole.protocol.planning.needs import needs_of
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.control import call
 from ...base.errors import ListenError

@@ -12,10 +12,10 @@ from typing import Final
 
 import msgspec
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.own_model import FunctionName
-from farandole.training.extras import how_to_add
-from farandole.training.own_function import package_of
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.own_model import FunctionName
+from farandole.training.base.extras import how_to_add
+from farandole.training.model.own_function import package_of
 
 from ...base.requirements import line_shortfall
 from ...base.settings import NodeSettings
@@ -44,7 +44,7 @@ def _check_data(path: Path) -> Finding:
 
 
 def _check_stream(name: str) -> Finding:
-    from farandole.training.streaming import is_data_set  # imports numpy, which the doctor does not need
+    from farandole.training.data.streaming import is_data_set  # imports numpy, which the doctor does not need
 
     if not is_data_set(name):
         return found("data-no-stream", name=name)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import trio
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.identity import short_name
-from farandole.protocol.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
-from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
+from farandole.protocol.run.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
+from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.identity import short_name
 
 from ...daemon import NETWORK_KEY_FACT
 from ...join.address_book import AddressBook

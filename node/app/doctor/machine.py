@@ -16,9 +16,9 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.needs import Needs
-from farandole.training.host_memory import available_bytes, total_bytes
+from farandole.protocol.planning.needs import Needs
+from farandole.protocol.run.manifest import Manifest
+from farandole.training.base.host_memory import available_bytes, total_bytes
 
 from ...base.figures import size
 from ...base.identity import KEY_BYTES, IdentityInUseError, locked

@@ -10,13 +10,13 @@ from typing import Final, TypeVar
 
 import trio
 
-from farandole.protocol.clock_votes import NUM_AGREEING, judge_clock, votes_of
-from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
-from farandole.protocol.identity import short_name
-from farandole.protocol.manifest import Manifest, decode_manifest
-from farandole.protocol.needs import needs_of
-from farandole.protocol.reachability import ReachabilityKind, Verdict, may_be_dialled
-from farandole.protocol.records import run_key
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, may_be_dialled
+from farandole.protocol.mesh.records import run_key
+from farandole.protocol.planning.needs import needs_of
+from farandole.protocol.run.manifest import Manifest, decode_manifest
+from farandole.protocol.state.clock_votes import NUM_AGREEING, judge_clock, votes_of
+from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
+from farandole.protocol.wire.identity import short_name
 
 from ...base.clock_words import describe_skew
 from ...base.errors import PeerUnreachableError
@@ -102,7 +102,7 @@ async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], fl
 
 
 def find_skew(votes: Sequence[float]) -> Finding:
-    """Judge the clock by at least one vote, in seconds by which it is ahead; see `farandole.protocol.clock_votes`."""
+    """Judge the clock by at least one vote, in seconds by which it is ahead; see `protocol.state.clock_votes`."""
     skew = judge_clock(votes)
     if skew is not None and skew.is_harmful:
         cause = "clock-off" if skew.is_agreed else "clock-disputed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
-from farandole.protocol.reachability import is_global
+from farandole.protocol.mesh.reachability import is_global
 
 from ...mesh.mapping.port_mapper import find_router
 from ...mesh.mapping.router import MappingError

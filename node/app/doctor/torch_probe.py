@@ -7,8 +7,8 @@ import sys
 import msgspec
 import torch
 
-from farandole.training.device import choose_device
-from farandole.training.errors import TrainingError
+from farandole.training.base.device import choose_device
+from farandole.training.base.errors import TrainingError
 
 from .machine import TorchReport
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 # A clean stop takes the rest of the round, a save and a farewell: `farandole leave` waits at most 250 s for them.
 STOP_SECONDS: Final = 260

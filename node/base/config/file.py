@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from farandole.protocol.errors import FarandoleError, ManifestError
+from farandole.protocol.wire.errors import FarandoleError, ManifestError
 
 from ..settings import NodeSettings
 from .setting import Setting, settings_of
@@ -66,7 +66,7 @@ def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator
 
 
 def _hint_for(unknown: str, known: Mapping[str, Setting]) -> str:
-    from farandole.protocol.manifest import Manifest
+    from farandole.protocol.run.manifest import Manifest
 
     from .faults import did_you_mean, homes_of
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 Panel = Literal["Run", "When to train", "Limits", "Network", "Page and log", "Advanced"]
 """A group of options in a command's help; help has them in this order."""

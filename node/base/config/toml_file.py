@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 
 from ..system.terminal import without_controls
 from .faults import FaultyError, FileFault, Place, shortened

@@ -19,7 +19,7 @@ from typing import IO, Any, Final, NamedTuple
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..streams import read_exactly
 from .features import HAS_TRACEBACK_SIGNAL, INHERITS_DESCRIPTORS

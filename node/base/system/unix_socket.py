@@ -19,7 +19,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from .endpoint import Endpoint
 

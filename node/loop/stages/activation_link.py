@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from farandole.protocol.activations import (
+from farandole.protocol.stages.activations import (
     DATA_BYTES,
     Control,
     Dropped,
@@ -27,7 +27,7 @@ from farandole.protocol.activations import (
     Settled,
     Welcome,
 )
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ...base.bandwidth import Shaping
 from ...base.streams import READ_BYTES, Stream, close_stream

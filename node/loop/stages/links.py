@@ -9,10 +9,10 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from farandole.protocol.activations import Event, Hello, Link, Welcome, shape_hash
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.pipeline_events import LinkClosed, LinkFailed, LinkOpened, Received
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.stages.activations import Event, Hello, Link, Welcome, shape_hash
+from farandole.protocol.stages.pipeline_events import LinkClosed, LinkFailed, LinkOpened, Received
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ...base.bandwidth import Shaping
 from ...base.errors import PeerUnreachableError

@@ -8,10 +8,10 @@ from collections.abc import Collection
 import msgspec
 from rich.table import Table
 
-from farandole.protocol.cut import Costs, cut_by_time, layers_of, parameter_costs
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest, ModelConfig
-from farandole.training.errors import TrainingError
+from farandole.protocol.run.cut import Costs, cut_by_time, layers_of, parameter_costs
+from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.wire.errors import ManifestError
+from farandole.training.base.errors import TrainingError
 
 from ...base.figures import count
 
@@ -69,8 +69,8 @@ def _measure(manifest: Manifest, allowed_models: Collection[str]) -> tuple[str, 
     """Return the device's name and the parts' times. Torch is imported here: commands without measuring need none."""
     import torch
 
-    from farandole.training.device import choose_device
-    from farandole.training.measure import measure
+    from farandole.training.base.device import choose_device
+    from farandole.training.engine.measure import measure
 
     torch.set_num_threads(THREADS)
     try:

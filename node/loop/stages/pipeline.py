@@ -1,4 +1,4 @@
-"""Microbatches in and out of a node that holds a stage: carries out what `farandole.protocol.pipeline` decides.
+"""Microbatches in and out of a node that holds a stage: carries out what `farandole.protocol.stages.pipeline` decides.
 
 Activations come from neighbours' streams (`farandole.node.loop.stages.links`) straight into memory that the trainer
 shares, and are sent from there. The machine lives as long as its trainer: without one there are no links.
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from farandole.protocol import pipeline_events as machine
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.activations import MAX_QUESTION_BYTES, decode_question, encode_question
-from farandole.protocol.avoidance import Avoidance
-from farandole.protocol.identity import short_name
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.microbatches import Counts
-from farandole.protocol.pipeline import Pipeline
-from farandole.protocol.timers import SetTimer, TimerFired
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.stages import pipeline_events as machine
+from farandole.protocol.stages.activations import MAX_QUESTION_BYTES, decode_question, encode_question
+from farandole.protocol.stages.avoidance import Avoidance
+from farandole.protocol.stages.microbatches import Counts
+from farandole.protocol.stages.pipeline import Pipeline
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 from ...base.driver import Driver
 from ...state.messenger import Messenger

@@ -1,4 +1,4 @@
-"""Assigns this node its stage, and moves it: carries out what `farandole.protocol.stage_choice` decides.
+"""Assigns this node its stage, and moves it: carries out what `farandole.protocol.stages.stage_choice` decides.
 
 A move costs the run as little as possible: the weights are fetched while training runs, then the node announces its new
 stage and restarts its trainer.
@@ -11,7 +11,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.stage_choice import (
+from farandole.protocol.stages.stage_choice import (
     LEASE_SECONDS,
     Claim,
     GiveBack,

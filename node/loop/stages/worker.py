@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from farandole.protocol.pipeline_events import Measured, RoundDrained
-from farandole.protocol.trainer_messages import Command
+from farandole.protocol.stages.pipeline_events import Measured, RoundDrained
+from farandole.protocol.trainer.trainer_messages import Command
 
 
 @dataclass(frozen=True, slots=True, eq=False)

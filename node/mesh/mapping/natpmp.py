@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 from .gateway import Gateway
 from .router import MappingError, Opened

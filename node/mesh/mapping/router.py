@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.reachability import Address
+from farandole.protocol.mesh.reachability import Address
+from farandole.protocol.wire.errors import FarandoleError
 
 
 class MappingError(FarandoleError):

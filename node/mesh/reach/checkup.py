@@ -1,4 +1,4 @@
-"""Serves and asks for the measurements of a node's checkup: `farandole.protocol.checkup`.
+"""Serves and asks for the measurements of a node's checkup: `farandole.protocol.mesh.checkup`.
 
 A line's speed is measured with a few megabytes, rarely, by one peer at a time, within this node's caps, and only over
 direct connections: relays carry nothing for this.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from farandole.protocol.checkup import (
+from farandole.protocol.mesh.checkup import (
     CLOCK_PROTOCOL,
     ECHO_PROTOCOL,
     MAX_MESSAGE_BYTES,
@@ -32,7 +32,7 @@ from farandole.protocol.checkup import (
     decode_speed_request,
     measure_offset,
 )
-from farandole.protocol.token_bucket import TokenBucket
+from farandole.protocol.wire.token_bucket import TokenBucket
 
 from ...base.bandwidth import Shaper, Shaping
 from ...base.errors import PeerUnreachableError

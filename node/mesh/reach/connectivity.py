@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.reachability import Address, ReachabilityKind
-from farandole.protocol.records import relay_key
-from farandole.protocol.relay import Limits
+from farandole.protocol.mesh.reachability import Address, ReachabilityKind
+from farandole.protocol.mesh.records import relay_key
+from farandole.protocol.mesh.relay import Limits
 
 from ...base.bandwidth import Shaping
 from ...base.nurseries import open_service_nursery

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.reachability import (
+from farandole.protocol.mesh.reachability import (
     DIALBACK_PROTOCOL,
     MAX_MESSAGE_BYTES,
     MAX_PORTS,
@@ -53,7 +53,7 @@ MAX_ASKERS = 512
 
 
 class Dialback:
-    """Both sides of `farandole.protocol.reachability` for one host."""
+    """Both sides of `farandole.protocol.mesh.reachability` for one host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

@@ -9,9 +9,9 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.wire import encode
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.messagepack import encode
 
 from ...base.errors import PeerUnreachableError
 from ...base.streams import receive_frame

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Final
 import trio
 from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import short_name
-from farandole.protocol.punching import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, offer, targets
-from farandole.protocol.reachability import Address
+from farandole.protocol.mesh.punching import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, offer, targets
+from farandole.protocol.mesh.reachability import Address
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import short_name
 
 from ...base.backoff import Backoff
 from ...base.errors import PeerUnreachableError

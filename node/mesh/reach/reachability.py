@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.reachability import ReachabilityKind, Verdict, Witness, classify, is_global
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, Witness, classify, is_global
 
 from ...base.errors import PeerUnreachableError
 from ..addresses import multiaddr_of

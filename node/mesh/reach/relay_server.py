@@ -1,4 +1,4 @@
-"""Relays peers to each other: the relay's part of Circuit Relay v2, within `farandole.protocol.relay.Limits`.
+"""Relays peers to each other: the relay's part of Circuit Relay v2, within `farandole.protocol.mesh.relay.Limits`.
 
 Relayed data uses only what this node leaves of its caps (`farandole.node.base.bandwidth.Leftover`), and has the lowest
 priority on its connections. A circuit holds at most a window of `WINDOW_BYTES` in each direction. If neither end is a
@@ -20,9 +20,9 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Re
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status as WireStatus
 from libp2p.relay.circuit_v2.resources import RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_bytes, public_key_of_bytes, short_name
-from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, RelayTable, Status
+from farandole.protocol.mesh.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, RelayTable, Status
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes, short_name
 
 from ...base.bandwidth import Leftover, Shaping
 from ...base.errors import PeerUnreachableError

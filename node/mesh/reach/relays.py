@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import short_name
-from farandole.protocol.reachability import is_global
+from farandole.protocol.mesh.reachability import is_global
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import short_name
 
 from ...base.backoff import Backoff, pauses
 from ...base.errors import PeerUnreachableError

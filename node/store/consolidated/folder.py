@@ -2,7 +2,7 @@
 
     checkpoint.safetensors   each parameter by its name, of all stages together: "slow/NAME", "momentum/NAME", and with
                              the inner optimizer's state "mean/NAME", "square/NAME"; fp32
-    checkpoint.index         the hashes of its blocks, signed (`farandole.protocol.blocks`): its SHA-256 is the
+    checkpoint.index         the hashes of its blocks, signed (`protocol.checkpoints.blocks`): its SHA-256 is the
                              checkpoint's id, by which the manifest of a run that starts from it names it
     manifest                 of the run that it comes from; of an imported model, of the run that starts from it
     epochs.json              of a run that counts epochs of its data: their progress (`EpochsConfig`)
@@ -24,14 +24,20 @@ from typing import Final
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.blocks import Index, decode_signed_index, encode_signed_index, max_index_bytes, sign_index
-from farandole.protocol.errors import ManifestError, RemoteProtocolError
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
-from farandole.protocol.safetensors import Shape
-from farandole.protocol.shapes import shapes_of
-from farandole.protocol.vectors import OPTIMIZER_VECTORS, max_whole_bytes
-from farandole.training.blocks import content_of
+from farandole.protocol.checkpoints.blocks import (
+    Index,
+    decode_signed_index,
+    encode_signed_index,
+    max_index_bytes,
+    sign_index,
+)
+from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
+from farandole.protocol.run.shapes import shapes_of
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, max_whole_bytes
+from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError
+from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.wire.safetensors import Shape
+from farandole.training.engine.blocks import content_of
 
 from .tensors import ConsolidatedError, Floats, new_folder, write_file, write_tensors
 

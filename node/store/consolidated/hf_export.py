@@ -12,10 +12,10 @@ import math
 from pathlib import Path
 from typing import Final
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.vectors import SLOW
-from farandole.training.errors import DataError
-from farandole.training.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.vectors import SLOW
+from farandole.training.base.errors import DataError
+from farandole.training.data.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
 
 from .folder import Consolidated
 from .hf_names import Part, config_json, config_of, parts_of

@@ -14,9 +14,9 @@ from typing import Annotated, Final
 
 import msgspec
 
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.safetensors import Shape, parse_tensors
-from farandole.protocol.shapes import shapes_of
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.shapes import shapes_of
+from farandole.protocol.wire.safetensors import Shape, parse_tensors
 
 from .tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 

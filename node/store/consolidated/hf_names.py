@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
-from farandole.protocol.families import HFConfig
-from farandole.protocol.families.llama import DefaultRope, LlamaConfig
-from farandole.protocol.manifest import Manifest, ModelConfig
-from farandole.protocol.safetensors import Shape
-from farandole.protocol.shapes import shapes_of
+from farandole.protocol.run.families import HFConfig
+from farandole.protocol.run.families.llama import DefaultRope, LlamaConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.run.shapes import shapes_of
+from farandole.protocol.wire.safetensors import Shape
 
 from .tensors import ConsolidatedError
 
-# `farandole.training.model`: ROTARY_BASE and NORM_EPSILON, which are constants there.
+# `farandole.training.model.model`: ROTARY_BASE and NORM_EPSILON, which are constants there.
 _ROTARY_BASE = 10_000.0
 _NORM_EPSILON = 1e-6
 

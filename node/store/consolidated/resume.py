@@ -13,11 +13,11 @@ from typing import Any, Final
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest, SignedManifest, StartConfig, decode_manifest, sign_manifest
-from farandole.protocol.planning import BY_TOKENS, complete, given_by
-from farandole.protocol.shapes import shapes_of
-from farandole.protocol.vectors import SLOW
+from farandole.protocol.planning.planning import BY_TOKENS, complete, given_by
+from farandole.protocol.run.manifest import Manifest, SignedManifest, StartConfig, decode_manifest, sign_manifest
+from farandole.protocol.run.shapes import shapes_of
+from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.wire.errors import ManifestError
 
 from ..run_file import manifest_of
 from .folder import MANIFEST_NAME, NO_RUN, Consolidated, WeightCounters, write_folder

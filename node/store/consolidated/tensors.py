@@ -19,9 +19,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.safetensors import LENGTH_BYTES, Header, Shape, encode_header, header_size, parse_header
-from farandole.training.durable import sync_file, sync_folder
+from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.wire.safetensors import LENGTH_BYTES, Header, Shape, encode_header, header_size, parse_header
+from farandole.training.base.durable import sync_file, sync_folder
 
 Floats = npt.NDArray[np.float32]
 

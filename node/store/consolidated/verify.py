@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.protocol.safetensors import Shape
-from farandole.protocol.vectors import SLOW, is_square, known_vectors
-from farandole.training.blocks import content_of, first_difference
+from farandole.protocol.run.vectors import SLOW, is_square, known_vectors
+from farandole.protocol.wire.safetensors import Shape
+from farandole.training.engine.blocks import content_of, first_difference
 
 from .folder import Consolidated, layout_hash, read_folder, tensor_shapes
 from .tensors import ConsolidatedError, open_tensors

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from farandole.protocol.evaluations import curve_of
+from farandole.protocol.evaluation.evaluations import curve_of
 
 from ...status.evaluation_log import EvaluationRecord
 from ...status.round_log import RoundRecord

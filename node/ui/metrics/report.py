@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from farandole.training.durable import replacing
+from farandole.training.base.durable import replacing
 
 from ...base.backoff import pauses
 from ...base.system.files import OWNER_ALONE_FOLDER

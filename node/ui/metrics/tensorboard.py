@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
-from farandole.protocol.evaluations import CurvePoint
+from farandole.protocol.evaluation.evaluations import CurvePoint
 
 from .figures import RoundFigures, evaluation_name
 

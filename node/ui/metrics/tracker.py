@@ -14,9 +14,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.manifest import Manifest
-from farandole.training.extras import how_to_add
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.training.base.extras import how_to_add
 
 from .figures import RoundFigures
 

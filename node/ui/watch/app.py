@@ -20,7 +20,7 @@ from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import Footer, Static
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from ...status.status import NodeStatus
 from .feed import Feed

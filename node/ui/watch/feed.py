@@ -15,7 +15,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.control import MAX_RESPONSE_BYTES, NoNodeError, call
 from ...base.interrupts import Ending

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from farandole.node.base.announced import ANNOUNCED_FORM, MAX_ANNOUNCED, AnnouncedError, check_announced
-from farandole.protocol.entries import MAX_MEMBER_ADDRESS_CHARS, Member
+from farandole.protocol.state.entries import MAX_MEMBER_ADDRESS_CHARS, Member
 
 decode_member = msgspec.msgpack.Decoder(Member).decode
 

@@ -35,10 +35,10 @@ from farandole.node.store.fetch import fetch_checkpoint
 from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import MAX_SERVED, BlockService
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.bulk import Secrets
-from farandole.protocol.manifest import RoundConfig
-from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.exchange.bulk import Secrets
+from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.wire.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
 
 from ..hosts import LOOPBACK
 from ..sockets import tcp_pair

@@ -13,8 +13,15 @@ import pytest
 
 from farandole.node.base.identity import IdentityError, IdentityInUseError, keep_private, load_or_create_key, locked
 from farandole.node.base.system import features, files, locking
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import SMALL_ORDER_KEYS, is_signed_by, peer_id_of, public_bytes, public_key_of, sign
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import (
+    SMALL_ORDER_KEYS,
+    is_signed_by,
+    peer_id_of,
+    public_bytes,
+    public_key_of,
+    sign,
+)
 
 
 def test_a_key_is_made_once_and_kept(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.node.base.lines import MAX_LINES, LineError, check_lines
 from farandole.node.bulk.lines import Line
-from farandole.protocol.strands import MAX_STRANDS
+from farandole.protocol.exchange.strands import MAX_STRANDS
 
 
 @pytest.mark.parametrize(

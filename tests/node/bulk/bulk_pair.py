@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from farandole.protocol.pipe import BULK_FROM
+from farandole.protocol.exchange.pipe import BULK_FROM
 
 from ..parties import ALICE, BOB, PATIENCE, MemoryChannels, MemoryHost, Party, assert_committed, meet
 

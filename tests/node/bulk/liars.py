@@ -10,9 +10,9 @@ from blake3 import blake3
 
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
-from farandole.protocol.exchange import Exchange
-from farandole.protocol.exchange_messages import Control, Offer
-from farandole.protocol.pipe import CHUNK_BYTES, Chunk, Message, Route, Sealed
+from farandole.protocol.exchange.exchange import Exchange
+from farandole.protocol.exchange.exchange_messages import Control, Offer
+from farandole.protocol.exchange.pipe import CHUNK_BYTES, Chunk, Message, Route, Sealed
 
 from ..parties import ALICE, BOB, MemoryHost, Party
 

@@ -11,9 +11,9 @@ import trio.testing
 
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import RESOLVE_PROTOCOL
-from farandole.protocol.exchange import Exchange
-from farandole.protocol.pipe import BULK_FROM, CHUNK_BYTES, HEADER_BYTES, Chunk, Sealed
-from farandole.protocol.pipe_steps import MAX_ROUTES
+from farandole.protocol.exchange.exchange import Exchange
+from farandole.protocol.exchange.pipe import BULK_FROM, CHUNK_BYTES, HEADER_BYTES, Chunk, Sealed
+from farandole.protocol.exchange.pipe_steps import MAX_ROUTES
 
 from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryHost, Party, assert_committed, meet
 from .bulk_pair import BulkPair

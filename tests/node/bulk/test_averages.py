@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.manifest import ModelConfig
-from farandole.protocol.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.pipe import BULK_FROM
-from farandole.protocol.screening_rules import SimilarityConfig
-from farandole.training.codec import CODECS, decode, encode, encoded_size
-from farandole.training.data import Sampler, Text
-from farandole.training.device import choose_device
-from farandole.training.learner import Learner
-from farandole.training.model import build_model
+from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.pipe import BULK_FROM
+from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.run.screening_rules import SimilarityConfig
+from farandole.training.base.device import choose_device
+from farandole.training.base.parameters import flatten_, layout_of
+from farandole.training.data.dataset import Sampler, Text
+from farandole.training.data.token_cache import Found
+from farandole.training.engine.learner import Learner
+from farandole.training.engine.replica import Recipe
+from farandole.training.model.model import build_model
+from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
 from farandole.training.outer.rule import weighted_mean
-from farandole.training.parameters import flatten_, layout_of
-from farandole.training.replica import Recipe
 from farandole.training.screening.rule import Accept, Encounter, share_by_tokens
-from farandole.training.token_cache import Found
 
 from ..real_nodes import TOKENS, open_nodes, swap
 
@@ -33,7 +33,7 @@ Float64s = npt.NDArray[np.float64]
 
 
 def bound(codec: str, values: Tensor) -> Float64s:
-    """Return the largest error of each decoded value, as `farandole.training.codec` states it; (n,)."""
+    """Return the largest error of each decoded value, as `farandole.training.outer.codec` states it; (n,)."""
     x = values.double().abs().numpy()
     if codec == "fp32":
         return np.zeros_like(x)

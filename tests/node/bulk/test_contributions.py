@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from farandole.node.bulk.exchange_session import SILENT_FOR, Outgoing
-from farandole.protocol.pipe import BULK_FROM
+from farandole.protocol.exchange.pipe import BULK_FROM
 
 from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryChannels, MemoryHost, Party, assert_committed, meet
 

@@ -8,9 +8,9 @@ import trio.testing
 
 from farandole.node.bulk.exchange_session import ROUTE_UNTIL, SILENT_FOR
 from farandole.node.bulk.pipe import SILENT_CHECKS
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.pipe import BULK_FROM
-from farandole.protocol.pipe_steps import MAX_ROUTES
+from farandole.protocol.exchange.pipe import BULK_FROM
+from farandole.protocol.exchange.pipe_steps import MAX_ROUTES
+from farandole.protocol.wire.incoming import Incoming
 
 from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed
 from .bulk_pair import BulkPair

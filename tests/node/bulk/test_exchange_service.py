@@ -12,8 +12,8 @@ from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
 from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, too_slow
 from farandole.node.status.status import SCREENED_LATE
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL
-from farandole.protocol.pipe import CHUNK_BYTES
+from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL
+from farandole.protocol.exchange.pipe import CHUNK_BYTES
 
 from ..parties import (
     ALICE,

@@ -25,10 +25,10 @@ from farandole.node.bulk.bundle import Bundle
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
 from farandole.node.bulk.exchange_service import ExchangeResult
 from farandole.node.bulk.negotiation import BulkService, open_bulk
-from farandole.protocol.exchange_messages import Commit
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.pipe import BULK_FROM, CHUNK_KIND, CONTROL_KIND, MESSAGE_KIND
-from farandole.protocol.pipe_steps import MAX_ROUTES
+from farandole.protocol.exchange.exchange_messages import Commit
+from farandole.protocol.exchange.pipe import BULK_FROM, CHUNK_KIND, CONTROL_KIND, MESSAGE_KIND
+from farandole.protocol.exchange.pipe_steps import MAX_ROUTES
+from farandole.protocol.wire.incoming import Incoming
 
 from ..parties import (
     ALICE,

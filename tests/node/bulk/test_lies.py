@@ -9,9 +9,9 @@ import trio.testing
 
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
 from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, TOO_LONG, Outgoing
-from farandole.protocol.exchange import Exchange
-from farandole.protocol.exchange_messages import Aborted, Accepted, Commit, Offer
-from farandole.protocol.pipe import CHUNK_BYTES, Chunk, Route, TransferReceived
+from farandole.protocol.exchange.exchange import Exchange
+from farandole.protocol.exchange.exchange_messages import Aborted, Accepted, Commit, Offer
+from farandole.protocol.exchange.pipe import CHUNK_BYTES, Chunk, Route, TransferReceived
 
 from ..parties import ALICE, BOB, SIZE, MemoryChannel, MemoryHost, Party, assert_committed, offer_of
 from .bulk_pair import BulkPair

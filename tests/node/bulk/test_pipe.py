@@ -15,7 +15,7 @@ import trio.testing
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.pipe import BulkPipe, Patience, Whole
 from farandole.node.bulk.transport import Transport
-from farandole.protocol.pipe import CHUNK_FRAME_BYTES, Pipe
+from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES, Pipe
 
 from ..parties import ALICE, BOB, Faults, MemoryChannels, MemoryStream
 

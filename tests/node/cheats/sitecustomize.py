@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 _CHEAT = os.environ.get("CHEAT", "")
-_LEARNER = "farandole.training.learner"
+_LEARNER = "farandole.training.engine.learner"
 # The inner step after which a bit flips: earlier rounds are right. Steps of replays count too.
 _SOUND_STEPS = 30
 

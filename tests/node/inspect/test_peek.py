@@ -15,9 +15,9 @@ from farandole.node.base.nurseries import own_error
 from farandole.node.base.settings import NodeSettings
 from farandole.node.inspect import peek as visiting
 from farandole.node.inspect.peek import Visit, open_visit
-from farandole.protocol.entries import Beat, Kind, Member
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.state.entries import Beat, Kind, Member
+from farandole.protocol.wire.identity import peer_id_of
 
 from ...patience import PATIENCE
 from ...protocol.authors import author_of, signed, state_of, tick_at

@@ -20,11 +20,11 @@ from farandole.node.inspect.pull import Pull, PullError
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.partial_file import partial_path
 from farandole.node.store.provider import Conditions
-from farandole.protocol.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.epoch_progress import EpochProgress
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.epochs.epoch_progress import EpochProgress
+from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest
+from farandole.protocol.state.entries import CheckpointNotice
+from farandole.protocol.wire.identity import public_bytes
 
 from ..store.consolidated.runs import KEY, MODELS, decoded, manifest_for
 from ..store.files import KEY as AUTHOR

@@ -29,15 +29,15 @@ from farandole.node.store.provider import (
     DonorError,
 )
 from farandole.node.store.weight_files import WeightFiles
-from farandole.protocol import sketches
-from farandole.protocol.believing import Credit
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.copies import ranked
-from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.manifest import Manifest, ModelConfig
+from farandole.protocol.checkpoints import sketches
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.checkpoints.copies import ranked
+from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.state.believing import Credit
+from farandole.protocol.state.entries import CheckpointNotice
 
-from ...training.test_sketch import sketch_of
+from ...training.engine.test_sketch import sketch_of
 from ..store.files import KEY, RUN, checkpoint_bytes, index_of
 
 MODEL = ModelConfig(num_layers=3, width=16, num_heads=2, hidden=32, context=16, vocabulary=256, num_stages=3)

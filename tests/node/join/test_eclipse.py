@@ -15,7 +15,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.join.address_book import MAX_PEERS, AddressBook
 from farandole.node.join.bootstrap import Reconnector, Target, connect_to_run
 from farandole.node.status.journal import Journal
-from farandole.protocol.believing import Partners
+from farandole.protocol.state.believing import Partners
 
 NUM_SEEDS = 100
 SHARE_FALSE = 0.8

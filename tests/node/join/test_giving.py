@@ -26,11 +26,11 @@ from farandole.node.store.provider import (
     fresh_save_timeout,
 )
 from farandole.node.store.weight_files import WeightFiles
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.blocks import Index, SignedIndex
-from farandole.protocol.entries import RULES, Kind
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.state.entries import RULES, Kind
+from farandole.protocol.trainer import trainer_messages as messages
 
 from ..store.files import RUN, index_of
 from .donors import ANN, BOB, ME, MODEL, World, content_of

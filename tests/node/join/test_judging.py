@@ -17,7 +17,7 @@ from farandole.node.join.weights import (
     CONTACT_TIMEOUT,
     DISPUTED_AFTER,
 )
-from farandole.protocol.safetensors import encode_header
+from farandole.protocol.wire.safetensors import encode_header
 
 from .donors import ANN, BOB, CYD, DAN, ME, World, content_of
 

@@ -21,10 +21,10 @@ from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.resume import resumed_manifest
 from farandole.node.store.provider import Conditions
 from farandole.node.store.weight_files import WeightFiles
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import required_vectors
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import required_vectors
 
 from ..store.consolidated.runs import KEY, MODELS, manifest_for, save_stages, trained
 

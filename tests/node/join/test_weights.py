@@ -19,9 +19,9 @@ from farandole.node.store.partial_file import partial_path
 from farandole.node.store.provider import (
     DonorError,
 )
-from farandole.protocol.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.records import checkpoint_key, shard_key
+from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.mesh.records import checkpoint_key, shard_key
+from farandole.protocol.state.entries import CheckpointNotice
 
 from ..store.files import KEY, RUN
 from .donors import ANN, BOB, CYD, DAN, EVE, ME, World

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trio
 
-from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.run.manifest import SignedManifest
 
 from ...patience import PATIENCE
 from ..daemons import POLL_INTERVAL, Daemon

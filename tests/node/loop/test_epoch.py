@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.run.manifest import SignedManifest
 
 from ..daemons import Daemon, joined
 from ..small_runs import TINY, small_manifest, write_run

@@ -21,13 +21,13 @@ from farandole.node.loop.evaluation_service import LOOK_SECONDS, RENEW_SECONDS, 
 from farandole.node.loop.pause.pause import BY_HAND, Rest
 from farandole.node.status.evaluation_log import EvaluationRecord
 from farandole.node.status.journal import Journal
-from farandole.protocol.entries import Delta, Evaluation, Evaluator, Kind, Payload, TaskFigure
-from farandole.protocol.evaluation_messages import EvaluationAnswer, EvaluationOrder, MeasuredFigure
-from farandole.protocol.evaluations import MAX_REPORTS, ranked
-from farandole.protocol.identity import peer_id_of, public_bytes
-from farandole.protocol.manifest import EvaluationConfig
-from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.evaluation.evaluation_messages import EvaluationAnswer, EvaluationOrder, MeasuredFigure
+from farandole.protocol.evaluation.evaluations import MAX_REPORTS, ranked
+from farandole.protocol.run.manifest import EvaluationConfig
+from farandole.protocol.state.entries import Delta, Evaluation, Evaluator, Kind, Payload, TaskFigure
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 from ...patience import PATIENCE
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
+from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 
 from ..daemons import Daemon, joined
 from .slow_exchanges import (

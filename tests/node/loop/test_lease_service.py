@@ -13,16 +13,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseKeeper
 from farandole.node.status.journal import Journal
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.believing import Partners
-from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.lease_events import Announce
-from farandole.protocol.leases import SETTLE_SECONDS
-from farandole.protocol.liveness import Liveness
-from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
-from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.epochs.lease_events import Announce
+from farandole.protocol.epochs.leases import SETTLE_SECONDS
+from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
+from farandole.protocol.state.believing import Partners
+from farandole.protocol.state.entries import Delta, Kind, Lease, LeasedSlices, Payload
+from farandole.protocol.state.liveness import Liveness
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.identity import public_bytes
 
 RUN_ID, CORPUS, OTHER_TEXT = b"r" * 32, b"one text", b"another."
 NUM_SLICES = 160

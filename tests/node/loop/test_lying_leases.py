@@ -8,10 +8,10 @@ from pathlib import Path
 import trio
 
 from farandole.node.state.gossip import GossipService
-from farandole.protocol.entries import Beat, Kind, Lease, LeasedSlices
-from farandole.protocol.identity import public_key_of
-from farandole.protocol.lease_claims import MAX_SHARE
-from farandole.protocol.slices import Sections, parts
+from farandole.protocol.epochs.lease_claims import MAX_SHARE
+from farandole.protocol.run.slices import Sections, parts
+from farandole.protocol.state.entries import Beat, Kind, Lease, LeasedSlices
+from farandole.protocol.wire.identity import public_key_of
 
 from ..daemons import joined
 from ..light_member import light_member

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.exits import Exit
 from farandole.node.base.system.oom_kills import count_oom_kills
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
 from ..daemons import joined

@@ -10,8 +10,8 @@ import trio
 from farandole.node.base.control import ControlError, call
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.entries import Kind, Notice
-from farandole.protocol.manifest import sign_manifest
+from farandole.protocol.run.manifest import sign_manifest
+from farandole.protocol.state.entries import Kind, Notice
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.node.base.exits import Exit
-from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.run.manifest import SignedManifest
 
 from ..daemons import Daemon, joined
 from ..small_runs import small_manifest, write_run, write_text

@@ -21,14 +21,11 @@ from farandole.node.loop.pause.pause import BY_HAND, Rest
 from farandole.node.loop.training import TRAFFIC_INTERVAL, Surroundings, Training
 from farandole.node.status.journal import Journal
 from farandole.node.trainer.trainer import TrainerError
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
-from farandole.protocol.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
-from farandole.protocol.pairing_events import MessageReceived, StartExchange, State
-from farandole.protocol.pairing_messages import Agree, Propose, Ready, decode_message, encode_message
-from farandole.protocol.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
-from farandole.protocol.training_loop import (
+from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
+from farandole.protocol.rounds.pairing_events import MessageReceived, StartExchange, State
+from farandole.protocol.rounds.pairing_messages import Agree, Propose, Ready, decode_message, encode_message
+from farandole.protocol.rounds.training_loop import (
     EXCHANGE_GRACE,
     GIVE_UP_GRACE,
     NEWS_SECONDS,
@@ -36,7 +33,10 @@ from farandole.protocol.training_loop import (
     LoopConfig,
     TrainingLoop,
 )
-from farandole.protocol.watchdog import WATCH_INTERVAL
+from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.trainer.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
+from farandole.protocol.trainer.watchdog import WATCH_INTERVAL
 
 SIZE = 12_000_000
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)

@@ -17,8 +17,8 @@ from farandole.node.mesh.dht import MAX_QUESTION_BYTES
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.known_addresses import MAX_ADDRESSES
 from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.protocol.identity import peer_id_bytes, public_bytes
-from farandole.protocol.kademlia import KAD_PROTOCOL, PeerAddresses
+from farandole.protocol.mesh.kademlia import KAD_PROTOCOL, PeerAddresses
+from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback

@@ -24,12 +24,12 @@ from farandole.node.mesh.gate import (
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import IDENTIFY_PROTOCOL
 from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.invitations import InviteSecret, Roster, invite_members, sign_pass
-from farandole.protocol.relay import HOP_PROTOCOL
-from farandole.protocol.wire import encode
+from farandole.protocol.mesh.relay import HOP_PROTOCOL
+from farandole.protocol.run.invitations import InviteSecret, Roster, invite_members, sign_pass
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.wire.messagepack import encode
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback

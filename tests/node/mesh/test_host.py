@@ -20,7 +20,7 @@ from farandole.node.mesh.dial_plan import Dial, dial_target
 from farandole.node.mesh.host import open_host
 from farandole.node.mesh.known_addresses import MAX_ADDRESSES, MAX_KNOWN_PEERS
 from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
+from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, echo, has_ipv6, host_at_loopback

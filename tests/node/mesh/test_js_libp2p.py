@@ -25,8 +25,8 @@ from farandole.node.base.streams import read_exactly
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import PING_PROTOCOL
 from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.protocol.identity import public_key_of
-from farandole.protocol.kademlia import KAD_PROTOCOL
+from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
+from farandole.protocol.wire.identity import public_key_of
 
 from ..hosts import host_at_loopback
 from ..relayed import open_relay, reserve

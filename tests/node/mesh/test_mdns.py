@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.mesh.host import open_host
 from farandole.node.mesh.mdns import MAX_ADDRESSES, MAX_NAMES, MAX_PEERS, Mdns, Neighbour, neighbour_of
 from farandole.node.mesh.own_addresses import OwnAddresses
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.records import local_name
+from farandole.protocol.mesh.records import local_name
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.wire.identity import peer_id_of
 from farandole.testnet.leash import open_leash
 from farandole.testnet.namespace import Namespace, NamespaceError, open_namespace
 

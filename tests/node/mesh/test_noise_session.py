@@ -11,7 +11,7 @@ from noise.connection import NoiseConnection
 from noise.exceptions import NoiseInvalidMessage
 
 from farandole.node.mesh.noise_session import NoiseSession
-from farandole.protocol.yamux import MAX_MESSAGE_BYTES
+from farandole.protocol.mesh.yamux import MAX_MESSAGE_BYTES
 
 
 class Wire:

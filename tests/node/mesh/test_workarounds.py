@@ -45,9 +45,9 @@ from farandole.node.mesh.identify import IDENTIFY_PROTOCOL, MAX_IDENTIFY_BYTES, 
 from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.multistream import Negotiation, ProtocolRefusedError
 from farandole.node.mesh.sockets import Socket
-from farandole.protocol.identity import public_bytes, public_key_of
-from farandole.protocol.kademlia import KAD_PROTOCOL
-from farandole.protocol.yamux import MAX_WAITING_STREAMS
+from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
+from farandole.protocol.mesh.yamux import MAX_WAITING_STREAMS
+from farandole.protocol.wire.identity import public_bytes, public_key_of
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, LOOPBACK, echo, host_at_loopback

@@ -13,8 +13,8 @@ from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
 from farandole.node.mesh import yamux as driver
 from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.yamux import MuxedConn, UnreadBudget
-from farandole.protocol import yamux
-from farandole.protocol.yamux import (
+from farandole.protocol.mesh import yamux
+from farandole.protocol.mesh.yamux import (
     INITIAL_WINDOW,
     MAX_INBOUND_STREAMS,
     MAX_MESSAGE_BYTES,

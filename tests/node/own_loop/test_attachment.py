@@ -20,11 +20,11 @@ from farandole.node.base.system.endpoint import connect
 from farandole.node.own_loop.attachment import Attachment, Loop, NodeError
 from farandole.node.trainer.script import ScriptDoor, open_script_door
 from farandole.node.trainer.trainer import Trainer, TrainerError
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.external_model import ExternalModel, recipe_hash
-from farandole.protocol.manifest import Manifest, ModelConfig
-from farandole.training.errors import TrainingError
-from farandole.training.model import build_model
+from farandole.protocol.run.external_model import ExternalModel, recipe_hash
+from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.training.base.errors import TrainingError
+from farandole.training.model.model import build_model
 
 from ...patience import PATIENCE
 from ..relayed import until

@@ -13,11 +13,11 @@ import farandole
 from farandole.node.own_loop.create import start_of
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.verify import verify_hashes
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.external_model import recipe_hash
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.training.external import ExternalEngine, Turns
+from farandole.protocol.run.external_model import recipe_hash
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.wire.errors import ManifestError
+from farandole.protocol.wire.identity import peer_id_of
+from farandole.training.cluster.external import ExternalEngine, Turns
 
 
 def a_model() -> nn.Sequential:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import farandole
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 
 from ..small_runs import small_manifest, write_run
 

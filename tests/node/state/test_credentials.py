@@ -11,9 +11,9 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.state.credentials import Credentials, CredentialsError
-from farandole.protocol.entries import REVOKED_PER_ENTRY, Kind, Payload, Revocation
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.invitations import Roster
+from farandole.protocol.run.invitations import Roster
+from farandole.protocol.state.entries import REVOKED_PER_ENTRY, Kind, Payload, Revocation
+from farandole.protocol.wire.identity import public_bytes
 
 RUN_ID = b"r" * 32
 CREATOR = Ed25519PrivateKey.generate()

@@ -19,7 +19,7 @@ from farandole.node.mesh.admission import STRANGER_SECONDS, Site
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import Messenger, open_messenger
-from farandole.protocol.entries import (
+from farandole.protocol.state.entries import (
     DOMAIN,
     RULES,
     Delta,
@@ -32,14 +32,14 @@ from farandole.protocol.entries import (
     encode_body,
     entry_id,
 )
-from farandole.protocol.framing import frame
-from farandole.protocol.identity import public_bytes, sign
-from farandole.protocol.inbound_meter import ITEMS, MESSAGES
-from farandole.protocol.push import MAX_PUSH_BYTES, Batch
-from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.state import RunState
-from farandole.protocol.wire import encode
-from farandole.protocol.writer import Writer
+from farandole.protocol.state.inbound_meter import ITEMS, MESSAGES
+from farandole.protocol.state.push import MAX_PUSH_BYTES, Batch
+from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.framing import frame
+from farandole.protocol.wire.identity import public_bytes, sign
+from farandole.protocol.wire.messagepack import encode
 
 from ...patience import PATIENCE
 from ..hosts import LOOPBACK, host_at_loopback

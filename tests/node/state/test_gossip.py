@@ -16,21 +16,21 @@ import trio.testing
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.state.gossip import GossipService, dialable_addresses
 from farandole.node.state.store import StoreError, open_store
-from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
-from farandole.protocol.antientropy import SyncHello, encode_frame
-from farandole.protocol.clock_votes import ClockSkew
-from farandole.protocol.entries import Beat, Delta, Kind, Member, Progress
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.gossip import JOIN_LEAD_SECONDS
-from farandole.protocol.identity import peer_id_of, public_bytes
-from farandole.protocol.inbound_meter import MESSAGES
-from farandole.protocol.lazy_push import PROTOCOL as HAVE_PROTOCOL
-from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.push import Batch
-from farandole.protocol.releases import Software
-from farandole.protocol.state import MergeReport, RunState
-from farandole.protocol.wire import encode
-from farandole.protocol.writer import Mark, Writer
+from farandole.protocol.run.releases import Software
+from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
+from farandole.protocol.state.antientropy import SyncHello, encode_frame
+from farandole.protocol.state.clock_votes import ClockSkew
+from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress
+from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS
+from farandole.protocol.state.inbound_meter import MESSAGES
+from farandole.protocol.state.lazy_push import PROTOCOL as HAVE_PROTOCOL
+from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state.push import Batch
+from farandole.protocol.state.state import MergeReport, RunState
+from farandole.protocol.state.writer import Mark, Writer
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
+from farandole.protocol.wire.messagepack import encode
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice, tick_at
 from ..parties import AlwaysWaits

@@ -15,10 +15,10 @@ from farandole.node.base.release import VERSION
 from farandole.node.state.announcer import ADDRESSES_INTERVAL, MEMBER_INTERVAL, PROGRESS_INTERVAL, Announcer
 from farandole.node.state.membership import Membership
 from farandole.node.status.journal import Journal
-from farandole.protocol.clock_votes import ClockSkew
-from farandole.protocol.entries import RULES, Beat, CheckpointNotice, Kind, Member, Payload, StageLease, Suspects
-from farandole.protocol.liveness import Liveness
-from farandole.protocol.stage_choice import Provider
+from farandole.protocol.stages.stage_choice import Provider
+from farandole.protocol.state.clock_votes import ClockSkew
+from farandole.protocol.state.entries import RULES, Beat, CheckpointNotice, Kind, Member, Payload, StageLease, Suspects
+from farandole.protocol.state.liveness import Liveness
 
 from ..store.files import index_of
 

@@ -14,9 +14,9 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.state import messenger as messenger_module
 from farandole.node.state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, Messenger, open_messenger
-from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.framing import frame
-from farandole.protocol.identity import public_bytes
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
+from farandole.protocol.wire.framing import frame
+from farandole.protocol.wire.identity import public_bytes
 
 from ...patience import PATIENCE
 from ..hosts import LOOPBACK, host_at_loopback

@@ -16,10 +16,10 @@ import trio
 from farandole.node.base.exits import Exit
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.store import LAYOUT, MANIFEST_FACT, NewerStoreError, open_store, read_fact
-from farandole.protocol.entries import Kind, Notice
-from farandole.protocol.manifest import decode_manifest
-from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.run.manifest import decode_manifest
+from farandole.protocol.state.entries import Kind, Notice
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of
 from .stores.make import OWN, PAYLOADS

@@ -9,7 +9,7 @@ from trio.testing import MockClock
 from farandole.node.base.release import VERSION
 from farandole.node.state.release_watch import FIRST_ASK_PAUSE, MAX_ASK_PAUSE, ReleaseWatch
 from farandole.node.status.journal import Journal
-from farandole.protocol.releases import Software
+from farandole.protocol.run.releases import Software
 
 NEEDED = ("/farandole/push/2", "/farandole/exchange/5")
 ALICE, BOB = b"a" * 32, b"b" * 32

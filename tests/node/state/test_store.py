@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from farandole.node.state.store import MAX_FACT_BYTES, Store, StoreError, open_store, read_fact
-from farandole.protocol.writer import Mark
+from farandole.protocol.state.writer import Mark
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from farandole.node.cli import main
 from farandole.node.status.evaluation_log import EvaluationRecord, newest_curve, read_evaluations
 from farandole.node.status.journal import Journal
 from farandole.node.ui.console import Console
-from farandole.protocol.entries import Evaluation, TaskFigure
-from farandole.protocol.identity import peer_id_of
+from farandole.protocol.state.entries import Evaluation, TaskFigure
+from farandole.protocol.wire.identity import peer_id_of
 
 ALICE, BOB, CAROL = (peer_id_of(bytes([number]) * 32) for number in (7, 8, 9))
 RUN = "ab" * 32

@@ -8,8 +8,8 @@ import pytest
 from farandole.node.status.journal import MAX_EVENTS, Journal
 from farandole.node.status.round_log import RoundRecord
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.trainer_messages import Contributed
+from farandole.protocol.trainer.trainer_messages import Contributed
+from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ..statuses import STATUS
 

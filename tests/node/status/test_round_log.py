@@ -16,8 +16,8 @@ from farandole.node.cli import main
 from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord, read_rounds, write_csv
 from farandole.node.ui.console import Console
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.trainer_messages import Contributed
+from farandole.protocol.trainer.trainer_messages import Contributed
+from farandole.protocol.wire.identity import peer_id_of
 
 BOB = b"b" * 32
 NAME = peer_id_of(BOB)

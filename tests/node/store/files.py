@@ -9,8 +9,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.store.holdings import Holding
-from farandole.protocol.blocks import BLOCK_BYTES, Index, SignedIndex, hash_block, sign_index
-from farandole.protocol.identity import public_bytes
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, hash_block, sign_index
+from farandole.protocol.wire.identity import public_bytes
 
 RUN = b"r" * 32
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)

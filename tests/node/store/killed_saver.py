@@ -22,13 +22,13 @@ import torch
 
 from farandole.node.store.folder import CheckpointFolder, index_of
 from farandole.node.store.save import Saver
-from farandole.protocol.blocks import BLOCK_BYTES
-from farandole.protocol.trainer_messages import Saved
-from farandole.training import durable
-from farandole.training.blocks import content_of
-from farandole.training.checkpoint import Counters, save_checkpoint
-from farandole.training.parameters import Layout
-from farandole.training.snapshot import Snapshot
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
+from farandole.protocol.trainer.trainer_messages import Saved
+from farandole.training.base import durable
+from farandole.training.base.parameters import Layout
+from farandole.training.engine.blocks import content_of
+from farandole.training.engine.checkpoint import Counters, save_checkpoint
+from farandole.training.engine.snapshot import Snapshot
 
 RUN_ID = b"r" * 32
 # Several blocks, so that there are all kinds of writes: the header, up to a block's end, the rest of a vector.

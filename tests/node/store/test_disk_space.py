@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from farandole.node.store.disk_space import OTHER_BYTES, DiskError, DiskPlan, Room, plan_disk, text_room, used_bytes
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.save import Saver
-from farandole.training.blocks import Content
-from farandole.training.checkpoint import Counters
-from farandole.training.durable import replacing
+from farandole.training.base.durable import replacing
+from farandole.training.engine.blocks import Content
+from farandole.training.engine.checkpoint import Counters
 
 GB = 10**9
 

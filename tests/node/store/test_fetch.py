@@ -25,10 +25,10 @@ from farandole.node.store.holdings import Holding
 from farandole.node.store.partial_file import PartialFile, partial_path
 from farandole.node.store.provider import Conditions, DonorError
 from farandole.node.store.serve import BlockService
-from farandole.protocol import download
-from farandole.protocol.block_transfer import BlockQuestion
-from farandole.protocol.blocks import BLOCK_BYTES, num_blocks
-from farandole.protocol.identity import short_name
+from farandole.protocol.checkpoints import download
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, num_blocks
+from farandole.protocol.wire.identity import short_name
 
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback

@@ -19,9 +19,9 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.blocks import BLOCK_BYTES
-from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
+from farandole.protocol.run.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined

@@ -15,7 +15,7 @@ import trio.testing
 from farandole.node.store.fetch import LOST, ask_for_index
 from farandole.node.store.provider import Conditions, DonorError, open_taking
 from farandole.node.store.serve import BlockService
-from farandole.protocol.block_transfer import (
+from farandole.protocol.checkpoints.block_transfer import (
     MAX_WANTED,
     BlockQuestion,
     Busy,
@@ -27,11 +27,11 @@ from farandole.protocol.block_transfer import (
     decode_given,
     encode,
 )
-from farandole.protocol.blocks import SignedIndex, encode_signed_index, sign_index
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
-from farandole.protocol.pipe import CONTROL_KIND, MESSAGE_KIND, Message, Pipe, Route
-from farandole.protocol.pipe import Event as PipeEvent
+from farandole.protocol.checkpoints.blocks import SignedIndex, encode_signed_index, sign_index
+from farandole.protocol.exchange.pipe import CONTROL_KIND, MESSAGE_KIND, Message, Pipe, Route
+from farandole.protocol.exchange.pipe import Event as PipeEvent
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
 
 from ...patience import PATIENCE
 from .files import KEY, RUN, checkpoint_bytes, hold, index_of, signed_index_of

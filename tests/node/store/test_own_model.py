@@ -18,12 +18,12 @@ from farandole.node.base.errors import JoinError
 from farandole.node.base.exits import Exit
 from farandole.node.store.own_model import require_trainable_model
 from farandole.node.store.run_file import manifest_of, manifest_of_file
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest, StartConfig, decode_manifest, manifest_from_dict
-from farandole.protocol.presets import num_parameters
-from farandole.training.errors import TrainingError
-from farandole.training.external import ExternalEngine, Turns
-from farandole.training.stages import build_module
+from farandole.protocol.run.manifest import Manifest, StartConfig, decode_manifest, manifest_from_dict
+from farandole.protocol.run.presets import num_parameters
+from farandole.protocol.wire.errors import ManifestError
+from farandole.training.base.errors import TrainingError
+from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.model.stages import build_module
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined

@@ -15,10 +15,10 @@ import trio
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest
-from farandole.training.data import Bring
-from farandole.training.learner import Learner, build_learner
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.wire.identity import public_bytes
+from farandole.training.data.dataset import Bring
+from farandole.training.engine.learner import Learner, build_learner
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined

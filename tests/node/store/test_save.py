@@ -16,9 +16,9 @@ import torch
 
 from farandole.node.store.folder import CheckpointFolder, index_of
 from farandole.node.store.save import Saver
-from farandole.protocol.trainer_messages import Saved
-from farandole.training.blocks import content_of
-from farandole.training.checkpoint import load_checkpoint
+from farandole.protocol.trainer.trainer_messages import Saved
+from farandole.training.engine.blocks import content_of
+from farandole.training.engine.checkpoint import load_checkpoint
 
 from .killed_saver import LAYOUT, RUN_ID, prepare, snapshot
 

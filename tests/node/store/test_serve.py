@@ -16,10 +16,10 @@ from farandole.node.store import serve as giving
 from farandole.node.store.fetch import fetch_checkpoint
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
-from farandole.protocol.block_transfer import MAX_MESSAGE_BYTES, BlockQuestion, Want, encode
-from farandole.protocol.download import BLOCK_TIMEOUT
-from farandole.protocol.framing import frame
-from farandole.protocol.pipe import Pipe, Route
+from farandole.protocol.checkpoints.block_transfer import MAX_MESSAGE_BYTES, BlockQuestion, Want, encode
+from farandole.protocol.checkpoints.download import BLOCK_TIMEOUT
+from farandole.protocol.exchange.pipe import Pipe, Route
+from farandole.protocol.wire.framing import frame
 
 from ..parties import AlwaysWaits
 from .files import RUN, checkpoint_bytes, hold

@@ -18,9 +18,9 @@ from farandole.node.mesh.host import Host
 from farandole.node.store import sketches as sketching
 from farandole.node.store.holdings import Holding
 from farandole.node.store.sketches import PEER_BURST, REST, SketchService, ask_for_sketch, sketch_path
-from farandole.protocol.framing import frame
-from farandole.protocol.safetensors import encode_header
-from farandole.protocol.sketches import SKETCH_PROTOCOL, SketchQuestion, encode_answer, values_of
+from farandole.protocol.checkpoints.sketches import SKETCH_PROTOCOL, SketchQuestion, encode_answer, values_of
+from farandole.protocol.wire.framing import frame
+from farandole.protocol.wire.safetensors import encode_header
 
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback

@@ -9,8 +9,8 @@ import torch
 import trio
 
 from farandole.node.trainer.trainer import open_trainer
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest

@@ -15,7 +15,7 @@ from farandole.node.base.system.memory import SharedCounter, counted_size, map_s
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer.script import ANOTHER, open_script_door
 from farandole.node.trainer.trainer import TrainerError
-from farandole.protocol import trainer_messages as messages
+from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest

@@ -24,13 +24,13 @@ from farandole.node.loop.pause.idle_probe import cpu_times
 from farandole.node.store.folder import CheckpointFolder, index_of, saved_round
 from farandole.node.trainer import trainer as trainer_module
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.blocks import Index, encode_signed_index, sign_index
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest, ModelConfig, StartConfig
-from farandole.training.blocks import Content, content_of
-from farandole.training.data import Bring
-from farandole.training.learner import Learner, build_learner
+from farandole.protocol.checkpoints.blocks import Index, encode_signed_index, sign_index
+from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.identity import public_bytes
+from farandole.training.data.dataset import Bring
+from farandole.training.engine.blocks import Content, content_of
+from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.screening.rule import Encounter
 
 from ...patience import PATIENCE

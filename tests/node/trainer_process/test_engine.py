@@ -19,17 +19,17 @@ from farandole.node.base.system.memory import SharedCounter, counted_size, map_s
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import TrainerProcess
-from farandole.protocol import trainer_messages as messages
-from farandole.training.blocks import Content
-from farandole.training.checkpoint import load_checkpoint
-from farandole.training.codec import Buffer
-from farandole.training.device import choose_device
-from farandole.training.engine import Engine, Until, no_progress
-from farandole.training.errors import CheckpointError
-from farandole.training.parameters import Layout
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.training.base.device import choose_device
+from farandole.training.base.errors import CheckpointError
+from farandole.training.base.parameters import Layout
+from farandole.training.engine.blocks import Content
+from farandole.training.engine.checkpoint import load_checkpoint
+from farandole.training.engine.engine import Engine, Until, no_progress
+from farandole.training.engine.snapshot import Snapshot
+from farandole.training.outer.codec import Buffer
 from farandole.training.screening.history import Histories
 from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Refuse, Verdict
-from farandole.training.snapshot import Snapshot
 
 from ..trainer_commands import prepare_for
 from .test_process import reports_of

@@ -24,9 +24,9 @@ from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.engines import make_engine
 from farandole.node.trainer_process.process import TrainerProcess
-from farandole.protocol.manifest import DataConfig, Manifest
-from farandole.protocol.screening_rules import ScreeningConfig
-from farandole.protocol.trainer_messages import (
+from farandole.protocol.run.manifest import DataConfig, Manifest
+from farandole.protocol.run.screening_rules import ScreeningConfig
+from farandole.protocol.trainer.trainer_messages import (
     LENGTH,
     Contributed,
     DrawSlices,
@@ -46,9 +46,9 @@ from farandole.protocol.trainer_messages import (
     decode_report,
     encode,
 )
-from farandole.training import flat_replica
-from farandole.training.copying import DeviceCopier, Wait
-from farandole.training.learner import Learner, build_learner
+from farandole.training.engine import flat_replica
+from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.outer.copying import DeviceCopier, Wait
 from farandole.training.screening.rule import Accept, Partner, Refuse, ScreeningRule, Verdict
 
 from ...patience import PATIENCE

@@ -18,8 +18,8 @@ from farandole.node.base.system.memory import open_shared_memory
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.engines import make_engine
 from farandole.node.trainer_process.process import TrainerProcess
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.trainer_messages import (
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import (
     KEPT_STARTS,
     LENGTH,
     Contributed,
@@ -35,7 +35,7 @@ from farandole.protocol.trainer_messages import (
     decode_report,
     encode,
 )
-from farandole.training.learner import Learner
+from farandole.training.engine.learner import Learner
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest

@@ -18,8 +18,8 @@ from farandole.node.base.system.memory import SharedCounter, counted_size, map_s
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import StepPace, TrainerProcess
-from farandole.protocol.manifest import Manifest
-from farandole.protocol.trainer_messages import (
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import (
     Command,
     FinishRound,
     OuterStepTaken,
@@ -32,12 +32,12 @@ from farandole.protocol.trainer_messages import (
     Train,
     encode,
 )
-from farandole.training import flat_replica
-from farandole.training.learner import Learner, build_learner
-from farandole.training.outer_state import OuterState
-from farandole.training.replica import Recipe
+from farandole.training.engine import flat_replica
+from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.engine.replica import Recipe
+from farandole.training.model.stages import build_module
+from farandole.training.outer.outer_state import OuterState
 from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
-from farandole.training.stages import build_module
 
 from ...patience import PATIENCE
 from ..trainer_commands import prepare_for

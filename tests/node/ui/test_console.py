@@ -13,7 +13,7 @@ from farandole.node.base.system.terminal import without_controls
 from farandole.node.daemon import run_daemon
 from farandole.node.member.parts import Daemon
 from farandole.node.ui.console import Console
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 
 async def greet(daemon: Daemon) -> None:

@@ -15,8 +15,8 @@ from farandole.node.base.control import NoNodeError, call
 from farandole.node.base.exits import Exit
 from farandole.node.store.folder import index_of, saved_round
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, Headline, headline
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import SignedManifest
 from farandole.testnet.wrong_clock import NoFaketimeError, environment, set_clock
 
 from ..daemons import Daemon, joined

@@ -13,8 +13,8 @@ from farandole.node.base.release_words import release_words
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START, NodeStatus
 from farandole.node.ui.reminder import LOOK_INTERVAL, REMIND_AFTER, Reminder, keep_reminding
-from farandole.protocol.clock_votes import ClockSkew
-from farandole.protocol.releases import ReleaseConflict
+from farandole.protocol.run.releases import ReleaseConflict
+from farandole.protocol.state.clock_votes import ClockSkew
 
 from ..statuses import NOW, STATUS
 

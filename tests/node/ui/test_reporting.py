@@ -18,10 +18,10 @@ from farandole.node.status.exchange_history import MAX_PARTNERS_REMEMBERED
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import MAX_LINKS
 from farandole.node.ui.reporting import Reporter
-from farandole.protocol.entries import Delta
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.liveness import Liveness
-from farandole.protocol.state import RunState
+from farandole.protocol.state.entries import Delta
+from farandole.protocol.state.liveness import Liveness
+from farandole.protocol.state.state import RunState
+from farandole.protocol.wire.identity import peer_id_of
 from farandole.testnet.bench.crowd import Crowd
 
 from ..hosts import LOOPBACK, host_at_loopback

@@ -11,7 +11,7 @@ from farandole.node.base import figures
 from farandole.node.status.status import EvaluationStatus, NodeStatus, PipelineStatus, TrafficStatus
 from farandole.node.ui.rows import status_rows
 from farandole.node.ui.view import members_table, status_screen
-from farandole.protocol.releases import ReleaseConflict
+from farandole.protocol.run.releases import ReleaseConflict
 
 from ..statuses import ALICE, BOB, NOW, STATUS
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.pipe import BULK_FROM
+from farandole.protocol.exchange.pipe import BULK_FROM
 
 from .sides import Side, share_offers
 

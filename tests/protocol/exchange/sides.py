@@ -7,16 +7,15 @@ from collections.abc import Iterator
 
 from blake3 import blake3
 
-from farandole.protocol.exchange import CONTRIBUTION, Exchange
-from farandole.protocol.exchange_messages import (
+from farandole.protocol.exchange.exchange import CONTRIBUTION, Exchange
+from farandole.protocol.exchange.exchange_messages import (
     Accepted,
     Commit,
     Committed,
     Control,
     Offer,
 )
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.pipe import (
+from farandole.protocol.exchange.pipe import (
     BULK_FROM,
     CHUNK_BYTES,
     Chunk,
@@ -27,7 +26,8 @@ from farandole.protocol.pipe import (
     Sealed,
     TransferReceived,
 )
-from farandole.protocol.pipe import Control as PipeControl
+from farandole.protocol.exchange.pipe import Control as PipeControl
+from farandole.protocol.wire.incoming import Incoming
 
 Said = Control | PipeControl | Chunk
 Heard = Control | PipeControl | TransferReceived

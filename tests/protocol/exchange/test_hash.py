@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.pipe import BULK_FROM, DIGEST_BYTES, Received, Route, Sealed
+from farandole.protocol.exchange.pipe import BULK_FROM, DIGEST_BYTES, Received, Route, Sealed
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
 from .sides import CHANNEL, Side, assert_can_commit, move_over, open_way, share_offers, take_whole, tell
 

@@ -7,10 +7,10 @@ import math
 import msgspec
 import pytest
 
-from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Committed, Control
-from farandole.protocol.exchange_steps import Step
-from farandole.protocol.pipe import CHUNK_BYTES
+from farandole.protocol.exchange.exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Committed, Control
+from farandole.protocol.exchange.exchange_steps import Step
+from farandole.protocol.exchange.pipe import CHUNK_BYTES
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
 from .sides import SIZE, Side, share, share_offers, tell
 

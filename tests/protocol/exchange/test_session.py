@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange import Exchange
-from farandole.protocol.exchange_messages import (
+from farandole.protocol.exchange.exchange import Exchange
+from farandole.protocol.exchange.exchange_messages import (
     Aborted,
     Accepted,
     Commit,
@@ -14,8 +13,9 @@ from farandole.protocol.exchange_messages import (
     peek_offer,
     reason_of,
 )
-from farandole.protocol.exchange_steps import TRANSITIONS, Step
-from farandole.protocol.pipe import CHUNK_FRAME_BYTES
+from farandole.protocol.exchange.exchange_steps import TRANSITIONS, Step
+from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
 from .sides import SIZE, Side, share, share_offers, tell
 

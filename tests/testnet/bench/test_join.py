@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.protocol.blocks import BLOCK_BYTES
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
 from farandole.testnet.bench.join import KILL_CAP_MBIT, measure
 from farandole.testnet.bench.process import MB
 from farandole.testnet.bench.report import open_bench

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farandole.protocol.manifest import InnerConfig, Manifest
-from farandole.protocol.needs import activation_bytes, needs_of
-from farandole.protocol.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.parts import parts_of
-from farandole.protocol.presets import preset
+from farandole.protocol.planning.needs import activation_bytes, needs_of
+from farandole.protocol.run.manifest import InnerConfig, Manifest
+from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.run.parts import parts_of
+from farandole.protocol.run.presets import preset
 from farandole.testnet.bench.memory import GPU, HOST, Way, held_by, run
 
 pytestmark = pytest.mark.started  # a fork shares memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 from farandole.testnet.bench.round_end import PARTS, RoundEnd, report, run
 
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from farandole.protocol.manifest import InnerConfig, Manifest, RoundConfig
-from farandole.protocol.outer_rules import NoLoCoConfig, PlainConfig
-from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
-from farandole.protocol.sketches import NEAR
+from farandole.protocol.checkpoints.sketches import NEAR
+from farandole.protocol.run.manifest import InnerConfig, Manifest, RoundConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
+from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
 from farandole.testnet.bench import simulate_hostile
 from farandole.testnet.bench.members import STRICT, manifest_of
 from farandole.testnet.bench.simulate_hostile import HostileOutcome, HostileRun, play

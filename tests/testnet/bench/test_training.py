@@ -4,7 +4,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farandole.protocol.presets import num_parameters, preset
+from farandole.protocol.run.presets import num_parameters, preset
 from farandole.testnet.bench.plain import PlainLoop, run
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import BenchReport, open_bench

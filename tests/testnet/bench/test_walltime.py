@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.run.manifest import RoundConfig
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.walltime import (
     BLOCKING,

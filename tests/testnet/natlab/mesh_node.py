@@ -17,7 +17,7 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
-from farandole.protocol.relay import Limits
+from farandole.protocol.mesh.relay import Limits
 
 PORT = 4001
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from farandole.node.app.doctor.finding import Diagnosis, Level
-from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 

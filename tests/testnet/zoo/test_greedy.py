@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from farandole.protocol import pairing_messages as messages
-from farandole.protocol.manifest import RoundConfig
-from farandole.protocol.pairing_events import (
+from farandole.protocol.rounds import pairing_messages as messages
+from farandole.protocol.rounds.pairing_events import (
     ContributionReady,
     ExchangeEnded,
     GoAlone,
@@ -19,8 +18,9 @@ from farandole.protocol.pairing_events import (
     SendMessage,
     StartExchange,
 )
-from farandole.protocol.timers import TimerFired
-from farandole.protocol.wire import SESSION_BYTES
+from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.wire.messagepack import SESSION_BYTES
+from farandole.protocol.wire.timers import TimerFired
 from farandole.testnet.zoo.greedy import GreedyPairing
 
 OWN, ALICE, BOB = (bytes((number,)) * 32 for number in range(3))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.protocol.manifest import InnerConfig, Manifest
+from farandole.protocol.run.manifest import InnerConfig, Manifest
 from farandole.testnet.compare import MODEL
 from farandole.testnet.zoo.member_attacks import ATTACKS, AttackView
 from farandole.testnet.zoo.poisons import POISONS, trigger_success
-from farandole.training.learner import Learner, build_learner
+from farandole.training.engine.learner import Learner, build_learner
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import torch
 
-from farandole.protocol.outer_rules import CO2Config
+from farandole.protocol.run.outer_rules import CO2Config
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farandole.protocol.outer_rules import DiLoCoConfig, Momentum
+from farandole.protocol.run.outer_rules import DiLoCoConfig, Momentum
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 
 

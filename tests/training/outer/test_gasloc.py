@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from farandole.protocol.outer_rules import GASLoCConfig, NoLoCoConfig
+from farandole.protocol.run.outer_rules import GASLoCConfig, NoLoCoConfig
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 
 GENERATOR = torch.Generator().manual_seed(0)

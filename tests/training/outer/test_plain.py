@@ -1,7 +1,7 @@
 import torch
 
-from farandole.protocol.outer_rules import NoLoCoConfig, PlainConfig
-from farandole.protocol.vectors import required_bytes
+from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
+from farandole.protocol.run.vectors import required_bytes
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 
 

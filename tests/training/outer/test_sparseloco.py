@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farandole.protocol.outer_rules import SparseLoCoConfig
-from farandole.training.contribution import Contribution
-from farandole.training.copying import Copier
-from farandole.training.outer_state import OuterState
+from farandole.protocol.run.outer_rules import SparseLoCoConfig
+from farandole.training.outer.contribution import Contribution
+from farandole.training.outer.copying import Copier
+from farandole.training.outer.outer_state import OuterState
 
 BLOCKS, BLOCK = 2, 256
 SETTINGS = SparseLoCoConfig(topk=8, learning_rate=0.9, beta=0.8)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from farandole.protocol.screening_rules import GuardConfig
-from farandole.training.codec import CODECS
+from farandole.protocol.run.screening_rules import GuardConfig
+from farandole.training.outer.codec import CODECS
 from farandole.training.screening.guard import (
     COMPARED,
     LEAST_LAG,

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.protocol.screening_rules import GuardConfig, ScreeningConfig, ScreeningRules
-from farandole.training import evaluation_time
-from farandole.training.learner import Learner
+from farandole.protocol.run.screening_rules import GuardConfig, ScreeningConfig, ScreeningRules
+from farandole.training.engine.learner import Learner
+from farandole.training.outer import evaluation_time
 from farandole.training.screening.history import MAX_NUMBERS, MAX_PEERS, MAX_SERIES, Histories, History
 from farandole.training.screening.rule import EVALUATION_BATCHES, Accept, Encounter, Partner, Refuse, ScreeningRule
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farandole.protocol.screening_rules import ScreeningConfig, SimilarityConfig
+from farandole.protocol.run.screening_rules import ScreeningConfig, SimilarityConfig
 from farandole.training.screening.history import History
 from farandole.training.screening.rule import Accept, Encounter, Partner, Refuse, Verdict, rule_of
 

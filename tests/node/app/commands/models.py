@@ -7,10 +7,10 @@ from pathlib import Path
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.folder import CheckpointFolder
-from farandole.protocol.manifest import SignedManifest
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import required_vectors
-from farandole.training.learner import Learner
+from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import required_vectors
+from farandole.training.engine.learner import Learner
 
 from ...store.consolidated.runs import KEY, learner_of, save_stages
 

@@ -22,8 +22,8 @@ from farandole.node.inspect.whole_model import open_whole_model
 from farandole.node.state.store import open_store
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.hf_export import export_hf
-from farandole.training.extras import how_to_add
-from farandole.training.learner import Learner
+from farandole.training.base.extras import how_to_add
+from farandole.training.engine.learner import Learner
 
 from ....patience import PATIENCE
 from ....task_files import CHOICES, PROMPTS, TEXTS, write_tasks
@@ -33,7 +33,7 @@ from .conftest import Run
 from .models import folder_of, node_of
 
 if TYPE_CHECKING:
-    from farandole.training.harness import HarnessModel
+    from farandole.training.evaluation.harness import HarnessModel
 
 CONTEXT = 16
 
@@ -194,7 +194,7 @@ def test_of_a_hugging_face_folder_the_harness_itself_finds_the_same(
 
 
 def opened(folder: Path) -> HarnessModel:
-    from farandole.training.harness import HarnessModel
+    from farandole.training.evaluation.harness import HarnessModel
 
     with open_whole_model(NodeSettings(home=folder), folder) as model:
         module, device = model.load("cpu", 0)

@@ -13,8 +13,8 @@ from farandole.node.base.config.toml_file import read_toml
 from farandole.node.base.exits import Exit
 from farandole.node.base.requirements import unusual_needs
 from farandole.node.store.run_file import manifest_of_file
-from farandole.protocol.manifest import Manifest, decode_manifest
-from farandole.protocol.needs import USUAL_RATE, needs_of
+from farandole.protocol.planning.needs import USUAL_RATE, needs_of
+from farandole.protocol.run.manifest import Manifest, decode_manifest
 
 from .conftest import Run
 

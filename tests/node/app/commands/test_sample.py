@@ -22,8 +22,8 @@ from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, read_folde
 from farandole.node.store.consolidated.hf_export import export_hf
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.manifest import SignedManifest, sign_manifest
-from farandole.training.learner import Learner, build_learner
+from farandole.protocol.run.manifest import SignedManifest, sign_manifest
+from farandole.training.engine.learner import Learner, build_learner
 
 from ....patience import PATIENCE
 from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, save_stages, trained

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from farandole.node.base.exits import Exit
-from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.run.invite import Invite, encode_invite
 
 Run = Callable[..., tuple[int, str, str]]
 INVITE = encode_invite(Invite(bytes(32), ()))

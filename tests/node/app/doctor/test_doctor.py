@@ -45,9 +45,10 @@ from farandole.node.join.manifests import serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
 from farandole.node.state.store import MANIFEST_FACT, open_store
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import (
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
+from farandole.protocol.planning.needs import needs_of
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import (
     DataConfig,
     Manifest,
     ModelConfig,
@@ -56,11 +57,10 @@ from farandole.protocol.manifest import (
     TokenizerConfig,
     sign_manifest,
 )
-from farandole.protocol.needs import needs_of
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.own_model import OwnModel
-from farandole.protocol.presets import preset
-from farandole.protocol.reachability import ReachabilityKind, Verdict
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.own_model import OwnModel
+from farandole.protocol.run.presets import preset
+from farandole.protocol.wire.identity import peer_id_of
 
 from ....patience import PATIENCE
 from ...relayed import open_home, open_relay, reserve

@@ -9,7 +9,7 @@ import pytest
 
 from farandole.node.base.config.faults import FaultyError, FileFault, Place, shown
 from farandole.node.base.config.toml_file import key_lines, read_toml
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.wire.errors import ManifestError
 
 ROOT = Path(__file__).parents[4]
 FILES = [*ROOT.glob("examples/**/*.toml"), *ROOT.glob("testnet/**/*.toml"), ROOT / "pyproject.toml"]

@@ -12,7 +12,7 @@ import trio
 
 from farandole.node.base.exits import Exit
 from farandole.node.base.system import endpoint, features
-from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.run.manifest import SignedManifest
 
 from ....patience import PATIENCE
 from ...daemons import joined

@@ -16,8 +16,8 @@ from blake3 import blake3
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
-from farandole.protocol.bulk import Proposal, decode_proposal
-from farandole.protocol.framing import frame
+from farandole.protocol.exchange.bulk import Proposal, decode_proposal
+from farandole.protocol.wire.framing import frame
 
 from ....patience import PATIENCE
 from ...parties import ALICE, BOB, RUN_ID, MemoryHost, MemoryStream

@@ -11,7 +11,7 @@ import trio.testing
 from blake3 import blake3
 
 from farandole.node.bulk.channel import ChannelError
-from farandole.protocol.record_layer import OVERHEAD_BYTES, RECORD_BYTES
+from farandole.protocol.wire.record_layer import OVERHEAD_BYTES, RECORD_BYTES
 
 from ...parties import ALICE
 from .parties import Party, meet, move

@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
-from farandole.protocol.bulk import Secrets
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.record_layer import HEADER_BYTES, RECORD_BYTES, Opener, Sealer
+from farandole.protocol.exchange.bulk import Secrets
+from farandole.protocol.wire.incoming import Incoming
+from farandole.protocol.wire.record_layer import HEADER_BYTES, RECORD_BYTES, Opener, Sealer
 
 from ....patience import PATIENCE
 from ...parties import ALICE, BOB

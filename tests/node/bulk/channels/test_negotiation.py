@@ -23,9 +23,9 @@ from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS, open_bulk
 from farandole.node.bulk.strands import DIRECT
 from farandole.node.mesh.host import open_host
-from farandole.protocol.bulk import Proposal, greeting
-from farandole.protocol.framing import frame
-from farandole.protocol.wire import encode
+from farandole.protocol.exchange.bulk import Proposal, greeting
+from farandole.protocol.wire.framing import frame
+from farandole.protocol.wire.messagepack import encode
 
 from ....patience import PATIENCE
 from ...hosts import has_ipv6, host_at_loopback

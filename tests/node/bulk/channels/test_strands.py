@@ -20,10 +20,10 @@ from farandole.node.bulk.bundle import Bundle
 from farandole.node.bulk.channel import BulkChannel, ChannelError
 from farandole.node.bulk.lines import reachable
 from farandole.node.bulk.strands import STRANDS_PROTOCOL
-from farandole.protocol.framing import frame
-from farandole.protocol.incoming import Incoming
-from farandole.protocol.strands import HEADER, PIECE_BYTES, Bound, Lines
-from farandole.protocol.wire import encode
+from farandole.protocol.exchange.strands import HEADER, PIECE_BYTES, Bound, Lines
+from farandole.protocol.wire.framing import frame
+from farandole.protocol.wire.incoming import Incoming
+from farandole.protocol.wire.messagepack import encode
 from farandole.testnet.socks_proxy import Proxy, open_proxy
 
 from ...parties import ALICE, BOB, assert_committed

@@ -20,8 +20,8 @@ from farandole.node.loop.pause.pause import Rest
 from farandole.node.member.parts import Daemon
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
-from farandole.protocol.believing import Partners
-from farandole.protocol.manifest import manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import manifest_from_dict, sign_manifest
+from farandole.protocol.state.believing import Partners
 
 from ....patience import PATIENCE
 

@@ -13,7 +13,9 @@ from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.loop.stages import activation_link
 from farandole.node.loop.stages.activation_link import PROGRESS_TIMEOUT, ActivationLink
-from farandole.protocol.activations import (
+from farandole.protocol.exchange.bulk import Secrets
+from farandole.protocol.exchange.pipe import BULK_FROM, Chunk, Route
+from farandole.protocol.stages.activations import (
     DATA_BYTES,
     Control,
     Credits,
@@ -26,9 +28,7 @@ from farandole.protocol.activations import (
     Link,
     Welcome,
 )
-from farandole.protocol.bulk import Secrets
-from farandole.protocol.pipe import BULK_FROM, Chunk, Route
-from farandole.protocol.record_layer import Sealer
+from farandole.protocol.wire.record_layer import Sealer
 
 from ...parties import AlwaysWaits
 from ...sockets import tcp_pair

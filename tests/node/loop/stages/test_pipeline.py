@@ -30,14 +30,14 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
-from farandole.protocol import pipeline_events as machine
-from farandole.protocol import trainer_messages as messages
-from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
-from farandole.protocol.identity import public_bytes, short_name
-from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict
-from farandole.protocol.pipe import Chunk
-from farandole.training.data import Bring
-from farandole.training.learner import build_learner
+from farandole.protocol.exchange.pipe import Chunk
+from farandole.protocol.run.manifest import Manifest, PipelineConfig, manifest_from_dict
+from farandole.protocol.stages import pipeline_events as machine
+from farandole.protocol.stages.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.identity import public_bytes, short_name
+from farandole.training.data.dataset import Bring
+from farandole.training.engine.learner import build_learner
 
 from ....patience import PATIENCE
 from ...hosts import LOOPBACK
@@ -269,7 +269,7 @@ async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
 
     The falsifier's own warnings do not matter: gradients of activations that it has reversed look odd to it, too. The
     learning rate is low, since the directions of honest gradients turn while a small model learns fast, and then
-    honest neighbours are avoided for some seconds (`farandole.protocol.avoidance`).
+    honest neighbours are avoided for some seconds (`farandole.protocol.stages.avoidance`).
     """
     manifest = manifest_of(2)
     manifest = msgspec.structs.replace(manifest, inner=msgspec.structs.replace(manifest.inner, learning_rate=1e-5))

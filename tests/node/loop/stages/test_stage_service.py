@@ -1,4 +1,5 @@
-"""A node takes a stage and moves to another; the choice itself is tested in tests/protocol/test_stage_choice.py."""
+"""A node takes a stage and moves to another; the choice itself is tested in
+tests/protocol/stages/test_stage_choice.py."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import trio.testing
 from farandole.node.base.errors import JoinError
 from farandole.node.loop.stages.stage_service import StageKeeper, wait_quiet
 from farandole.node.status.journal import Journal
-from farandole.protocol.entries import StageLease
-from farandole.protocol.stage_choice import Provider, View, even_stages
+from farandole.protocol.stages.stage_choice import Provider, View, even_stages
+from farandole.protocol.state.entries import StageLease
 
 ME, ANN, BOB = (bytes([number]) * 32 for number in range(1, 4))
 

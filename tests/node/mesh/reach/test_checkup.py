@@ -13,7 +13,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach import checkup
 from farandole.node.mesh.reach.checkup import MAX_AT_ONCE, CheckupService, ask_echo, ask_time, measure
-from farandole.protocol.checkup import SPEED_SECONDS
+from farandole.protocol.mesh.checkup import SPEED_SECONDS
 
 from ....patience import PATIENCE
 from ...hosts import host_at_loopback

@@ -19,10 +19,10 @@ from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivi
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Examiner, Reachability
 from farandole.node.mesh.reach.relays import NUM_RELAYS
-from farandole.protocol.framing import frame
-from farandole.protocol.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
-from farandole.protocol.records import relay_key
-from farandole.protocol.relay import Limits
+from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
+from farandole.protocol.mesh.records import relay_key
+from farandole.protocol.mesh.relay import Limits
+from farandole.protocol.wire.framing import frame
 
 from ....patience import PATIENCE
 from ...hosts import LOOPBACK

@@ -17,8 +17,8 @@ from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Reachability
-from farandole.protocol.punching import DCUTR_PROTOCOL
-from farandole.protocol.reachability import ReachabilityKind, Verdict
+from farandole.protocol.mesh.punching import DCUTR_PROTOCOL
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 
 from ....patience import PATIENCE
 from ...hosts import LOOPBACK

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.mesh.host import open_host
-from farandole.protocol.pipe import BULK_FROM
+from farandole.protocol.exchange.pipe import BULK_FROM
 
 from ...real_nodes import PATIENCE, TOKENS, Node
 from ...relayed import open_relay, reserve

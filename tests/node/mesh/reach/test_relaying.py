@@ -18,9 +18,15 @@ from farandole.node.mesh.delimited import encode_delimited, receive_message
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.known_addresses import MAX_ADDRESSES
 from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_bytes, public_bytes
-from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, STRANGERS_CIRCUIT_BYTES, Limits
+from farandole.protocol.mesh.relay import (
+    HOP_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    STOP_PROTOCOL,
+    STRANGERS_CIRCUIT_BYTES,
+    Limits,
+)
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
 from ....patience import PATIENCE
 from ...relayed import open_home, open_public, open_relay, reserve, until

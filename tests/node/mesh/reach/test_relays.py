@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.mesh.reach.reachability import Reachability
 from farandole.node.mesh.reach.relays import MAX_STRANGERS, RelayKeeper
 from farandole.node.mesh.relay_client import Reservation
-from farandole.protocol.identity import public_bytes
+from farandole.protocol.wire.identity import public_bytes
 
 from ....patience import PATIENCE
 from ...relayed import open_home, open_relay

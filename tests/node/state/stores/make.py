@@ -16,7 +16,8 @@ import trio
 
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.store import MANIFEST_FACT, open_store
-from farandole.protocol.entries import (
+from farandole.protocol.run.manifest import sign_manifest
+from farandole.protocol.state.entries import (
     Beat,
     CheckpointNotice,
     Delta,
@@ -30,9 +31,8 @@ from farandole.protocol.entries import (
     StageLease,
     Suspects,
 )
-from farandole.protocol.manifest import sign_manifest
-from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.state.state import RunState
+from farandole.protocol.state.writer import Writer
 from tests.node.small_runs import small_manifest
 from tests.node.state.test_gossip import MemoryHost, Wires
 from tests.protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, signed, tick_at

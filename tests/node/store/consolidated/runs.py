@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.manifest import Manifest, SignedManifest, decode_body, sign_manifest
-from farandole.protocol.shapes import stage_of
-from farandole.training.learner import Learner, build_learner
+from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_body, sign_manifest
+from farandole.protocol.run.shapes import stage_of
+from farandole.training.engine.learner import Learner, build_learner
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)  # the same run each time
 LLAMA: dict[str, Any] = {

@@ -12,12 +12,12 @@ from farandole.node.cli import main
 from farandole.node.inspect.listing import offers_of
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, read_folder
 from farandole.node.store.consolidated.merge import consolidate
-from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.identity import peer_id_of
-from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import InnerConfig, decode_manifest
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import required_vectors
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import InnerConfig, decode_manifest
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import required_vectors
+from farandole.protocol.state.entries import CheckpointNotice
+from farandole.protocol.wire.identity import peer_id_of
 
 from .runs import KEY, MODELS, manifest_for, save_stages, trained
 

@@ -17,10 +17,10 @@ from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.node.store.consolidated.verify import verify
-from farandole.protocol.manifest import SignedManifest
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import OPTIMIZER_VECTORS, required_vectors
-from farandole.training.learner import Learner
+from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, required_vectors
+from farandole.training.engine.learner import Learner
 
 from .runs import KEY, MODELS, learner_of, manifest_for, met, save_stages, trained
 

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.consolidated.folder import read_folder
-from farandole.protocol.manifest import decode_manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import decode_manifest, manifest_from_dict, sign_manifest
 
 from ...daemons import PACE, Daemon, joined, started
 from .validation import validation_loss

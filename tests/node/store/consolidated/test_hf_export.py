@@ -14,10 +14,10 @@ from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.hf_export import export_hf
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.tensors import ConsolidatedError
-from farandole.protocol.manifest import SignedManifest
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import OPTIMIZER_VECTORS, required_vectors
-from farandole.training.learner import Learner
+from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, required_vectors
+from farandole.training.engine.learner import Learner
 
 from .logits import assert_same_logits
 from .runs import GPT2, KEY, LLAMA, MODELS, manifest_for, save_stages, trained

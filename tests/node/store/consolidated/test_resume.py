@@ -17,10 +17,10 @@ from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.resume import import_model, resumed_manifest
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.node.store.consolidated.verify import verify
-from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
-from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.vectors import required_vectors
+from farandole.protocol.run.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
+from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.vectors import required_vectors
+from farandole.protocol.wire.errors import ManifestError
 
 from ....tokenizer_files import word_level
 from .runs import GPT2, KEY, LLAMA, MODELS, decoded, manifest_for, save_stages, trained

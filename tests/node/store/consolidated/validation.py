@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from farandole.node.store.consolidated.folder import Consolidated
-from farandole.training.data import Bring
-from farandole.training.learner import Learner, build_learner
+from farandole.training.data.dataset import Bring
+from farandole.training.engine.learner import Learner, build_learner
 
 
 def learner_of(folder: Consolidated, *texts: Path) -> Learner:

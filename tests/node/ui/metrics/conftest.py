@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.node.status.round_log import RoundRecord
-from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
+from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest
 
 MODEL = ModelConfig(num_layers=2, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SIGNED = sign_manifest(Manifest("tiny run", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))

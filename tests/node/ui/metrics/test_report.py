@@ -21,9 +21,9 @@ from farandole.node.ui.metrics.tracker import (
     open_tracker,
     reported_run,
 )
-from farandole.protocol.entries import Evaluation, TaskFigure
-from farandole.protocol.errors import FarandoleError
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.state.entries import Evaluation, TaskFigure
+from farandole.protocol.wire.errors import FarandoleError
 
 from .conftest import MODEL, SIGNED, NodeFolder, rounds
 

@@ -16,8 +16,8 @@ from farandole.node.cli import main
 from farandole.node.status.round_log import RoundRecord
 from farandole.node.ui.metrics.figures import figures_of
 from farandole.node.ui.metrics.tensorboard import write_events
-from farandole.protocol.entries import Evaluation, TaskFigure
-from farandole.protocol.evaluations import Report, curve_of
+from farandole.protocol.evaluation.evaluations import Report, curve_of
+from farandole.protocol.state.entries import Evaluation, TaskFigure
 
 FIRST = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
 FIRST = msgspec.structs.replace(FIRST, bits_per_byte=1.25)

@@ -12,7 +12,7 @@ from farandole.node.ui.watch import feed as feeds
 from farandole.node.ui.watch.feed import HomeFeed, LinesFeed, error_line, read_line
 from farandole.node.ui.watch.lines import print_lines
 from farandole.node.ui.watch.view import Lost, News, NodeSeen
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.wire.errors import FarandoleError
 
 from ...statuses import NOW
 from .feeds import FULL, GivenFeed, changed

@@ -1,0 +1,1 @@
+"""Checkpoints as blocks: their hashes, copies and transfer."""

@@ -1,0 +1,258 @@
+"""Claims of other authors about one epoch, and how much of them a node believes.
+
+No node can see whether an author has trained on a slice. So an author's claims count within bounds that follow from
+what can be checked. Claims beyond them are *doubted*: their slices are trained on again, after all others.
+
+*Authors.* Only the claims of *proven* members count. A member is proven if this node has committed exchanges with it,
+or if enough members that this node has exchanged with have done so (`farandole.protocol.state.acquaintance`). Keys are
+free, exchanges are not: each takes a round of one honest node.
+
+*Leases.* The slices that a proven author claims to have done on its leases count at its signed speed, with some slack.
+The speed counts up to `FASTEST_RATIO` times a usual one: the median of this node's own measured speed and the speeds
+that proven members sign. The usual speed is not the fastest of these, since a liar could set that. A bucket for each
+author holds what it may have done since its first lease was heard of.
+
+*Bits*, of all sections that are done, count if most of the live proven members set them.
+
+*The sample.* `SAMPLE_SHARE` of each epoch is trained again, split among the nodes. Each node draws its own part, and no
+other node knows which it is.
+
+What a liar gains: without exchanges, nothing; with exchanges, the work of `FASTEST_RATIO` usual nodes; with most of the
+members that a node has met, everything. Sans-IO.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..run.slices import DoneSlices, part_mask, said_by
+from ..state.entries import Lease, LeasedSlices
+from ..wire.identity import framed
+
+# A data-centre GPU is about a hundred times as fast as a laptop, so this hurts no honest node.
+FASTEST_RATIO = 128.0
+# A node signs the speed of its newest round. Other rounds may be faster by this factor: rounds differ, and the time of
+# an exchange is not its trainer's.
+SIGNED_SLACK = 4.0
+# Delay of entries at which an author's bucket is full: a minute without a network, and a round's exchange.
+BUCKET_SECONDS = 180.0
+# Proven members, or all live ones if they are fewer, that must be live before a node follows their majority.
+QUORUM = 3
+# Share of an epoch that all nodes together sample: its cost, in passes over the data.
+SAMPLE_SHARE = 0.01
+# A lease has at most 1/16 of an epoch's sections: with two leases, a peer can keep an eighth from the others.
+MAX_SHARE = 16
+# Unfinished leases of one node: the one that it works on, and the next.
+MAX_UNFINISHED = 2
+# Leases that an author claims to have done and that are not believed yet: two entries' worth. Older ones wait for its
+# bits.
+MAX_OWED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The live authors, and what their claims are judged by. Speeds are in slices per second."""
+
+    live: frozenset[bytes] = frozenset()
+    """The other nodes that draw data."""
+    proven: frozenset[bytes] = frozenset()
+    signed_speeds: Mapping[bytes, float] = field(default_factory=dict)
+    """Speeds of live members, as each signs its own."""
+    own_speed: float | None = None
+    """As measured here; None: not known yet."""
+    lease_seconds: float = 60.0
+    """Time that the work of a lease takes."""
+
+    @property
+    def voters(self) -> frozenset[bytes]:
+        """Members whose majority is followed."""
+        return self.live & self.proven
+
+    @property
+    def has_quorum(self) -> bool:
+        """Return whether there are enough voters."""
+        return bool(self.live) and len(self.voters) >= min(QUORUM, len(self.live))
+
+    @property
+    def fastest(self) -> float:
+        """Largest speed that any author is credited with; 0: nothing is known."""
+        signed = [self.signed_speeds.get(author, 0.0) for author in self.voters]
+        known = sorted(speed for speed in (*signed, self.own_speed or 0.0) if speed > 0.0)
+        return FASTEST_RATIO * max(self.own_speed or 0.0, statistics.median_low(known)) if known else 0.0
+
+    def speed(self, author: bytes, fastest: float) -> float:
+        """Speed at which an author's claims count. ``fastest``: the property, which is slow to compute."""
+        return min(SIGNED_SLACK * self.signed_speeds.get(author, 0.0), fastest) if author in self.voters else 0.0
+
+
+@dataclass(slots=True)
+class Claimant:
+    """An author's newest claims about this epoch."""
+
+    claims: tuple[LeasedSlices, ...] = ()
+    """Its unfinished leases, as far as they are respected."""
+    mask: int = 0
+    """The sections of ``claims``."""
+    told: int = 0
+    """The sections that its bits mark as done."""
+    owed: dict[int, int] = field(default_factory=dict)
+    """First slice -> end of the part of a lease that it claims to have done and this node does not believe yet."""
+    credit: float = 0.0
+    """Slices that it may have done, and that do not count yet."""
+
+
+class Claims:
+    """The claims of other authors about an epoch. The believed ones go into ``done``.
+
+    ``salt``: random bytes that place the sample and that no other node knows; empty: there is no sample.
+    """
+
+    def __init__(self, done: DoneSlices, salt: bytes = b"") -> None:
+        self._sample = range(0)  # slices about which this node believes no author
+        self._salt = salt
+        self._done = done
+        self._sections = done.sections
+        self._claimants: dict[bytes, Claimant] = {}
+        self._has_news = False
+        self._voters: frozenset[bytes] = frozenset()
+
+    def hear(self, author: bytes, index: int, lease: Lease, standing: Standing) -> None:
+        """Take in an author's entry of this epoch."""
+        claimant = self._claimants.setdefault(author, Claimant())
+        if index:
+            claimant.told |= part_mask(index - 1, lease.done) & self._sections.all
+            self._has_news = True
+            return
+        fit = [slices for slices in lease.leases if self._is_fit(slices)]
+        for slices in fit:
+            if slices.done:
+                end = slices.first + slices.done
+                claimant.owed[slices.first] = max(end, claimant.owed.pop(slices.first, 0))
+        while len(claimant.owed) > MAX_OWED:
+            del claimant.owed[next(iter(claimant.owed))]
+        claimant.claims = tuple(slices for slices in fit if slices.done < slices.count)[:MAX_UNFINISHED]
+        claimant.mask = self._held(claimant.claims, self._max_held(author, standing))
+
+    def _is_fit(self, slices: LeasedSlices) -> bool:
+        """Return whether an honest node may have such a lease."""
+        end = slices.first + slices.count
+        if slices.done > slices.count or end > self._sections.num_slices or not slices.count:
+            return False
+        return self._sections.of(end - 1) - self._sections.of(slices.first) < max_sections(self._sections.count)
+
+    def _max_held(self, author: bytes, standing: Standing) -> int:
+        """Return the most slices that an author may keep from the others at once.
+
+        The larger of two numbers: what it can train on in the time of `MAX_UNFINISHED` leases, and an equal share of
+        half an epoch, which a node leases before it knows its speed.
+        """
+        share = -(-self._sections.count // (2 * (len(standing.live) + 1))) * self._sections.size
+        plausible = MAX_UNFINISHED * standing.lease_seconds * standing.speed(author, standing.fastest)
+        return max(share, int(plausible))
+
+    def _held(self, claims: tuple[LeasedSlices, ...], most: int) -> int:
+        mask = 0
+        for slices in claims:
+            first, end = slices.first + slices.done, slices.first + slices.count
+            mask |= self._sections.mask(first, min(end, first + most))
+            most = max(0, most - (end - first))
+        return mask
+
+    def release(self, author: bytes) -> None:
+        """Drop an author's leases: it holds nothing of this epoch any more."""
+        if (claimant := self._claimants.get(author)) is not None:
+            claimant.claims, claimant.mask = (), 0
+
+    def forget(self, author: bytes) -> None:
+        """Forget an author that has no lease entries in the run state any more."""
+        self._claimants.pop(author, None)
+
+    # Belief
+
+    def believe(self, standing: Standing, seconds: float) -> None:
+        """Add to ``done`` what counts by now, ``seconds`` after the last call."""
+        if standing.live and self._salt:
+            self._sample = self._draw_sample(self._salt, len(standing.live) + 1)
+            self._salt = b""
+        fastest = standing.fastest
+        for author, claimant in self._claimants.items():
+            speed = standing.speed(author, fastest)
+            if speed and (claimant.claims or claimant.owed):
+                claimant.credit = min(claimant.credit + speed * seconds, speed * BUCKET_SECONDS)
+            if author in standing.proven:
+                self._pay(claimant)
+        voters = standing.voters
+        if (self._has_news or voters != self._voters) and standing.has_quorum:
+            self._has_news, self._voters = False, voters
+            told = [self._claimants[author].told for author in voters if author in self._claimants]
+            believed = said_by(told, len(voters) // 2 + 1)
+            self._done.add_sections(believed & ~self._sections.mask(self._sample.start, self._sample.stop))
+
+    def _draw_sample(self, salt: bytes, num_nodes: int) -> range:
+        """Draw this node's part of the sample: consecutive sections, so that they fit into one lease or two."""
+        count = int(SAMPLE_SHARE * self._sections.count / num_nodes)
+        if not count:
+            return range(0)
+        place = int.from_bytes(hashlib.sha256(framed(b"farandole/sample/1", salt)).digest()[:8], "big")
+        first = place % (self._sections.count - count + 1)
+        return range(self._sections.begin(first), self._sections.end(first + count - 1))
+
+    def _pay(self, claimant: Claimant) -> None:
+        """Believe what an author has credit for. A slice that is done already costs nothing."""
+        for first, end in list(claimant.owed.items()):
+            unpaid = [part for part in self._without_sample(first, end) if not self._pay_part(claimant, *part)]
+            if not unpaid:
+                del claimant.owed[first]
+
+    def _pay_part(self, claimant: Claimant, first: int, end: int) -> bool:
+        """Pay for the slices from ``first`` to ``end``; return whether all of them count now.
+
+        What precedes them in their section counts with them (`DoneSlices.add_lease`), so it is paid as well.
+        """
+        start = self._done.next(self._sections.begin(self._sections.of(first)))
+        while start < end:
+            stop = min(end, start + int(claimant.credit))
+            if start == stop:
+                return False
+            claimant.credit -= stop - start
+            self._done.add_lease(start, stop)
+            start = self._done.next(stop)
+        return True
+
+    def _without_sample(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        if not self._sample:
+            yield first, end
+            return
+        for a, b in ((first, min(end, self._sample.start)), (max(first, self._sample.stop), end)):
+            if a < b:
+                yield a, b
+
+    # Where to lease
+
+    @property
+    def doubted(self) -> int:
+        """The sections that any author claims to be done, believed or not, without the sample."""
+        return self.claimed(self._claimants)
+
+    def claimed(self, authors: Iterable[bytes]) -> int:
+        """Return the sections that any of ``authors`` claims to be done, without the sample."""
+        mask = 0
+        for claimant in (self._claimants[author] for author in authors if author in self._claimants):
+            mask |= claimant.told
+            for first, end in claimant.owed.items():
+                mask |= self._sections.mask(first, end)
+        return mask & ~self._sections.mask(self._sample.start, self._sample.stop)
+
+    def held(self, live: frozenset[bytes], overdue: frozenset[bytes]) -> Iterator[tuple[bytes, Claimant]]:
+        """Yield the authors whose leases count, with their claims."""
+        for author, claimant in self._claimants.items():
+            if claimant.mask and author in live and author not in overdue:
+                yield author, claimant
+
+
+def max_sections(count: int) -> int:
+    """Return the most sections of one lease in an epoch of ``count`` sections."""
+    return max(1, count // MAX_SHARE)

@@ -1,0 +1,508 @@
+"""Leases of the data's slices, so that each slice is trained on once an epoch while nodes join and leave.
+
+A node *leases* a run of consecutive sections (`farandole.protocol.run.slices`) with an entry in the run state, waits
+until most other nodes have received it, and trains. The entry also reports the node's progress. Two nodes that lease
+the same sections, because neither had heard of the other, both find out soon, and one of them gives way. Rendezvous
+hashing (Thaler and Ravishankar, 1998) decides which, so both decide the same at any time. A lease lasts as long as its
+holder: when the holder is dead, or has left, the slices that it has not reported done are free. So an epoch ends with
+every slice done at least once. Slices are done more than once only if a node did them after its last report and died,
+or while the network was partitioned.
+
+Leases are sized for a few heartbeats' work, and become smaller towards the end of an epoch, so that all end at about
+the same time (guided self-scheduling: Polychronopoulos and Kuck, 1987). The next epoch begins when all is done.
+
+**What is remembered.** A node keeps what it believes to be done, and publishes it in its own entries, one bit per
+section. So this knowledge outlives the entries of the nodes that did the work.
+
+**Which authors are believed.** Members known from exchanges, and within bounds:
+`farandole.protocol.epochs.lease_claims`. Claims beyond that only decide what is leased last. The majority of these
+members decides which epoch the run is in. A node that has not met any of them yet begins in the epoch that the live
+members report, and does not take it for certain. The others wait for an unfinished lease once, for `Leases.patience`;
+then they do its work, like the backup tasks of MapReduce (Dean and Ghemawat, 2004). A node gives way to one author once
+in `GIVE_WAY_SECONDS`, so keys that were chosen for their hashes do not drive it from place to place.
+
+Sans-IO: `handle(event, now)`, with `Ticked` about once a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ..run.slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
+from ..state.entries import Lease, LeasedSlices
+from ..trainer.trainer_messages import DrawSlices, SlicesTrained
+from ..wire.identity import framed
+from .epoch_vote import EpochVote
+from .lease_claims import MAX_SHARE, MAX_UNFINISHED, Claimant, Claims, Standing, max_sections
+from .lease_events import Announce, EpochBegan, Event, Forgotten, Heard, Left, Output, Ticked
+from .pace import Pace
+
+# Time until a lease has reached all nodes: some pushes of the run state, at most a second apart.
+SETTLE_SECONDS = 5.0
+# A lease is work for this number of heartbeat periods, so its entries add little traffic to the heartbeats. It is work
+# for at least `MIN_LEASE_SECONDS`, since the next lease has to settle in this time.
+LEASE_PERIODS = 6.0
+MIN_LEASE_SECONDS = 3 * SETTLE_SECONDS
+# The next lease is claimed when the work left is for less than this.
+CLAIM_AHEAD_SECONDS = 2 * SETTLE_SECONDS
+# Finished leases that are still announced; older ones are in the bits.
+MAX_FINISHED = 5
+# Least interval at which a node announces what it knows to be done, if there is news. The interval is a second for each
+# node of the run, so this costs each node a few kilobytes per second in a run of any size.
+MIN_REFRESH_SECONDS = 10.0
+# An entry lives for an hour, so three refreshes may be lost.
+MAX_REFRESH_SECONDS = 900.0
+# A node without a tick for longer than this was asleep, and others have its leases.
+ASLEEP_SECONDS = 60.0
+# A node announces its progress once a heartbeat, but not more often than its entries' ticks allow.
+MIN_ANNOUNCE_SECONDS = 5.0
+# A node gives way to one author once in this time. Two nodes that have settled a conflict collide again only by chance.
+GIVE_WAY_SECONDS = 60.0
+# Hashed places tried for a lease. The one with the most room is taken; nodes that search at once try other places.
+NUM_PLACES = 4
+
+
+@dataclass(slots=True)
+class _OwnLease:
+    """A lease of the slices from ``first`` up to ``end``. `DoneSlices` has the ones that are done."""
+
+    first: int
+    end: int
+    settled_at: float
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """State of one epoch, forgotten with it."""
+
+    done: DoneSlices
+    claims: Claims
+    own: list[_OwnLease] = field(default_factory=list)
+    finished: list[LeasedSlices] = field(default_factory=list)
+    cursor: int | None = None
+    num_claims: int = 0
+    completed_at: float | None = None
+    idle_since: float | None = None
+    waited_for: frozenset[bytes] = frozenset()
+    overdue: frozenset[bytes] = frozenset()
+    told_parts: dict[int, bytes] = field(default_factory=dict)
+    is_patient: bool = True
+    gave_way_at: dict[bytes, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Announced:
+    """What this node has announced in the run state."""
+
+    lease: Lease | None = None
+    at: float = 0.0
+    parts_at: float = 0.0
+    """When the parts of what is done were."""
+    is_outdated: bool = True
+    """Whether others must have the present one soon."""
+
+
+class Leases:
+    """One node's leases.
+
+    ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest. ``salt``: 16 random bytes that no other node
+    knows; empty: this node trains no sample of what others have done.
+    """
+
+    def __init__(
+        self,
+        author: bytes,
+        corpus: bytes,
+        num_slices: int,
+        num_epochs: int,
+        *,
+        exchange_seconds: float = 0.0,
+        salt: bytes = b"",
+    ) -> None:
+        self.corpus = corpus
+        self.num_epochs = num_epochs
+        self.epoch = 0
+        self.sections = Sections(num_slices)
+        self._author = author
+        self._exchange_seconds = exchange_seconds
+        self._heard: dict[bytes, dict[int, Lease]] = {}
+        self._corpora: dict[bytes, bytes] = {}  # authors with another text
+        self._standing = Standing()
+        self._salt = salt
+        self._vote = EpochVote()
+        self._period = 10.0
+        self._ticked_at: float | None = None
+        self._has_left = False
+        self._pace = Pace()
+        self._assigned: tuple[int, tuple[tuple[int, int], ...]] = (0, ())  # epoch, (first, end) of leases
+        self._announced = _Announced()
+        self._current = self._epoch_of()
+
+    def _epoch_of(self) -> _Epoch:
+        done = DoneSlices(self.sections)
+        return _Epoch(done, Claims(done, self._salt and self._salt + self.epoch.to_bytes(4, "big")))
+
+    @property
+    def done(self) -> DoneSlices:
+        """Slices of the current epoch that any node has done, as far as this node believes it."""
+        return self._current.done
+
+    @property
+    def num_doubted(self) -> int:
+        """Number of slices that others claim to be done and this node does not believe; whole sections."""
+        return (self._current.claims.doubted & ~self.done.whole).bit_count() * self.sections.size
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """Handle an event, and return what to do now."""
+        match event:
+            case Heard(author, index, lease):
+                self._hear(author, index, lease)
+            case Forgotten(author):
+                self._heard.pop(author, None)
+                self._corpora.pop(author, None)
+                self._current.claims.forget(author)
+            case SlicesTrained(epoch, ranges):
+                self._note_trained(epoch, ranges, now)
+            case Ticked(live, period, proven, speeds):
+                self._period = period
+                pace = self._pace.slices_per_second
+                self._standing = Standing(live, proven, speeds, pace, self._lease_seconds)
+                return [] if self._has_left else list(self._tick(now))
+            case Left():
+                return list(self._leave())
+        return []
+
+    # For people
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all epochs are over."""
+        return self.epoch >= self.num_epochs
+
+    @property
+    def num_leased(self) -> int:
+        """Number of slices that this node has leased and not trained on yet."""
+        return sum(self._left(lease) for lease in self._current.own)
+
+    def _left(self, lease: _OwnLease) -> int:
+        return max(0, lease.end - self.done.next(lease.first))
+
+    @property
+    def strangers(self) -> frozenset[bytes]:
+        """Live members with another text. This node shares no slices with them."""
+        return frozenset(self._corpora.keys() & self._standing.live)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that this node waits, with nothing left to lease, for the holders of the rest."""
+        return 2 * self._lease_seconds + 2 * self._exchange_seconds
+
+    @property
+    def _lease_seconds(self) -> float:
+        return max(MIN_LEASE_SECONDS, LEASE_PERIODS * self._period)
+
+    # Claims of others
+
+    def _hear(self, author: bytes, index: int, lease: Lease) -> None:
+        if lease.corpus != self.corpus:
+            if author != self._author and index == 0:
+                self._corpora[author] = lease.corpus
+            return
+        self._corpora.pop(author, None)
+        self._heard.setdefault(author, {})[index] = lease
+        if lease.epoch == self.epoch:
+            self._take_in(author, index, lease)
+        elif lease.epoch > self.epoch and author != self._author:
+            self._current.claims.release(author)
+        elif author == self._author and self.epoch < lease.epoch <= self.num_epochs:
+            self._vote.is_new = False
+            self._begin_epoch(lease.epoch)
+
+    def _take_in(self, author: bytes, index: int, lease: Lease) -> None:
+        if author == self._author:
+            self._take_in_own(index, lease)
+        else:
+            self._current.claims.hear(author, index, lease, self._standing)
+
+    def _take_in_own(self, index: int, lease: Lease) -> None:
+        """Continue from an entry of this node's earlier life. No other node can have written it."""
+        self._vote.is_new = False
+        if index:
+            self.done.add_sections(part_mask(index - 1, lease.done))
+            return
+        for slices in lease.leases:
+            self.done.add_lease(slices.first, slices.first + slices.done)
+        if not self._current.own:
+            self._current.own = [
+                _OwnLease(slices.first + slices.done, slices.first + slices.count, 0.0)
+                for slices in lease.leases
+                if slices.done < slices.count and slices.first + slices.count <= self.sections.num_slices
+            ][:MAX_UNFINISHED]
+
+    def _respected(self) -> Iterator[tuple[bytes, Claimant]]:
+        """Yield the authors whose leases count, with their claims."""
+        return self._current.claims.held(self._standing.live, self._current.overdue)
+
+    # Time
+
+    def _tick(self, now: float) -> Iterator[Output]:
+        seconds = 0.0 if self._ticked_at is None else now - self._ticked_at
+        was_asleep = seconds > ASLEEP_SECONDS
+        self._ticked_at = now
+        if was_asleep:
+            self._current.own.clear()
+            self._announced.is_outdated = True
+        self._current.claims.believe(self._standing, seconds)
+        self._finish_leases()
+        yield from self._follow_epoch(now)
+        if not self.is_over:
+            self._give_way(now)
+            self._trim()
+            self._claim(now)
+        yield from self._assign(now)
+        yield from self._announce(now)
+
+    def _follow_epoch(self, now: float) -> Iterator[Output]:
+        """Begin the next epoch when all is done and the others have heard of it, or else the others' epoch."""
+        said = {author: entries[0].epoch for author, entries in self._heard.items() if 0 in entries}
+        epoch = self._vote.decide(self.epoch, said, self._standing, self.num_epochs)
+        if epoch == self.epoch and self.done.is_complete and not self.is_over:
+            if self._current.completed_at is None:
+                self._current.completed_at, self._announced.is_outdated = now, True
+            if now - self._current.completed_at >= SETTLE_SECONDS:
+                epoch += 1
+        if epoch != self.epoch:
+            self._begin_epoch(epoch)
+            yield EpochBegan(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._announced.is_outdated = True
+        self._current = self._epoch_of()
+        for author, entries in self._heard.items():
+            for index, lease in entries.items():
+                if lease.epoch == epoch:
+                    self._take_in(author, index, lease)
+
+    # The own leases
+
+    def _note_trained(self, epoch: int, ranges: Iterable[tuple[int, int]], now: float) -> None:
+        if epoch != self.epoch:
+            return
+        self._vote.is_new = False
+        for first, count in ranges:
+            for index in range(first, first + count):
+                self.done.add(index)
+            self._pace.note(count, now)
+
+    def _finish_leases(self) -> None:
+        """Move finished leases aside, including the ones that other nodes have finished in part."""
+        for lease in list(self._current.own):
+            if not self._left(lease):
+                self._current.own.remove(lease)
+                self._put_aside(lease.first, lease.end)
+
+    def _put_aside(self, first: int, end: int) -> None:
+        if first < end:
+            self._current.finished.append(LeasedSlices(first, end - first, end - first))
+
+    def _give_way(self, now: float) -> None:
+        """Give up sections that another author has leased too, where that author's hash is less."""
+        own_mask, gave_way_at = self._own_mask, self._current.gave_way_at
+        for author, peer in self._respected():
+            if not peer.mask & own_mask or now - gave_way_at.get(author, -GIVE_WAY_SECONDS) < GIVE_WAY_SECONDS:
+                continue
+            for lease in list(self._current.own):
+                if self._give_way_to(author, peer, lease, now):
+                    gave_way_at[author] = now
+
+    @property
+    def _own_mask(self) -> int:
+        """The sections in which this node has leased slices that are not done."""
+        mask = 0
+        for lease in self._current.own:
+            mask |= self.sections.mask(self.done.next(lease.first), lease.end)
+        return mask
+
+    def _give_way_to(self, author: bytes, peer: Claimant, lease: _OwnLease, now: float) -> bool:
+        """Give way to an author in one lease; return whether any of the lease was given up."""
+        sections, position = self.sections, self.done.next(lease.first)
+        contested = peer.mask & sections.mask(position, lease.end)
+        last = contested.bit_length() - 1  # the first one changes while we work, and each of us sees that later
+        if not contested or self._rank(self._author, last) < self._rank(author, last):
+            return False
+        first = next_bit(contested, 0)
+        assert first is not None
+        begin, rest = max(position, sections.begin(first)), sections.end(last)
+        place = self._current.own.index(lease)
+        self._current.own.remove(lease)
+        if begin > position:
+            self._current.own.insert(place, _OwnLease(lease.first, begin, lease.settled_at))
+            place += 1
+        else:
+            self._put_aside(lease.first, position)
+        if rest < lease.end and len(self._current.own) < MAX_UNFINISHED:
+            self._current.own.insert(place, _OwnLease(rest, lease.end, max(now, lease.settled_at)))
+        self._announced.is_outdated = True
+        return True
+
+    def _rank(self, author: bytes, section: int) -> bytes:
+        """Return a hash of the author, the epoch and ``section``: 32 bytes that no node chooses."""
+        number = self.epoch.to_bytes(4, "big") + section.to_bytes(4, "big")
+        return hashlib.sha256(framed(b"farandole/lease/1", author, number)).digest()
+
+    def _trim(self) -> None:
+        """Give back what is too much, once this node's speed is known."""
+        pace = self._pace.slices_per_second
+        if pace is None:
+            return
+        budget = int(2 * self._lease_seconds * pace)
+        for lease in self._current.own:
+            last = self.done.next(lease.first) + budget
+            if last < lease.end and (end := self.sections.end(self.sections.of(last))) < lease.end:
+                lease.end = end
+                self._announced.is_outdated = True
+            budget = max(0, budget - self._left(lease))
+
+    def _claim(self, now: float) -> None:
+        """Lease more, if this node will run out of work soon."""
+        pace = self._pace.slices_per_second
+        is_enough = self.num_leased > (0 if pace is None else CLAIM_AHEAD_SECONDS * pace)
+        if is_enough or len(self._current.own) >= MAX_UNFINISHED:
+            self._current.idle_since = None
+            return
+        free = self._worthwhile(self._free())
+        if not free:
+            self._wait(now)
+            return
+        self._current.idle_since = None
+        first = self._place(free)
+        last = first + min(run_length(free, first), self._wanted(free)) - 1
+        last = next((section - 1 for section in range(first + 1, last + 1) if section in self.done.fronts), last)
+        self._current.cursor = last + 1
+        begin = self.done.next(self.sections.begin(first))
+        self._current.own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
+        self._announced.is_outdated = True
+
+    def _free(self) -> int:
+        taken = self.done.whole | self._own_mask
+        for _, peer in self._respected():
+            taken |= peer.mask
+        return self.sections.all & ~taken
+
+    def _worthwhile(self, free: int) -> int:
+        """Return the free sections that no author claims to be done, and in two cases the claimed ones too.
+
+        They are included where the unclaimed ones are many but in pieces, so that a liar that claims every second
+        section cuts no leases short. They are also included at the end of an epoch, voters' claims only after a wait:
+        most of these will be believed when most voters have met their authors.
+        """
+        undoubted = free & ~self._current.claims.doubted
+        if not undoubted:
+            is_patient = self._current.is_patient
+            return free & ~self._current.claims.claimed(self._standing.voters) if is_patient else free
+        is_little = undoubted.bit_count() <= MAX_SHARE * (len(self._standing.live) + 1)
+        num_runs = (undoubted & ~(undoubted << 1)).bit_count()
+        return undoubted if is_little or undoubted.bit_count() >= num_runs * self._wanted(undoubted) // 2 else free
+
+    def _place(self, free: int) -> int:
+        """Return the section to lease from: after the last lease, or else a hashed place with much room."""
+        if self._current.cursor is not None and free >> self._current.cursor & 1:
+            return self._current.cursor
+        best, most = 0, 0
+        for _ in range(NUM_PLACES):
+            self._current.num_claims += 1
+            start = int.from_bytes(self._rank(self._author, self._current.num_claims)[:8], "big") % self.sections.count
+            place = next_bit(free, start)
+            if place is None:
+                place = next_bit(free, 0)
+            assert place is not None, "something is free"
+            if (room := run_length(free, place)) > most:
+                best, most = place, room
+        return best
+
+    def _wanted(self, free: int) -> int:
+        """Return the number of sections to lease next: some heartbeats' work, or a share of half of what is left."""
+        share = -(-free.bit_count() // (2 * (len(self._standing.live) + 1)))
+        pace = self._pace.slices_per_second
+        if pace is None:
+            return max(1, min(share, max_sections(self.sections.count)))
+        least, most = (
+            -(-int(seconds * pace) // self.sections.size) for seconds in (CLAIM_AHEAD_SECONDS, self._lease_seconds)
+        )
+        return max(1, min(max(share, least), most, max_sections(self.sections.count)))
+
+    def _wait(self, now: float) -> None:
+        """Wait for the holders of what is left. The ones that do not finish it within `patience` are overdue."""
+        if self._current.own:
+            self._current.idle_since = None
+        elif self._current.idle_since is None:
+            self._current.idle_since = now
+            self._current.waited_for = frozenset(author for author, _ in self._respected())
+        elif now - self._current.idle_since > self.patience:
+            self._current.overdue |= self._current.waited_for
+            self._current.idle_since, self._current.is_patient = None, False
+
+    def _assign(self, now: float) -> Iterator[Output]:
+        bounds = tuple((lease.first, lease.end) for lease in self._current.own if now >= lease.settled_at)
+        if (self.epoch, bounds) != self._assigned:
+            self._assigned = (self.epoch, bounds)
+            if bounds:
+                self._pace.go_on(now)
+            else:
+                self._pace.pause()
+            yield self.assignment()
+
+    def assignment(self) -> DrawSlices:
+        """Return what is left of the last assignment. A new trainer begins with it."""
+        epoch, bounds = self._assigned
+        left = [(self.done.next(first), end) for first, end in bounds] if epoch == self.epoch else []
+        return DrawSlices(epoch, [(first, end - first) for first, end in left if first < end])
+
+    # Announcements
+
+    def _announce(self, now: float) -> Iterator[Output]:
+        refresh_seconds = min(MAX_REFRESH_SECONDS, max(MIN_REFRESH_SECONDS, float(len(self._standing.live))))
+        if now - self._announced.parts_at >= refresh_seconds or len(self._current.finished) > MAX_FINISHED:
+            is_old = now - self._announced.parts_at >= MAX_REFRESH_SECONDS
+            self._announced.parts_at = now
+            yield from self._announce_parts(is_old=is_old)
+        if len(self._current.finished) > MAX_FINISHED:
+            del self._current.finished[:-2]
+        lease = self._entry()
+        announced = self._announced
+        age = now - announced.at
+        is_due = announced.is_outdated or age >= max(self._period, MIN_ANNOUNCE_SECONDS)
+        if (is_due and lease != announced.lease) or age >= MAX_REFRESH_SECONDS:
+            announced.lease, announced.at, announced.is_outdated = lease, now, False
+            yield Announce(0, lease)
+
+    def _announce_parts(self, *, is_old: bool) -> Iterator[Output]:
+        for part, raw in enumerate(parts(self.done.whole)):
+            if raw and (is_old or raw != self._current.told_parts.get(part)):
+                self._current.told_parts[part] = raw
+                yield Announce(part + 1, Lease(self.epoch, self.corpus, (), raw))
+
+    def _entry(self) -> Lease:
+        unfinished = tuple(
+            LeasedSlices(lease.first, count := lease.end - lease.first, count - self._left(lease))
+            for lease in self._current.own
+        )
+        return Lease(self.epoch, self.corpus, (*self._current.finished, *unfinished))
+
+    def _leave(self) -> Iterator[Output]:
+        """Release the slices that are not done."""
+        self._has_left = True
+        for lease in self._current.own:
+            self._put_aside(lease.first, min(self.done.next(lease.first), lease.end))
+        self._current.own.clear()
+        yield from self._announce_parts(is_old=False)
+        del self._current.finished[: -MAX_FINISHED - MAX_UNFINISHED]
+        yield Announce(0, self._entry())
+
+    def saved(self) -> list[tuple[int, Lease]]:
+        """Return the index and lease of entries that restore this state by `Heard`, if the run state has lost them."""
+        bits = [(part + 1, Lease(self.epoch, self.corpus, (), raw)) for part, raw in enumerate(parts(self.done.whole))]
+        return [(0, self._entry()), *bits]

@@ -1,0 +1,155 @@
+"""Exchange: one session that moves both partners' contributions at once, with a commit by both or by neither.
+
+    initiator   Offer         contribution            Commit
+    responder          Offer  contribution  Accepted          Committed
+
+The session's stream is a pipe (`farandole.protocol.exchange.pipe`), whose opener is the initiator; each contribution is
+one transfer. Contributions of `BULK_FROM` bytes or more move over a bulk channel if one can be opened.
+
+A contribution is offered when its encoding begins, and is sent while it is encoded; so its hash comes last. (If the
+receiver sent the hash and the sender compared it, a node's result would depend on its partner's care; and a transfer by
+chunks would wait for one more message.) The hash is the sender's claim about its own bytes. A false one costs the
+exchange, and gains nothing: a partner that wants to send something harmful hashes that, and the screening judges it. A
+hash in the offer would also bind its sender before it has seen the other's contribution; but all members know what one
+could learn from that well enough from earlier rounds.
+
+Either side may send `Aborted` instead, as long as `TRANSITIONS` allows it. A contribution is received directly into
+memory from the caller, of exactly the size that both know beforehand: no size that a peer sends is allocated.
+
+The commit is two-phase, with the initiator as coordinator. It decides to commit when its screening has accepted and it
+has the responder's `Accepted`, and not later than `DECIDE_UNTIL`; anything else before that is an abort. A responder
+that has sent `Accepted` is *in doubt* until it reads the decision; if the stream breaks it asks on a new one
+(`Resolve`) until its deadline, and the initiator answers from its `Outcomes`.
+
+Guarantees: two nodes that are both alive, and can reach each other at any time between the decision and the deadline,
+agree on a session's outcome; a contribution counts as received only if it is whole and has its sender's hash; and a
+node commits only what it has accepted itself. One guarantee is impossible (two generals; Gray 1978): if the network
+separates the two from the decision until the deadline, the initiator may have committed while the responder goes on
+alone. Then only one side has taken an average: the next exchanges pull the two together as they do any two replicas. An
+initiator that dies loses its outcomes; restarted from its checkpoint it has not committed, and answers so.
+
+The messages are in `exchange_messages`, the states and `TRANSITIONS` in `exchange_steps`, `Resolve` and `Outcomes` in
+`outcomes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..wire.errors import LocalProtocolError, RemoteProtocolError
+from ..wire.messagepack import encode
+from .exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Control, Offer, decode_control
+from .exchange_steps import AGREED_FIELDS, REQUIRES, SENT_OF, TRANSITIONS, Role, Sent, Step
+from .pipe import BULK_FROM, Pipe
+
+# Shares of the time from the start of a session to its deadline. Contributions are received and screened until the
+# first, the initiator decides until the second, a responder without news asks from the third, both go on at 1.
+DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.7, 0.8, 0.9
+# The pipe's name for either contribution.
+CONTRIBUTION = 0
+
+
+class Exchange:
+    """One node's side of one session. Sans-IO: it decides, and its ``pipe`` frames the stream.
+
+    ``offer`` is the node's own; ``incoming`` is writable memory for the partner's contribution, which has the same
+    size, and is undefined until `is_whole`. `RemoteProtocolError`: drop the stream, and the session with it unless it
+    `is_in_doubt`. `LocalProtocolError`: the message may not be sent now.
+    """
+
+    def __init__(
+        self,
+        is_initiator: bool,
+        offer: Offer,
+        incoming: memoryview,
+        on_advance: Callable[[int], None] | None = None,
+    ) -> None:
+        """``on_advance`` gets the number of bytes of the partner's contribution in the memory."""
+        if incoming.readonly or incoming.nbytes < offer.size:
+            raise LocalProtocolError(f"a contribution of {offer.size} bytes needs that much writable memory")
+        self.is_initiator = is_initiator
+        self.offer = offer
+        self.partner_offer: Offer | None = None
+        is_large = offer.size >= BULK_FROM
+        self.pipe = Pipe(is_initiator, max_message_bytes=MAX_CONTROL_BYTES, is_large=is_large, is_hashed=True)
+        self._incoming = incoming.cast("B")[: offer.size]
+        self._on_advance = on_advance
+        self._ours = self._theirs = Step.OFFERING
+
+    @property
+    def ours(self) -> Step:
+        """Return this side's step."""
+        is_delivered = self._ours is Step.MOVING and self.pipe.outgoing.settled == self.offer.size
+        return TRANSITIONS[self._role(True)][self._ours][Sent.CONTRIBUTION] if is_delivered else self._ours
+
+    @property
+    def theirs(self) -> Step:
+        """Return the partner's step."""
+        is_here = self._theirs is Step.MOVING and self.pipe.incoming.settled == self.offer.size
+        return TRANSITIONS[self._role(False)][self._theirs][Sent.CONTRIBUTION] if is_here else self._theirs
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the partner's contribution is in the memory, with its hash."""
+        is_open = self.pipe.incoming.is_open
+        return self.pipe.incoming.open[0].is_whole if is_open else self.pipe.incoming.settled == self.offer.size
+
+    @property
+    def can_abort(self) -> bool:
+        """Return whether this side may still end the session on its own."""
+        return Sent.ABORTED in TRANSITIONS[self._role(True)][self.ours]
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Return whether this responder has promised to commit, and does not know the decision."""
+        is_decided = self.theirs in (Step.COMMITTED, Step.ABORTED)
+        return not self.is_initiator and self.ours is Step.ACCEPTED and not is_decided
+
+    def send(self, message: Control) -> bytes:
+        """Apply an own message; return the bytes to write to the stream, in the order of the calls."""
+        if isinstance(message, Accepted | Commit) and not self.is_whole:
+            raise LocalProtocolError("a verdict before the contribution is here")
+        self._ours = self._moved(message, by_us=True)
+        data = self.pipe.send_message(encode(message))
+        if isinstance(message, Offer):
+            self._begin()
+        return data
+
+    def receive(self, payload: bytes) -> Control:
+        """Apply a message of the pipe and return it."""
+        message = decode_control(payload)
+        theirs = self._moved(message, by_us=False)
+        if isinstance(message, Offer):
+            self._check_offer(message)
+            self.partner_offer = message
+        self._theirs = theirs
+        self._begin()
+        if self._theirs in (Step.COMMITTED, Step.ABORTED):
+            self.pipe.end()
+        return message
+
+    def _begin(self) -> None:
+        """Let the contributions move, once both are offered."""
+        if self._ours is self._theirs is Step.MOVING and not self.pipe.outgoing.end:
+            self.pipe.begin()
+            self.pipe.offer(CONTRIBUTION, self.offer.size)
+            self.pipe.expect(CONTRIBUTION, self._incoming, self._on_advance)
+
+    def _check_offer(self, theirs: Offer) -> None:
+        for field in AGREED_FIELDS:
+            if getattr(theirs, field) != getattr(self.offer, field):
+                raise RemoteProtocolError(f"the partner's offer is of another {field.replace('_', ' ')}")
+
+    def _role(self, is_us: bool) -> Role:
+        return "initiator" if self.is_initiator is is_us else "responder"
+
+    def _moved(self, message: Control, by_us: bool) -> Step:
+        """Return the step to which a message takes its sender."""
+        role, sent = self._role(by_us), SENT_OF[type(message)]
+        step, other = (self.ours, self.theirs) if by_us else (self.theirs, self.ours)
+        required = REQUIRES[role].get(sent)
+        after = TRANSITIONS[role][step].get(sent)
+        if after is None or (required is not None and other not in required):
+            error = LocalProtocolError if by_us else RemoteProtocolError
+            raise error(f"{sent.value} while its sender is {step.value} and the other {other.value}")
+        return after

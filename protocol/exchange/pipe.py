@@ -1,0 +1,433 @@
+"""Pipe: bulk data between two peers, over a channel separate from their message stream, or over that stream.
+
+    opener     Route         data            Sealed  Received
+    answerer          Route        data  Sealed               Received
+
+A pipe moves *transfers*: bytes of a size that both ends know before they move. It knows their names, sizes, positions
+and hashes, but not their contents. In each direction they move one after the other, in the order in which the messages
+of the pipe's user announced them; so a position is a number: the bytes of all transfers before it.
+
+The opener names a bulk channel (`farandole.protocol.exchange.bulk`) in its `Route`, and the answerer's `Route` names
+the same one if it has it too. Otherwise the transfers move over the stream, as chunks between the user's messages. A
+small pipe needs no route: it is on the stream from the beginning.
+
+A channel that breaks does not end the pipe. An end that lacks something asks for another route: the opener by `Route`,
+the answerer by `Reroute`, which the opener answers by `Route`. Each `Route` says how much its sender has, and the rest
+goes over the new route, so nothing moves twice. A pipe has at most `MAX_ROUTES` routes, and the stream is the last one.
+
+Data on a channel are not acknowledged on the stream, so the receiver reports each transfer by `Received`. Data on the
+stream arrive, or the stream ends and the pipe with it: there a transfer is over with its last chunk.
+
+The transfers of a hashed pipe end with a hash: the sender sends `Sealed` before the last byte, and the receiver
+compares. The hash detects bytes that were damaged, or sent before they were ready. Noise and the seals of the channel's
+records keep out bytes of third parties.
+
+`pipe_steps` has the table of the messages that may be sent in each step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+
+from ..wire.errors import LocalProtocolError, RemoteProtocolError
+from ..wire.framing import LENGTH_BYTES
+from ..wire.incoming import Incoming
+from ..wire.messagepack import MessageDecoder, Session, encode
+from .pipe_steps import TRANSITIONS, Facts, RouteMessage, RouteStep, problem_of
+
+# Smaller transfers are done over the stream before a channel is open (milliseconds locally, round trips elsewhere).
+BULK_FROM: Final = 1_000_000
+# A chunk's frame fills one Noise message: 65,535 bytes less the tag (16) and yamux's header (12).
+CHUNK_FRAME_BYTES: Final = 65_507
+MESSAGE_KIND, CHUNK_KIND, CONTROL_KIND = 0, 1, 2
+KIND_BYTES: Final = 1
+HEADER_BYTES: Final = LENGTH_BYTES + KIND_BYTES
+OFFSET_BYTES: Final = 8
+CHUNK_OVERHEAD_BYTES: Final = HEADER_BYTES + OFFSET_BYTES
+CHUNK_BYTES: Final = CHUNK_FRAME_BYTES - CHUNK_OVERHEAD_BYTES
+# The longest of the pipe's own messages, a Sealed or a Route, has some 40 bytes.
+MAX_CONTROL_BYTES: Final = 64
+DIGEST_BYTES: Final = 32
+# Transfers of one direction that are announced and not known to have arrived: on a channel, the ones in its buffers.
+MAX_OPEN: Final = 8
+_Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+    """The route of the transfers: a bulk channel, or (None) this stream. The answerer's `Route` decides."""
+
+    channel: Session | None
+    received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    """The position up to which its sender has everything: the other end goes on from there."""
+
+
+class Reroute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+    """The answerer lacks something, and nothing arrives any more: the opener must propose another `Route`."""
+
+
+class Sealed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+    """The sender's oldest transfer without a hash is ready to its end. Sent before the last of its bytes."""
+
+    digest: _Digest
+    """BLAKE3 of the transfer; SHA-256 would take as long as the rest of the transfer's work."""
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+    """The receiver's oldest open transfer has arrived over a channel, whole and, where there is one, with its hash."""
+
+
+Control = Route | Reroute | Sealed | Received
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message of the pipe's user."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReceived:
+    """A transfer is in its memory, whole and, where there is one, with its hash."""
+
+    name: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next bytes of a transfer on the stream, at most `CHUNK_BYTES`."""
+
+    offset: int
+    """Their position."""
+    data: memoryview
+
+
+Event = Message | Control | TransferReceived
+
+
+class Transfer:
+    """Bytes of a known size that move one way; ``incoming`` is where they go."""
+
+    def __init__(self, name: int, size: int, end: int, incoming: Incoming | None) -> None:
+        self.name = name
+        self.size = size
+        self.end = end
+        """The position behind its last byte."""
+        self.incoming = incoming
+        self.digest: bytes | None = None
+        """BLAKE3, once its sender has sent it."""
+        self.is_whole = False
+        """Whether all of it is in the memory, with its hash."""
+
+
+class Direction:
+    """The transfers of one direction, in their order."""
+
+    def __init__(self, is_hashed: bool) -> None:
+        self.open: deque[Transfer] = deque()
+        """Transfers that are announced, and not known to be whole at the receiver; at most `MAX_OPEN`."""
+        self.settled = 0
+        self.end = 0
+        """The position behind everything announced."""
+        self._is_hashed = is_hashed
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the receiver lacks something that was announced."""
+        return bool(self.open)
+
+    @property
+    def head_end(self) -> int:
+        """Return where the oldest open transfer ends; `settled` if there is none."""
+        return self.open[0].end if self.open else self.settled
+
+    @property
+    def is_head_sealed(self) -> bool:
+        """Return whether the hash of the oldest open transfer was sent, or none is needed."""
+        return not self._is_hashed or self.open[0].digest is not None
+
+    @property
+    def awaits_hash(self) -> bool:
+        """Return whether there is a transfer whose hash was not sent yet."""
+        return self._is_hashed and any(transfer.digest is None for transfer in self.open)
+
+    def add(self, name: int, size: int, incoming: Incoming | None = None) -> Transfer:
+        """Add the next transfer, which was announced."""
+        self.end += size
+        self.open.append(Transfer(name, size, self.end, incoming))
+        return self.open[-1]
+
+    def seal(self, digest: bytes) -> None:
+        """Set the hash of the oldest transfer without one."""
+        next(transfer for transfer in self.open if transfer.digest is None).digest = digest
+
+    def settle(self) -> Transfer:
+        """Remove the oldest open transfer, which the receiver has, and return it."""
+        self.settled = self.open[0].end
+        return self.open.popleft()
+
+
+class Pipe:
+    """One end of a pipe. Sans-IO: bytes in by `receive_data`, events out by `next_event`, bytes by ``send``.
+
+    ``is_large``: a channel is worth the wait for it. ``is_hashed``: each transfer has a hash. `begin` comes before
+    anything but messages. `RemoteProtocolError`: close the stream. `LocalProtocolError`: this may not be sent now.
+    """
+
+    def __init__(self, is_opener: bool, *, max_message_bytes: int, is_large: bool, is_hashed: bool = False) -> None:
+        self.is_opener = is_opener
+        self.is_large = is_large
+        self.is_hashed = is_hashed
+        self.step = RouteStep.IDLE
+        self.channel: bytes | None = None
+        """The bulk channel that both ends have named."""
+        self.num_routes = 0
+        self.outgoing = Direction(is_hashed)
+        self.incoming = Direction(is_hashed)
+        self.received_digest = b""
+        """BLAKE3 of the last received transfer, of a hashed pipe."""
+        self.num_sent = 0
+        """The position of the next byte to send; over a channel, as far as the user reported it or the peer has it."""
+        self.proposed: bytes | None = None
+        """The bulk channel that the opener has named."""
+        self._is_over = False
+        self._max_message_bytes = max_message_bytes
+        self._input = memoryview(b"")
+        self._head = bytearray()  # of an unfinished frame, without a chunk's bytes; a message at most
+        self._chunk_left = 0
+
+    @property
+    def num_received(self) -> int:
+        """Return the position up to which everything is in memory."""
+        head = self.incoming.open[0].incoming if self.incoming.open else None
+        return self.incoming.settled + (head.position if head else 0)
+
+    @property
+    def buffered(self) -> int:
+        """Return the number of bytes kept of an unfinished frame."""
+        return len(self._head)
+
+    def begin(self) -> None:
+        """Allow transfers from now on, over the stream at once unless the pipe is large."""
+        self.step = RouteStep.UNROUTED if self.is_large else RouteStep.STREAM
+
+    def end(self) -> None:
+        """Note that the other end sends nothing more."""
+        self._is_over = True
+
+    # Transfers
+
+    @property
+    def can_offer(self) -> bool:
+        """Return whether a transfer may be announced: the ones before it were sent, and both ends know the route."""
+        is_sent = self.num_sent >= self.outgoing.end and len(self.outgoing.open) < MAX_OPEN
+        return is_sent and self.step in (RouteStep.UNROUTED, RouteStep.CHANNEL, RouteStep.STREAM)
+
+    def offer(self, name: int, size: int) -> None:
+        """Add a transfer that this end sends and has announced to the other."""
+        if not self.can_offer:
+            raise LocalProtocolError("a transfer before the one before it was sent, or while a route is sought")
+        self.outgoing.add(name, size)
+
+    def expect(self, name: int, memory: memoryview, on_advance: Callable[[int], None] | None = None) -> None:
+        """Add a transfer that the other end has announced, of the size of ``memory``: writable and contiguous.
+
+        The memory is kept until the transfer is over, and undefined until then. Transfers may share it: one is over
+        before the next one is written. ``on_advance`` gets the number of received bytes of the transfer. Raises
+        `RemoteProtocolError` if no transfer may be announced now.
+        """
+        if memory.readonly:
+            raise LocalProtocolError("a transfer needs writable memory")
+        most = MAX_OPEN if self.step in (RouteStep.CHANNEL, RouteStep.LOST, RouteStep.REPLACING) else 1
+        if len(self.incoming.open) >= most:
+            raise RemoteProtocolError("a transfer is announced before the one before it was sent")
+        memory = memory.cast("B")
+        self.incoming.add(name, memory.nbytes, Incoming(memory, on_advance, is_hashed=self.is_hashed))
+
+    def check_whole(self) -> None:
+        """Compare the hash of the oldest transfer, whose last byte has arrived; the hash must have arrived before.
+
+        (Over a channel, the hash comes separately on the stream: wait for `is_head_sealed`.)
+        """
+        head = self.incoming.open[0] if self.incoming.open else None
+        if head is None or head.incoming is None or head.incoming.position < head.size:
+            raise LocalProtocolError("a transfer that is not here yet")
+        if not self.incoming.is_head_sealed:
+            raise RemoteProtocolError("all of the transfer, and no hash")
+        if head.digest is not None and head.incoming.digest() != head.digest:
+            raise RemoteProtocolError("the hash of a transfer is not what its sender says")
+        head.is_whole = True
+        self.received_digest = head.digest or b""
+
+    # Sending
+
+    def send_message(self, payload: bytes) -> bytes:
+        """Return the frame of a message of the user's."""
+        if not 0 < len(payload) <= self._max_message_bytes:
+            raise LocalProtocolError(f"a message of {len(payload)} bytes")
+        return _frame(MESSAGE_KIND, payload)
+
+    def send(self, message: Control | Chunk) -> bytes:
+        """Return the bytes to write to the stream, in the order of the calls; copies one chunk at most."""
+        if isinstance(message, Chunk):
+            return self._send_chunk(message)
+        self._check(message, by_us=True)
+        if isinstance(message, Received) and not self.incoming.open[0].is_whole:
+            raise LocalProtocolError("Received before the transfer is here")
+        if isinstance(message, Route) and message.received != self.num_received:
+            raise LocalProtocolError("a Route from elsewhere than where we are")
+        self._apply(message, by_us=True)
+        return _frame(CONTROL_KIND, encode(message))
+
+    def _send_chunk(self, chunk: Chunk) -> bytes:
+        size, flow = chunk.data.nbytes, self.outgoing
+        end = chunk.offset + size
+        if self.step is not RouteStep.STREAM:
+            raise LocalProtocolError(f"a chunk while the pipe is {self.step.value}")
+        if not 0 < size <= CHUNK_BYTES or chunk.offset != self.num_sent or end > flow.head_end:
+            raise LocalProtocolError(f"a chunk of {size} bytes at {chunk.offset}, {self.num_sent} bytes are sent")
+        if end == flow.head_end:
+            if not flow.is_head_sealed:
+                raise LocalProtocolError("the last chunk before the hash")
+            flow.settle()
+        self.num_sent = end
+        offset = chunk.offset.to_bytes(OFFSET_BYTES, "big")
+        length = (KIND_BYTES + OFFSET_BYTES + size).to_bytes(LENGTH_BYTES, "big")
+        return b"".join((length, bytes((CHUNK_KIND,)), offset, chunk.data))
+
+    # Receiving
+
+    def receive_data(self, data: bytes | bytearray) -> None:
+        """Add bytes from the stream, and take all events that they complete before adding more."""
+        self._input = memoryview(bytes(self._input) + data) if self._input else memoryview(data)
+
+    def next_event(self) -> Event | None:
+        """Return the next event from the other end, or None until more data comes."""
+        while self._input:
+            if self._is_over:
+                raise RemoteProtocolError("data after the end of the session")
+            event = self._take_chunk() if self._chunk_left else self._take_frame()
+            if event is not None:
+                return event
+        return None
+
+    def _take_chunk(self) -> TransferReceived | None:
+        piece, incoming = self._take(self._chunk_left), self.incoming.open[0].incoming
+        assert incoming is not None, "what comes has a place"
+        incoming.write(piece)
+        self._chunk_left -= len(piece)
+        if self.num_received < self.incoming.head_end:
+            return None
+        self.check_whole()
+        return TransferReceived(self.incoming.settle().name)
+
+    def _take_frame(self) -> Message | Control | None:
+        """Complete a message, or begin a chunk."""
+        if not self._fill_head(LENGTH_BYTES):
+            return None
+        length = int.from_bytes(self._head[:LENGTH_BYTES], "big") - KIND_BYTES
+        if not 0 <= length <= max(self._max_message_bytes, OFFSET_BYTES + CHUNK_BYTES):
+            raise RemoteProtocolError(f"a frame of {length} bytes")
+        if not self._fill_head(HEADER_BYTES):
+            return None
+        kind = self._head[LENGTH_BYTES]
+        if kind == CHUNK_KIND:
+            if self._fill_head(HEADER_BYTES + OFFSET_BYTES):
+                self._begin_chunk(length - OFFSET_BYTES)
+            return None
+        most = {MESSAGE_KIND: self._max_message_bytes, CONTROL_KIND: MAX_CONTROL_BYTES}.get(kind, 0)
+        if not 0 < length <= most:
+            raise RemoteProtocolError(f"a frame of kind {kind} and {length} bytes")
+        if not self._fill_head(HEADER_BYTES + length):
+            return None
+        payload = bytes(self._head[HEADER_BYTES:])
+        self._head.clear()
+        if kind == MESSAGE_KIND:
+            return Message(payload)
+        message = decode_control(payload)
+        self._check(message, by_us=False)
+        self._apply(message, by_us=False)
+        return message
+
+    def _begin_chunk(self, size: int) -> None:
+        offset = int.from_bytes(self._head[HEADER_BYTES:], "big")
+        self._head.clear()
+        if self.step is not RouteStep.STREAM:
+            raise RemoteProtocolError(f"a chunk while the pipe is {self.step.value}")
+        if not 0 < size <= CHUNK_BYTES or offset != self.num_received or offset + size > self.incoming.head_end:
+            raise RemoteProtocolError(f"a chunk of {size} bytes at {offset}, {self.num_received} were received")
+        self._chunk_left = size
+
+    # Both
+
+    def _check(self, message: Control, by_us: bool) -> None:
+        channel, received = (message.channel, message.received) if isinstance(message, Route) else (None, 0)
+        facts = Facts(
+            step=self.step,
+            num_routes=self.num_routes,
+            proposed=self.proposed,
+            channel=channel,
+            received=received,
+            sending=self.outgoing if by_us else self.incoming,
+            receiving=self.incoming if by_us else self.outgoing,
+        )
+        problem = problem_of(self._kind_of(message, by_us), self.is_opener is by_us, facts)
+        if problem is not None:
+            raise (LocalProtocolError if by_us else RemoteProtocolError)(problem)
+
+    def _kind_of(self, message: Control, by_us: bool) -> RouteMessage:
+        match message:
+            case Route() if self.is_opener is by_us:
+                return RouteMessage.PROPOSE
+            case Route(channel):
+                return RouteMessage.DECLINE if channel is None else RouteMessage.AGREE
+            case Reroute():
+                return RouteMessage.REROUTE
+            case Sealed():
+                return RouteMessage.SEALED
+            case Received():
+                return RouteMessage.RECEIVED
+
+    def _apply(self, message: Control, by_us: bool) -> None:
+        kind = self._kind_of(message, by_us)
+        match message:
+            case Route():
+                self._route(message, kind, by_us)
+            case Sealed(digest):
+                (self.outgoing if by_us else self.incoming).seal(digest)
+            case Received() if by_us:
+                self.incoming.settle()
+            case Received():
+                self.outgoing.settle()
+                self.num_sent = max(self.num_sent, self.outgoing.settled)
+        self.step = TRANSITIONS[self.step][kind][1]
+
+    def _route(self, route: Route, kind: RouteMessage, by_us: bool) -> None:
+        """Apply a `Route`: the opener names a channel, the answerer confirms it; then both know the route."""
+        if not by_us:
+            self.num_sent = route.received
+        if kind is RouteMessage.PROPOSE:
+            self.num_routes += 1
+            self.proposed = route.channel
+        else:
+            self.channel = route.channel
+
+    def _fill_head(self, size: int) -> bool:
+        self._head += self._take(size - len(self._head))
+        return len(self._head) >= size
+
+    def _take(self, size: int) -> memoryview:
+        piece, self._input = self._input[: max(size, 0)], self._input[max(size, 0) :]
+        return piece
+
+
+decode_control = MessageDecoder[Control](Control, "a message of a pipe")
+
+
+def _frame(kind: int, payload: bytes) -> bytes:
+    return (KIND_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "big") + bytes((kind,)) + payload

@@ -1,0 +1,72 @@
+"""Limits on dialling addresses that this node knows only from other peers: which, and how often.
+
+Any peer may claim any address: a printer's in this home, or a third party's that many nodes would then dial. So others'
+claims lead to addresses on the internet, and into a network of this machine only next to an address that this node has
+dialled before, or listens at by address. Well-known ports are never dialled. An address where no peer proves its
+identity is tried a few times, and then after longer and longer pauses, whichever peer is claimed to be there: so a
+third party gets few connections from the whole run.
+
+Addresses from this node's user (an invite, a setting), and addresses where a peer has proved its identity, need no
+caution.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+from ..wire.ip_addresses import MIN_PORT, are_neighbours, unicast_ip
+
+# Failed attempts in a row at one port, and at one machine or IPv6 network (one customer has 2^64 addresses); then the
+# pauses in seconds, which double.
+FREE_OF_PORT, FREE_OF_IP = 4, 16
+FIRST_PAUSE, MAX_PAUSE = 30.0, 3_600.0
+# Targets that are remembered, the latest ones.
+MAX_TARGETS: Final = 8_192
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def may_dial(ip_text: str, port: int, in_use: Iterable[str]) -> bool:
+    """Return whether to dial an address claimed by a peer; ``in_use``: addresses that this node dials or listens at."""
+    ip = unicast_ip(ip_text)
+    if ip is None or not MIN_PORT <= port < 65_536:
+        return False
+    used = (other for text in in_use if (other := unicast_ip(text)) is not None)
+    return ip.is_global or any(are_neighbours(ip, other) for other in used)
+
+
+class DialBudget:
+    """Counts of failed attempts, by target. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._vain: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
+        """(IP address, port), or (machine, 0) for all of its ports -> (attempts in a row, time of the last one)."""
+
+    def take(self, ip: str, port: int, now: float) -> bool:
+        """Count an attempt as failed unless `succeed` follows; return False if it is too early for another one."""
+        limits = (((ip, port), FREE_OF_PORT), ((_machine(ip), 0), FREE_OF_IP))
+        if any(now < self._next_at(target, free) for target, free in limits):
+            return False
+        for target, _ in limits:
+            self._vain[target] = (self._vain.get(target, (0, 0.0))[0] + 1, now)
+            self._vain.move_to_end(target)
+        while len(self._vain) > MAX_TARGETS:
+            self._vain.popitem(last=False)
+        return True
+
+    def succeed(self, ip: str, port: int) -> None:
+        """Note that a peer has proved its identity at this target."""
+        self._vain.pop((ip, port), None)
+        self._vain.pop((_machine(ip), 0), None)
+
+    def _next_at(self, target: tuple[str, int], free: int) -> float:
+        number, last_at = self._vain.get(target, (0, 0.0))
+        return last_at if number < free else last_at + min(FIRST_PAUSE * 2.0 ** min(number - free, 30), MAX_PAUSE)
+
+
+def _machine(ip: str) -> str:
+    """Return an IPv4 address, or the /64 of an IPv6 address."""
+    return str(ipaddress.ip_network(f"{ip}/64", strict=False)) if ":" in ip else ip

@@ -1,0 +1,1 @@
+"""What a run needs of its members, and settings that fit them."""

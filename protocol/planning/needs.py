@@ -1,0 +1,251 @@
+"""Requirements of a run on each member: bandwidth, memory and disk, computed from its manifest. Imports no torch.
+
+*Line.* A contribution must be transferred in `TRANSFER_SHARE` of ``exchange_seconds``. The partner may take
+`WAIT_SHARE` of ``exchange_seconds`` to become ready, and both need the end of what remains for their verdicts and the
+decision (`DATA_UNTIL`). A line that carries a contribution in that time exchanges in every round. A slower one
+exchanges only where the partner is ready early, and one that takes more than `DATA_UNTIL` of ``exchange_seconds`` never
+does.
+
+*Memory.* A trainer holds a number of flat fp32 vectors (`farandole.training.engine.replica`), and two buffers that it
+shares with the mesh process. A GPU holds the weights, the gradient and AdamW's two vectors. The other vectors are in
+the host's memory, except with `--average-on-gpu` and where the model is cut. With `--lean` the GPU's vectors are bf16
+(`farandole.training.inner.lean`). `tests/training/engine/test_needs.py` compares this with what PyTorch counts; it was
+not compared on a real GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..exchange.exchange import DATA_UNTIL
+from ..rounds.pairing import WAIT_SHARE
+from ..run.codec_sizes import encoded_bytes
+from ..run.cut import layers_of, stage_parameters
+from ..run.manifest import Manifest, ModelConfig, RoundConfig
+from ..run.outer_rules import OuterConfig
+from ..run.parts import parts_of
+from ..run.vectors import OPTIMIZER_VECTORS, required_bytes, required_vectors
+from ..wire.safetensors import FP32_BYTES
+
+# Share of exchange_seconds that is always left for both contributions.
+TRANSFER_SHARE: Final = (1 - WAIT_SHARE) * DATA_UNTIL
+# Bandwidth in bytes per second each way that a run for homes may require: most homes have 20 Mbit/s up.
+USUAL_RATE: Final = 2_500_000.0
+# Memory that most volunteers' machines have.
+USUAL_MEMORY: Final = 16_000_000_000
+# Resident memory of a trainer on the CPU with an empty model, and of a mesh process without contributions.
+TRAINER_BYTES: Final = 400_000_000
+MESH_BYTES: Final = 130_000_000
+# Flat vectors of inner steps: weights, gradient, AdamW's two. Flat vectors of every outer step in addition to its
+# rule's: slow weights and, in the host's memory of a GPU machine, a copy of the weights.
+_NUM_INNER, _NUM_OUTER, _NUM_COPIED = 4, 1, 1
+# A verdict tries weights of a fragment in place of the node's own.
+_VERDICT_VECTORS: Final = 1
+# Autocast keeps the weights in bf16 as well, unless they are.
+_AUTOCAST_BYTES: Final = 2
+_BF16_BYTES: Final = 2
+# Numbers kept per token for the backward pass: by a layer, in widths and in widths of its SwiGLU layer; by both ends,
+# in widths and vocabularies. Counted with PyTorch's hooks in models of 3 to 125 million parameters.
+_LAYER_WIDTHS, _LAYER_HIDDEN, _END_WIDTHS, _END_VOCABULARIES = 12, 4, 3, 2
+MAX_LOGITS: Final = 1 << 26
+"""Logits that a loss computes at a time, 256 MiB in fp32: 512 tokens of a vocabulary of 128 k. Where a microbatch has
+more, the head is computed in chunks, and again in the backward pass
+(`farandole.training.model.model.LanguageModel`)."""
+# Checkpoints on the disk: two kept and one being written, two of another's; five more where rounds are audited; and
+# the run state and logs (`farandole.node.store.disk_space`).
+_NUM_OWN, _NUM_LEAST, _NUM_COPIES, _NUM_AUDITED, _OTHER_BYTES = 3, 2, 2, 5, 128_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak memory in bytes of a node that takes one sequence at a time."""
+
+    host: int
+    """Trainer and mesh process together."""
+    device: int = 0
+    """On the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Requirements of a run on a member that holds the largest stage, or the whole model."""
+
+    num_parameters: int
+    contribution_bytes: int
+    """Size of the largest fragment, one way; the same amount comes back at the same time."""
+    transfer_seconds: float
+    """Time in which a contribution must be transferred."""
+    latest_seconds: float
+    """Time in which it must be transferred if the partner is ready at once."""
+    join_bytes: int
+    """Size of a newcomer's download."""
+    checkpoint_bytes: int
+    disk_bytes: int
+    """Disk for all checkpoints that a member keeps if it can, and its other files."""
+    least_disk_bytes: int
+    """Disk for the newest checkpoint, and the one that replaces it."""
+    on_cpu: Memory
+    on_gpu: Memory
+    all_on_gpu: Memory
+    """Memory with `--average-on-gpu`, or of a cut model."""
+    lean_on_gpu: Memory
+    """Memory with `--lean`, which a cut model refuses."""
+    hop_bytes: int
+    """Sent for each token that passes through a stage: its activations or gradients, once on and once back."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second each way at which every exchange is in time."""
+        return self.contribution_bytes / self.transfer_seconds
+
+    @property
+    def least_rate(self) -> float:
+        """Bytes per second below which no exchange can be in time."""
+        return self.contribution_bytes / self.latest_seconds
+
+    def seconds(self, rate: float) -> float:
+        """Return the seconds that a contribution takes at ``rate`` bytes per second."""
+        return self.contribution_bytes / rate
+
+    def join_seconds(self, rate: float) -> float:
+        """Return the seconds that a newcomer's download takes at ``rate`` bytes per second."""
+        return self.join_bytes / rate
+
+    def memory(self, *, has_gpu: bool, averages_on_gpu: bool = False, is_lean: bool = False) -> Memory:
+        """Return the memory for a trainer on the GPU, or on the CPU, where being lean saves nothing."""
+        on_gpu = self.lean_on_gpu if is_lean else self.all_on_gpu if averages_on_gpu else self.on_gpu
+        return on_gpu if has_gpu else self.on_cpu
+
+
+def needs_of(manifest: Manifest, *, recomputes: bool = False) -> Needs:
+    """Compute the requirements on a member that holds the stage with the most parameters."""
+    return needs_of_stage(manifest, largest_stage(manifest.model), recomputes=recomputes)
+
+
+def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) -> Needs:
+    """Compute the requirements on a member that holds ``stage``; ``recomputes``: with `--recompute`."""
+    outer, rounds = manifest.outer, manifest.rounds
+    num_parameters = stage_parameters(manifest.model, stage)
+    contribution = encoded_bytes(outer.codec, -(-num_parameters // outer.fragments), outer.topk)
+    num_saved = _num_saved(outer)
+    spared = FP32_BYTES * _num_without_squares(manifest, stage, num_parameters)
+    own, joining = FP32_BYTES * num_saved * num_parameters - spared, required_bytes(outer, num_parameters)
+    num_own = _NUM_OWN + (_NUM_AUDITED if manifest.audits else 0)
+    inner = FP32_BYTES * _num_inner(manifest) * num_parameters - spared
+    num_outer = _num_outer(outer) + (rounds.partners > 1)  # the last movement
+    averaging = FP32_BYTES * (num_outer * num_parameters + _num_exchanged(outer, num_parameters))
+    kept = activation_bytes(manifest, stage, recomputes=recomputes)
+    snapshots = own * (2 if manifest.audits else 1)
+    beside = 2 * contribution + snapshots + TRAINER_BYTES + MESH_BYTES
+    verdict = FP32_BYTES * _VERDICT_VECTORS * -(-num_parameters // outer.fragments)
+    copied = FP32_BYTES * _NUM_COPIED * num_parameters
+    learning = kept + _AUTOCAST_BYTES * num_parameters
+    is_cut = manifest.model.num_stages > 1
+    drift = FP32_BYTES * _corrects_drift(outer) * num_parameters  # inner steps read a copy of it
+    all_on_gpu = Memory(beside, inner + averaging + max(verdict, learning))
+    on_gpu = all_on_gpu if is_cut else Memory(beside + averaging + copied + verdict, inner + drift + learning)
+    means = FP32_BYTES * len(OPTIMIZER_VECTORS) * num_parameters - spared
+    halved = _BF16_BYTES / FP32_BYTES
+    lean_on_gpu = Memory(int(on_gpu.host - halved * means), int(halved * (inner + drift)) + kept)
+    return Needs(
+        num_parameters=num_parameters,
+        contribution_bytes=contribution,
+        transfer_seconds=TRANSFER_SHARE * rounds.exchange_seconds,
+        latest_seconds=DATA_UNTIL * rounds.exchange_seconds,
+        join_bytes=joining,
+        checkpoint_bytes=own,
+        disk_bytes=num_own * own + _NUM_COPIES * joining + _OTHER_BYTES,
+        least_disk_bytes=_NUM_LEAST * own + _OTHER_BYTES,
+        on_cpu=Memory(inner + averaging + max(verdict, kept) + beside),
+        on_gpu=on_gpu,
+        all_on_gpu=all_on_gpu,
+        lean_on_gpu=on_gpu if is_cut else lean_on_gpu,
+        hop_bytes=2 * encoded_bytes(manifest.pipeline.codec, manifest.model.width) if is_cut else 0,
+    )
+
+
+def largest_stage(model: ModelConfig) -> int:
+    """Return the stage with the most parameters."""
+    return max(range(model.num_stages), key=lambda stage: stage_parameters(model, stage))
+
+
+def busy_share(rounds: RoundConfig, seconds: float) -> float | None:
+    """Share of its time that a trainer spends in inner steps if exchanges take ``seconds``; None without boxed rounds.
+
+    Where rounds overlap, it waits only for an exchange that takes longer than the next round.
+    """
+    if not rounds.round_seconds:
+        return None
+    waits = max(0.0, seconds - rounds.round_seconds) if rounds.overlap else rounds.partners * seconds
+    return rounds.round_seconds / (rounds.round_seconds + waits)
+
+
+def activation_bytes(manifest: Manifest, stage: int, *, recomputes: bool = False) -> int:
+    """Return the fp32 bytes that a trainer keeps for backward passes; 0 where the model is one's own module.
+
+    ``recomputes``: of the layers of a whole model, it keeps the inputs, and all of the one that it computes again, with
+    gradients of half of that.
+    For a whole model this is for one sequence, which a trainer that runs out of memory goes down to. Under autocast on
+    a GPU it is less.
+    """
+    model, pipeline = manifest.model, manifest.pipeline
+    if model.own is not None:
+        return 0
+    num_layers = len(layers_of(model)[stage])
+    num_tokens = model.context * (1 if model.num_stages == 1 else pipeline.microbatch_size)
+    each = num_tokens * num_layers * (_LAYER_WIDTHS * model.width + _LAYER_HIDDEN * model.hidden)
+    if recomputes and model.num_stages == 1:
+        each = 3 * each // (2 * num_layers) + num_tokens * num_layers * model.width
+    if stage == 0:
+        logits = min(num_tokens * model.vocabulary, MAX_LOGITS)
+        each += num_tokens * _END_WIDTHS * model.width + _END_VOCABULARIES * logits
+    if manifest.data.mask_documents:
+        each += model.context**2  # one mask, which all layers share
+    if model.num_stages == 1:
+        return FP32_BYTES * each
+    if pipeline.recompute:
+        return FP32_BYTES * (pipeline.in_flight * num_tokens * model.width + each)
+    return FP32_BYTES * pipeline.in_flight * each
+
+
+def _num_without_squares(manifest: Manifest, stage: int, num_parameters: int) -> int:
+    """Number of parameters for which the inner optimizer keeps no mean of squares: with Muon, the layers'.
+
+    Their norms and biases have one, and are not worth counting.
+    """
+    if manifest.inner.optimizer != "muon":
+        return 0
+    return num_parameters - (parts_of(manifest.model).ends if stage == 0 else 0)
+
+
+def _num_inner(manifest: Manifest) -> int:
+    """Number of flat vectors that inner steps need."""
+    if manifest.model.num_stages == 1:
+        return _NUM_INNER
+    # Versions of the weights (`farandole.training.engine.stage_worker`), and the following inner step's sum of
+    # gradients.
+    overlaps = manifest.pipeline.overlap + manifest.rounds.overlap
+    return _NUM_INNER + (1 + overlaps if overlaps else 0) + manifest.pipeline.overlap
+
+
+def _num_outer(outer: OuterConfig) -> int:
+    """Number of flat vectors that outer steps need."""
+    num_vectors = len(outer.vectors) + len(outer.own_vectors)
+    return _NUM_OUTER + num_vectors + outer.remembers_sent + _corrects_drift(outer)
+
+
+def _num_exchanged(outer: OuterConfig, num_parameters: int) -> int:
+    """Numbers of a fragment: before, as sent if the codec changes it, as received, and the codec's memory."""
+    num_vectors = 2 + (outer.codec != "fp32") + outer.remembers_sent
+    return num_vectors * -(-num_parameters // outer.fragments)
+
+
+def _num_saved(outer: OuterConfig) -> int:
+    """Number of vectors in a checkpoint."""
+    num_vectors = len(required_vectors(outer)) + len(outer.own_vectors) + len(OPTIMIZER_VECTORS)
+    return num_vectors + (outer.fragments > 1) + outer.remembers_sent + _corrects_drift(outer)
+
+
+def _corrects_drift(outer: OuterConfig) -> bool:
+    return outer.drift > 0.0

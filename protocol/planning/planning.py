@@ -1,0 +1,294 @@
+"""Choose settings of a run that fit the machines and lines of its members: `farandole run plan` and `run create`.
+
+A plan changes six settings: ``codec`` and ``fragments``, ``exchange_seconds``, ``round_seconds`` and ``overlap``, and
+``num_stages`` where a member's memory does not hold the model. It prefers, in this order: the codec that loses nothing
+(int8), exchanges that are short (`GOOD_EXCHANGE`), and few fragments, so that a parameter is averaged often. Rounds are
+as short as they can be without trainers that wait: as long as an exchange may take where rounds overlap, else nine
+times as long as one takes. What else a run file leaves open is in `farandole.protocol.planning.best_known`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from ..run.manifest import Manifest
+from ..wire.errors import ManifestError
+from .best_known import best_known
+from .needs import TRANSFER_SHARE, USUAL_RATE, Memory, Needs, busy_share, needs_of
+
+# Share of a line that contributions are planned to have. In namespaces with 20 Mbit/s they got 0.7 to 0.85 of it
+# (BENCHMARKS.md, A slow link); copies of checkpoints take up to a tenth of a member's time.
+LINE_SHARE: Final = 0.8
+# An exchange is planned to end within this many seconds where possible: a line that changes or a partner that leaves
+# costs all of an exchange.
+GOOD_EXCHANGE: Final = 180.0
+# Round values for times, in seconds: from the shortest rounds that were played between homes (BENCHMARKS.md, A slow
+# link) to the longest that a manifest accepts.
+STEPS: Final = tuple(map(float, (10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 300, 450, 600, 900, 1_200, 1_800, 3_600)))
+FRAGMENTS: Final = (1, 2, 4, 8, 16, 32, 64)
+# int8 lost nothing against fp32 in measurements, int4 and topk did (BENCHMARKS.md, Codecs and late outer steps).
+CODECS: Final = ("int8", "int4", "topk")
+# With this setting topk takes half the bytes of int4.
+PLANNED_TOPK: Final = 32
+# Without overlap a trainer is busy for at least this share of its time.
+GOOD_BUSY_SHARE: Final = 0.9
+# Where the model is cut, an exchange that takes more seconds than this is worth the memory for two rounds at once.
+OVERLAP_FROM: Final = 3.0
+# An exchange takes at least this many seconds, however little is sent: of a quarter of int8 (0.3 s on that line) it
+# took 0.9 to 1.1 s between homes 50 ms apart (BENCHMARKS.md, A slow link).
+LEAST_EXCHANGE: Final = 1.0
+# Seconds for an exchange where members' rounds may end far apart; half of them may pass until a partner is ready.
+LEAST_UNBOXED: Final = 30.0
+# The least that a manifest accepts.
+MIN_EXCHANGE: Final = 0.1
+# In shorter rounds than 40 s it goes unnoticed that a member commits to none (docs/threat-model.md).
+LEAST_AUDITED: Final = 45.0
+# Microbatches at a node at once, of a model that is cut. Each keeps only its input (`recompute`).
+IN_FLIGHT: Final = {"pipeline.in_flight": 4, "pipeline.recompute": True}
+# Members of each stage at least, so that one may leave.
+MIN_HOLDERS: Final = 2
+# More stages than this do not pay: each adds a hop to every token's route.
+MAX_PLANNED_STAGES: Final = 32
+
+BY_TOKENS: Final = {"inner.warmup_tokens": "inner.warmup_steps", "inner.total_tokens": "inner.total_steps"}
+"""Settings of a run file in tokens of one member, and those of the manifest that they become."""
+NUM_STAGES: Final = "model.num_stages"
+STAGES: Final = frozenset({NUM_STAGES, *IN_FLIGHT})
+"""Settings by which a model is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A member's machine: bytes a second of its line, and bytes of memory (None: not checked)."""
+
+    upload: float
+    download: float
+    memory: int | None = None
+    gpu: int | None = None
+    """Bytes of the GPU's memory; None: it trains on the CPU."""
+    is_lean: bool = False
+    """Whether it trains with `--lean`; not where the model is cut."""
+
+    @property
+    def rate(self) -> float:
+        """Return the bytes a second of an exchange, which goes both ways at once."""
+        return min(self.upload, self.download)
+
+    def memory_of(self, needs: Needs) -> Memory:
+        """Return the memory that a run with these needs takes of this machine."""
+        return needs.memory(has_gpu=self.gpu is not None, is_lean=self.is_lean)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A manifest, and what it needs of a machine."""
+
+    manifest: Manifest
+    needs: Needs
+    seconds: float
+    """The expected duration of an exchange."""
+    lacks_line: bool
+    lacks_memory: bool
+
+    @property
+    def fits(self) -> bool:
+        """Return whether a member with this machine can take part in every round."""
+        return not (self.lacks_line or self.lacks_memory)
+
+    @property
+    def period(self) -> float:
+        """Return the seconds in which every parameter is averaged with each partner of a round once.
+
+        Infinity if rounds have no length.
+        """
+        rounds = self.manifest.rounds
+        wait = 0.0 if rounds.overlap else rounds.partners * self.seconds
+        length = rounds.round_seconds + wait if rounds.round_seconds else math.inf
+        return self.manifest.outer.fragments * length
+
+    @property
+    def busy(self) -> float | None:
+        """Return the share of its time that a trainer spends in inner steps."""
+        return busy_share(self.manifest.rounds, self.seconds)
+
+
+def judge(manifest: Manifest, machine: Machine) -> Plan:
+    """Judge how a manifest, unchanged, suits a machine."""
+    needs = needs_of(manifest)
+    memory = machine.memory_of(needs)
+    lacks_device = machine.gpu is not None and memory.device > machine.gpu
+    lacks_host = machine.memory is not None and memory.host > machine.memory
+    return Plan(
+        manifest=manifest,
+        needs=needs,
+        seconds=needs.seconds(LINE_SHARE * machine.rate),
+        lacks_line=needs.rate > machine.rate,
+        lacks_memory=lacks_device or lacks_host,
+    )
+
+
+def plan(manifest: Manifest, machine: Machine, given: Collection[str] = (), num_members: int | None = None) -> Plan:
+    """Choose the settings that suit the machine best; if none do, the plan says what is lacking.
+
+    ``given``: settings that stay as they are, such as ``outer.codec``. ``num_members``: of the run; there are at least
+    `MIN_HOLDERS` to a stage. A model is cut for memory alone: its activations need many times the bandwidth that the
+    cut saves.
+    """
+    planned = [_plan_line(manifest, machine, given)]
+    for cut in _cuts(manifest, given, num_members):
+        if not planned[-1].lacks_memory:
+            break
+        planned.append(_plan_line(cut, machine, given))
+    return planned[0] if planned[-1].lacks_memory else planned[-1]
+
+
+def alternatives(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Sequence[Plan]:
+    """Plan a manifest with other codecs, fragments and stages, for a table."""
+    rows = [
+        _timed(variant, machine, given)
+        for codec in _choices(("fp32", *CODECS), manifest.outer.codec, "outer.codec" in given)
+        for fragments in _choices((1, 4, 16), manifest.outer.fragments, "outer.fragments" in given)
+        if (variant := _travels(manifest, codec, fragments)) is not None
+    ]
+    if NUM_STAGES not in given:
+        cuts = (_cut(manifest, factor * manifest.model.num_stages) for factor in (2, 4))
+        rows += [_timed(cut, machine, given) for cut in cuts if cut is not None]
+    return rows
+
+
+def complete(manifest: Manifest, given: Collection[str]) -> Manifest:
+    """Choose what the run file leaves open: the best known settings, for home lines. The whole model stays whole.
+
+    ``given``: the settings in the run file.
+    """
+    return _plan_line(best_known(manifest, given), Machine(USUAL_RATE, USUAL_RATE), given).manifest
+
+
+def remedy(manifest: Manifest) -> Manifest:
+    """Return the same run with settings for which a line of `USUAL_RATE` is enough, or comes nearest."""
+    return _plan_line(manifest, Machine(USUAL_RATE, USUAL_RATE)).manifest
+
+
+def changes(before: Manifest, after: Manifest) -> dict[str, Any]:
+    """Return the values that differ in ``after``, by their names in a run file, such as ``outer.codec``."""
+    found = {}
+    for section in ("model", "inner", "outer", "rounds", "pipeline"):
+        old, new = (getattr(each, section) for each in (before, after))
+        if section == "outer" and new.kind != old.kind:
+            found["outer.kind"] = new.kind
+        for field in new.__struct_fields__:
+            if getattr(new, field) != getattr(old, field, None):
+                found[f"{section}.{field}"] = getattr(new, field)
+    return found
+
+
+def choices(before: Manifest, after: Manifest, given: Collection[str]) -> dict[str, Any]:
+    """Return `changes`, and the times that were chosen although they are the defaults; ``given``: as for `complete`."""
+    found, rounds = changes(before, after), after.rounds
+    times = {f"rounds.{name}": getattr(rounds, name) for name in ("round_seconds", "exchange_seconds", "overlap")}
+    if rounds.inner_steps:
+        del times["rounds.round_seconds"]
+    return found | {name: value for name, value in times.items() if name not in given}
+
+
+def given_by(settings: object) -> frozenset[str]:
+    """Return the settings in a parsed run file, as ``section.field``."""
+    if not isinstance(settings, dict):
+        return frozenset()
+    sections = ((name, value) for name, value in settings.items() if isinstance(value, dict))
+    names = (f"{name}.{field}" for name, value in sections for field in value)
+    return frozenset(BY_TOKENS.get(name, name) for name in names)
+
+
+def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -> Iterator[Manifest]:
+    """Yield the model in two stages, then in more; where the run file sets their number, only with less in flight."""
+    if NUM_STAGES in given or manifest.model.num_stages > 1:
+        if manifest.model.num_stages > 1 and not IN_FLIGHT.keys() & set(given):
+            yield _in_little_memory(manifest)
+        return
+    most = MAX_PLANNED_STAGES if num_members is None else num_members // MIN_HOLDERS
+    for num_stages in range(2, min(most, MAX_PLANNED_STAGES) + 1):
+        if (cut := _cut(manifest, num_stages)) is not None:
+            yield cut
+
+
+def _cut(manifest: Manifest, num_stages: int) -> Manifest | None:
+    """Return the same model in ``num_stages`` stages; None if it cannot be cut so."""
+    model = msgspec.structs.replace(manifest.model, num_stages=num_stages, stage_layers=())
+    try:
+        cut = _in_little_memory(msgspec.structs.replace(manifest, model=model))
+        needs_of(cut)
+    except ManifestError:
+        return None
+    return cut
+
+
+def _in_little_memory(manifest: Manifest) -> Manifest:
+    """Return a run in stages whose nodes keep few activations."""
+    settings = {name.removeprefix("pipeline."): value for name, value in IN_FLIGHT.items()}
+    return msgspec.structs.replace(manifest, pipeline=msgspec.structs.replace(manifest.pipeline, **settings))
+
+
+def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Plan:
+    """Choose codec and fragments: the first pair with short exchanges, else the first that fits, else the smallest."""
+    is_codec_given = "outer.codec" in given or type(manifest.outer)().is_lossy  # such as SparseLoCo's, which is topk
+    found = [
+        _timed(variant, machine, given)
+        for codec in _choices(CODECS, manifest.outer.codec, is_codec_given)
+        for fragments in _choices(FRAGMENTS, manifest.outer.fragments, "outer.fragments" in given)
+        if (variant := _travels(manifest, codec, fragments)) is not None
+    ]
+    fitting = [plan for plan in found if not plan.lacks_line]
+    short = [plan for plan in fitting if plan.manifest.rounds.exchange_seconds <= GOOD_EXCHANGE]
+    choice = next(iter(short or fitting), None)
+    return choice or min(found, key=lambda plan: plan.needs.rate, default=judge(manifest, machine))
+
+
+def _choices(values: Sequence[Any], own: Any, is_given: bool) -> Sequence[Any]:
+    return (own,) if is_given else values
+
+
+def _travels(manifest: Manifest, codec: str, fragments: int) -> Manifest | None:
+    """Return the same run with this codec and ``fragments`` fragments; None where the run excludes that."""
+    topk = PLANNED_TOPK if codec == "topk" and manifest.outer.codec != "topk" else manifest.outer.topk
+    outer = msgspec.structs.replace(manifest.outer, codec=codec, topk=topk, fragments=fragments)
+    try:
+        return msgspec.structs.replace(manifest, outer=outer)
+    except ManifestError:
+        return None
+
+
+def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan:
+    """Plan the same run with times that suit the line."""
+    seconds = needs_of(manifest).seconds(LINE_SHARE * machine.rate)
+    rounds = manifest.rounds
+    if "rounds.exchange_seconds" not in given:
+        needed = math.ceil(seconds / TRANSFER_SHARE)
+        exchange = _step(max(needed, LEAST_UNBOXED if _may_be_apart(manifest) else 0.0))
+        if "rounds.round_seconds" in given and not _may_be_apart(manifest):
+            exchange = min(exchange, max(needed, rounds.round_seconds, MIN_EXCHANGE))
+        rounds = msgspec.structs.replace(rounds, exchange_seconds=exchange)
+    if "rounds.overlap" not in given:
+        may_be_late = not manifest.audits and rounds.partners == 1
+        is_worth_it = manifest.model.num_stages == 1 or seconds > OVERLAP_FROM
+        rounds = msgspec.structs.replace(rounds, overlap=may_be_late and is_worth_it)
+    if "rounds.round_seconds" not in given and not rounds.inner_steps:
+        wait = rounds.partners * max(seconds, LEAST_EXCHANGE) * GOOD_BUSY_SHARE / (1 - GOOD_BUSY_SHARE)
+        least = max(rounds.exchange_seconds, 0.0 if rounds.overlap else wait, LEAST_AUDITED if manifest.audits else 0.0)
+        rounds = msgspec.structs.replace(rounds, round_seconds=_step(least))
+    return judge(msgspec.structs.replace(manifest, rounds=rounds), machine)
+
+
+def _may_be_apart(manifest: Manifest) -> bool:
+    """Return whether members' rounds may end far apart: without boxes, or where members' own loops take the steps."""
+    return not manifest.rounds.round_seconds or manifest.model.external is not None
+
+
+def _step(seconds: float) -> float:
+    """Return the least of `STEPS` that is at least ``seconds``; the last one if there is none."""
+    return next((step for step in STEPS if step >= seconds), STEPS[-1])

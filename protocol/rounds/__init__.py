@@ -1,0 +1,1 @@
+"""When trainers start, rounds end and partners meet; which rounds are replayed."""

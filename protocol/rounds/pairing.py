@@ -1,0 +1,655 @@
+"""Pairing: nodes agree on the partner for the end of a round while its inner steps still run.
+
+NoLoCo (arXiv 2506.10911) averages with one random partner. It leaves open how N nodes without a clock, a coordinator or
+equal speeds form pairs. Here each node proposes to a uniformly random live peer, well before it is ready:
+
+- *No livelock.* A node with an outstanding proposal accepts another's, and withdraws its own, only if the other comes
+  first by a coin that the node tosses for each peer and each proposal of its own. So every second proposal succeeds,
+  whatever its sender puts into it and however often it asks. (If the least session came first, as in Luby's maximal
+  matchings of 1986, a peer that names its sessions 0, 1, 2, ... would be every node's partner.) Of two proposals that
+  cross between the same two nodes the smaller session holds; both nodes know both sessions.
+- *Uniform partners.* Partners end an exchange together, so if every node proposed at the start of its round, the same
+  pairs would meet for ever. Each node waits for a random share of its round before it proposes (`PROPOSE_FROM`,
+  `PROPOSE_UNTIL`), and accepts proposals while it waits: by then all nodes are back from their exchanges. The window
+  also lets groups meet that are out of phase with each other and would otherwise never mix.
+- *No waiting.* Where rounds are boxed in time, partners move the ends of their boxes to the mean of both. This is
+  gossip averaging of the phases: the network synchronises without a clock. Without boxes, nodes whose ends lie too far
+  apart do not pair.
+- *Fragments.* Where a round exchanges a part of the parameters, a proposal is for the part that its sender has
+  exchanged least, named by the session's last byte. A node that is not ready yet accepts any fragment; a ready one only
+  its own.
+- *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``; an odd node
+  out, or one for which no peer is free, goes on at once. It waits for one partner until `MEETING_SHARE` after the time
+  at which that one should be ready by its own word. Then it seeks another, which most often was left waiting too.
+- *Meetings are remembered.* A peer whose exchange failed is asked last, and answered last, for longer each time; a peer
+  that is met more often than by chance waits for its turn (`farandole.protocol.rounds.pairing_backoff`).
+- *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
+  node whose peers in turn all have partners asks each of them once more. The asked peer then gives its partner up, at
+  most `MAX_GIVEN_UP` times a round and while neither is ready; that partner most often finds another peer in turn.
+- *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), the node seeks another
+  partner, once a round: so the deadline stands, and the other half of ``exchange_seconds`` is always left for the
+  second transfer. A node that refused the contribution, or had its own refused, does not try again. Where rounds
+  overlap there is no second try: the machine is in the next round, whose exchange is near.
+- *Near and far.* Where the manifest asks for it (`RoundConfig.far_every`), a node meets near peers in most rounds, and
+  far ones in the others (`farandole.protocol.rounds.pairing_order`).
+- *Several partners.* Where the manifest asks for them (`RoundConfig.partners`), rounds without inner steps follow. A
+  node is ready as such a round begins, and so are the others. It does not wait for peers in inner steps.
+
+Rejected: a leader or a seeded permutation per round (needs equal membership and equal rounds everywhere); proposing
+when ready (each exchange would then wait for its matching).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+
+from ..run.manifest import RoundConfig
+from ..trainer.trainer_messages import FinishRound, UseFragment
+from ..wire.errors import LocalProtocolError, RemoteProtocolError
+from ..wire.messagepack import SESSION_BYTES
+from ..wire.timers import SetTimer, TimerFired
+from . import pairing_messages as messages
+from .pairing_events import (
+    FOLLOWING,
+    ContributionReady,
+    Event,
+    ExchangeEnded,
+    GoAlone,
+    MessageReceived,
+    Output,
+    PeerLost,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    StartExchange,
+    State,
+    Stopped,
+    TrafficSaved,
+    failure,
+)
+from .pairing_order import PeerOrder
+from .pairing_round import Bond, PairingRound
+
+# A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
+# back. A newcomer gets weights that are at most this old.
+MAX_ROUNDS_BEHIND = 10
+# A node first proposes at a random time between these shares of its round. From a quarter on, nodes that ended the last
+# round late are back; the last quarter is for nodes whose first proposals are refused.
+PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
+# Share of exchange_seconds for which a ready node waits for its partner; the rest is for transfer and decision.
+WAIT_SHARE = 0.5
+# A partner that is ready before its box ends (its trainer reached inner_steps) is met within this share of
+# exchange_seconds, well before its patience (WAIT_SHARE) ends: the last inner step takes its time too.
+MEETING_SHARE = 0.25
+# Share of the time to an exchange's deadline in which the partner's offer must come, where a round waits for it.
+OFFER_SHARE = 0.25
+# A box moves by at most this share of its length in either direction, so that no partner can stretch a round endlessly.
+MAX_BOX_SHIFT = 0.5
+# In a round without inner steps a node waits for a partner for this many times the duration of its last exchange, at
+# least for the seconds that follow: the others are in their exchanges, too. Simulated with 64 nodes, 2 instead of 3
+# leaves half as many again without a partner, 4 a third fewer; and every node waits longer.
+MEETING_WAIT, MIN_MEETING_WAIT = 3.0, 3.0
+# An answer to a proposal is overdue after this share of a round's inner steps, within these bounds in seconds: at
+# least a round trip around the earth, at most a dial (8 s) and a round trip.
+ANSWER_SHARE, MIN_ANSWER, MAX_ANSWER = 1 / 8, 1.0, 10.0
+# A busy peer is asked again after this share of a round's inner steps, within these bounds in seconds.
+RETRY_SHARE, MIN_RETRY, MAX_RETRY = 1 / 16, 0.05, 5.0
+# Right before and in a round without inner steps it is asked again after this share of the wait for a partner instead.
+MEETING_RETRY_SHARE = 1 / 12
+# Proposals of one node in one round: among 1,000 nodes the last free ones rarely find each other, and each proposal may
+# cost a dial. After this many the node only accepts.
+MAX_PROPOSALS = 64
+# Partners that a node gives up in a round for peers that find no other; a higher limit leaves over no fewer nodes.
+MAX_GIVEN_UP = 1
+# In this last share of a round no partner is given up: it would not find another before the round ends.
+SWAP_SHARE = 0.25
+NOT_READY = "the partner was not ready in time"
+_ORDER_BYTES = 32  # a key of BLAKE3
+
+
+class _Timer(enum.Enum):
+    """Timers in the order in which they fire: an overdue answer or partner frees the node to propose at that moment."""
+
+    ANSWER = "answer"
+    BOX = "box"
+    PARTNER = "partner"
+    PROPOSE = "propose"
+    PATIENCE = "patience"
+
+
+class Pairing:
+    """One node's pairing, round after round.
+
+    ``own`` is the node's public key, ``rng`` draws delays, partners and sessions. `handle` takes monotonic times in
+    seconds, never decreasing, and returns outputs to carry out in order. It raises `RemoteProtocolError` only for
+    `MessageReceived`, and is then unchanged.
+    """
+
+    def __init__(self, own: bytes, config: RoundConfig, rng: random.Random, num_fragments: int = 1) -> None:
+        self.state = State.IDLE
+        self.round = -1
+        self._config = config
+        self._rng = rng
+        self._meter = messages.MessageMeter()
+        self._order = PeerOrder(own, config.far_every)
+        self._bond: Bond | None = None
+        self._timers: dict[_Timer, float] = {}
+        self._timer_set_at: float | None = None
+        self._outputs: list[Output] = []
+        self._is_saving = False
+        self._num_fragments = num_fragments
+        # Alone or not, with far peers (or with any if distance is ignored) and with near ones, by fragment.
+        self._num_exchanged = {is_near: [0] * num_fragments for is_near in (False, True)}
+        self._current = PairingRound()
+        # Measured:
+        self._inner_seconds: float | None = config.round_seconds or None
+        self._exchange_started_at = 0.0
+        self._last_exchange_seconds = 0.0
+
+    @property
+    def partner(self) -> bytes | None:
+        """Return the partner agreed on for this round, if any."""
+        return self._bond.peer if self._bond and self.state in (State.MATCHED, State.EXCHANGING) else None
+
+    @property
+    def wait_ends_at(self) -> float:
+        """Return when a ready node stops waiting for a partner; infinity while it is not ready."""
+        takes_steps = self._config.takes_steps(self.round)
+        return self._current.ready_at + (self._longest_wait if takes_steps else self._meeting_wait)
+
+    @property
+    def _longest_wait(self) -> float:
+        return WAIT_SHARE * self._config.exchange_seconds
+
+    @property
+    def _meeting_wait(self) -> float:
+        """Seconds for which a node waits for a partner that has ended its inner steps too."""
+        return min(max(MEETING_WAIT * self._last_exchange_seconds, MIN_MEETING_WAIT), self._longest_wait)
+
+    @property
+    def box_ends_at(self) -> float | None:
+        """Return when this round's inner steps end; without boxes the expected end, None if unknown."""
+        return self._current.ends_at
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """Process an event and return the outputs to carry out."""
+        self._outputs = []
+        match event:
+            case RoundStarted(round=round_, at=at):
+                self._start_round(round_, now if at is None else at, now)
+            case ContributionReady(round=round_, fragment=fragment):
+                self._become_ready(round_, fragment, now)
+            case PeersChanged(peers=peers, near=near):
+                self._set_peers(peers, near, now)
+            case MessageReceived(peer=peer, payload=payload):
+                self._receive(peer, payload, now)
+            case PeerLost(peer=peer):
+                self._lose(peer, now)
+            case TimerFired():
+                self._timer_set_at = None
+            case ExchangeEnded():
+                self._end_exchange(event, now)
+            case TrafficSaved(is_on=is_on):
+                self._is_saving = is_on
+                if self.state is State.SEEKING:
+                    self._seek(now)
+            case Stopped():
+                self._stop()
+        self._fire_due_timers(now)
+        self._set_timer()
+        return self._outputs
+
+    # Rounds
+
+    def _start_round(self, round_: int, at: float, now: float) -> None:
+        self._withdraw()
+        self._timers.clear()
+        self._bond = None
+        self._move(State.SEEKING)
+        self.round = round_
+        self._order.begin(round_)
+        self._current = current = PairingRound(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
+        takes_steps = self._config.takes_steps(round_)
+        current.ends_at = None if self._inner_seconds is None else at + self._inner_seconds
+        if not takes_steps:
+            current.ends_at = at
+        elif self._config.round_seconds:
+            current.ends_at = self._timers[_Timer.BOX] = at + self._config.round_seconds
+        seconds_left = 0.0 if current.ends_at is None else max(0.0, current.ends_at - now)
+        current.propose_at = now + self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * seconds_left
+        exchanged = self._num_exchanged[not self._order.seeks_far]
+        self._use_fragment(exchanged.index(min(exchanged)))
+        self._seek(now)
+
+    def _become_ready(self, round_: int, fragment: int, now: float) -> None:
+        if round_ != self.round or self._current.is_ready or self.state in (State.IDLE, State.AWAY):
+            return  # of a round that has been given up
+        if self._bond is not None and self._fragment_of(self._bond.session) != fragment:  # agreed on too late
+            self._withdraw()
+            self._part(math.inf)
+        self._current.fragment = fragment
+        self._current.ready_at = self._current.propose_at = now
+        if self._config.takes_steps(round_):
+            self._inner_seconds = now - self._current.started_at
+        self._timers.pop(_Timer.BOX, None)
+        self._timers[_Timer.PATIENCE] = self.wait_ends_at
+        if self.state is State.MATCHED and self._bond:
+            self._await_partner(self._bond, now)
+            self._begin_if_both_ready(now)
+        elif self.state is State.SEEKING:
+            self._seek(now)
+
+    def _await_partner(self, bond: Bond, now: float) -> None:
+        """Tell the partner that this node is ready, and wait for it."""
+        self._send(bond.peer, messages.Ready(bond.session))
+        if self._config.takes_steps(self.round) and not self._config.overlap:
+            self._timers[_Timer.PARTNER] = max(now, bond.due_at) + MEETING_SHARE * self._config.exchange_seconds
+
+    def _begin_if_both_ready(self, now: float) -> None:
+        """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
+        bond = self._bond
+        if bond is not None and bond.is_proposer and bond.is_partner_ready and self._current.is_ready:
+            self._send(bond.peer, messages.Begin(bond.session))
+            self._exchange(bond, now)
+
+    def _exchange(self, bond: Bond, now: float) -> None:
+        self._timers.clear()
+        self._move(State.EXCHANGING)
+        self._count_exchange(1, is_near=self._order.is_near(bond.peer))
+        self._exchange_started_at = now
+        self._order.note_meeting(bond.peer)
+        deadline = self._current.ready_at + self._config.exchange_seconds
+        offer_by = math.inf if self._config.overlap else now + OFFER_SHARE * (deadline - now)
+        self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
+
+    def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
+        if end.committed and end.has_counted:
+            self._order.note_success(end.peer)
+        else:
+            self._order.note_failure(end.peer)
+        if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
+            return  # the round has been given up, or another one runs already
+        self._last_exchange_seconds = now - self._exchange_started_at
+        if end.is_broken and not self._current.has_broken and now < self.wait_ends_at:
+            # with another partner, or with this one if it is still there and no other peer is free
+            self._current.has_broken = True
+            self._current.failure = self._current.failure or failure(end.reason)
+            self._count_exchange(-1, is_near=self._order.is_near(end.peer))
+            self._timers[_Timer.PATIENCE] = self.wait_ends_at
+            self._seek_another(now, ask_again_at=self._ask_lost_at(self._bond.peer, now))
+            return
+        self._bond = None
+        self._move(State.IDLE)
+        if not end.committed:
+            self._outputs.append(GoAlone(self.round, failure(end.reason)))
+
+    def _go_alone(self, reason: str) -> None:
+        self._timers.clear()
+        self._move(State.IDLE)
+        self._count_exchange(1, is_near=not self._order.seeks_far)
+        if self._current.failure and reason != self._current.failure:
+            reason = f"{self._current.failure}, and {reason}"
+        self._outputs.append(GoAlone(self.round, reason))
+
+    def _stop(self) -> None:
+        self._withdraw()
+        self._timers.clear()
+        self._bond = None
+        self._move(State.AWAY)
+
+    # Looking for a partner
+
+    def _seek(self, now: float) -> None:
+        """Plan the next proposal; if no peer is left to ask and the node is ready, go on alone."""
+        ask_at = self._next_ask_at(now)
+        if ask_at < self.wait_ends_at:
+            self._timers[_Timer.PROPOSE] = max(ask_at, now)
+            return
+        self._timers.pop(_Timer.PROPOSE, None)
+        if self._current.is_ready:
+            self._go_alone(self._why_alone())
+
+    def _why_alone(self) -> str:
+        if self._is_saving:
+            return "this node saves its traffic"
+        kind = "peer" if self._order.seeks_far else "near peer"
+        return f"no {kind} is free" if self._order.to_ask else f"no {kind} is live"
+
+    def _next_ask_at(self, now: float) -> float:
+        to_ask = self._order.to_ask
+        if self._is_saving or not to_ask or self._current.num_proposals >= MAX_PROPOSALS:
+            return math.inf
+        current = self._current
+        has_unasked = not to_ask <= current.ask_at.keys() or bool(self._to_ask_again(now))
+        next_at = current.propose_at if has_unasked else min(current.ask_at[peer] for peer in to_ask)
+        return max(current.propose_at, next_at)
+
+    def _propose(self, now: float) -> None:
+        not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
+        best, nearest = self._order.nearest(not_yet)
+        if best > 0 and (again := self._to_ask_again(now)):
+            peer = self._rng.choice(sorted(again))
+            self._current.matched.discard(peer)
+            self._current.asked_again.add(peer)
+        elif nearest:
+            peer = self._rng.choice(sorted(nearest))  # so that one seed chooses the same in every process
+        else:
+            self._seek(now)
+            return
+        self._bond = Bond(peer, self._draw_session(), is_proposer=True)
+        self._current.num_proposals += 1
+        patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
+        self._timers[_Timer.ANSWER] = now + min(max(patience, MIN_ANSWER), MAX_ANSWER)
+        self._move(State.PROPOSED)
+        self._send(peer, messages.Propose(self._bond.session, self._current.seconds_left(now)))
+
+    def _agree(self, bond: Bond, seconds_left: float | None, now: float) -> None:
+        self._bond = bond
+        if (fragment := self._fragment_of(bond.session)) != self._current.fragment:
+            self._use_fragment(fragment)
+        self._timers.pop(_Timer.PROPOSE, None)
+        self._timers.pop(_Timer.ANSWER, None)
+        self._move(State.MATCHED)
+        bond.due_at = now + (seconds_left or 0.0)
+        if self._current.is_ready:
+            if not self._config.takes_steps(self.round):  # the partner is ready within `_meeting_wait`, by its word
+                at = min(now + 2 * self._meeting_wait, self._current.ready_at + self._longest_wait)
+                self._timers[_Timer.PATIENCE] = max(at, self.wait_ends_at)
+            self._await_partner(bond, now)
+        elif self._config.round_seconds and self._current.ends_at is not None and seconds_left is not None:
+            self._end_box_at((self._current.ends_at + bond.due_at) / 2)
+            bond.due_at = self._current.ends_at
+
+    def _part(self, ask_again_at: float) -> None:
+        """Drop a failed proposal or a lost partner; this peer is not asked again before ``ask_again_at``."""
+        if self._bond is None:
+            raise LocalProtocolError("nobody to part from")
+        if self._bond.peer in self._order.peers:
+            self._current.ask_at[self._bond.peer] = ask_again_at
+        self._bond = None
+        self._timers.pop(_Timer.ANSWER, None)
+        self._timers.pop(_Timer.PARTNER, None)
+        self._move(State.SEEKING)
+
+    def _seek_another(self, now: float, ask_again_at: float = math.inf) -> None:
+        self._part(ask_again_at)
+        self._seek(now)
+
+    def _withdraw(self) -> None:
+        """Withdraw an outstanding proposal or an agreement, if there is one."""
+        if self._bond and self.state in (State.PROPOSED, State.MATCHED):
+            self._send(self._bond.peer, messages.Withdraw(self._bond.session))
+
+    def _end_box_at(self, at: float) -> None:
+        length = self._config.round_seconds
+        earliest = self._current.started_at + (1 - MAX_BOX_SHIFT) * length
+        latest = self._current.started_at + (1 + MAX_BOX_SHIFT) * length
+        if _Timer.BOX in self._timers:  # else the box is over, and the trainer only ends its last inner step
+            self._current.ends_at = self._timers[_Timer.BOX] = min(max(at, earliest), latest)
+
+    def _wait_between(self, seconds_left: float | None, now: float) -> float:
+        """Return the seconds for which one node would wait for the other at the end, if they became partners."""
+        own = self._current.seconds_left(now)
+        if own is None or seconds_left is None:
+            return 0.0
+        if not self._config.round_seconds:
+            return abs(own - seconds_left)
+        return abs(own - seconds_left) / 2 if min(own, seconds_left) == 0 else 0.0  # both boxes move, unless one ended
+
+    def _wait_for_next_round(self, seconds_left: float | None, exchange_left: float) -> float:
+        """Return for how many seconds a ready peer would wait for the end of this node's next round; 0 if not ready."""
+        if seconds_left != 0.0 or self._inner_seconds is None:
+            return 0.0
+        wait = max(exchange_left, 0.0)
+        if not self._config.takes_steps(self.round + 1):
+            return wait
+        wait += self._inner_seconds
+        return wait / 2 if self._config.round_seconds else wait
+
+    def _patience(self) -> float:
+        """Return the seconds for which one partner may wait for the other at the end of a round."""
+        return (MEETING_SHARE if self._config.round_seconds else WAIT_SHARE) * self._config.exchange_seconds
+
+    def _retry_after(self) -> float:
+        is_over = self.state in (State.EXCHANGING, State.IDLE)
+        if self._config.takes_steps(self.round + 1 if is_over else self.round):
+            seconds = RETRY_SHARE * (self._inner_seconds or 0.0)
+        else:
+            seconds = MEETING_RETRY_SHARE * self._meeting_wait
+        return min(max(seconds, MIN_RETRY), MAX_RETRY)
+
+    # Fragments
+
+    def _count_exchange(self, number: int, *, is_near: bool) -> None:
+        """Count an exchange of this round's fragment, so that near and far peers get all fragments in turn."""
+        self._num_exchanged[is_near][self._current.fragment] += number
+
+    def _use_fragment(self, fragment: int) -> None:
+        self._current.fragment = fragment
+        if self._num_fragments > 1:
+            self._outputs.append(UseFragment(self.round, fragment))
+
+    def _draw_session(self) -> bytes:
+        """Draw a random session; where there are fragments its last byte is the proposal's fragment."""
+        session = self._rng.randbytes(SESSION_BYTES)
+        return session[:-1] + bytes((self._current.fragment,)) if self._num_fragments > 1 else session
+
+    def _is_of_another_fragment(self, session: bytes) -> bool:
+        """Return whether the ready contribution, if any, is of another fragment than the session's."""
+        return self._current.is_ready and self._fragment_of(session) != self._current.fragment
+
+    def _fragment_of(self, session: bytes) -> int:
+        """Return a session's fragment; raise `RemoteProtocolError` if there is no such fragment."""
+        if self._num_fragments == 1:
+            return 0
+        if session[-1] >= self._num_fragments:
+            raise RemoteProtocolError(f"a proposal for fragment {session[-1]} of {self._num_fragments}")
+        return session[-1]
+
+    # Peers
+
+    def _set_peers(self, peers: frozenset[bytes], near: frozenset[bytes], now: float) -> None:
+        self._order.set_peers(peers, near)
+        self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._order.peers}
+        if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
+            self._withdraw()
+            self._seek_another(now)
+        elif self.state is State.SEEKING:
+            self._seek(now)
+
+    def _lose(self, peer: bytes, now: float) -> None:
+        if self._bond is None or self._bond.peer != peer:
+            return
+        if self.state in (State.PROPOSED, State.MATCHED):
+            self._seek_another(now, ask_again_at=self._ask_lost_at(peer, now))
+        elif self.state is State.EXCHANGING:  # which ends by itself
+            self._current.lost.add(peer)
+
+    def _ask_lost_at(self, peer: bytes, now: float) -> float:
+        is_first_time = peer not in self._current.lost
+        self._current.lost.add(peer)
+        return now + self._retry_after() if is_first_time else math.inf
+
+    # Messages
+
+    def _receive(self, peer: bytes, payload: bytes, now: float) -> None:
+        if not self._meter.has_room(peer, now):
+            return
+        message = messages.decode_message(payload)
+        bond = self._bond if self._bond is not None and self._bond.session == message.session else None
+        if bond is not None and bond.peer != peer:
+            raise RemoteProtocolError("a message about a session of two others")
+        is_answer = bond is not None and self.state is State.PROPOSED
+        match message:
+            case messages.Propose() if is_answer:
+                raise RemoteProtocolError("a proposal with the session of our own")
+            case messages.Propose():
+                self._receive_proposal(peer, message, now)
+            case messages.Agree(seconds_left=seconds_left) if is_answer and bond is not None:
+                self._agree(bond, seconds_left, now)
+            case messages.Agree(session=session) if bond is None:
+                self._send(peer, messages.Withdraw(session))
+            case messages.Decline(reason=reason) if is_answer:
+                if reason == "matched" and self._order.tier(peer) == 0 and peer not in self._current.asked_again:
+                    self._current.matched.add(peer)
+                self._seek_another(now)
+            case messages.Busy(retry_after=retry_after) if is_answer:
+                self._seek_another(now, ask_again_at=now + max(retry_after, MIN_RETRY))
+            case messages.Withdraw() if is_answer:
+                self._seek_another(now)
+            case messages.Withdraw() if bond is not None and self.state is State.MATCHED:
+                if not self._is_early(now):
+                    self._order.note_failure(peer)
+                self._seek_another(now)
+            case messages.Ready(session=session) if bond is None or is_answer:
+                self._send(peer, messages.Withdraw(session))
+            case messages.Ready() if bond is not None and self.state is State.MATCHED:
+                self._note_readiness(bond, now)
+            case messages.Begin() if bond is not None:  # else we gave up, and nothing awaits the stream that comes
+                if bond.is_proposer or not self._current.is_ready:
+                    raise RemoteProtocolError("an exchange begun by the wrong side, or before we are ready")
+                if self.state is State.MATCHED:
+                    self._exchange(bond, now)
+
+    def _receive_proposal(self, peer: bytes, proposal: messages.Propose, now: float) -> None:
+        self._fragment_of(proposal.session)
+        is_of_ours = self._bond is not None and self._bond.peer == peer
+        if is_of_ours and self.state is State.MATCHED:
+            self._seek_another(now, ask_again_at=now)  # it has forgotten what we agreed on: it was restarted
+        if is_of_ours and self.state is State.PROPOSED and self._bond and self._bond.session < proposal.session:
+            return  # they cross, and ours holds: the peer accepts it
+        answer = self._answer_to(peer, proposal, now)
+        if isinstance(answer, messages.Agree) and not is_of_ours:
+            self._withdraw()
+            if self.state is State.MATCHED:
+                self._current.num_given_up += 1
+                self._part(math.inf)
+        self._send(peer, answer)
+        if isinstance(answer, messages.Agree):
+            self._agree(Bond(peer, proposal.session, is_proposer=False), proposal.seconds_left, now)
+
+    def _answer_to(self, peer: bytes, proposal: messages.Propose, now: float) -> messages.Message:
+        session = proposal.session
+        match self.state:
+            case State.AWAY:
+                return messages.Decline(session, "away")
+            case State.MATCHED if not self._gives_partner_up_for(peer, now):
+                if self._order.tier(peer) == 0:
+                    self._current.declined.add(peer)
+                return messages.Decline(session, "matched")
+            case State.EXCHANGING | State.IDLE:
+                is_exchanging = self.state is State.EXCHANGING
+                left = self._exchange_started_at + self._last_exchange_seconds - now if is_exchanging else 0.0
+                if self._wait_for_next_round(proposal.seconds_left, left) > self._patience():
+                    return messages.Decline(session, "matched")
+                return messages.Busy(session, max(left, self._retry_after()))
+            case State.PROPOSED if (
+                self._bond and self._bond.peer != peer and not self._current.comes_first(peer, self._bond)
+            ):
+                return messages.Busy(session, self._retry_after())
+            case _ if self._is_of_another_fragment(session):
+                return messages.Decline(session, "fragment")
+            case _ if self._is_saving or not (self._order.may_meet(peer) or peer not in self._order.peers):
+                return messages.Decline(session, "away")
+        wait = self._wait_between(proposal.seconds_left, now)
+        patience = min(self.wait_ends_at - now, self._patience())
+        if self._config.partners > 1 and proposal.seconds_left == 0.0:  # the peer will not wait for longer
+            patience = min(patience, self._meeting_wait)
+        if wait > patience:
+            return messages.Busy(session, max(wait - patience, self._retry_after()))
+        # a peer that this node has not heard of yet may be of another stage
+        if peer not in self._order.peers or self._may_meet_another(peer, now):
+            return messages.Busy(session, self._retry_after())
+        return messages.Agree(session, self._current.seconds_left(now))
+
+    def _gives_partner_up_for(self, peer: bytes, now: float) -> bool:
+        """Return whether to swap: a peer in turn asks a second time, so it has no other left, and there is time."""
+        assert self._bond is not None
+        may_swap = self._is_early(now) and not self._bond.is_partner_ready
+        return may_swap and self._current.num_given_up < MAX_GIVEN_UP and peer in self._current.declined
+
+    def _is_early(self, now: float) -> bool:
+        """Return whether a partner that is given up now has time to find another."""
+        seconds_left = self._current.seconds_left(now)
+        return seconds_left is not None and seconds_left > SWAP_SHARE * (self._inner_seconds or 0.0)
+
+    def _may_meet_another(self, peer: bytes, now: float) -> bool:
+        """Return whether a peer of a lower tier may still be free in this round."""
+        if not (tier := self._order.tier(peer)):
+            return False
+        taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
+        return bool(self._to_ask_again(now)) or next(self._order.in_turn(taken), (math.inf,))[0] < tier
+
+    def _to_ask_again(self, now: float) -> frozenset[bytes]:
+        """Return peers in turn that have a partner, and may give it up while there is time for that."""
+        return self._order.to_ask & self._current.matched if self._is_early(now) else frozenset()
+
+    def _note_readiness(self, bond: Bond, now: float) -> None:
+        """Note that the partner is ready, and end the box soon."""
+        bond.is_partner_ready = True
+        if self._config.round_seconds and self._current.ends_at is not None:
+            self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
+        self._begin_if_both_ready(now)
+
+    def _send(self, peer: bytes, message: messages.Message) -> None:
+        self._outputs.append(SendMessage(peer, messages.encode_message(message)))
+
+    # Time
+
+    def _fire_due_timers(self, now: float) -> None:
+        for timer in _Timer:
+            if self._timers.get(timer, math.inf) <= now:
+                del self._timers[timer]
+                self._fire(timer, now)
+
+    def _fire(self, timer: _Timer, now: float) -> None:
+        match timer:
+            case _Timer.PROPOSE:
+                self._propose(now)
+            case _Timer.ANSWER:
+                self._withdraw()
+                self._seek_another(now)
+            case _Timer.BOX:
+                self._outputs.append(FinishRound(self.round))
+            case _Timer.PARTNER if self._may_find_another():
+                self._give_partner_up()
+                self._seek_another(now)
+            case _Timer.PATIENCE:
+                self._give_up_waiting()
+
+    def _may_find_another(self) -> bool:
+        """Return whether a peer besides the partner can still be asked."""
+        others = self._order.to_ask - {self.partner}
+        return any(self._current.ask_at.get(peer, -math.inf) < self.wait_ends_at for peer in others)
+
+    def _give_partner_up(self) -> None:
+        """Withdraw from a partner that is late; its turn is used."""
+        assert self._bond is not None, "the timer runs while there is a partner"
+        self._current.failure = self._current.failure or NOT_READY
+        self._order.note_failure(self._bond.peer)
+        self._order.note_meeting(self._bond.peer)
+        self._withdraw()
+
+    def _give_up_waiting(self) -> None:
+        reason = "no partner in time"
+        if self.state is State.MATCHED:
+            self._give_partner_up()
+            self._part(math.inf)
+            reason = NOT_READY
+        elif self.state is not State.SEEKING:
+            self._withdraw()
+            self._part(math.inf)
+        self._go_alone(reason)
+
+    def _set_timer(self) -> None:
+        at = min(self._timers.values(), default=None)
+        if at is not None and at != self._timer_set_at:
+            self._outputs.append(SetTimer(at))
+            self._timer_set_at = at
+
+    def _move(self, state: State) -> None:
+        if state not in FOLLOWING[self.state]:
+            raise LocalProtocolError(f"pairing cannot be {state.value} after {self.state.value}")
+        self.state = state

@@ -1,0 +1,114 @@
+"""The messages by which two nodes become partners: seven small MessagePack arrays with a tag.
+
+A later release may append fields that older nodes can do without: these skip them. Any other change, such as a new
+message, needs another protocol id.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..wire.errors import RemoteProtocolError
+from ..wire.messagepack import MessageDecoder, Session, encode
+
+# The longest message, a proposal, has 29 bytes; the rest is room for one more field.
+MAX_MESSAGE_BYTES = 64
+# Messages taken from one peer in METER_SECONDS. An honest one sends its proposals and answers, a few a round, and asks
+# a busy peer at most every 0.05 s.
+MAX_MESSAGES, METER_SECONDS = 64, 1.0
+# Peers counted in one such period; messages of further ones are dropped.
+MAX_METERED_PEERS = 4_096
+
+# A box is at most a day (`RoundConfig.round_seconds`) and is moved by at most half its length.
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1.5 * 86_400)]
+
+
+class Propose(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Ask a peer to be the partner at the end of this round."""
+
+    session: Session
+    seconds_left: _Seconds | None
+    """Until the sender's inner steps end: 0 once they have, None while it cannot tell."""
+
+
+class Agree(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Accept a proposal: both are partners now."""
+
+    session: Session
+    seconds_left: _Seconds | None
+    """As in `Propose`, but until the sender's inner steps would have ended without this agreement."""
+
+
+class Decline(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Decline a proposal for this round."""
+
+    session: Session
+    reason: Literal["matched", "away", "fragment"]
+    """``matched``: the sender has a partner; ``away``: it pauses, leaves, saves its traffic, or meets only near members
+    now; ``fragment``: another fragment is ready."""
+
+
+class Busy(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Decline for now: the peer asks another, or this node again later."""
+
+    session: Session
+    retry_after: _Seconds
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The proposal or the agreement no longer holds. Never answered."""
+
+    session: Session
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The sender's contribution is ready to be exchanged."""
+
+    session: Session
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Both are ready, and the sender, which proposed, opens the stream of the exchange."""
+
+    session: Session
+
+
+Message = Propose | Agree | Decline | Busy | Withdraw | Ready | Begin
+
+encode_message = encode
+"""Encode a message, in at most `MAX_MESSAGE_BYTES`."""
+_decode = MessageDecoder[Message](Message, "a pairing message")
+
+
+def decode_message(payload: bytes) -> Message:
+    """Parse a message; raise `RemoteProtocolError` if it is malformed."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a pairing message has at most {MAX_MESSAGE_BYTES} bytes, this has {len(payload)}")
+    message = _decode(payload)
+    values = msgspec.structs.astuple(message)
+    if any(isinstance(value, float) and math.isnan(value) for value in values):  # which passes every bound
+        raise RemoteProtocolError("not a duration: NaN")
+    return message
+
+
+class MessageMeter:
+    """Counts messages by peer, in periods of `METER_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+        self._counts: dict[bytes, int] = {}
+
+    def has_room(self, peer: bytes, now: float) -> bool:
+        """Count a message; return False if it must be dropped unread. Raise `RemoteProtocolError` on a flood."""
+        if now - self._since >= METER_SECONDS:
+            self._since = now
+            self._counts.clear()
+        if peer not in self._counts and len(self._counts) >= MAX_METERED_PEERS:
+            return False
+        self._counts[peer] = self._counts.get(peer, 0) + 1
+        if self._counts[peer] > MAX_MESSAGES:
+            raise RemoteProtocolError(f"more than {MAX_MESSAGES} pairing messages within {METER_SECONDS:g} s")
+        return True

@@ -1,0 +1,278 @@
+"""Events, outputs and states of the training loop.
+
+`farandole.protocol.rounds.training_loop` decides; a driver passes it the events and carries out the outputs. The
+trainer's reports and commands are the messages of `farandole.protocol.trainer.trainer_messages`, as they are on the
+wire. Pairing, and the pipeline of a model that is cut, have their own events and outputs, which are used here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from ..stages.pipeline_events import Measure, Measured, RoundBegan, RoundDrained, RoundEnds
+from ..state.node_state import Phase, TrainingState
+from ..trainer import trainer_messages as messages
+from ..wire.timers import SetTimer, TimerFired
+from . import pairing_events as pairing
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBegan:
+    """The node is in its run: train."""
+
+    state: TrainingState
+    """The state from earlier lives."""
+    rest: str = ""
+    """See `RestChanged`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReady:
+    """The trainer that `StartTrainer` asked for has loaded weights, text and model."""
+
+    prepared: messages.Prepared
+    stage: int = 0
+    microbatch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerEnded:
+    """The trainer process has ended, or could not be started."""
+
+    error: str = ""
+    """Why it died; empty if it ended as `EndTrainer` asked."""
+    cause: messages.Cause = "fault"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOver:
+    """An exchange has ended."""
+
+    start: pairing.StartExchange
+    is_committed: bool
+    is_broken: bool = False
+    """It was not committed, and no contribution was refused: another partner may do."""
+    partner_size: int = 0
+    """Bytes of the partner's contribution."""
+    partner_tokens: int = 0
+    reason: str = ""
+    """Why it was not committed, for people."""
+    has_counted: bool = True
+    """Whether anything of the partner's contribution is averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class OthersMoved:
+    """The other nodes are in this round, as far as this node believes them; 0: unknown."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestChanged:
+    """The reasons to rest changed."""
+
+    words: str
+    """All of them, for people; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """The node leaves: save the result of the last outer step, and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAsked:
+    """A peer asks for newer weights: write a checkpoint, unless one is being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAsked:
+    """Weights of another stage are due: start another trainer. Unsaved progress is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataOver:
+    """The data's epochs are all done: exchange this round's contribution, and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayAsked:
+    """An author's round must be replayed before the next round begins; one at a time."""
+
+    command: messages.Replay
+
+
+@dataclass(frozen=True, slots=True)
+class RunStopped:
+    """The run's creator has stopped it: exchange this round's contribution, and end."""
+
+
+TrainerReport = (
+    messages.Progress
+    | messages.Contributed
+    | messages.OuterStepTaken
+    | messages.Validated
+    | messages.Replayed
+    | messages.Saved
+    | messages.Pong
+)
+"""The reports of the trainer that the loop handles."""
+
+Event = (
+    LoopBegan
+    | TrainerReady
+    | TrainerReport
+    | TrainerEnded
+    | ExchangeOver
+    | OthersMoved
+    | RestChanged
+    | LeaveAsked
+    | SaveAsked
+    | RestartAsked
+    | DataOver
+    | ReplayAsked
+    | RunStopped
+    | RoundDrained
+    | Measured
+    | pairing.MessageReceived
+    | pairing.PeerLost
+    | pairing.PeersChanged
+    | pairing.TrafficSaved
+    | TimerFired
+)
+
+
+# Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class StartTrainer:
+    """Get weights, start a trainer process; come back with `TrainerReady` or `TrainerEnded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndTrainer:
+    """End the trainer process, and everything that runs with it; come back with `TrainerEnded`."""
+
+    at_once: bool = False
+    """Kill it, because its memory is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillTrainer:
+    """Kill a trainer that hangs; `TrainerEnded` follows with this error."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellTrainer:
+    """Send the trainer a command."""
+
+    command: messages.Command
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpExchange:
+    """End the running exchange unless it is decided; the partner receives the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish the training's new state, which heartbeats and the status show."""
+
+    state: TrainingState
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Show this phase."""
+
+    phase: Phase
+    detail: str
+    waits_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Print a line at the terminal; print and keep a warning (``warn``); or only keep it (``note``)."""
+
+    text: str
+    how: Literal["say", "warn", "note"] = "say"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOver:
+    """Record a round whose outer step is taken."""
+
+    contributed: messages.Contributed
+    late_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOver:
+    """The loop has ended: every round is done, the node leaves, or no trainer can be had."""
+
+    error: str = ""
+    """Why no trainer can be had; empty otherwise."""
+
+
+Output = (
+    StartTrainer
+    | EndTrainer
+    | KillTrainer
+    | TellTrainer
+    | RoundBegan
+    | RoundEnds
+    | Measure
+    | pairing.StartExchange
+    | GiveUpExchange
+    | pairing.SendMessage
+    | SetTimer
+    | Publish
+    | Enter
+    | Say
+    | pairing.GoAlone
+    | RoundOver
+    | messages.Validated
+    | LoopOver
+)
+"""The driver records `GoAlone` and `Validated`."""
+
+
+class LoopState(enum.Enum):
+    """The states of the loop."""
+
+    IDLE = "idle"  # not in the run yet
+    PREPARING = "preparing"  # weights are fetched, and a trainer loads them
+    TRAINING = "training"  # round after round
+    LEAVING = "leaving"  # the last exchange has a short time to end; the last save follows
+    ENDING = "ending"  # the trainer writes its last checkpoint
+    STOPPING = "stopping"  # the trainer process ends
+    WAITING = "waiting"  # the trainer died; the next one is due later
+    RESTING = "resting"  # no trainer: its owner wants the machine
+    OVER = "over"
+
+
+# The life of the loop: state -> the states that may follow. A trainer lives in the second line and in the third.
+FOLLOWING: dict[LoopState, frozenset[LoopState]] = {
+    LoopState.IDLE: frozenset({LoopState.PREPARING, LoopState.RESTING, LoopState.OVER}),
+    LoopState.PREPARING: frozenset({LoopState.TRAINING, LoopState.STOPPING, LoopState.WAITING, LoopState.OVER}),
+    LoopState.TRAINING: frozenset(
+        {LoopState.LEAVING, LoopState.ENDING, LoopState.STOPPING, LoopState.WAITING, LoopState.OVER}
+    ),
+    LoopState.LEAVING: frozenset({LoopState.ENDING, LoopState.STOPPING, LoopState.OVER}),
+    LoopState.ENDING: frozenset({LoopState.STOPPING, LoopState.WAITING, LoopState.RESTING, LoopState.OVER}),
+    LoopState.STOPPING: frozenset({LoopState.PREPARING, LoopState.RESTING, LoopState.OVER}),
+    LoopState.WAITING: frozenset({LoopState.PREPARING, LoopState.RESTING, LoopState.OVER}),
+    LoopState.RESTING: frozenset({LoopState.PREPARING, LoopState.OVER}),
+    LoopState.OVER: frozenset(),
+}
+HAS_TRAINER = frozenset({LoopState.TRAINING, LoopState.LEAVING, LoopState.ENDING})

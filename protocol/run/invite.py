@@ -1,0 +1,211 @@
+"""An invite: one printable string that is all a volunteer needs to join a run.
+
+    farandole1 <base32 of msgpack and its CRC-32, lower case>
+
+It names the run by its id, so the peers at the bootstrap addresses cannot pass off another run. Base32 survives every
+channel (chat, paper, a URL, a phone). The checksum is a CRC, not a hash: a CRC detects *every* error that spans up to
+32 bits, so each single wrong letter and each swap of neighbours, with certainty. It is also cheap enough to try all of
+them and to report where the slip is. It guards against accidents only; the run id guards the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import string
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Final
+
+import msgspec
+
+from ..wire.errors import ManifestError, RemoteProtocolError
+from ..wire.identity import PUBLIC_KEY_BYTES, peer_id_of, public_key_of
+from .manifest import RUN_ID_BYTES
+from .private_network import NETWORK_KEY_BYTES
+
+PREFIX: Final = "farandole"
+VERSION: Final = "1"
+# Several, because a single bootstrap peer is other projects' commonest join failure; 8 still fit in a chat line.
+MAX_ADDRESSES: Final = 8
+# The longest in use, a relayed address under a DNS name, has about 200.
+MAX_ADDRESS_CHARS: Final = 256
+MAX_ADMISSION_BYTES: Final = 512
+# 8 addresses, an admission and a network key, all of the longest, in base32.
+MAX_INVITE_CHARS: Final = 5_000
+_CHECKSUM_BYTES: Final = 4
+_ALPHABET: Final = string.ascii_lowercase + "234567"
+_WITHOUT_ALPHABET: Final = str.maketrans("", "", _ALPHABET)
+# As `int(..., 32)` writes them.
+_AS_DIGITS: Final = str.maketrans(_ALPHABET, string.digits + string.ascii_lowercase[:22])
+_P2P: Final = "/p2p/"
+
+
+class InviteError(ManifestError):
+    """The string is not an invite, or is damaged; the message says so, and where if that can be told."""
+
+
+class Invite(msgspec.Struct, frozen=True):
+    """A run's id and the addresses to find it at. Raises `InviteError` when a field is out of bounds."""
+
+    run_id: bytes
+    """32 bytes."""
+    addresses: tuple[str, ...] = ()
+    """At most 8 multiaddrs to dial first, each ending in ``/p2p/<peer id>``."""
+    admission: bytes = b""
+    """What a run of invited members requires; opaque here."""
+    network_key: bytes = b""
+    """Key of a private run, 32 bytes (`farandole.protocol.run.private_network`); empty otherwise."""
+
+    def __post_init__(self) -> None:
+        if len(self.run_id) != RUN_ID_BYTES:
+            raise InviteError(f"a run id has {RUN_ID_BYTES} bytes, this has {len(self.run_id)}")
+        if len(self.addresses) > MAX_ADDRESSES:
+            raise InviteError(f"an invite holds at most {MAX_ADDRESSES} addresses, not {len(self.addresses)}")
+        if len(self.admission) > MAX_ADMISSION_BYTES:
+            raise InviteError(f"an admission has at most {MAX_ADMISSION_BYTES} bytes, not {len(self.admission)}")
+        if len(self.network_key) not in (0, NETWORK_KEY_BYTES):
+            raise InviteError(f"a network key has {NETWORK_KEY_BYTES} bytes, this has {len(self.network_key)}")
+        for address in self.addresses:
+            split_address(address)
+
+
+class _Bootstrap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One address as it is packed: the peer id, which is most of its text, as 32 bytes."""
+
+    peer: Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
+    transport: Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    run_id: Annotated[bytes, msgspec.Meta(min_length=RUN_ID_BYTES, max_length=RUN_ID_BYTES)]
+    bootstrap: Annotated[tuple[_Bootstrap, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    admission: Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
+    network_key: Annotated[bytes, msgspec.Meta(max_length=NETWORK_KEY_BYTES)] = b""
+
+
+def split_address(address: str) -> tuple[str, bytes]:
+    """Return the transport part and the peer's public key of a multiaddr's text.
+
+    Raises `InviteError` unless it reads ``/.../p2p/<id of an Ed25519 key>``. Only libp2p checks what the transport part
+    means.
+    """
+    transport, separator, peer_id = address.rpartition(_P2P)
+    if not separator or not transport.startswith("/"):
+        raise InviteError(
+            f"{address[:80]!r} is no address to dial: it should look like /ip4/1.2.3.4/tcp/4001/p2p/12D3KooW..."
+        )
+    if len(address) > MAX_ADDRESS_CHARS or not address.isascii() or not address.isprintable() or " " in address:
+        raise InviteError(f"an address has at most {MAX_ADDRESS_CHARS} printable characters: {address[:80]!r}")
+    try:
+        return transport, public_key_of(peer_id)
+    except RemoteProtocolError as error:
+        raise InviteError(f"the address {address[:80]!r} does not end in a peer id: {error}") from error
+
+
+def peers_at(addresses: Iterable[str]) -> dict[bytes, list[str]]:
+    """Public key -> that peer's addresses among these, in their order. Raises `InviteError` as `split_address` does."""
+    peers: dict[bytes, list[str]] = {}
+    for address in addresses:
+        peers.setdefault(split_address(address)[1], []).append(address)
+    return peers
+
+
+def is_invite(text: str) -> bool:
+    """Return whether the text is meant as an invite. It may still be damaged."""
+    return text.strip().lower().startswith(PREFIX)
+
+
+def encode_invite(invite: Invite) -> str:
+    """Encode an invite as the string that people pass on."""
+    split = (split_address(address) for address in invite.addresses)
+    bootstrap = tuple(_Bootstrap(peer, transport) for transport, peer in split)
+    body = msgspec.msgpack.encode(_Packed(invite.run_id, bootstrap, invite.admission, invite.network_key))
+    raw = body + _checksum(body)
+    return f"{PREFIX}{VERSION}{base64.b32encode(raw).decode('ascii').rstrip('=').lower()}"
+
+
+def decode_invite(text: str) -> Invite:
+    """Parse what a person pasted or typed: blanks, line breaks and capitals do not matter.
+
+    Raises `InviteError`, whose message distinguishes a damaged string, one that is no invite, and another version.
+    """
+    if len(text) > 2 * MAX_INVITE_CHARS:
+        raise InviteError(f"an invite has at most {MAX_INVITE_CHARS} characters, this has {len(text)}")
+    clean = "".join(text.split()).lower()
+    head, letters = clean[: len(PREFIX) + 1], clean[len(PREFIX) + 1 :]
+    if not head.startswith(PREFIX):
+        raise InviteError(f"not an invite: an invite begins with {PREFIX}{VERSION}")
+    if head != PREFIX + VERSION:
+        raise InviteError(f"this invite is of another version ({head!r}, this farandole reads {PREFIX}{VERSION})")
+    if strange := letters.translate(_WITHOUT_ALPHABET):
+        raise InviteError(
+            f"the invite is damaged: character {_shown(letters.index(strange[0]))} is {strange[0]!r}, "
+            "but only the letters a-z and the digits 2-7 occur"
+        )
+    body = _checked(_number_of(letters), len(letters))
+    if body is None:
+        raise InviteError(_describe_damage(letters))
+    return _unpack(body)
+
+
+def _unpack(body: bytes) -> Invite:
+    """Decode bytes whose checksum is right. An error here was in the invite when it was made."""
+    try:
+        packed = msgspec.msgpack.decode(body, type=_Packed)
+        addresses = tuple(f"{entry.transport}{_P2P}{peer_id_of(entry.peer)}" for entry in packed.bootstrap)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InviteError(f"whoever made this invite made it wrong: {error}") from error
+    return Invite(packed.run_id, addresses, packed.admission, packed.network_key)
+
+
+def _checksum(body: bytes) -> bytes:
+    return zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "big")
+
+
+def _number_of(letters: str) -> int:
+    """Read the letters as one number, five bits each."""
+    return int(letters.translate(_AS_DIGITS) or "0", 32)
+
+
+def _checked(number: int, num_letters: int) -> bytes | None:
+    """Return the bytes before the checksum, or None if it does not match. Each invite has only one valid spelling."""
+    num_bytes, unused_bits = divmod(5 * num_letters, 8)
+    if num_bytes <= _CHECKSUM_BYTES or unused_bits >= 5 or number & ((1 << unused_bits) - 1):
+        return None
+    raw = (number >> unused_bits).to_bytes(num_bytes, "big")
+    body, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
+    return body if checksum == _checksum(body) else None
+
+
+def _describe_damage(letters: str) -> str:
+    """Describe where the damage is if one swap or one wrong letter explains it; else only report damage."""
+    advice = "copy the whole line again, from the first letter to the last"
+    if len(letters) <= _MAX_LOCATED_CHARS:
+        number = _number_of(letters)
+        for place, flipped_bits, slip in itertools.chain(_swaps(letters), _wrong_letters(letters)):
+            if _checked(number ^ flipped_bits, len(letters)) is not None:
+                return f"the invite is damaged: {slip} at character {_shown(place)} ({letters[place]!r}); {advice}"
+    return f"the invite is damaged (its checksum does not fit): {advice}"
+
+
+def _shown(place: int) -> int:
+    """Return a place after the prefix as people count: from 1, prefix included."""
+    return len(PREFIX) + len(VERSION) + place + 1
+
+
+# Trying every slip takes 32 checks a letter: 0.1 s for a thousand letters. A longer invite is pasted, not typed.
+_MAX_LOCATED_CHARS: Final = 1_000
+
+
+def _swaps(letters: str) -> Iterator[tuple[int, int, str]]:
+    """Yield every swap of neighbours: its place, the bits that it flips, its description."""
+    for place, (one, other) in enumerate(itertools.pairwise(letters)):
+        difference = _ALPHABET.index(one) ^ _ALPHABET.index(other)
+        yield place, (difference << 5 | difference) << 5 * (len(letters) - place - 2), "two letters are swapped"
+
+
+def _wrong_letters(letters: str) -> Iterator[tuple[int, int, str]]:
+    """Yield every wrong letter: its place, the bits that it flips, its description."""
+    for place, difference in itertools.product(range(len(letters)), range(1, 32)):
+        yield place, difference << 5 * (len(letters) - place - 1), "a letter is wrong"

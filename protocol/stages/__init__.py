@@ -1,0 +1,1 @@
+"""How microbatches travel through a model in stages."""

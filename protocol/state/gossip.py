@@ -1,0 +1,212 @@
+"""Keeps one node's run state equal to that held by all peers: push, anti-entropy and heartbeats, without I/O.
+
+The trio driver (`node/state/gossip.py`) and the simulator (`testnet/simulate_state.py`) both drive a `Gossip`.
+Its methods take what arrives and the time by two clocks: ``unix`` for the entries, ``now`` (monotonic) for the rest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+from ..wire.errors import RemoteProtocolError
+from ..wire.token_bucket import PeerMeters
+from .antientropy import Session
+from .author_places import Introducer
+from .entries import Delta, Entry, Kind
+from .inbound_meter import InboundMeter
+from .lazy_push import ID_BYTES, decode_have
+from .liveness import BASE_PERIOD, Liveness
+from .push import NUM_CHOSEN, Push, SendBatch, decode_batch
+from .state import MergeReport, RunState
+
+MAX_FORWARDED = 64
+"""Most items of an anti-entropy session that are pushed on. More means that this node was away, not its neighbours."""
+FAULT_BURST = 8
+FAULT_RATE = 0.1
+"""Invalid items that a peer may send at once, and per second. Honest peers send none; a flooder is cut off here."""
+DISPLACING_BURST = 32
+DISPLACING_RATE = 0.5
+"""How many authors that one peer brought, and that took another's place here, are pushed on: at once, and per second.
+Four neighbours bring as many as join a run of 1,000 of which a tenth is replaced each minute. Where invented authors
+fill all tables, each that is pushed on takes a place at the next node, and the author that loses it is news elsewhere:
+they would circulate forever.
+"""
+AVOID_SECONDS = 30.0
+"""Seconds without another attempt at a peer that could not be reached. Whether it is dead is not judged here."""
+SYNC_PERIOD = 10.0
+FIRST_SYNC_PERIOD = 1.0
+"""A newcomer syncs after 1, 2, 4, 8 seconds, then every ten: its neighbours may be as new as it is."""
+JOIN_LEAD_SECONDS = 2.0
+"""Time that the first of a newcomer's sessions has before the others begin. Each would bring the whole run state."""
+ENOUGH_CANDIDATES = 2 * NUM_CHOSEN
+SLICE_ITEMS = 64
+"""Items merged at a time, 7 ms of verification; a driver lets other tasks run in between."""
+
+
+class Gossip:
+    """One node's part in the gossip of its run."""
+
+    def __init__(
+        self,
+        state: RunState,
+        author: bytes,
+        rng: random.Random,
+        base_period: float = BASE_PERIOD,
+        network_of: Callable[[bytes], str] = lambda peer: "",
+        knows_ids: Callable[[bytes], bool] = lambda peer: True,
+    ) -> None:
+        """``author``: this node's own key. ``base_period``: seconds between heartbeats in a small run.
+
+        ``network_of``: where a connected peer is (`Introducer.network`). ``knows_ids``: see `Push`.
+        """
+        self.state = state
+        self.author = author
+        state.places.protect(lambda other: other == author)
+        self._network_of = network_of
+        self.inbound = InboundMeter()
+        self.liveness = Liveness(base_period)
+        self.push = Push(rng, knows_ids)
+        self._rng = rng
+        self._faults = PeerMeters(FAULT_BURST, FAULT_RATE)
+        self._displacing = PeerMeters(DISPLACING_BURST, DISPLACING_RATE)
+        self._avoided: dict[bytes, float] = {}  # peer -> until when
+
+    def publish(self, entry: Entry, unix: float) -> None:
+        """Merge an entry that this node has written, and queue it for the push."""
+        report = self.state.merge(Delta((entry.signed,)), unix)
+        self.push.queue([entry.signed for entry in report.new], report.proofs, None)
+
+    def receive_push(self, peer: bytes, payload: bytes, unix: float, now: float) -> MergeReport:
+        """Take in a batch. Raises `RemoteProtocolError` if it is malformed, `FloodError` if the peer sends too much."""
+        self.inbound.count_bytes(peer, len(payload), now)
+        batch = decode_batch(payload)
+        self.inbound.count_items(peer, len(batch.delta.entries) + len(batch.delta.proofs), now)
+        self.push.heard(peer, batch, now)
+        report = self.merge(batch.delta, peer, unix, now)
+        self.reached(peer)
+        return report
+
+    def receive_ids(self, peer: bytes, payload: bytes, now: float) -> None:
+        """Take in announced ids. Raises as `receive_push` does."""
+        self.inbound.count_bytes(peer, len(payload), now)
+        have = decode_have(payload)
+        self.inbound.count_items(peer, len(have.wanted) // ID_BYTES, now)
+        self.push.heard_ids(peer, have, now)
+        self.reached(peer)
+
+    def merge(
+        self, delta: Delta, peer: bytes, unix: float, now: float, forward: bool = True, *, is_asked: bool = False
+    ) -> MergeReport:
+        """Take in what a peer sent. What is new is pushed on to the neighbours if ``forward``.
+
+        ``is_asked``: received in a session that this node began. Raises `RemoteProtocolError` if the peer has sent more
+        invalid items than could be an accident; the valid ones are merged nevertheless.
+        """
+        meter = self._faults.of(peer, now)
+        if meter.available(now) < 1.0:
+            raise RemoteProtocolError("too many invalid entries from this peer")
+        report = self.state.merge(delta, unix, Introducer(peer, self._network_of(peer)), is_asked=is_asked)
+        self._note_beats(report.new, now)
+        if forward:
+            kept_back = {author for author in report.displacing if not self._displacing.of(peer, now).take(now)}
+            news = [entry.signed for entry in report.new if entry.author not in kept_back]
+            self.push.queue(news, report.proofs, peer)
+        if invalid := len(report.faults):
+            meter.take(now, min(invalid, meter.available(now)))
+            if meter.available(now) < 1.0:
+                raise RemoteProtocolError(f"too many invalid entries from this peer: {report.faults[0]}")
+        return report
+
+    def _note_beats(self, entries: Iterable[Entry], now: float) -> None:
+        came_to_life = []
+        for entry in entries:
+            if entry.kind is Kind.BEAT and entry.author != self.author:
+                was_live = self.liveness.is_live(entry.author, now)
+                self.liveness.beat(entry.author, entry.tick, now)
+                if not was_live:
+                    came_to_life.append(entry.author)
+        if came_to_life:
+            num_live = len(self.liveness.live(now))
+            for peer in came_to_life:
+                self.push.welcome(peer, num_live, now)
+
+    def tick(self, unix: float, now: float) -> list[SendBatch]:
+        """Drop what has expired, and return what to push. Call this every half second."""
+        if self.state.expire(unix):
+            present = {entry.author for entry in self.state.entries(Kind.BEAT)}
+            self.liveness.forget_all_but(present)
+        self._avoided = {peer: until for peer, until in self._avoided.items() if until > now}
+        self.state.fit_beat_ttl(self.liveness.silence)
+        return self.push.tick(now, lambda peer: self._is_live_member(peer, now), lambda: self.candidates(now))
+
+    def _is_live_member(self, peer: bytes, now: float) -> bool:
+        return self.liveness.is_live(peer, now) and self.state.is_member(peer)
+
+    def candidates(self, now: float) -> list[bytes]:
+        """Return the peers to talk to: live members, without the recently unreachable ones if enough are left.
+
+        A small run keeps the unreachable ones: a node that stops talking to the only other one would look dead to it.
+        Peers that were only heard of are never more than the ones that were reached. Otherwise thousands of keys that
+        no peer answers for could separate any two nodes.
+        """
+        members = [peer for peer in self.liveness.live(now) if self.state.is_member(peer)]
+        fine = [peer for peer in members if peer not in self._avoided and not self.liveness.is_suspect(peer)]
+        if present := [peer for peer in members if self.liveness.is_reached(peer)]:
+            heard = [peer for peer in fine if not self.liveness.is_reached(peer)]
+            well = [peer for peer in fine if self.liveness.is_reached(peer)]
+            present = well if len(well) >= ENOUGH_CANDIDATES else present
+            return present + self._rng.sample(heard, min(len(heard), len(present)))
+        return fine if len(fine) >= ENOUGH_CANDIDATES else members
+
+    def choose_partner(self, now: float) -> bytes | None:
+        """Choose the peer to sync with next; None if no live member is known."""
+        candidates = self.candidates(now)
+        return self._rng.choice(candidates) if candidates else None
+
+    def choose_silent(self, now: float) -> bytes | None:
+        """Choose a silent member to try in addition to the partner, heartbeats included; often None.
+
+        This is how two halves of a network rejoin. The chance is such that all nodes together try each silent member
+        about once a period. It costs each node at most one failed dial a period, and finds a healed partition within a
+        second or two.
+        """
+        live = self.liveness.live(now)
+        silent = sorted(self.state.members().keys() - set(live) - {self.author} - self._avoided.keys())
+        if not silent or self._rng.random() * (len(live) + 1) > len(silent):
+            return None
+        return self._rng.choice(silent)
+
+    def open_session(self, unix: float, *, is_initiator: bool, with_beats: bool = False) -> Session:
+        """Open a session of anti-entropy. Pass what it receives to `merge`."""
+        return Session(self.state, self._rng, unix, is_initiator=is_initiator, with_beats=with_beats)
+
+    def reached(self, peer: bytes) -> None:
+        """Note that the peer was heard from directly."""
+        self._avoided.pop(peer, None)
+        self.liveness.trust(peer)
+
+    def unreachable(self, peer: bytes, now: float) -> None:
+        """Note that the peer could not be reached or broke the protocol; prefer others for `AVOID_SECONDS`."""
+        self._avoided[peer] = now + AVOID_SECONDS
+        self.push.drop(peer)
+
+
+def sync_periods() -> Iterator[float]:
+    """Yield the seconds from each sync of a node's life to the next, before jitter."""
+    period = FIRST_SYNC_PERIOD
+    while True:
+        yield period
+        period = min(2.0 * period, SYNC_PERIOD)
+
+
+def slices_of(delta: Delta) -> Iterator[Delta]:
+    """Split a delta into parts of at most `SLICE_ITEMS` items."""
+    for start in range(0, max(len(delta.entries), len(delta.proofs)), SLICE_ITEMS):
+        part = slice(start, start + SLICE_ITEMS)
+        yield Delta(delta.entries[part], delta.proofs[part])
+
+
+def is_worth_forwarding(delta: Delta) -> bool:
+    """Return whether a session brought few enough items that other peers may lack them too."""
+    return len(delta.entries) + len(delta.proofs) <= MAX_FORWARDED

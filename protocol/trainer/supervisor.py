@@ -1,0 +1,110 @@
+"""Supervision of trainers: decide after one dies whether to start another at once, later, or with less in memory.
+
+A trainer resumes from its last checkpoint; the node's partners see a failed exchange, the mesh process is unaffected.
+
+- *Out of memory*: the next trainer takes half as many sequences at a time, down to one. Its inner steps are the same
+  within rounding (`farandole.training.engine.learner`). The size stays for this node's later lives.
+- *Crashes* are followed by longer and longer delays. After `MAX_CRASHES` in a row the node rests: it reports the
+  reason, serves its peers without training, and tries again much later, since the cause (a driver, another program that
+  fills the card) may be gone by then. Where the model is cut, others rely on a stage's holders, so the node leaves.
+- *Unfit weights of a peer* are the peer's fault: a peer must not be able to stop this node with them.
+- *Setup errors* at first (no such device, too little text) are reported to the volunteer, who has just started the
+  node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .trainer_messages import Cause
+
+# Delays in seconds before a dead trainer is started again from its checkpoint; the last one repeats. A machine that
+# cannot train does not spin.
+RESTART_DELAYS: Final = (1.0, 5.0, 30.0, 120.0)
+# A trainer that trained for this time was healthy: the next crash counts as the first.
+HEALTHY_SECONDS: Final = 300.0
+# Crashes in a row after which the node rests. With the delays between them they take at least five minutes, which a
+# transient fault does not outlast, and at most half an hour.
+MAX_CRASHES: Final = 6
+# A rest: a try costs some seconds of loading, and a month has 700 of them.
+REST_SECONDS: Final = 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Start the next trainer after ``delay`` seconds."""
+
+    delay: float
+    words: str
+    """The event and its consequence, for people."""
+    is_rest: bool = False
+    """The node gives up for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """No trainer can run here: the node leaves the run, with these words."""
+
+    words: str
+
+
+class Supervisor:
+    """Judges the deaths of one node's trainers, one after the other.
+
+    ``batch_size`` is the run's, in sequences, ``microbatch`` how many of them the trainer takes at a time (0: all).
+    ``is_cut``: the model is cut into stages.
+    """
+
+    def __init__(self, batch_size: int, microbatch: int = 0, *, is_cut: bool = False) -> None:
+        self.microbatch = microbatch
+        """Sequences that the next trainer takes at a time; 0: the whole batch."""
+        self._batch_size = batch_size
+        self._is_cut = is_cut
+        self._crashes = 0
+        self._has_trained = False
+
+    def judge(self, error: str, cause: Cause, lived: float | None) -> Again | End:
+        """Decide what follows when a trainer has died ``lived`` seconds after it was ready; None: it never was."""
+        self._has_trained = self._has_trained or lived is not None
+        if cause == "setup" and not self._has_trained:
+            return End(error)
+        if cause == "weights":
+            return Again(RESTART_DELAYS[0], f"{error}; trying another peer's")
+        if cause == "memory" and lived is not None and not self._is_cut:
+            return self._shrink(error)
+        return self._count_crash(error, cause, lived or 0.0)
+
+    def _shrink(self, error: str) -> Again:
+        size = min(self.microbatch or self._batch_size, self._batch_size)
+        if size == 1:
+            return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
+        self.microbatch = -(-size // 2)
+        words = f"{error}; starting it again with {self.microbatch} of a batch's {self._batch_size} sequences at a time"
+        return Again(RESTART_DELAYS[0], f"{words}, which makes the same inner steps")
+
+    def _count_crash(self, error: str, cause: Cause, lived: float) -> Again | End:
+        self._crashes = 1 if lived > HEALTHY_SECONDS else self._crashes + 1
+        words = f"{error}. {_remedy(self._is_cut)}" if cause == "memory" else error
+        if self._crashes < MAX_CRASHES:
+            delay = RESTART_DELAYS[min(self._crashes, len(RESTART_DELAYS)) - 1]
+            return Again(delay, f"{words}; starting it again in {delay:g} s from the last checkpoint")
+        words = f"{words}; {MAX_CRASHES} crashes in a row"
+        if self._is_cut:
+            return End(f"{words}: leaving, so that others take this stage")
+        return self._rest(words)
+
+    def _rest(self, words: str) -> Again:
+        self._crashes = 0
+        advice = "to try at once: `farandole pause`, then `farandole resume`"
+        words = f"{words}. Training rests for {REST_SECONDS / 60:.0f} minutes, the node stays in the run; {advice}"
+        return Again(REST_SECONDS, words, is_rest=True)
+
+
+def _remedy(is_cut: bool) -> str:
+    if is_cut:
+        return (
+            "What a stage takes is set by the run: its creator may make one with pipeline.recompute = true, or with "
+            "fewer pipeline.in_flight; or choose a --device with more memory"
+        )
+    return "Close other programs, or choose a --device with more memory, or a run of a smaller model"

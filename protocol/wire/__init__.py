@@ -1,0 +1,1 @@
+"""What every message is made of: errors, identities, frames, schemas, records, limits."""

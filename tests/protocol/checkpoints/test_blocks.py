@@ -1,0 +1,295 @@
+"""Alice signs her checkpoint's index; contents of it and of the file that she, or an impostor, may try."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from farandole.protocol.checkpoints.blocks import (
+    BLOCK_BYTES,
+    HASH_BYTES,
+    MAX_BLOCKS,
+    Index,
+    SignedIndex,
+    block_range,
+    blocks_between,
+    decode_signed_index,
+    encode_signed_index,
+    hash_block,
+    max_index_bytes,
+    num_blocks,
+    select,
+    sign_index,
+)
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES, MAX_NAME_CHARS, header_size, parse_header
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+RUN = b"r" * 32
+SIZE = 2 * BLOCK_BYTES + 17
+CONTENT = random.Random(1).randbytes(SIZE)
+HASHES = b"".join(hash_block(CONTENT[start : start + BLOCK_BYTES]) for start in range(0, SIZE, BLOCK_BYTES))
+
+
+def index_of(**changes: Any) -> Index:
+    usual: dict[str, Any] = {
+        "run_id": RUN,
+        "author": public_bytes(KEY),
+        "stage": 1,
+        "num_stages": 2,
+        "round": 7,
+        "inner_steps": 350,
+        "tokens": 10_000,
+        "size": SIZE,
+        "layout": b"l" * 32,
+        "hashes": HASHES,
+    }
+    return Index(**(usual | changes))
+
+
+def decode(raw: bytes, run_id: bytes = RUN, max_size: int = SIZE) -> tuple[SignedIndex, Index]:
+    return decode_signed_index(raw, run_id, max_size)
+
+
+def test_an_index_proves_itself_and_names_its_checkpoint() -> None:
+    signed = sign_index(KEY, index_of())
+    raw = encode_signed_index(signed)
+    assert len(raw) <= max_index_bytes(SIZE)
+    assert decode(raw) == (signed, index_of())
+    assert decode(raw)[0].id == signed.id
+    assert signed.id != sign_index(KEY, index_of(round=8)).id
+
+
+def test_the_largest_index_is_taken() -> None:
+    size = MAX_BLOCKS * BLOCK_BYTES
+    raw = encode_signed_index(sign_index(KEY, index_of(size=size, hashes=bytes(MAX_BLOCKS * HASH_BYTES))))
+    assert decode(raw, max_size=size)[1].num_blocks == MAX_BLOCKS
+    assert decode(raw, max_size=2**63)[1].num_blocks == MAX_BLOCKS
+
+
+def test_blocks_are_known_by_their_hashes() -> None:
+    index = index_of()
+    assert [block_range(SIZE, block) for block in range(3)] == [
+        (0, BLOCK_BYTES),
+        (BLOCK_BYTES, 2 * BLOCK_BYTES),
+        (2 * BLOCK_BYTES, SIZE),
+    ]
+    for block in range(index.num_blocks):
+        start, end = block_range(SIZE, block)
+        assert index.is_block(block, CONTENT[start:end])
+    assert not index.is_block(1, CONTENT[:BLOCK_BYTES])
+    assert not index.is_block(0, CONTENT[: BLOCK_BYTES - 1])
+
+
+@given(st.integers(0, 2**50), st.integers(0, 2**50))
+def test_blocks_between_two_bytes_hold_them_and_no_more(start: int, size: int) -> None:
+    blocks = blocks_between(start, start + size)
+    if size:
+        assert blocks[0] * BLOCK_BYTES <= start < (blocks[0] + 1) * BLOCK_BYTES
+        assert blocks[-1] * BLOCK_BYTES < start + size <= (blocks[-1] + 1) * BLOCK_BYTES
+    else:
+        assert not blocks
+    assert num_blocks(size) == len(blocks_between(0, size))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "index"),
+        ({"run_id": b"x" * 32}, "another run"),
+        ({"run_id": b"x"}, "index"),
+        ({"author": bytes(32)}, "signature"),
+        ({"author": b"k" * 31}, "index"),
+        ({"stage": 2}, "stage 2 of 2"),
+        ({"stage": 512, "num_stages": 512}, "index"),
+        ({"num_stages": 0}, "index"),
+        ({"size": 0, "hashes": b""}, "index"),
+        ({"size": -1}, "index"),
+        ({"size": SIZE + 1}, "at most"),
+        ({"size": 2**63}, "index"),
+        ({"size": 2**64 - 1}, "index"),
+        ({"size": 2 * BLOCK_BYTES}, "hashes"),
+        ({"hashes": HASHES[:-1]}, "hashes"),
+        ({"hashes": HASHES[:-HASH_BYTES]}, "hashes"),
+        ({"hashes": HASHES + bytes(HASH_BYTES)}, "hashes"),
+        ({"round": 2**63}, "index"),
+        ({"tokens": -1}, "index"),
+        ({"layout": b""}, "index"),
+    ],
+)
+def test_an_index_that_lies_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        decode(encode_signed_index(sign_index(KEY, index_of(**changes))))
+
+
+def test_nobody_but_its_author_makes_an_index() -> None:
+    signed = sign_index(Ed25519PrivateKey.from_private_bytes(b"m" * 32), index_of())
+    with pytest.raises(RemoteProtocolError, match="signature"):
+        decode(encode_signed_index(signed))
+    honest = sign_index(KEY, index_of())
+    moved = SignedIndex(sign_index(KEY, index_of(round=8)).body, honest.signature)
+    with pytest.raises(RemoteProtocolError, match="signature"):
+        decode(encode_signed_index(moved))
+
+
+def test_an_index_is_no_longer_than_its_file_asks_for() -> None:
+    raw = encode_signed_index(sign_index(KEY, index_of(size=MAX_BLOCKS * BLOCK_BYTES, hashes=bytes(2**23))))
+    with pytest.raises(RemoteProtocolError, match="shorter"):
+        decode(raw)
+
+
+@given(st.binary(max_size=400))
+def test_rubbish_for_an_index_is_the_peers_fault(raw: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(raw)
+
+
+@given(st.data())
+def test_a_flipped_bit_is_noticed(data: st.DataObject) -> None:
+    raw = bytearray(encode_signed_index(sign_index(KEY, index_of())))
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(RemoteProtocolError):
+        decode(bytes(raw))
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="index"):
+        decode(b"\x91" * 500)
+    with pytest.raises(RemoteProtocolError, match="header"):
+        parse(b'{"a":' * 100_000)
+
+
+# The file's header
+
+NAMES = ("slow/a", "slow/b", "momentum/a", "momentum/b", "mean/a", "mean/b")
+
+
+def a_file() -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+    """Return a file with two parameters and three vectors, in the order of `farandole.training.engine.checkpoint`."""
+    tensors = {
+        name: np.full(shape, index, np.float32)
+        for index, (name, shape) in enumerate(zip(NAMES, 3 * [(300, 700), (5,)], strict=True))
+    }
+    entries: dict[str, object] = {"__metadata__": {"format": "farandole/checkpoint/1"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        entries[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    raw = json.dumps(entries).encode()
+    return with_length(raw) + b"".join(tensor.tobytes() for tensor in tensors.values()), tensors
+
+
+def with_length(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+def parse(header: bytes, num_data_bytes: int = 0) -> object:
+    raw = with_length(header)
+    return parse_header(raw, len(raw) + num_data_bytes)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [NAMES, NAMES[:4], NAMES[:1], ("slow/b", "mean/a"), ("mean/b",), ("slow/a", "momentum/a", "momentum/b")],
+)
+def test_a_selection_is_a_file_of_just_these_tensors(chosen: tuple[str, ...]) -> None:
+    raw, tensors = a_file()
+    assert header_size(raw[:8], len(raw)) == len(raw) - sum(tensor.nbytes for tensor in tensors.values())
+    selection = select(parse_header(raw, len(raw)), chosen.__contains__)
+    have = bytearray(len(raw))  # the original file's blocks that are reported as needed, and no others
+    for block in selection.blocks:
+        start, end = block_range(len(raw), block)
+        have[start:end] = raw[start:end]
+    made = selection.header + b"".join(have[start:end] for start, end in selection.pieces)
+    assert len(made) == selection.size
+    loaded = load(made)
+    assert set(loaded) == set(chosen)
+    for name in chosen:
+        assert np.array_equal(loaded[name], tensors[name])
+    assert parse_header(made, len(made)).metadata == {"format": "farandole/checkpoint/1"}
+    if chosen == NAMES:
+        assert made == raw
+
+
+def test_only_blocks_with_wanted_tensors_are_needed() -> None:
+    raw, _ = a_file()
+    header = parse_header(raw, len(raw))
+    assert select(header, "slow/a".__eq__).blocks == (0,)
+    assert select(header, "mean/b".__eq__).blocks == (2,)
+    assert select(header, NAMES.__contains__).blocks == (0, 1, 2)
+    with pytest.raises(RemoteProtocolError, match="no tensor"):
+        select(header, "square/a".__eq__)
+
+
+def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+    raw = save({"b": np.zeros((2, 3), np.float32), "a": np.ones((), np.float32)}, {"made": "by it"})
+    header = parse_header(raw, len(raw))
+    assert {tensor.name: tensor.shape for tensor in header.tensors} == {"a": (), "b": (2, 3)}
+    assert header.metadata == {"made": "by it"}
+
+
+def entry(start: int = 0, end: int = 8, **changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [start, end]} | changes
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": entry(dtype="F64")},
+        {"a": entry(shape=[3])},
+        {"a": entry(shape=[2**62, 2**62])},
+        {"a": entry(shape=[-2])},
+        {"a": entry(shape=[2.0])},
+        {"a": entry(shape=[1] * 9 + [2])},
+        {"a": entry(0, 2**63)},
+        {"a": entry(-8, 0)},
+        {"a": entry(8, 0)},
+        {"a": entry(1, 9)},
+        {"a": entry(0, 8), "b": entry(0, 8)},
+        {"a": entry(0, 8), "b": entry(8, 16)},
+        {"a": entry(0, 4, shape=[1])},
+        {"a": entry(other=1)},
+        {"a" * (MAX_NAME_CHARS + 1): entry()},
+        {"a": entry(), "__metadata__": {"x": 1}},
+        {"a": entry(), "__metadata__": []},
+        {"a": []},
+        {},
+        [],
+    ],
+)
+def test_a_header_that_lies_is_refused(header: object) -> None:
+    with pytest.raises(RemoteProtocolError):
+        parse(json.dumps(header).encode(), 8)
+    assert parse(json.dumps({"a": entry()}).encode(), 8)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, MAX_HEADER_BYTES + 1, 101])
+def test_a_headers_length_is_judged_before_anything_is_read(length: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        header_size(length.to_bytes(8, "little"), 108)
+    with pytest.raises(RemoteProtocolError):
+        parse_header(length.to_bytes(8, "little") + bytes(100), 108)
+    with pytest.raises(RemoteProtocolError):
+        header_size(b"\0" * 7, 7)
+
+
+def test_two_hundred_thousand_tensors_are_refused() -> None:
+    many = b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number for number in range(200_000))
+    with pytest.raises(RemoteProtocolError, match="200000 tensors"):
+        parse(b"{" + many + b"}")
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_for_a_header_is_the_peers_fault(raw: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        parse(raw, 8)

@@ -1,0 +1,203 @@
+"""What a node believes of others' leases, and what liars gain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.protocol.epochs.lease_claims import (
+    BUCKET_SECONDS,
+    FASTEST_RATIO,
+    SAMPLE_SHARE,
+    SIGNED_SLACK,
+    Claims,
+    Standing,
+)
+from farandole.protocol.run.slices import DoneSlices, Sections, parts, said_by
+from farandole.protocol.state.entries import Lease, LeasedSlices
+
+GHOST, BOB, CAROL, DAVE, EVE = (bytes([number]) * 32 for number in range(5))
+CORPUS = b"one text"
+NUM_SLICES = 100_000
+SECTIONS = Sections(NUM_SLICES)
+STANDING = Standing(
+    frozenset({GHOST, BOB, CAROL, DAVE}),
+    frozenset({BOB, CAROL, DAVE, EVE}),
+    {GHOST: 1e9, BOB: 5.0, CAROL: 5.0, DAVE: 5.0},
+    own_speed=5.0,
+)
+
+
+def claims_of(salt: bytes = b"") -> tuple[Claims, DoneSlices]:
+    done = DoneSlices(SECTIONS)
+    return Claims(done, salt), done
+
+
+def finished(number: int, count: int = 6_000) -> tuple[LeasedSlices, ...]:
+    return tuple(LeasedSlices(index * count, count, count) for index in range(number))
+
+
+def bits(mask: int) -> list[tuple[int, Lease]]:
+    return [(part + 1, Lease(0, CORPUS, (), raw)) for part, raw in enumerate(parts(mask))]
+
+
+def pass_time(claims: Claims, seconds: int, standing: Standing = STANDING) -> None:
+    for _ in range(seconds):
+        claims.believe(standing, 1.0)
+
+
+def test_who_has_not_been_met_is_not_believed_however_long_it_waits() -> None:
+    claims, done = claims_of()
+    claims.hear(GHOST, 0, Lease(0, CORPUS, (LeasedSlices(90_000, 10), *finished(7))), STANDING)
+    for index, lease in bits(SECTIONS.all):
+        claims.hear(GHOST, index, lease, STANDING)
+    pass_time(claims, 10_000)
+    assert done.count == 0
+    assert claims.doubted == SECTIONS.all
+
+
+def test_a_met_member_is_believed_as_fast_as_it_signs_and_no_faster() -> None:
+    claims, done = claims_of()
+    claims.hear(BOB, 0, Lease(0, CORPUS, (*finished(7), LeasedSlices(90_000, 10))), STANDING)
+    assert done.count == 0, "not at once"
+    pass_time(claims, 100)
+    assert done.count == 100 * 5 * SIGNED_SLACK
+    pass_time(claims, 10_000)
+    assert done.count == 42_000, "all that it says, and nothing else"
+
+
+def test_no_signature_makes_a_member_faster_than_any_node_can_be() -> None:
+    liar = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 1e9})
+    claims, done = claims_of()
+    claims.hear(BOB, 0, Lease(0, CORPUS, finished(8)), liar)
+    pass_time(claims, 10, liar)
+    assert done.count == 10 * 5 * FASTEST_RATIO
+
+
+def test_a_met_liar_does_not_set_the_measure_for_itself() -> None:
+    alone = Standing(frozenset({BOB}), frozenset({BOB}), {BOB: 1e9}, own_speed=5.0)
+    assert alone.fastest == 5.0 * FASTEST_RATIO
+    crowd = Standing(frozenset({BOB, CAROL}), frozenset({BOB, CAROL}), {BOB: 1e9, CAROL: 5.0}, own_speed=5.0)
+    assert crowd.fastest == 5.0 * FASTEST_RATIO
+    assert Standing(frozenset({BOB}), frozenset({BOB}), {BOB: 0.0}).fastest == 0.0
+
+
+def test_credit_is_not_saved_up_for_a_great_lie() -> None:
+    claims, done = claims_of()
+    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 10),)), STANDING)
+    pass_time(claims, 100_000)
+    claims.hear(BOB, 0, Lease(0, CORPUS, finished(8)), STANDING)
+    claims.believe(STANDING, 0.0)
+    assert done.count == 5 * SIGNED_SLACK * BUCKET_SECONDS
+
+
+def test_what_a_late_slice_of_a_section_implies_is_paid_as_well() -> None:
+    claims, done = claims_of()
+    last_ones = tuple(LeasedSlices(SECTIONS.end(section) - 1, 1, 1) for section in range(0, 800, 100))
+    claims.hear(BOB, 0, Lease(0, CORPUS, last_ones), STANDING)
+    pass_time(claims, 1)
+    assert done.count <= 5 * SIGNED_SLACK
+
+
+def test_a_gpu_that_is_a_hundred_times_as_fast_is_believed_at_once_by_a_laptop() -> None:
+    """The GPU leases and reports every ten seconds; the laptop, at five slices a second, does not lag behind."""
+    standing = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 500.0})
+    claims, done = claims_of()
+    lease, trained = 6_000, 0
+    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, lease), LeasedSlices(lease, lease))), standing)
+    pass_time(claims, 5, standing)  # the lease settles
+    while trained < NUM_SLICES - 2 * lease:
+        trained += 5_000
+        first = trained // lease * lease
+        whole = tuple(LeasedSlices(begin, lease, lease) for begin in range(max(0, first - 5 * lease), first, lease))
+        now = LeasedSlices(first, lease, trained - first)
+        claims.hear(BOB, 0, Lease(0, CORPUS, (*whole, now, LeasedSlices(first + lease, lease))), standing)
+        claims.believe(standing, 10.0)
+        assert done.count == trained
+
+
+def test_who_is_met_late_is_believed_in_a_few_minutes() -> None:
+    stranger = replace(STANDING, proven=STANDING.proven - {BOB})
+    claims, done = claims_of()
+    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 3_000, 3_000), LeasedSlices(3_000, 3_000))), stranger)
+    pass_time(claims, 600, stranger)
+    assert done.count == 0
+    pass_time(claims, 150)
+    assert done.count == 3_000
+
+
+def test_who_has_left_is_believed_what_it_was_good_for() -> None:
+    claims, done = claims_of()
+    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 100, 20),)), STANDING)
+    pass_time(claims, 60)
+    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 60, 60),)), STANDING)
+    pass_time(claims, 1, replace(STANDING, live=STANDING.live - {BOB}))
+    assert done.count == 60
+
+
+def test_bits_count_when_most_of_those_who_were_met_say_them() -> None:
+    claims, done = claims_of()
+    for author in (GHOST, BOB):
+        for index, lease in bits(SECTIONS.all):
+            claims.hear(author, index, lease, STANDING)
+    pass_time(claims, 10)
+    assert done.count == 0, "one of three"
+    for index, lease in bits(SECTIONS.all >> 5):
+        claims.hear(CAROL, index, lease, STANDING)
+    pass_time(claims, 1)
+    assert done.whole == SECTIONS.all >> 5
+
+
+@pytest.mark.parametrize(
+    ("num_live", "num_proven", "expected"), [(1, 1, True), (2, 1, False), (9, 2, False), (9, 3, True)]
+)
+def test_a_majority_needs_three_or_all_there_are(num_live: int, num_proven: int, expected: bool) -> None:
+    authors = [bytes([number]) * 32 for number in range(num_live)]
+    assert Standing(frozenset(authors), frozenset(authors[:num_proven])).has_quorum is expected
+    assert not Standing(proven=frozenset(authors)).has_quorum
+
+
+def test_ghosts_hold_less_than_half_of_an_epoch_together() -> None:
+    ghosts = [bytes([number, 9]) * 16 for number in range(60)]
+    standing = replace(STANDING, live=frozenset(ghosts))
+    claims, _ = claims_of()
+    for ghost in ghosts:
+        claims.hear(ghost, 0, Lease(0, CORPUS, (LeasedSlices(0, 6_000), LeasedSlices(50_000, 6_000))), standing)
+    held = [claimant.mask.bit_count() for _, claimant in claims.held(standing.live, frozenset())]
+    assert len(held) == 60
+    assert sum(held) <= SECTIONS.count * 0.51
+
+
+def test_a_gpu_holds_what_it_trains_on_in_time() -> None:
+    standing = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 50.0}, lease_seconds=60.0)
+    claims, _ = claims_of()
+    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 6_000), LeasedSlices(6_000, 6_000))), standing)
+    [(_, claimant)] = claims.held(standing.live, frozenset())
+    assert claimant.mask == SECTIONS.mask(0, 12_000)
+
+
+def test_a_sample_is_trained_again_whatever_all_say() -> None:
+    claims, done = claims_of(b"salt of this node")
+    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(99_990, 10), *finished(7))), STANDING)
+    pass_time(claims, 3_000)
+    for author in (BOB, CAROL, DAVE):
+        for index, lease in bits(SECTIONS.all):
+            claims.hear(author, index, lease, STANDING)
+    pass_time(claims, 1)
+    left = SECTIONS.count - done.whole.bit_count()
+    assert left == int(SECTIONS.count * SAMPLE_SHARE / 5)
+    other, other_done = claims_of(b"another one's")
+    for author in (BOB, CAROL, DAVE):
+        for index, lease in bits(SECTIONS.all):
+            other.hear(author, index, lease, STANDING)
+    pass_time(other, 1)
+    assert other_done.whole != done.whole
+
+
+@given(st.lists(st.integers(0, 255), max_size=9), st.integers(1, 10))
+def test_sections_are_counted(masks: list[int], needed: int) -> None:
+    expected = sum(1 << bit for bit in range(8) if sum(mask >> bit & 1 for mask in masks) >= needed)
+    assert said_by(masks, needed) == expected

@@ -1,0 +1,191 @@
+"""Pipes that move several transfers, one after the other, over channels that break."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.exchange.pipe import (
+    CHUNK_BYTES,
+    CHUNK_KIND,
+    MAX_OPEN,
+    Chunk,
+    Event,
+    Message,
+    Pipe,
+    Received,
+    Reroute,
+    Route,
+    Sealed,
+    TransferReceived,
+)
+from farandole.protocol.exchange.pipe_steps import MAX_ROUTES, TRANSITIONS, RouteStep
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
+
+CHANNEL = b"c" * 16
+MAX_MESSAGE_BYTES = 100
+
+
+class End:
+    """One end; transfers are announced by messages with their sizes."""
+
+    def __init__(self, is_opener: bool, *, is_large: bool = True) -> None:
+        self.pipe = Pipe(is_opener, max_message_bytes=MAX_MESSAGE_BYTES, is_large=is_large)
+        self.pipe.begin()
+        self.sent: list[bytes] = []
+        self.received: list[bytes] = []
+        self._memory: list[bytearray] = []
+
+    def announce(self, data: bytes) -> bytes:
+        self.pipe.offer(len(self.sent), len(data))
+        self.sent.append(data)
+        return self.pipe.send_message(len(data).to_bytes(4, "big"))
+
+    def hear(self, data: bytes) -> list[Event]:
+        events: list[Event] = []
+        self.pipe.receive_data(data)
+        while (event := self.pipe.next_event()) is not None:
+            events.append(event)
+            match event:
+                case Message(payload):
+                    self._memory.append(bytearray(int.from_bytes(payload, "big")))
+                    self.pipe.expect(len(self._memory) - 1, memoryview(self._memory[-1]))
+                case TransferReceived(name):
+                    self.received.append(bytes(self._memory[name]))
+        return events
+
+    @property
+    def rest(self) -> bytes:
+        """Return the bytes that are still to be sent."""
+        return b"".join(self.sent)[self.pipe.num_sent :]
+
+    def chunks(self) -> bytes:
+        frames = b""
+        while rest := self.rest:
+            size = min(CHUNK_BYTES, self.pipe.outgoing.head_end - self.pipe.num_sent)
+            frames += self.pipe.send(Chunk(self.pipe.num_sent, memoryview(rest)[:size]))
+        return frames
+
+    def take(self, data: bytes) -> bytes:
+        """Take bytes from the channel; return the frames that report complete transfers."""
+        frames = b""
+        while data:
+            head = self.pipe.incoming.open[0]
+            assert head.incoming is not None
+            piece, data = data[: len(head.incoming.rest)], data[len(head.incoming.rest) :]
+            head.incoming.write(memoryview(piece))
+            if not head.incoming.rest:
+                self.pipe.check_whole()
+                frames += self.pipe.send(Received())
+                self.received.append(bytes(self._memory[head.name]))
+        return frames
+
+
+def agree(alice: End, bob: End, channel: bytes | None = CHANNEL) -> None:
+    for sender, receiver in ((alice, bob), (bob, alice)):
+        receiver.hear(sender.pipe.send(Route(channel, sender.pipe.num_received)))
+    assert alice.pipe.channel == bob.pipe.channel == channel
+
+
+def test_small_pipes_need_no_route() -> None:
+    alice, bob = End(True, is_large=False), End(False, is_large=False)
+    for sender, receiver in ((alice, bob), (bob, alice), (alice, bob)):
+        receiver.hear(sender.announce(b"x" * 10) + sender.chunks())
+    assert (bob.received, alice.received) == (alice.sent, bob.sent)
+    with pytest.raises(LocalProtocolError):
+        alice.pipe.send(Route(CHANNEL, 0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_moves_twice_and_nothing_is_lost_however_channels_break(seed: int) -> None:
+    """Both directions at once, with several transfers in progress when each channel breaks."""
+    rng = random.Random(seed)
+    alice, bob = End(True), End(False)
+    num_moved = 0
+    for route in range(MAX_ROUTES):
+        agree(alice, bob, None if route == MAX_ROUTES - 1 else CHANNEL)
+        for sender, receiver in ((alice, bob), (bob, alice)):
+            if route == MAX_ROUTES - 1:
+                receiver.hear(sender.chunks())
+                receiver.hear(sender.announce(rng.randbytes(50)) + sender.chunks())
+                continue
+            wire = sender.rest
+            sender.pipe.num_sent += len(wire)
+            for _ in range(rng.randrange(1, 4)):
+                if len(sender.pipe.outgoing.open) < MAX_OPEN:
+                    data = rng.randbytes(rng.randrange(1, 1_000))
+                    receiver.hear(sender.announce(data))
+                    sender.pipe.num_sent += len(data)
+                    wire += data
+            arrived = wire[: rng.randrange(len(wire))]
+            num_moved += len(arrived)
+            sender.hear(receiver.take(arrived))
+        if not alice.pipe.incoming.is_open and bob.pipe.incoming.is_open:
+            alice.hear(bob.pipe.send(Reroute()))
+    assert (bob.received, alice.received) == (alice.sent, bob.sent)
+    assert alice.pipe.outgoing.settled == alice.pipe.outgoing.end == sum(map(len, alice.sent))
+
+
+def test_so_many_transfers_may_be_on_their_way() -> None:
+    alice, bob = End(True), End(False)
+    agree(alice, bob)
+    for _ in range(MAX_OPEN):
+        bob.hear(alice.announce(b"x"))
+        alice.pipe.num_sent += 1
+    assert not alice.pipe.can_offer
+    with pytest.raises(LocalProtocolError):
+        alice.announce(b"x")
+    with pytest.raises(RemoteProtocolError):
+        bob.hear(alice.pipe.send_message((1).to_bytes(4, "big")))
+
+
+def test_on_the_stream_one_transfer_is_announced_at_a_time() -> None:
+    alice, bob = End(True, is_large=False), End(False, is_large=False)
+    bob.hear(alice.announce(b"xx"))
+    with pytest.raises(LocalProtocolError):
+        alice.announce(b"x")
+    with pytest.raises(RemoteProtocolError):
+        bob.hear(alice.pipe.send_message((1).to_bytes(4, "big")))
+
+
+@pytest.mark.parametrize("message", [Sealed(bytes(32)), Received(), Reroute(), Route(None, 0)])
+@pytest.mark.parametrize("step", [RouteStep.IDLE, RouteStep.STREAM])
+def test_what_the_table_does_not_have_is_refused_at_both_ends(
+    step: RouteStep, message: Sealed | Received | Reroute | Route
+) -> None:
+    alice, bob, liar = End(True), End(False), End(True)
+    for end in (alice, bob):
+        end.pipe.step = step
+    with pytest.raises(LocalProtocolError):
+        alice.pipe.send(message)
+    match message:  # what a liar at this step would send
+        case Route():
+            said = liar.pipe.send(message)
+        case _:
+            said = (6).to_bytes(4, "big") + b"\2" + b"\x90" * 5
+    with pytest.raises(RemoteProtocolError):
+        bob.hear(said)
+
+
+def test_every_step_of_the_table_can_be_reached_and_the_stream_is_the_last() -> None:
+    reached, fresh = {RouteStep.UNROUTED}, {RouteStep.UNROUTED}
+    while fresh:
+        fresh = {after for step in fresh for _, after in TRANSITIONS[step].values()} - reached
+        reached |= fresh
+    assert reached == set(RouteStep) - {RouteStep.IDLE}
+    assert {after for _, after in TRANSITIONS[RouteStep.STREAM].values()} == {RouteStep.STREAM}
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=300), st.booleans(), st.booleans(), st.integers(1, 50))
+def test_any_bytes_raise_remote_protocol_errors_alone(data: bytes, is_opener: bool, is_large: bool, piece: int) -> None:
+    end = End(is_opener, is_large=is_large)
+    with contextlib.suppress(RemoteProtocolError):
+        end.hear(b"\0\0\0\5\0\0\0\0\x20" + bytes((0, 0, 0, 9 + 8, CHUNK_KIND)))
+        for start in range(0, len(data), piece):
+            end.hear(data[start : start + piece])
+    assert end.pipe.buffered <= 5 + MAX_MESSAGE_BYTES

@@ -1,0 +1,252 @@
+"""Yamux without I/O: two machines connected by hand, and one fed with arbitrary bytes."""
+
+import itertools
+import struct
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.mesh.yamux import (
+    INITIAL_WINDOW,
+    MAX_INBOUND_STREAMS,
+    MAX_MESSAGE_BYTES,
+    MAX_QUEUED_DATA,
+    MAX_WAITING_STREAMS,
+    MAX_WINDOW,
+    GoneAway,
+    PingAnswered,
+    StreamChanged,
+    StreamOpened,
+    Yamux,
+    YamuxStream,
+)
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
+
+DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+
+
+def encode(kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> bytes:
+    return struct.pack("!BBHII", 0, kind, flags, stream_id, length) + data
+
+
+def move(source: Yamux, target: Yamux, now: float = 0.0) -> None:
+    """Deliver all queued bytes."""
+    while data := source.data_to_send():
+        assert len(data) <= MAX_MESSAGE_BYTES
+        source.note_sent(len(data))
+        target.receive_data(data, now)
+
+
+class Pair:
+    """Two ends of one connection, with one stream."""
+
+    def __init__(self) -> None:
+        self.alice, self.bob = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
+        self.near = self.alice.open_stream()
+        self.exchange()
+        far = self.bob.accept_stream()
+        assert far is not None
+        self.far = far
+
+    def exchange(self, now: float = 0.0) -> None:
+        while self.alice.num_queued or self.bob.num_queued:
+            move(self.alice, self.bob, now)
+            move(self.bob, self.alice, now)
+
+
+def test_what_one_end_sends_the_other_reads_and_each_may_finish_first() -> None:
+    pair = Pair()
+    assert pair.near.send(memoryview(b"question")) == 8
+    pair.near.finish()
+    pair.exchange()
+    assert pair.far.read(5, now=0.0) == b"quest"
+    assert pair.far.read(None, now=0.0) == b"ion"
+    assert pair.far.has_ended
+    assert pair.far.send(memoryview(b"answer")) == 6
+    pair.far.finish()
+    pair.exchange()
+    assert pair.near.read(None, now=0.0) == b"answer"
+    assert not pair.alice.is_open(pair.near.stream_id)
+    assert not pair.bob.is_open(pair.far.stream_id)
+    with pytest.raises(LocalProtocolError):
+        pair.near.send(memoryview(b"more"))
+
+
+def test_events_say_what_has_changed() -> None:
+    alice, bob = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
+    stream = alice.open_stream()
+    stream.send(memoryview(b"x"))
+    assert bob.receive_data(alice.data_to_send(), 0.0) == [StreamOpened(), StreamChanged(stream.stream_id)]
+    alice.ping(now=1.0, number=7)
+    move(alice, bob)
+    assert alice.receive_data(bob.data_to_send(), 3.5) == [PingAnswered(7)]
+    assert alice.round_trip == alice.least_round_trip == 2.5
+    alice.go_away()
+    assert bob.receive_data(alice.data_to_send(), 4.0) == [GoneAway(0)]
+    assert bob.has_ended
+
+
+def test_a_peer_that_answers_before_it_is_asked_seems_no_nearer() -> None:
+    alice = Yamux(is_initiator=True, now=0.0)
+    alice.ping(now=1.0, number=0x5EED)
+    alice.receive_data(b"".join(pong(guess) for guess in range(50)), 1.0)
+    assert alice.least_round_trip is None
+    alice.receive_data(pong(0x5EED), 3.5)
+    assert alice.least_round_trip == 2.5
+
+
+def test_the_least_round_trip_is_that_without_other_traffic() -> None:
+    alice = Yamux(is_initiator=True, now=0.0)
+    for number, seconds in enumerate((0.5, 0.1, 2.0)):
+        alice.ping(10.0 * number, number)
+        alice.receive_data(pong(number), 10.0 * number + seconds)
+    assert alice.round_trip == 2.0
+    assert alice.least_round_trip == pytest.approx(0.1)
+
+
+def pong(number: int) -> bytes:
+    return struct.pack(">BBHII", 0, PING, ACK, 0, number)
+
+
+def test_a_window_grows_while_its_reader_keeps_up_and_never_beyond_its_bound() -> None:
+    pair = Pair()
+    num_sent = 0
+    for _ in range(2_000):
+        num_sent += pair.near.send(memoryview(bytes(60_000)))
+        if not pair.near.room:
+            move(pair.alice, pair.bob)
+            pair.far.read(None, now=0.0)
+            move(pair.bob, pair.alice)
+    unread = 0
+    while pair.near.has_credit:  # no one reads now
+        unread += pair.near.send(memoryview(bytes(60_000)))
+        move(pair.alice, pair.bob)
+    assert num_sent > MAX_WINDOW
+    assert INITIAL_WINDOW < unread <= MAX_WINDOW
+    assert pair.far.num_unread <= MAX_WINDOW
+
+
+def test_the_queue_is_bounded_for_data_and_empty_before_bulk() -> None:
+    pair = Pair()
+    sent = list(itertools.takewhile(bool, (pair.near.send(memoryview(bytes(60_000))) for _ in range(100))))
+    assert MAX_QUEUED_DATA <= pair.alice.num_queued < MAX_QUEUED_DATA + MAX_MESSAGE_BYTES
+    assert sum(sent) < INITIAL_WINDOW
+    pair.near.is_bulk = True
+    data = pair.alice.data_to_send()
+    pair.alice.note_sent(len(data))
+    assert not pair.near.room
+    while data := pair.alice.data_to_send():
+        pair.alice.note_sent(len(data))
+    assert pair.near.room
+
+
+def test_an_honest_burst_of_streams_costs_the_excess_and_not_the_connection() -> None:
+    for number in (200, 1_000):
+        alice, bob = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
+        streams = [alice.open_stream() for _ in range(number)]
+        for stream in streams:
+            stream.send(memoryview(b"a request"))
+        move(alice, bob)
+        move(bob, alice)
+        assert not bob.has_ended
+        assert sum(not stream.is_reset for stream in streams) == MAX_WAITING_STREAMS
+        accepted = [bob.accept_stream() for _ in range(MAX_WAITING_STREAMS)]
+        assert all(stream is not None and stream.read(None, now=0.0) == b"a request" for stream in accepted)
+        again = alice.open_stream()
+        move(alice, bob)
+        move(bob, alice)
+        assert not again.is_reset
+
+
+def test_an_end_resets_what_is_open_and_keeps_what_was_received() -> None:
+    pair = Pair()
+    pair.near.send(memoryview(b"last words"))
+    move(pair.alice, pair.bob)
+    pair.bob.end()
+    assert pair.far.is_reset
+    assert pair.far.read(None, now=0.0) == b"last words"
+    assert pair.bob.num_unread == 0
+    assert not pair.bob.data_to_send()
+    with pytest.raises(LocalProtocolError):
+        pair.bob.open_stream()
+
+
+FRAMES = st.one_of(
+    st.binary(max_size=40),
+    st.builds(
+        lambda kind, flags, stream_id, data: encode(kind, flags, stream_id, len(data), data if kind == 0 else b""),
+        st.integers(0, 4),
+        st.integers(0, 15),
+        st.integers(0, 5),
+        st.binary(max_size=30),
+    ),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(FRAMES, max_size=30))
+def test_no_bytes_whatever_raise_anything_but_a_remote_protocol_error(pieces: list[bytes]) -> None:
+    conn = Yamux(is_initiator=False, now=0.0)
+    with suppress(RemoteProtocolError):
+        for piece in pieces:
+            conn.receive_data(piece, now=0.0)
+    accepted = list(iter(conn.accept_stream, None))
+    assert conn.num_unread == sum(stream.num_unread for stream in accepted)
+    assert len(accepted) <= MAX_INBOUND_STREAMS
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "send", "read", "finish", "reset", "abandon", "ping", "move", "garbage"]),
+            st.booleans(),
+            st.integers(0, 7),
+            st.binary(max_size=50),
+        ),
+        max_size=60,
+    )
+)
+def test_any_use_with_any_bytes_between_raises_nothing_else_and_keeps_count(
+    steps: list[tuple[str, bool, int, bytes]],
+) -> None:
+    ends = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
+    streams: tuple[list[YamuxStream], list[YamuxStream]] = ([], [])
+    now = 0.0
+    with suppress(RemoteProtocolError):
+        for action, side, index, data in steps:
+            now += 0.01
+            end, other, mine = ends[side], ends[not side], streams[side]
+            stream = mine[index % len(mine)] if mine else None
+            if action == "garbage":
+                end.receive_data(data, now)
+            elif action == "move":
+                move(end, other, now)
+                streams[not side].extend(iter(other.accept_stream, None))
+            elif action == "ping":
+                end.ping(now, index)
+            elif action == "open" and not end.has_ended:
+                mine.append(end.open_stream())
+            elif stream is not None:
+                use(stream, action, data, now)
+    for end, mine in zip(ends, streams, strict=True):
+        mine.extend(iter(end.accept_stream, None))
+        assert end.num_unread == sum(stream.num_unread for stream in mine)
+
+
+def use(stream: YamuxStream, action: str, data: bytes, now: float) -> None:
+    match action:
+        case "send":
+            if not (stream.has_finished or stream.is_reset):
+                assert stream.send(memoryview(data)) <= len(data)
+        case "read":
+            assert len(stream.read(len(data), now)) <= len(data)
+        case "finish":
+            stream.finish()
+        case "reset":
+            stream.reset()
+        case "abandon":
+            stream.abandon()

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from farandole.protocol.planning.best_known import RATES, best_known, learning_rate_for, reason_for
+from farandole.protocol.planning.needs import USUAL_RATE
+from farandole.protocol.planning.planning import Machine, changes, complete, plan
+from farandole.protocol.run.external_model import ExternalModel
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, StartConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
+from farandole.protocol.run.presets import PRESETS, preset
+
+RUN = Manifest("a", preset("3M"))
+
+
+def test_measured_sizes_have_their_measured_rates() -> None:
+    for size, rate in RATES:
+        assert learning_rate_for(size, is_muon=False) == pytest.approx(rate, rel=0.05)
+        assert learning_rate_for(size, is_muon=True) == pytest.approx(2 * rate, rel=0.05)
+
+
+def test_rates_fall_with_the_size() -> None:
+    rates = [learning_rate_for(size, is_muon=False) for size in (1, 10**5, 504_672, 10**6, 10**7, 10**8, 10**9, 10**10)]
+    assert rates[:3] == [6e-3] * 3
+    assert rates[2:] == sorted(set(rates[2:]), reverse=True)
+    assert rates[-1] > 0.0
+
+
+def test_what_a_run_file_leaves_open_is_chosen() -> None:
+    known = best_known(RUN, ["outer.codec", "outer.drift", "inner.total_steps", "inner.batch_size"])
+
+    assert known.outer == PlainConfig(codec=RUN.outer.codec)
+    assert known.inner == msgspec.structs.replace(RUN.inner, optimizer="muon", learning_rate=6e-3, warmup_steps=1_250)
+    assert msgspec.structs.replace(known, outer=RUN.outer, inner=RUN.inner) == RUN
+
+
+@pytest.mark.parametrize("given", ["outer.kind", "outer.alpha", "outer.gamma", "outer.momentum"])
+def test_a_rule_that_a_run_file_means_stays(given: str) -> None:
+    run = msgspec.structs.replace(RUN, outer=NoLoCoConfig(alpha=0.3, drift=0.1))
+    assert best_known(run, [given]).outer == run.outer
+
+
+def test_common_settings_of_a_rule_are_kept() -> None:
+    run = msgspec.structs.replace(RUN, outer=NoLoCoConfig(codec="topk", topk=32, drift=0.1, fragments=4))
+    known = best_known(run, ["outer.codec", "outer.topk", "outer.drift", "outer.fragments"]).outer
+    assert known == PlainConfig(codec="topk", topk=32, drift=0.1, fragments=4)
+
+
+def test_a_rate_stays_with_its_optimizer() -> None:
+    chosen = msgspec.structs.replace(RUN, inner=InnerConfig(learning_rate=1e-3, warmup_steps=7))
+    assert best_known(chosen, ["inner.learning_rate", "inner.warmup_steps"]).inner == chosen.inner
+
+
+def test_an_optimizer_that_was_chosen_gets_its_own_rate() -> None:
+    assert best_known(RUN, ["inner.optimizer"]).inner.learning_rate == 3e-3
+
+
+@pytest.mark.parametrize("name", ["start", "external"])
+def test_inner_settings_of_what_was_not_measured_stay(name: str) -> None:
+    external = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel({"a": (4, 4)}))
+    other = {"model": external} if name == "external" else {"start": StartConfig("1" * 64, "0" * 64)}
+    run = msgspec.structs.replace(RUN, **other)
+    assert best_known(run, ()).inner == run.inner
+    assert best_known(run, ()).outer == PlainConfig()
+
+
+def test_what_was_not_chosen_has_no_reason() -> None:
+    assert reason_for("outer.fragments", 1) == ""
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_choice_has_a_reason(model: str) -> None:
+    run = msgspec.structs.replace(RUN, model=preset(model))
+    cut = plan(best_known(run, ()), Machine(USUAL_RATE, USUAL_RATE, memory=4 * 10**9)).manifest
+    thin = plan(best_known(run, ()), Machine(USUAL_RATE / 50, USUAL_RATE / 50)).manifest
+    for chosen in (complete(run, ()), cut, thin):
+        assert all(reason_for(name, value) for name, value in changes(run, chosen).items())

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from farandole.protocol.planning.needs import USUAL_RATE, needs_of
+from farandole.protocol.planning.planning import (
+    GOOD_EXCHANGE,
+    Machine,
+    alternatives,
+    changes,
+    complete,
+    given_by,
+    judge,
+    plan,
+)
+from farandole.protocol.run.external_model import ExternalModel
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, RoundConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig, SparseLoCoConfig
+from farandole.protocol.run.presets import PRESETS, preset
+
+HOME = Machine(USUAL_RATE, USUAL_RATE)
+GB = 1_000_000_000
+
+
+def manifest(model: str, **settings: object) -> Manifest:
+    return msgspec.structs.replace(Manifest(name="a", model=preset(model)), **settings)
+
+
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("gpu", [None, 24 * GB])
+def test_every_preset_fits_a_home_line(model: str, gpu: int | None) -> None:
+    planned = plan(manifest(model), Machine(USUAL_RATE, USUAL_RATE, gpu=gpu))
+
+    assert planned.fits
+    assert planned.needs.rate <= USUAL_RATE
+    assert planned.manifest.outer.codec == "int8"
+    assert planned.manifest.rounds.exchange_seconds <= GOOD_EXCHANGE
+    assert planned.busy is not None
+    assert planned.busy >= 0.9
+
+
+def test_a_small_model_has_short_rounds() -> None:
+    planned = plan(manifest("3M"), HOME)
+
+    assert changes(manifest("3M"), planned.manifest) == {
+        "outer.codec": "int8",
+        "rounds.round_seconds": 10.0,
+        "rounds.exchange_seconds": 10.0,
+        "rounds.overlap": True,
+    }
+
+
+def test_a_small_model_in_stages_does_not_overlap() -> None:
+    run = msgspec.structs.replace(manifest("3M"), model=msgspec.structs.replace(preset("3M"), num_stages=2))
+    planned = plan(run, HOME)
+
+    assert not planned.manifest.rounds.overlap
+    assert planned.busy is not None
+    assert planned.busy >= 0.9
+
+
+def test_rounds_that_overlap_are_as_long_as_an_exchange_may_take() -> None:
+    rounds = plan(manifest("1B"), HOME).manifest.rounds
+
+    assert rounds.overlap
+    assert rounds.round_seconds >= rounds.exchange_seconds
+
+
+def test_a_model_that_does_not_fit_the_memory_is_cut_as_little_as_can_be() -> None:
+    planned = plan(manifest("1B"), Machine(USUAL_RATE, USUAL_RATE, gpu=24 * GB))
+    num_stages = planned.manifest.model.num_stages
+
+    assert planned.fits
+    assert num_stages > 1
+    assert planned.needs.on_gpu.device <= 24 * GB
+    less = msgspec.structs.replace(planned.manifest.model, num_stages=num_stages - 1)
+    assert needs_of(msgspec.structs.replace(planned.manifest, model=less)).on_gpu.device > 24 * GB
+
+
+def test_a_model_that_its_run_file_cuts_keeps_fewer_activations_if_that_is_needed() -> None:
+    run = msgspec.structs.replace(manifest("1B"), model=msgspec.structs.replace(preset("1B"), num_stages=4))
+    machine = Machine(HOME.upload, HOME.download, gpu=16_000_000_000)
+    assert judge(run, machine).lacks_memory
+    planned = plan(run, machine, given={"model.num_stages"})
+    assert not planned.lacks_memory
+    assert planned.manifest.model.num_stages == 4
+    assert planned.manifest.pipeline.recompute
+    kept = plan(run, machine, given={"model.num_stages", "pipeline.in_flight"})
+    assert kept.lacks_memory
+    assert not kept.manifest.pipeline.recompute
+
+
+def test_members_bound_the_stages() -> None:
+    machine = Machine(USUAL_RATE, USUAL_RATE, memory=8 * GB)
+    alone, many = (plan(manifest("1B"), machine, num_members=number) for number in (2, 40))
+
+    assert alone.lacks_memory
+    assert alone.manifest.model.num_stages == 1
+    assert many.fits
+
+
+def test_a_line_that_carries_nothing_is_said_to_lack() -> None:
+    planned = plan(manifest("1B"), Machine(1_000, 1_000))
+
+    assert planned.lacks_line
+    assert not planned.fits
+
+
+def test_a_slower_way_down_counts_as_well() -> None:
+    slow = plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4))
+
+    assert slow.needs.rate <= USUAL_RATE / 4
+
+
+def test_a_rule_with_a_codec_of_its_own_keeps_it() -> None:
+    completed = complete(manifest("10M", outer=SparseLoCoConfig()), ["outer.kind"])
+    assert completed.outer.codec == "topk"
+    assert completed.outer.topk == SparseLoCoConfig().topk
+
+
+@pytest.mark.parametrize("inner_steps", [0, 10])
+def test_an_exchange_has_long_where_rounds_may_end_far_apart(inner_steps: int) -> None:
+    rounds = RoundConfig(inner_steps=inner_steps, round_seconds=0.0 if inner_steps else 60.0)
+    completed = complete(manifest("3M", rounds=rounds), ["rounds.inner_steps", "rounds.round_seconds"])
+    assert completed.rounds.exchange_seconds == (30.0 if inner_steps else 10.0)
+
+
+def test_an_exchange_is_no_longer_than_a_round_that_a_run_file_sets() -> None:
+    completed = complete(manifest("tiny", rounds=RoundConfig(round_seconds=2.0)), ["rounds.round_seconds"])
+    assert completed.rounds.exchange_seconds == 2.0
+    external = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel({"a": (4, 4)}))
+    own_loop = msgspec.structs.replace(manifest("tiny", rounds=RoundConfig(round_seconds=2.0)), model=external)
+    assert complete(own_loop, ["rounds.round_seconds"]).rounds.exchange_seconds == 30.0, "its steps may be long"
+
+
+def test_what_is_given_stays() -> None:
+    run = manifest("125M", outer=NoLoCoConfig(codec="fp32"), rounds=RoundConfig(exchange_seconds=60))
+    planned = plan(run, HOME, given={"outer.codec", "rounds.exchange_seconds", "model.num_stages"})
+
+    assert planned.manifest.outer.codec == "fp32"
+    assert planned.manifest.rounds.exchange_seconds == 60
+    assert planned.manifest.outer.fragments > 1
+    assert planned.fits
+
+
+def test_a_run_with_audits_is_planned_without_what_audits_exclude() -> None:
+    run = manifest("125M", inner=InnerConfig(deterministic=True), audits=0.03)
+    planned = plan(run, Machine(USUAL_RATE / 8, USUAL_RATE / 8))
+
+    assert planned.fits
+    assert not planned.manifest.rounds.overlap
+    assert plan(msgspec.structs.replace(run, model=preset("3M")), HOME).manifest.rounds.round_seconds == 45.0
+
+
+def test_each_of_several_partners_takes_time() -> None:
+    one, two = (
+        plan(manifest("125M", rounds=RoundConfig(partners=number)), HOME, ["rounds.partners"]) for number in (1, 2)
+    )
+
+    assert one.manifest.rounds.overlap
+    assert not two.manifest.rounds.overlap
+    assert two.manifest.outer.fragments == 1
+    assert two.manifest.rounds.round_seconds > 2 * one.seconds
+    assert two.fits
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_a_run_file_is_completed_so_that_homes_can_exchange(model: str) -> None:
+    completed = complete(manifest(model), ())
+
+    assert needs_of(completed).rate <= USUAL_RATE
+    assert completed.model == manifest(model).model
+    assert (completed.outer.kind, completed.inner.optimizer) == ("plain", "muon")
+
+
+def test_what_a_run_file_says_is_not_completed() -> None:
+    rounds = RoundConfig(exchange_seconds=33.0, round_seconds=44.0)
+    run = manifest("1B", outer=NoLoCoConfig(codec="bf16", alpha=0.3), rounds=rounds)
+    given = ["outer.codec", "outer.alpha", "outer.fragments", "rounds.exchange_seconds", "rounds.round_seconds"]
+    given += ["rounds.overlap", "inner.learning_rate", "inner.warmup_steps"]
+    completed = complete(run, given)
+
+    assert completed == run
+    assert needs_of(completed).rate > USUAL_RATE
+
+
+def test_alternatives_show_what_else_there_is() -> None:
+    planned = plan(manifest("350M"), HOME).manifest
+    rows = alternatives(planned, HOME)
+
+    assert {row.manifest.outer.codec for row in rows} == {"fp32", "int8", "int4", "topk"}
+    assert {row.manifest.model.num_stages for row in rows} == {1, 2, 4}
+    assert all(row.needs.rate <= USUAL_RATE or row.lacks_line for row in rows)
+    assert len(alternatives(planned, HOME, ["outer.codec", "outer.fragments", "model.num_stages"])) == 1
+
+
+def test_judging_changes_nothing() -> None:
+    judged = judge(manifest("1B"), Machine(USUAL_RATE, USUAL_RATE, memory=16 * GB))
+
+    assert judged.manifest == manifest("1B")
+    assert judged.lacks_line
+    assert judged.lacks_memory
+
+
+def test_what_a_run_file_says() -> None:
+    assert given_by({"name": "a", "model": "3M", "outer": {"codec": "int8"}}) == {"outer.codec"}
+    assert given_by({"model": {"num_stages": 2}}) == {"model.num_stages"}
+    assert given_by({"inner": {"warmup_tokens": 1e6}}) == {"inner.warmup_steps"}
+    assert given_by("not a table") == frozenset()

@@ -1,0 +1,203 @@
+"""A peer with which an exchange failed is met last, for longer each time, and never shut out."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from farandole.protocol.rounds.pairing import PROPOSE_UNTIL, Pairing
+from farandole.protocol.rounds.pairing_backoff import (
+    FAIR_BURST,
+    FAIR_SHARE,
+    FIRST_ROUNDS,
+    FIRST_ROUNDS_AHEAD,
+    MAX_PEERS,
+    MAX_ROUNDS,
+    MeetingLimit,
+    PartnerBackoff,
+)
+from farandole.protocol.rounds.pairing_events import (
+    ContributionReady,
+    ExchangeEnded,
+    GoAlone,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+)
+from farandole.protocol.rounds.pairing_messages import Agree, Busy, Decline, Propose
+from farandole.protocol.wire.timers import TimerFired
+
+from .nodes import ALICE, BOB, BOXED, CAROL, MIDDLE, Node, matched, started
+
+
+def refused_by_bob(*peers: bytes) -> Node:
+    """Return Alice in round 8, after Bob refused their exchange in round 7."""
+    alice = started(ALICE, BOXED, *peers)
+    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
+    alice.handle(ExchangeEnded(MIDDLE, BOB, committed=False), 41.0)
+    alice.handle(RoundStarted(8), 100.0)
+    return alice
+
+
+@pytest.mark.parametrize("has_committed", [False, True])
+def test_after_a_failure_or_a_contribution_that_counted_for_nothing_others_are_asked_first(has_committed: bool) -> None:
+    for seed in range(30):
+        machine = Pairing(ALICE, BOXED, random.Random(seed))
+        machine.handle(PeersChanged(frozenset((BOB, CAROL))), 0.0)
+        machine.handle(RoundStarted(7), 0.0)
+        machine.handle(ExchangeEnded(MIDDLE, BOB, has_committed, has_counted=False), 1.0)
+        machine.handle(RoundStarted(8), 100.0)
+        outputs = machine.handle(TimerFired(), 100.0 + 40 * PROPOSE_UNTIL)
+        assert [out.peer for out in outputs if isinstance(out, SendMessage)] == [CAROL]
+
+
+def test_its_proposals_wait_while_another_may_be_free() -> None:
+    alice = refused_by_bob(BOB, CAROL)
+    alice.hear(BOB, Propose(MIDDLE, 35.0), 101.0)
+    ((peer, answer),) = alice.sent
+    assert (peer, type(answer)) == (BOB, Busy)
+    _, proposal = alice.propose(100.0 + 40 * PROPOSE_UNTIL)
+    alice.hear(CAROL, Decline(proposal.session, "matched"), 131.0)
+    assert [(peer, type(message)) for peer, message in alice.sent] == [(BOB, Propose)], "nobody else is free"
+
+
+def test_the_only_peer_is_met_all_the_same() -> None:
+    alice = refused_by_bob(BOB)
+    alice.hear(BOB, Propose(MIDDLE, 35.0), 101.0)
+    assert alice.sent == [(BOB, Agree(MIDDLE, 39.0))]
+    assert refused_by_bob(BOB).propose(130.0)[0] == BOB
+
+
+def test_a_partner_that_agreed_and_was_not_ready_in_time_is_put_off() -> None:
+    alice, _ = matched()
+    alice.handle(ContributionReady(7), 40.0)
+    alone = [out for out in alice.handle(TimerFired(), 56.0) if isinstance(out, GoAlone)]
+    assert alone == [GoAlone(7, "the partner was not ready in time")]
+    alice.handle(PeersChanged(frozenset((BOB, CAROL))), 60.0)
+    alice.handle(RoundStarted(8), 100.0)
+    assert alice.propose(130.0)[0] == CAROL
+
+
+def test_each_failure_puts_off_for_twice_as_long_and_a_success_forgives_half_of_them() -> None:
+    backoff, round_ = PartnerBackoff(), 0
+    for number in range(12):
+        backoff.note_failure(BOB, round_)
+        rounds = min(FIRST_ROUNDS * 2**number, MAX_ROUNDS)
+        assert backoff.puts_off(BOB, round_ + rounds)
+        assert not backoff.puts_off(BOB, round_ + rounds + 1)
+        assert not backoff.puts_off(CAROL, round_ + 1)
+        round_ += rounds
+    for _ in range(4):  # of eight failures 4, 2, 1 and 0 are left
+        backoff.note_success(BOB)
+        assert not backoff.puts_off(BOB, round_)
+    backoff.note_failure(BOB, round_)
+    assert not backoff.puts_off(BOB, round_ + FIRST_ROUNDS + 1)
+
+
+def test_a_peer_that_seldom_follows_through_is_put_off_in_most_rounds() -> None:
+    backoff = PartnerBackoff()
+    met = [0, 0]
+    for round_ in range(200):
+        if not backoff.puts_off(BOB, round_):
+            met[0] += 1
+            if met[0] % 4:
+                backoff.note_failure(BOB, round_)
+            else:
+                backoff.note_success(BOB)
+        if not backoff.puts_off(CAROL, round_):  # one exchange in twenty breaks, as over a bad line
+            met[1] += 1
+            if met[1] % 20 == 0:
+                backoff.note_failure(CAROL, round_)
+            else:
+                backoff.note_success(CAROL)
+    assert met[0] < 30
+    assert met[1] > 170
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    backoff = PartnerBackoff()
+    for number in range(MAX_PEERS + 10):
+        backoff.note_failure(number.to_bytes(32, "big"), 0)
+    assert not backoff.puts_off(bytes(32), 1), "those that failed first are forgotten"
+    assert backoff.puts_off((MAX_PEERS + 9).to_bytes(32, "big"), 1)
+
+
+def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_the_others() -> None:
+    meetings, num_rounds, num_peers = MeetingLimit(ALICE), 1_000, 20
+    met = 0
+    for round_ in range(num_rounds):
+        if meetings.tier(BOB, round_, num_peers) == 0:
+            meetings.note_meeting(BOB, round_, num_peers)
+            met += 1
+    fair = num_rounds / num_peers
+    assert fair - 1 <= met <= FAIR_SHARE * fair + FAIR_BURST
+
+
+def test_many_greedy_peers_of_a_large_run_get_little_more_than_their_share_of_the_first_rounds() -> None:
+    meetings, num_rounds, num_peers = MeetingLimit(ALICE), 100, 1_000
+    greedy = [number.to_bytes(32, "big") for number in range(300)]
+    met = 0
+    for round_ in range(7, 7 + num_rounds):
+        meetings.begin(round_)
+        in_turn = [peer for peer in greedy if meetings.tier(peer, round_, num_peers) == 0]
+        if in_turn:
+            meetings.note_meeting(in_turn[0], round_, num_peers)
+            met += 1
+    fair = num_rounds * len(greedy) / num_peers
+    assert 0.9 * fair < met < 1.5 * fair
+
+
+def test_a_greedy_peer_that_is_met_early_has_used_its_turn() -> None:
+    meetings, num_peers = MeetingLimit(ALICE), 1_000
+    greedy = [number.to_bytes(32, "big") for number in range(300)]
+    met = []
+    for round_ in range(100):
+        meetings.begin(round_)
+        met.append(min(greedy, key=lambda peer: meetings.tier(peer, round_, num_peers)))
+        meetings.note_meeting(met[-1], round_, num_peers)
+    assert len(set(met)) == 100
+    assert meetings.tier(met[0], 100, num_peers) > 5
+
+
+def test_two_peers_agree_on_when_they_may_first_meet() -> None:
+    of_alice, of_bob = MeetingLimit(ALICE), MeetingLimit(BOB)
+    for num_peers in range(100, 10_000, 100):
+        assert of_alice.tier(BOB, 50, num_peers) == of_bob.tier(ALICE, 50, num_peers)
+    assert of_alice.tier(BOB, 50, 10_000) > 0
+    assert of_alice.tier(BOB, 50, 20) == 0
+
+
+def test_meetings_that_are_remembered_are_bounded() -> None:
+    meetings = MeetingLimit(ALICE)
+    for number in range(MAX_PEERS + 10):
+        for _ in range(FAIR_BURST):
+            meetings.note_meeting(number.to_bytes(32, "big"), 0, 100)
+    round_ = math.ceil(100 / FAIR_SHARE) - FIRST_ROUNDS_AHEAD  # all never met before have had their turn
+    assert meetings.tier(bytes(32), round_, 100) == 0, "those that were met first are forgotten"
+    assert meetings.tier((MAX_PEERS + 9).to_bytes(32, "big"), round_, 100) > 0
+
+
+def test_two_nodes_alone_meet_in_every_round() -> None:
+    meetings = MeetingLimit(ALICE)
+    for round_ in range(100):
+        assert meetings.tier(BOB, round_, 1) == 0
+        meetings.note_meeting(BOB, round_, 1)
+
+
+def test_the_order_of_turns_is_that_of_tiers_after_meetings_and_after_other_peers() -> None:
+    rng = random.Random(3)
+    everyone = [bytes([number]) * 32 for number in range(40)]
+    limit = MeetingLimit(ALICE)
+    limit.begin(5)
+    peers = frozenset(everyone[:30])
+    for round_ in range(5, 60):
+        if rng.random() < 0.2:
+            peers = frozenset(rng.sample(everyone, rng.choice((29, 30, 30, 31))))
+        if rng.random() < 0.8:
+            ordered = [peer for _, peer in limit.by_turn(peers)]
+            tiers = [limit.tier(peer, round_, len(peers)) for peer in ordered]
+            assert frozenset(ordered) == peers
+            assert tiers == sorted(tiers)
+        limit.note_meeting(rng.choice(sorted(peers)), round_, len(peers))

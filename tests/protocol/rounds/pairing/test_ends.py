@@ -1,0 +1,230 @@
+"""The end of a round: an exchange, a second try, or an outer step alone."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from farandole.protocol.rounds.pairing import MEETING_SHARE, OFFER_SHARE, WAIT_SHARE
+from farandole.protocol.rounds.pairing_events import (
+    ContributionReady,
+    ExchangeEnded,
+    GoAlone,
+    PeerLost,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    StartExchange,
+    State,
+)
+from farandole.protocol.rounds.pairing_messages import (
+    Agree,
+    Begin,
+    Busy,
+    Decline,
+    Propose,
+    Ready,
+    Withdraw,
+    encode_message,
+)
+from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.wire.timers import TimerFired
+
+from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, STEPS, Node, matched, only_proposal, started
+
+
+def begun(
+    session: bytes, peer: bytes, at: float, *, is_initiator: bool = True, overlaps: bool = False
+) -> StartExchange:
+    """Return the start of an exchange of round 7, for which the node is ready at 40 s."""
+    offer_by = at + OFFER_SHARE * (70.0 - at) if not overlaps else math.inf
+    return StartExchange(session, peer, 7, is_initiator, 70.0, offer_by)
+
+
+def test_the_exchange_begins_when_both_are_ready() -> None:
+    alice, session = matched()
+    alice.handle(ContributionReady(7), 40.0)
+    assert alice.sent == [(BOB, Ready(session))]
+    alice.hear(BOB, Ready(session), 42.0)
+    assert alice.sent == [(BOB, Begin(session))]
+    assert alice.outputs[1:] == [begun(session, BOB, 42.0)]
+    assert alice.handle(ExchangeEnded(session, BOB, committed=True), 45.0) == []
+    assert alice.machine.state is State.IDLE
+
+
+def test_the_responder_begins_when_it_is_told_to() -> None:
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
+    alice.hear(BOB, Ready(MIDDLE), 39.0)
+    alice.handle(ContributionReady(7), 40.0)
+    assert alice.outputs == [SendMessage(BOB, encode_message(Ready(MIDDLE)))]
+    alice.hear(BOB, Begin(MIDDLE), 40.1)
+    assert alice.outputs == [begun(MIDDLE, BOB, 40.1, is_initiator=False)]
+
+
+def test_a_failed_exchange_is_followed_by_a_step_alone() -> None:
+    alice, session = matched()
+    alice.handle(ContributionReady(7), 40.0)
+    alice.hear(BOB, Ready(session), 40.0)
+    assert alice.handle(ExchangeEnded(session, BOB, committed=False), 45.0) == [GoAlone(7, "the exchange failed")]
+
+
+def test_a_step_alone_says_why_the_exchange_failed() -> None:
+    alice, session = exchanging()
+    ended = alice.handle(ExchangeEnded(session, BOB, committed=False, reason="127 MB did not fit into 30 s"), 69.0)
+    assert ended == [GoAlone(7, "the exchange failed: 127 MB did not fit into 30 s")]
+
+    alice, session = exchanging()
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True, reason="the connection broke"), 42.0)
+    _, proposal = only_proposal(alice)
+    alice.hear(CAROL, Busy(proposal.session, 100.0), 42.1)
+    ended = alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
+    assert ended[-1] == GoAlone(7, "the exchange failed: the connection broke, and no partner in time")
+
+
+def exchanging() -> tuple[Node, bytes]:
+    """Return Alice, ready at 40, in an exchange with Bob, while Carol is present; and the session."""
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
+    alice.hear(BOB, Ready(MIDDLE), 39.0)
+    alice.handle(ContributionReady(7), 40.0)
+    alice.hear(BOB, Begin(MIDDLE), 40.1)
+    assert alice.machine.state is State.EXCHANGING
+    return alice, MIDDLE
+
+
+def test_after_an_exchange_that_broke_another_partner_is_met_by_the_same_deadline() -> None:
+    alice, session = exchanging()
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
+    peer, proposal = only_proposal(alice)
+    assert (peer, proposal.seconds_left) == (CAROL, 0.0)
+    alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
+    assert alice.sent == [(CAROL, Ready(proposal.session))]
+    alice.hear(CAROL, Ready(proposal.session), 42.2)
+    assert alice.outputs[1:] == [begun(proposal.session, CAROL, 42.2)]
+    assert alice.handle(ExchangeEnded(proposal.session, CAROL, committed=True), 45.0) == []
+
+
+def test_there_is_no_third_try() -> None:
+    alice, session = exchanging()
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
+    _, proposal = only_proposal(alice)
+    alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
+    alice.hear(CAROL, Ready(proposal.session), 42.2)
+    ended = alice.handle(ExchangeEnded(proposal.session, CAROL, committed=False, is_broken=True), 43.0)
+    assert ended == [GoAlone(7, "the exchange failed")]
+
+
+def test_an_exchange_that_was_refused_or_took_too_long_is_not_repeated() -> None:
+    alice, session = exchanging()
+    ended = alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=False), 42.0)
+    assert ended == [GoAlone(7, "the exchange failed")]
+    alice, session = exchanging()
+    ended = alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 40.0 + WAIT_SHARE * 30.0)
+    assert ended == [GoAlone(7, "the exchange failed")]
+
+
+def test_who_finds_nobody_for_a_second_try_goes_on_alone_when_its_waiting_is_over() -> None:
+    alice, session = exchanging()
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
+    _, proposal = only_proposal(alice)
+    alice.hear(CAROL, Busy(proposal.session, 100.0), 42.1)
+    alice.hear(BOB, Propose(HIGH, 0.0), 42.2)  # the connection broke, and he is still present
+    assert alice.machine.partner == BOB
+    ended = alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
+    assert ended[1:] == [GoAlone(7, "the exchange failed, and the partner was not ready in time")]
+
+
+def test_a_partner_known_to_be_gone_is_not_asked_again() -> None:
+    alice, session = exchanging()
+    alice.handle(PeerLost(BOB), 41.0)
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
+    _, proposal = only_proposal(alice)
+    ended = alice.hear(CAROL, Decline(proposal.session, "matched"), 42.1)
+    assert ended == [GoAlone(7, "the exchange failed, and no peer is free")]
+
+
+def test_a_partner_that_is_not_ready_is_left_when_the_share_of_waiting_is_over() -> None:
+    alice, session = matched()
+    alice.handle(ContributionReady(7), 40.0)
+    assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0 - 0.1) == []
+    alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
+    assert alice.sent == [(BOB, Withdraw(session))]
+    assert alice.outputs[1:] == [GoAlone(7, "the partner was not ready in time")]
+
+
+def late_partner(config: RoundConfig, seconds_left: float) -> tuple[Node, bytes]:
+    """Return Alice, who is ready at 40 s, with a partner that agreed at 30 s, and another live peer."""
+    alice, session = matched(config, seconds_left=seconds_left)
+    alice.handle(PeersChanged(frozenset((BOB, CAROL))), 31.0)
+    alice.handle(ContributionReady(7), 40.0)
+    assert alice.sent == [(BOB, Ready(session))]
+    return alice, session
+
+
+@pytest.mark.parametrize("seconds_left", [0.0, 4.0, 14.0])
+def test_a_partner_that_is_later_than_it_said_is_left_for_another(seconds_left: float) -> None:
+    alice, session = late_partner(STEPS, seconds_left)
+    late_at = max(30.0 + seconds_left, 40.0) + MEETING_SHARE * 30.0
+    assert alice.handle(TimerFired(), late_at - 0.1) == []
+    alice.handle(TimerFired(), late_at)
+    (withdrawn, (peer, proposal)) = alice.sent
+    assert withdrawn == (BOB, Withdraw(session))
+    assert peer == CAROL
+    assert isinstance(proposal, Propose)
+    alice.hear(CAROL, Agree(proposal.session, 0.0), late_at)
+    alice.hear(CAROL, Ready(proposal.session), late_at)
+    assert alice.outputs[1:] == [begun(proposal.session, CAROL, late_at)]
+
+
+def test_a_partner_that_is_late_is_awaited_where_nobody_else_can_be_asked() -> None:
+    alice, session = matched()
+    alice.handle(ContributionReady(7), 40.0)
+    assert alice.handle(TimerFired(), 40.0 + MEETING_SHARE * 30.0) == []
+    alice.hear(BOB, Ready(session), 54.0)
+    assert alice.outputs[1:] == [begun(session, BOB, 54.0)]
+
+
+def test_a_late_partner_and_a_late_offer_are_awaited_where_rounds_overlap() -> None:
+    alice, session = late_partner(msgspec.structs.replace(BOXED, overlap=True), 10.0)
+    assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0 - 0.1) == []
+    alice.hear(BOB, Ready(session), 54.9)
+    assert alice.outputs[1:] == [begun(session, BOB, 54.9, overlaps=True)]
+
+
+@pytest.mark.parametrize("peers", [frozenset(), frozenset((ALICE,))])
+def test_a_node_without_peers_goes_on_at_once(peers: frozenset[bytes]) -> None:
+    alice = Node(ALICE, BOXED, peers)
+    alice.handle(RoundStarted(7), 0.0)
+    assert alice.handle(ContributionReady(7), 40.0) == [GoAlone(7, "no peer is live")]
+
+
+def test_the_odd_node_out_goes_on_at_once() -> None:
+    alice = started()
+    for now in (30.0, 31.0):
+        alice.handle(TimerFired(), now)
+        if alice.sent:
+            peer, proposal = only_proposal(alice)
+            alice.hear(peer, Decline(proposal.session, "matched"), now)
+            while alice.sent:
+                peer, proposal = only_proposal(alice)
+                alice.hear(peer, Decline(proposal.session, "matched"), now)
+    assert alice.handle(ContributionReady(7), 40.0) == [GoAlone(7, "no peer is free")]
+
+
+def test_a_new_round_ends_what_was_agreed() -> None:
+    alice, session = matched()
+    alice.handle(RoundStarted(8), 35.0)
+    assert alice.sent == [(BOB, Withdraw(session))]
+    assert alice.handle(ExchangeEnded(session, BOB, committed=False), 36.0) == []
+    assert alice.machine.round == 8
+
+
+def test_readiness_for_an_unknown_session_is_answered_with_a_withdrawal() -> None:
+    alice = started()
+    alice.hear(BOB, Ready(LOW), 1.0)
+    assert alice.sent == [(BOB, Withdraw(LOW))]
+    alice.hear(BOB, Withdraw(LOW), 1.0)
+    assert alice.sent == []

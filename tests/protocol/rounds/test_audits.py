@@ -1,0 +1,273 @@
+"""Audits: which rounds are replayed, which accusers are believed, and what liars gain."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable
+
+import msgspec
+
+from farandole.protocol.rounds.audits import (
+    AVOID_SECONDS,
+    COMMIT_SECONDS,
+    MAX_FAILED,
+    MAX_TIMES_OWN_STEPS,
+    MAX_WAITING,
+    Accused,
+    Audited,
+    Audits,
+    Avoid,
+    CommitmentsHeard,
+    ContributionReceived,
+    Denounce,
+    Distrust,
+    Event,
+    FetchStart,
+    Output,
+    OwnRound,
+    RoundClaim,
+    StartFetched,
+    TrainerGone,
+    is_drawn,
+)
+from farandole.protocol.state.entries import RULES, Commitment, Kind
+from farandole.protocol.trainer.trainer_messages import Replay, Replayed
+
+ALICE, BOB, MALLORY = b"a" * 32, b"b" * 32, b"m" * 32
+RIGHT = Replayed(b"e" * 32, b"c" * 32)
+WRONG = Replayed(b"x" * 32, b"y" * 32)
+
+
+def claim(author: bytes, round_index: int, **changes: object) -> RoundClaim:
+    """Return a commitment to the result `RIGHT`; no two have the same start."""
+    start = random.Random(f"{author.hex()} {round_index}").randbytes(32)
+    commitment = Commitment(
+        round_index, start, 10 * round_index, 10, 0, 2, 0, b"e" * 32, b"c" * 32, b"t" * 8, "torch", "cpu"
+    )
+    return RoundClaim(author, msgspec.structs.replace(commitment, **changes))
+
+
+def heard(*claims: RoundClaim) -> CommitmentsHeard:
+    return CommitmentsHeard(claims, frozenset({BOB, MALLORY}))
+
+
+class Auditor:
+    """Alice's audits, with a trainer that replays at once."""
+
+    def __init__(self, rate: float = 100.0) -> None:
+        self.audits = Audits(ALICE, rate)
+        self.now = 0.0
+        self.round = 0
+        self.false: dict[bytes, Replayed] = {}
+        """Author -> the result of replays of its rounds."""
+        self.withholds: set[bytes] = set()
+        self.fetched: list[RoundClaim] = []
+
+    def handle(self, event: Event) -> list[Output]:
+        """Handle an event, and the trainer's and network's answers to its outputs; return all outputs."""
+        said = self.audits.handle(event, self.now)
+        outputs, waiting = list(said), list(said)
+        while waiting:
+            match waiting.pop(0):
+                case Replay(author=author):
+                    following = self.audits.handle(self.false.get(author, RIGHT), self.now)
+                case FetchStart(wanted, _):
+                    self.fetched.append(wanted)
+                    path = "" if wanted.author in self.withholds else "fetched"
+                    following = self.audits.handle(StartFetched(path), self.now)
+                case _:
+                    following = []
+            outputs += following
+            waiting += following
+        return outputs
+
+    def train(self, *others: RoundClaim) -> list[Output]:
+        """Train the next round, after which the others' commitments ``others`` are known."""
+        self.round += 1
+        self.now += 60.0
+        return self.handle(OwnRound(claim(ALICE, self.round), "own", others))
+
+
+def of(kind: type[Output], outputs: Iterable[Output]) -> list[Output]:
+    return [output for output in outputs if isinstance(output, kind)]
+
+
+def test_the_first_own_round_of_each_trainer_is_replayed_before_any_other() -> None:
+    alice = Auditor()
+    first = alice.train(claim(BOB, 1))
+    assert of(Audited, first) == [Audited(claim(ALICE, 1), "own")]
+    assert not alice.fetched
+    alice.train(claim(BOB, 2))
+    assert [wanted.commitment.round for wanted in alice.fetched] == [2]
+    alice.handle(TrainerGone())
+    assert of(Audited, alice.train(claim(BOB, 3))) == [Audited(claim(ALICE, 3), "own")]
+
+
+def test_every_round_is_drawn_at_the_rate_by_all_auditors_together() -> None:
+    """The share of (author, round) with an audit, over 1,000 rounds of one author and 20 auditors."""
+    num_auditors, rate, drawn = 20, 0.03, 0
+    for round_index, auditor in itertools.product(range(1_000), range(num_auditors)):
+        following = claim(bytes([auditor]) * 32, round_index + 1)
+        drawn += is_drawn(claim(MALLORY, round_index).id, following.id, rate / num_auditors)
+    assert 15 < drawn < 50
+    assert not is_drawn(b"a" * 32, b"b" * 32, 0.0)
+    assert is_drawn(b"a" * 32, b"b" * 32, 1.0)
+
+
+def test_who_committed_to_what_was_not_done_is_avoided_and_denounced_after_two_replays() -> None:
+    alice = Auditor()
+    alice.train()
+    alice.false[MALLORY] = WRONG
+    outputs = alice.train(claim(MALLORY, 5), claim(BOB, 5))
+    (avoid,) = of(Avoid, outputs)
+    assert isinstance(avoid, Avoid)
+    assert (avoid.author, avoid.until) == (MALLORY, math.inf)
+    assert of(Denounce, outputs) == [Denounce(claim(MALLORY, 5), "fetched")]
+    replayed = [output for output in outputs if isinstance(output, Replay) and output.author == MALLORY]
+    assert len(replayed) == 2
+    assert not of(Avoid, alice.train(claim(MALLORY, 6), claim(BOB, 6)))
+    assert [wanted.author for wanted in alice.fetched].count(MALLORY) == 1, "what is proved needs no other replay"
+
+
+def test_a_start_that_no_replica_can_begin_with_is_false_and_want_of_memory_is_nobodys_fault() -> None:
+    alice = Auditor()
+    alice.train()
+    alice.false[MALLORY] = Replayed(problem="not finite", is_unfit=True)
+    alice.false[BOB] = Replayed(problem="no memory")
+    avoided = [
+        avoid.author for avoid in of(Avoid, alice.train(claim(MALLORY, 5), claim(BOB, 5))) if isinstance(avoid, Avoid)
+    ]
+    assert avoided == [MALLORY]
+
+
+def test_an_accusation_is_believed_only_after_a_replay_and_a_liar_is_heard_once() -> None:
+    alice = Auditor(rate=1e-9)
+    alice.train()
+    alice.train(claim(BOB, 2))
+    outputs = alice.handle(Accused(MALLORY, claim(BOB, 2)))
+    assert of(Audited, outputs) == [Audited(claim(BOB, 2), "fetched")]
+    assert not of(Avoid, outputs)
+    for round_index in range(3, 40):
+        assert not alice.handle(Accused(MALLORY, claim(BOB, round_index)))
+    alice.false[BOB] = WRONG
+    outputs = alice.handle(Accused(b"c" * 32, claim(BOB, 3)))
+    assert [avoid.author for avoid in of(Avoid, outputs) if isinstance(avoid, Avoid)] == [BOB]
+
+
+def test_whose_accusation_cannot_be_checked_does_the_accused_no_harm() -> None:
+    alice = Auditor(rate=1e-9)
+    alice.train()
+    alice.withholds.add(BOB)
+    for number in range(3 * MAX_FAILED):
+        assert not of(Avoid, alice.handle(Accused(bytes([number]) * 32, claim(BOB, number))))
+
+
+def test_who_gives_no_starts_is_avoided_for_a_while_after_several_rounds() -> None:
+    alice = Auditor()
+    alice.train()
+    alice.withholds.add(MALLORY)
+    for round_index in range(1, MAX_FAILED):
+        assert not of(Avoid, alice.train(claim(MALLORY, round_index), claim(BOB, round_index)))
+    outputs = alice.train(claim(MALLORY, MAX_FAILED), claim(BOB, MAX_FAILED))
+    (avoid,) = of(Avoid, outputs)
+    assert isinstance(avoid, Avoid)
+    assert (avoid.author, avoid.until) == (MALLORY, alice.now + AVOID_SECONDS)
+
+
+def test_one_that_is_busy_withholds_nothing() -> None:
+    audits = Audits(ALICE, 100.0)
+    audits.handle(OwnRound(claim(ALICE, 0), "own", ()), 0.0)
+    audits.handle(RIGHT, 0.0)
+    for round_index in range(1, 10):
+        outputs = audits.handle(OwnRound(claim(ALICE, round_index), "own", [claim(BOB, round_index)]), 0.0)
+        while outputs:
+            assert not of(Avoid, outputs)
+            outputs = audits.handle(RIGHT if isinstance(outputs[-1], Replay) else StartFetched(is_excused=True), 0.0)
+
+
+def test_a_machine_whose_replays_differ_accuses_nobody_and_stops() -> None:
+    audits = Audits(ALICE, 100.0)
+    audits.handle(OwnRound(claim(ALICE, 0), "own", ()), 0.0)
+    audits.handle(RIGHT, 0.0)
+    outputs = audits.handle(OwnRound(claim(ALICE, 1), "own", [claim(BOB, 1)]), 0.0)
+    while not isinstance(outputs[-1], FetchStart):
+        outputs = audits.handle(RIGHT, 0.0)
+    audits.handle(StartFetched("fetched"), 0.0)
+    audits.handle(WRONG, 0.0)
+    (distrust,) = audits.handle(Replayed(b"z" * 32, b"z" * 32), 0.0)
+    assert isinstance(distrust, Distrust)
+    assert not audits.handle(OwnRound(claim(ALICE, 2), "own", [claim(BOB, 2)]), 0.0)
+
+
+def test_a_machine_whose_own_round_comes_out_otherwise_stops() -> None:
+    alice = Auditor()
+    alice.false[ALICE] = WRONG
+    assert of(Distrust, alice.train())
+
+
+def test_other_machines_other_texts_and_endless_rounds_are_left_to_others() -> None:
+    alice = Auditor()
+    alice.train()
+    alice.train(
+        claim(BOB, 5, device="another"),
+        claim(BOB, 6, build="another"),
+        claim(BOB, 7, corpus=b"another "),
+        claim(BOB, 9, device="cuda"),
+        claim(BOB, 8, steps=10 * MAX_TIMES_OWN_STEPS + 1),
+    )
+    assert not alice.fetched
+
+
+def test_what_waits_is_bounded_by_what_authors_keep() -> None:
+    alice = Auditor()
+    alice.train()
+    audits, replayed = alice.audits, 0
+    for round_index in range(2, 100):  # the trainer is slow: nothing is replayed in this time
+        audits.handle(OwnRound(claim(ALICE, round_index), "own", [claim(BOB, round_index)]), 0.0)
+    outputs = audits.handle(RIGHT, 0.0)
+    while outputs and replayed < 100:
+        replayed += isinstance(outputs[-1], Replay)
+        outputs = audits.handle(RIGHT if isinstance(outputs[-1], Replay) else StartFetched("fetched"), 0.0)
+    assert replayed <= MAX_WAITING + 1
+
+
+def test_who_gives_its_partner_something_else_than_it_commits_to_is_avoided_for_a_while() -> None:
+    alice, outputs = Auditor(), list[Output]()
+    for round_index in range(MAX_FAILED):
+        assert not outputs
+        alice.handle(ContributionReceived(MALLORY, round_index, b"other" * 6))
+        alice.handle(ContributionReceived(BOB, round_index, RIGHT.contribution))
+        outputs = alice.handle(heard(claim(MALLORY, round_index), claim(BOB, round_index)))
+    assert [(avoid.author, avoid.until) for avoid in outputs if isinstance(avoid, Avoid)] == [(MALLORY, AVOID_SECONDS)]
+
+
+def test_who_commits_to_fewer_rounds_than_it_takes_part_in_is_avoided_and_a_late_entry_does_no_harm() -> None:
+    alice, outputs = Auditor(), list[Output]()
+    for round_index in range(2 * MAX_FAILED):
+        alice.handle(ContributionReceived(MALLORY, 2 * round_index + 1, RIGHT.contribution))
+        alice.handle(ContributionReceived(BOB, round_index, RIGHT.contribution))
+        assert not alice.handle(heard(claim(MALLORY, 2 * round_index))), "the entries may be on their way"
+        alice.now += COMMIT_SECONDS
+        outputs += alice.handle(heard(claim(MALLORY, 2 * round_index), claim(BOB, round_index)))
+    assert {avoid.author for avoid in outputs if isinstance(avoid, Avoid)} == {MALLORY}
+
+
+def test_a_member_that_is_gone_or_whose_commitment_was_replaced_has_done_nothing() -> None:
+    alice = Auditor()
+    for round_index in range(2 * MAX_FAILED):
+        alice.handle(ContributionReceived(BOB, 10 * round_index, RIGHT.contribution))
+        alice.handle(ContributionReceived(MALLORY, round_index, RIGHT.contribution))
+        alice.now += COMMIT_SECONDS
+        later = claim(BOB, 10 * round_index + RULES[Kind.COMMITMENT].slots)
+        assert not alice.handle(CommitmentsHeard([later], frozenset({BOB})))
+
+
+def test_a_member_that_never_commits_is_avoided_for_a_while() -> None:
+    alice, outputs = Auditor(), list[Output]()
+    for round_index in range(MAX_FAILED):
+        alice.handle(ContributionReceived(MALLORY, round_index, RIGHT.contribution))
+        alice.now += COMMIT_SECONDS
+        outputs += alice.handle(heard())
+    assert [avoid.author for avoid in outputs if isinstance(avoid, Avoid)] == [MALLORY]

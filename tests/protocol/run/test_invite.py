@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import string
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.protocol.run.invite import (
+    MAX_ADDRESSES,
+    MAX_INVITE_CHARS,
+    Invite,
+    InviteError,
+    decode_invite,
+    encode_invite,
+    is_invite,
+    split_address,
+)
+from farandole.protocol.wire.identity import peer_id_of
+
+ALICE = peer_id_of(Ed25519PrivateKey.from_private_bytes(b"a" * 32).public_key().public_bytes_raw())
+ADDRESS = f"/ip4/203.0.113.7/tcp/4001/p2p/{ALICE}"
+INVITE = Invite(bytes(range(32)), (ADDRESS, f"/dns4/farandole.example/tcp/4001/p2p/{ALICE}"), b"admitted")
+TEXT = encode_invite(INVITE)
+SHORT = encode_invite(Invite(bytes(range(32))))
+
+transports = st.from_regex(r"/ip4/[0-9]{1,3}\.1\.2\.3/tcp/[0-9]{1,5}|/dns4/[a-z.]{1,100}/tcp/1", fullmatch=True)
+peers = st.binary(min_size=32, max_size=32).map(peer_id_of)
+addresses = st.builds(lambda transport, peer: f"{transport}/p2p/{peer}", transports, peers)
+invites = st.builds(
+    Invite,
+    st.binary(min_size=32, max_size=32),
+    st.lists(addresses, max_size=MAX_ADDRESSES).map(tuple),
+    st.binary(max_size=512),
+)
+
+
+@given(invites)
+def test_round_trip(invite: Invite) -> None:
+    text = encode_invite(invite)
+    assert decode_invite(text) == invite
+    assert len(text) <= MAX_INVITE_CHARS
+    assert set(text) <= set(string.ascii_lowercase + string.digits)
+
+
+def test_blanks_line_breaks_and_capitals_do_not_matter() -> None:
+    assert decode_invite(f"  {TEXT[:40]}\n{TEXT[40:].upper()} \n") == INVITE
+
+
+@given(st.integers(0, len(SHORT) - 1), st.sampled_from(string.ascii_lowercase + string.digits + "-é"))
+def test_every_wrong_character_is_noticed(place: int, letter: str) -> None:
+    if SHORT[place] != letter:
+        with pytest.raises(InviteError):
+            decode_invite(SHORT[:place] + letter + SHORT[place + 1 :])
+
+
+def test_every_swap_of_neighbours_and_every_truncation_is_noticed() -> None:
+    for i in range(len(SHORT)):
+        swapped = SHORT[:i] + SHORT[i + 1 : i + 2] + SHORT[i] + SHORT[i + 2 :]
+        for damaged in {swapped, SHORT[:i], SHORT[i + 1 :], SHORT[:i] + SHORT[i + 1 :]} - {SHORT}:
+            with pytest.raises(InviteError):
+                decode_invite(damaged)
+
+
+def test_a_wrong_letter_and_a_swap_are_located() -> None:
+    wrong = "a" if TEXT[50] != "a" else "b"
+    with pytest.raises(InviteError, match=r"damaged: a letter is wrong at character 51 "):
+        decode_invite(TEXT[:50] + wrong + TEXT[51:])
+    place = next(i for i in range(60, len(TEXT)) if TEXT[i] != TEXT[i + 1])
+    with pytest.raises(InviteError, match=f"damaged: two letters are swapped at character {place + 1} "):
+        decode_invite(TEXT[:place] + TEXT[place + 1] + TEXT[place] + TEXT[place + 2 :])
+    with pytest.raises(InviteError, match="character 21 is '0', but only"):
+        decode_invite(TEXT[:20] + "0" + TEXT[21:])
+    with pytest.raises(InviteError, match="checksum does not fit"):
+        decode_invite(TEXT[:-9])
+
+
+def test_what_is_no_invite_is_told_from_a_damaged_one() -> None:
+    with pytest.raises(InviteError, match="not an invite"):
+        decode_invite("run.manifest")
+    with pytest.raises(InviteError, match="another version"):
+        decode_invite("farandole2" + TEXT[10:])
+    assert is_invite(f" {TEXT}")
+    assert not is_invite("run.manifest")
+
+
+@given(st.text(max_size=300) | st.text(string.ascii_lowercase + "234567", max_size=300).map("farandole1".__add__))
+def test_hostile_text_raises_nothing_but_invite_error(text: str) -> None:
+    with pytest.raises(InviteError):
+        decode_invite(text)
+
+
+def test_overlong_text_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(InviteError, match="at most"):
+        decode_invite("farandole1" + "a" * 1_000_000)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"run_id": b"short"},
+        {"run_id": bytes(32), "addresses": (ADDRESS,) * 9},
+        {"run_id": bytes(32), "admission": bytes(513)},
+        {"run_id": bytes(32), "addresses": ("/ip4/1.2.3.4/tcp/1",)},
+        {"run_id": bytes(32), "addresses": (f"ip4/1.2.3.4/p2p/{ALICE}",)},
+        {"run_id": bytes(32), "addresses": (f"/ip4/1.2.3.4 /tcp/1/p2p/{ALICE}",)},
+        {"run_id": bytes(32), "addresses": ("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWnot",)},
+        {"run_id": bytes(32), "addresses": (f"/dns4/{'a' * 256}/tcp/1/p2p/{ALICE}",)},
+    ],
+)
+def test_fields_out_of_bounds_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(InviteError):
+        Invite(**fields)  # type: ignore[arg-type]
+
+
+def test_an_address_splits_into_transport_and_peer() -> None:
+    transport, peer = split_address(ADDRESS)
+    assert (transport, peer_id_of(peer)) == ("/ip4/203.0.113.7/tcp/4001", ALICE)

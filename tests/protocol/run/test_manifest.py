@@ -1,0 +1,245 @@
+"""The manifest: signed, self-certifying, and never out of range."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.protocol.run.manifest import (
+    MAX_MANIFEST_BYTES,
+    EvaluationConfig,
+    Manifest,
+    SignedManifest,
+    decode_manifest,
+    manifest_from_dict,
+    sign_manifest,
+)
+from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterRules, gamma_limit
+from farandole.protocol.run.screening_rules import DEFAULT_SCREENING, SimilarityConfig
+from farandole.protocol.run.vectors import FAST, OPTIMIZER_VECTORS, SENT, SLOW
+from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
+from farandole.protocol.wire.identity import sign
+
+from .test_families import GPT2
+from .test_families import SIZES as GPT2_SIZES
+
+CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+OWN = {"function": "a.b:c", "package": "a", "ends": {"weight": [100, 100]}}
+MODEL = {"num_layers": 2, "width": 32, "num_heads": 2, "hidden": 64, "context": 32, "vocabulary": 256}
+
+
+def manifest(**sections: Any) -> Manifest:
+    return manifest_from_dict({"name": "a run", "model": MODEL, **sections})
+
+
+def test_a_manifest_proves_itself() -> None:
+    signed = sign_manifest(manifest(seed=7), CREATOR)
+    decoded, again = decode_manifest(signed.encode(), signed.run_id)
+    assert decoded == manifest(seed=7)
+    assert again == signed
+    assert sign_manifest(manifest(seed=8), CREATOR).run_id != signed.run_id
+    assert sign_manifest(manifest(seed=7), Ed25519PrivateKey.generate()).run_id != signed.run_id
+
+
+def test_another_runs_manifest_is_refused() -> None:
+    signed = sign_manifest(manifest(), CREATOR)
+    with pytest.raises(ManifestError, match="is of run"):
+        decode_manifest(signed.encode(), bytes(32))
+
+
+def test_a_manifest_that_its_creator_did_not_sign_is_refused() -> None:
+    signed = sign_manifest(manifest(), CREATOR)
+    forged = SignedManifest(msgspec.msgpack.encode(manifest(seed=1)), signed.creator, signed.signature)
+    with pytest.raises(ManifestError, match="signature"):
+        decode_manifest(forged.encode())
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_is_no_manifest(raw: bytes) -> None:
+    with pytest.raises(ManifestError):
+        decode_manifest(raw)
+
+
+@given(st.data())
+def test_no_changed_byte_goes_unnoticed(data: st.DataObject) -> None:
+    signed = sign_manifest(manifest(), CREATOR)
+    raw = bytearray(signed.encode())
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(ManifestError):
+        decode_manifest(bytes(raw), signed.run_id)
+
+
+def test_a_long_manifest_is_refused_unread() -> None:
+    with pytest.raises(ManifestError, match="at most"):
+        decode_manifest(bytes(2 * MAX_MANIFEST_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"name": ""}, "name"),
+        ({"name": "\x1b[31m"}, "name"),
+        ({"seed": -1}, "seed"),
+        ({"seed": "7"}, "seed"),
+        ({"model": {**MODEL, "width": 30, "num_heads": 4}}, "width"),
+        ({"model": {**MODEL, "width": 34, "num_heads": 2}}, "width"),
+        ({"model": {**MODEL, "num_stages": 4}}, "num_stages"),
+        ({"model": {**MODEL, "num_stages": 2, "stage_layers": [1, 2]}}, "stage_layers"),
+        ({"model": {**MODEL, "num_stages": 3, "stage_layers": [1, 0, 1]}}, "stage_layers"),
+        ({"model": {**MODEL, "num_stages": 2}, "pipeline": {"microbatch_size": 3}}, "microbatch_size"),
+        ({"model": {**MODEL, "vocabulary": 100}}, "vocabulary"),
+        ({"rounds": {"partners": 0}}, "partners"),
+        ({"rounds": {"far_every": 0}}, "far_every"),
+        ({"rounds": {"far_every": 4, "partners": 2}}, "rounds.far_every is 4"),
+        ({"rounds": {"far_every": 4}, "model": {**MODEL, "num_stages": 2}}, "not cut into stages"),
+        ({"rounds": {"partners": 2, "overlap": True}}, "rounds.overlap"),
+        ({"rounds": {"partners": 2}, "model": {**MODEL, "num_stages": 2}}, "not cut into stages"),
+        ({"rounds": {"partners": 2}, "outer": {"fragments": 2}}, "outer.fragments is 2"),
+        ({"rounds": {"partners": 2}, "inner": {"deterministic": True}, "audits": 0.03}, "with one partner"),
+        ({"tokenizer": {"kind": "tokenizers"}}, "sha256"),
+        ({"tokenizer": {"sha256": "0" * 64}}, "sha256"),
+        ({"data": {"source": "http://example.org"}}, "source"),
+        ({"data": {"held_out": 0.9}}, "held_out"),
+        ({"data": {"mask_documents": 1}}, "mask_documents"),
+        ({"inner": {"learning_rate": float("nan")}}, "learning_rate"),
+        ({"inner": {"learning_rate": float("inf")}}, "learning_rate"),
+        ({"inner": {"learning_rate": 0}}, "learning_rate"),
+        ({"inner": {"beta2": 1.0}}, "beta2"),
+        ({"inner": {"batch_size": 0}}, "batch_size"),
+        ({"outer": {"codec": "zip"}}, "codec"),
+        ({"outer": {"alpha": 1.0}}, "alpha"),
+        ({"outer": {"codec": "topk", "topk": 0}}, "topk"),
+        ({"outer": {"codec": "topk", "topk": 129}}, "topk"),
+        ({"rounds": {"inner_steps": 0, "round_seconds": 0}}, "never end"),
+        ({"admission": "closed"}, "admission"),
+        ({"admission": ["12D3KooWnobody"]}, "no peer id"),
+        ({"rounds": {"exchange_seconds": 0.0}}, "exchange_seconds"),
+        ({"outer": {"fragments": 0}}, "fragments"),
+        ({"outer": {"fragments": 65}}, "fragments"),
+        ({"evaluation": {"tasks": ["../task"]}}, "tasks"),
+        ({"evaluation": {"tasks": ["task.yaml"]}}, "tasks"),
+        ({"evaluation": {"tasks": ["a"] * 17}}, "tasks"),
+        ({"evaluation": {"every_rounds": 0}}, "every_rounds"),
+        ({"evaluation": {"max_seconds": float("nan")}}, "evaluation.max_seconds"),
+        ({"evaluation": {"tasks": ["a"]}, "model": {**MODEL, "num_stages": 2}}, "evaluation.tasks"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ManifestError, match=words):
+        manifest(**sections)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {**MODEL, "num_stages": 2},
+        {**GPT2_SIZES, "hf": GPT2},
+        {**MODEL, "num_layers": 1, "num_heads": 0, "hidden": 0, "width": 0, "own": OWN},
+    ],
+)
+def test_only_a_whole_model_of_our_own_masks_documents(model: dict[str, Any]) -> None:
+    assert not manifest(model=model).data.mask_documents
+    with pytest.raises(ManifestError, match=r"data\.mask_documents is true: .*own model, not cut into stages"):
+        manifest(model=model, data={"mask_documents": True})
+
+
+@pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
+@given(alpha=st.floats(0, 0.95), gamma=st.floats(0.01, 3))
+def test_gamma_must_lie_in_the_window_in_which_pairs_are_stable(momentum: Any, alpha: float, gamma: float) -> None:
+    outer: dict[str, Any] = {"alpha": alpha, "gamma": gamma, "momentum": momentum}
+    if gamma < gamma_limit(alpha, momentum):
+        assert manifest(outer=outer).outer == NoLoCoConfig(**outer)
+    else:
+        with pytest.raises(ManifestError, match="stable only for 0 < gamma <"):
+            manifest(outer=outer)
+
+
+# Signed before outer rules and screening rules had names: it has no ``outer.kind`` and no ``screening``.
+WITHOUT_KINDS = bytes.fromhex(
+    "93c502d08da46e616d65a5612072756ea56d6f64656c8aaa6e756d5f6c617965727302a5776964746820a96e756d5f686561647302a6"
+    "68696464656e40a7636f6e7465787420aa766f636162756c617279cd0100aa6e756d5f73746167657301ac73746167655f6c61796572"
+    "7390a26866c0a36f776ec0a776657273696f6e01a47365656400aa637265617465645f617400a9746f6b656e697a657282a46b696e64"
+    "a56279746573a6736861323536a0a46461746183a6736f75726365a67374646c6962a868656c645f6f7574cb3fa999999999999aa665"
+    "706f63687300a5696e6e65728aad6c6561726e696e675f72617465cb3f43a92a30553261b76d696e5f6c6561726e696e675f72617465"
+    "5f726174696fcb3fb999999999999aac7761726d75705f7374657073cd03e8ab746f74616c5f7374657073cd61a8a56265746131cb3f"
+    "eccccccccccccda56265746132cb3fee666666666666a7657073696c6f6ecb3e45798ee2308c3aac7765696768745f6465636179cb00"
+    "00000000000000a4636c6970cb3ff0000000000000aa62617463685f73697a6510a56f7574657288a5616c706861cb3fe00000000000"
+    "00a462657461cb3fe6666666666666a567616d6d61cb3fe0000000000000a86d6f6d656e74756daa68656176795f62616c6ca5636f64"
+    "6563a4696e7438a4746f706b40ae6572726f725f666565646261636bc0a9667261676d656e747301a6726f756e647384ab696e6e6572"
+    "5f737465707300ad726f756e645f7365636f6e6473cb404e000000000000b065786368616e67655f7365636f6e6473cb403e00000000"
+    "0000a76f7665726c6170c2a8706970656c696e6586af6d6963726f62617463685f73697a6501a5636f646563a462663136a9696e5f66"
+    "6c6967687408a97265636f6d70757465c2b26d6963726f62617463685f7365636f6e6473cb403e000000000000a76f7665726c6170c2"
+    "a961646d697373696f6ea46f70656ea57374617274c0c42003a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc86641255"
+    "31b8c440b5f832d4286f6fbce5ca95648d7c8b0df1c97a6c04ccd781f603a0764caf5f177c3f0ea6344d15384133718629ddf26e2202"
+    "b4bc47ce21a473af1e223d92ed0c"
+)
+
+
+def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id() -> None:
+    decoded, signed = decode_manifest(WITHOUT_KINDS)
+
+    assert signed.run_id.hex() == "979f4132b936833716a8302660c68edc529c5d64ad95782845de1b7370e035d3"
+    assert decoded == manifest(outer={"kind": "noloco", "gamma": 0.5, "codec": "int8"})
+    assert decoded.screening == DEFAULT_SCREENING
+    assert not decoded.inner.deterministic
+
+
+def test_a_run_without_later_settings_has_the_same_id_as_before_there_were_any() -> None:
+    """Its signed bytes do not have them, so older releases read them, too."""
+    signed = sign_manifest(manifest(seed=7, evaluation={}, rounds={"far_every": 1}), CREATOR)
+    assert signed.run_id.hex() == "9f22350432f3a0453baf1d549fcd8b39683cf8c31bcec1955675856fd3c3308b"
+    evaluated = sign_manifest(manifest(seed=7, evaluation={"tasks": ["arc_*"], "every_rounds": 10}), CREATOR)
+    assert decode_manifest(evaluated.encode())[0].evaluation == EvaluationConfig(("arc_*",), 10)
+    assert evaluated.run_id != signed.run_id
+    two_levels = sign_manifest(manifest(seed=7, rounds={"far_every": 4}), CREATOR)
+    assert decode_manifest(two_levels.encode())[0].rounds.far_every == 4
+    masked = sign_manifest(manifest(seed=7, data={"mask_documents": True}), CREATOR)
+    assert decode_manifest(masked.encode())[0].data.mask_documents
+    assert len({signed.run_id, evaluated.run_id, two_levels.run_id, masked.run_id}) == 4
+
+
+def test_rules_are_chosen_by_kind() -> None:
+    assert manifest(outer={}) == manifest(outer={"kind": "noloco"}) == manifest()
+    assert isinstance(manifest(screening={"kind": "similarity", "min_cosine": 0.5}).screening, SimilarityConfig)
+    for section in ({"outer": {"kind": "nobody"}}, {"screening": {"kind": "nobody"}}):
+        with pytest.raises(ManifestError, match="nobody"):
+            manifest(**section)
+    with pytest.raises(ManifestError, match="must share their slow weights"):
+        manifest(outer={"kind": "diloco"})
+
+
+def test_vectors_of_rules_have_names_of_their_own() -> None:
+    """A vector of a rule with another's name would be loaded as the other."""
+    for rule in typing.get_args(OuterRules):
+        assert not {SLOW, FAST, SENT, *OPTIMIZER_VECTORS} & set(rule.vectors)
+        assert len(set(rule.vectors)) == len(rule.vectors)
+
+
+def test_the_limit_of_gamma() -> None:
+    assert gamma_limit(0.5) == 1.5
+    assert gamma_limit(0.9) == pytest.approx(0.38)
+    assert gamma_limit(0.0, "nesterov") == 2.0
+    assert gamma_limit(1e-6, "nesterov") == pytest.approx(2.0, abs=1e-3)
+    assert gamma_limit(0.5, "nesterov") == pytest.approx(1.3028, abs=1e-4)
+
+
+def test_a_manifest_of_a_later_release_is_refused_with_the_remedy_once_its_signature_is_checked() -> None:
+    signed = sign_manifest(manifest(), CREATOR)
+    later = msgspec.msgpack.encode([*msgspec.structs.astuple(signed), "later"])
+    with pytest.raises(UnknownManifestError, match=r"upgrade this node \(docs/volunteer.md#upgrade\)"):
+        decode_manifest(later, signed.run_id)
+    forged = msgspec.msgpack.encode([signed.body, signed.creator, bytes(64), "later"])
+    with pytest.raises(ManifestError, match="signature") as caught:
+        decode_manifest(forged)
+    assert not isinstance(caught.value, UnknownManifestError)
+    body = msgspec.msgpack.encode({**msgspec.to_builtins(manifest()), "colour": "red"})
+    with pytest.raises(UnknownManifestError, match="upgrade this node"):
+        decode_manifest(SignedManifest(body, signed.creator, sign(CREATOR, b"farandole/manifest/1", body)).encode())

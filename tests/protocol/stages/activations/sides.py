@@ -1,0 +1,124 @@
+"""Two ends of a link: Alice's stage comes before Bob's, so she sends activations, and he sends their gradients back."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES, Chunk
+from farandole.protocol.stages.activations import (
+    DATA_BYTES,
+    DOWNSTREAM,
+    MAX_CONTROL_BYTES,
+    TICKET_BYTES,
+    UPSTREAM,
+    Control,
+    DataReceived,
+    Event,
+    Forward,
+    Gradient,
+    Hello,
+    Link,
+    Transit,
+    Welcome,
+)
+from farandole.protocol.wire.framing import frame
+
+SIZE = 2 * DATA_BYTES + 100  # three frames
+HELLO = Hello(run_id=b"r" * 32, stage=3, shape=b"s" * 32)
+FORWARD = Forward(ticket=b"t" * TICKET_BYTES, origin=b"o" * 32, round=7, seconds_left=12.5)
+GUARD = b"\xa5" * 64
+
+
+class Side:
+    """One end of a link, with data to send, and memory for received data between two guards."""
+
+    def __init__(self, is_upstream: bool, size: int = SIZE) -> None:
+        self.link = Link(is_upstream, HELLO, size)
+        self.data = memoryview(random.Random(is_upstream).randbytes(size))
+        self.num_sent = 0
+        self._memory = bytearray(GUARD + bytes(size) + GUARD)
+        self.size = size
+
+    @property
+    def memory(self) -> memoryview:
+        return memoryview(self._memory)[len(GUARD) : -len(GUARD)]
+
+    @property
+    def is_guarded(self) -> bool:
+        return self._memory.startswith(GUARD) and self._memory.endswith(GUARD)
+
+    def say(self, message: Control) -> bytes:
+        if isinstance(message, Forward | Gradient):
+            self.num_sent = 0
+        return self.link.send(message)
+
+    def next_data(self, size: int = DATA_BYTES) -> bytes:
+        data = self.data[self.num_sent : self.num_sent + size]
+        self.num_sent += len(data)
+        return send_data(self.link, data)
+
+    def rest(self) -> bytes:
+        """Return frames with all data that are still to be sent."""
+        frames = b""
+        while self.link.is_sending:
+            frames += self.next_data()
+        return frames
+
+    def hear(self, data: bytes, piece: int = 2**20, place: bool = True) -> list[Event]:
+        """Receive bytes and return the events; data go into memory, or nowhere."""
+        events: list[Event] = []
+        for start in range(0, len(data), piece):
+            self.link.receive_data(data[start : start + piece])
+            while (event := self.link.next_event()) is not None:
+                events.append(event)
+                if self.link.awaits_place:
+                    self.link.place(self.memory if place else None)
+        return events
+
+
+def pair(credits: int = 4, size: int = SIZE) -> tuple[Side, Side]:
+    """Return Alice and Bob after both have greeted."""
+    alice, bob = Side(UPSTREAM, size), Side(DOWNSTREAM, size)
+    assert bob.hear(alice.say(HELLO)) == [HELLO]
+    assert alice.hear(bob.say(Welcome(credits))) == [Welcome(credits)]
+    assert alice.link.is_open
+    assert bob.link.is_open
+    return alice, bob
+
+
+def lie(message: Control) -> bytes:
+    """Return the bytes of a message, whether it may be sent or not."""
+    return frame(b"\0" + msgspec.msgpack.encode(message), MAX_CONTROL_BYTES)
+
+
+def lying_data(size: int, offset: int = 0) -> bytes:
+    return frame(b"\1" + offset.to_bytes(8, "big") + bytes(size), CHUNK_FRAME_BYTES)
+
+
+def send_data(link: Link, data: memoryview) -> bytes:
+    """Return the next data of the announced transfer, as a frame or as raw bytes."""
+    return link.pipe.send(Chunk(link.pipe.num_sent, data.cast("B")))
+
+
+def forward(alice: Side, bob: Side) -> None:
+    index = alice.link.num_forwarded
+    assert bob.hear(alice.say(FORWARD) + alice.rest()) == [FORWARD, DataReceived(index)]
+
+
+def give_back(alice: Side, bob: Side, index: int) -> None:
+    assert alice.hear(bob.say(Gradient(index)) + bob.rest()) == [Gradient(index), DataReceived(index)]
+
+
+def bring_to(alice: Side, bob: Side, step: Transit) -> None:
+    """Bring microbatch 0 to this step, at both ends."""
+    if step is Transit.FORWARD:
+        bob.hear(alice.say(FORWARD) + alice.next_data())
+    else:
+        forward(alice, bob)
+    if step is Transit.BACK:
+        alice.hear(bob.say(Gradient(0)) + bob.next_data())
+    elif step is Transit.RETURNED:
+        give_back(alice, bob, 0)
+    assert alice.link.open == bob.link.open == {0: step}

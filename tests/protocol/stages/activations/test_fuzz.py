@@ -1,0 +1,187 @@
+"""Mutated and arbitrary conversations raise only RemoteProtocolError, and write only into the given memory."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
+from farandole.protocol.stages.activations import (
+    DOWNSTREAM,
+    MAX_CONTROL_BYTES,
+    MAX_CREDITS,
+    UPSTREAM,
+    Control,
+    Credits,
+    DataReceived,
+    Dropped,
+    Event,
+    Gradient,
+    Hello,
+    Settled,
+    Welcome,
+)
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import frame
+
+from .sides import FORWARD, HELLO, Side, lie, lying_data, pair
+
+
+def _transcripts(size: int) -> tuple[list[bytes], list[bytes]]:
+    """Return the frames of one good conversation, Alice's and Bob's."""
+    alice, bob = Side(UPSTREAM, size), Side(DOWNSTREAM, size)
+    frames: dict[Side, list[bytes]] = {alice: [], bob: []}
+
+    def tell(sender: Side, receiver: Side, data: bytes) -> None:
+        frames[sender].append(data)
+        receiver.hear(data)
+
+    def tell_data(sender: Side, receiver: Side) -> None:
+        while sender.link.is_sending:
+            tell(sender, receiver, sender.next_data(size // 2))
+
+    tell(alice, bob, alice.say(HELLO))
+    tell(bob, alice, bob.say(Welcome(3)))
+    for _ in range(3):
+        tell(alice, bob, alice.say(FORWARD))
+        tell_data(alice, bob)
+    tell(bob, alice, bob.say(Dropped(1, "no slot is free", is_untouched=True)))
+    for index in (0, 2):
+        tell(bob, alice, bob.say(Gradient(index)))
+        tell_data(bob, alice)
+        tell(alice, bob, alice.say(Settled(index, is_kept=index == 0)))
+    tell(bob, alice, bob.say(Credits(6)))
+    return frames[alice], frames[bob]
+
+
+FUZZ_SIZE = 40
+TRANSCRIPTS = dict(zip((UPSTREAM, DOWNSTREAM), _transcripts(FUZZ_SIZE), strict=True))
+
+
+def react(side: Side, event: Event) -> None:
+    """React at once, as an honest node would."""
+    match event:
+        case Hello():
+            side.say(Welcome(3))
+        case Welcome() | Credits():
+            while side.link.num_forwarded < min(side.link.credits, 3):
+                side.say(FORWARD)
+                side.rest()
+        case DataReceived(index) if side.link.is_upstream:
+            side.say(Settled(index, is_kept=True))
+        case DataReceived(index):
+            side.say(Gradient(index))
+            side.rest()
+
+
+def expose(side: Side, stream: bytes, piece: int) -> list[Event]:
+    """Let an honest node receive this; return the events until it closes the stream."""
+    events: list[Event] = []
+    if side.link.is_upstream:
+        side.say(HELLO)
+    with contextlib.suppress(RemoteProtocolError):
+        for start in range(0, len(stream), piece):
+            side.link.receive_data(stream[start : start + piece])
+            while (event := side.link.next_event()) is not None:
+                events.append(event)
+                if side.link.awaits_place:
+                    side.link.place(side.memory)
+                react(side, event)
+    assert side.is_guarded
+    assert len(side.link.open) <= side.link.num_forwarded <= side.link.credits <= 2 * MAX_CREDITS
+    assert side.link.pipe.buffered <= CHUNK_FRAME_BYTES + piece
+    ended = [event.index for event in events if isinstance(event, Dropped | Settled)]
+    received = [event.index for event in events if isinstance(event, DataReceived)]
+    assert len(set(ended)) == len(ended), "a microbatch ends once"
+    assert len(set(received)) == len(received), "and its data come once"
+    return events
+
+
+@pytest.mark.parametrize("who", [UPSTREAM, DOWNSTREAM])
+def test_the_conversation_that_is_mutated_is_a_good_one(who: bool) -> None:
+    events = expose(Side(not who, FUZZ_SIZE), b"".join(TRANSCRIPTS[who]), 7)
+    assert sum(isinstance(event, DataReceived) for event in events) == (3 if who is UPSTREAM else 2)
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from([UPSTREAM, DOWNSTREAM]),
+    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=4),
+    st.integers(0, 500),
+    st.binary(max_size=64),
+    st.integers(1, 500),
+)
+def test_mutated_bytes_raise_remote_protocol_errors_alone(
+    who: bool, flips: list[tuple[int, int]], cut: int, extra: bytes, piece: int
+) -> None:
+    stream = bytearray(b"".join(TRANSCRIPTS[who]))
+    for position, value in flips:
+        stream[position % len(stream)] = value
+    stream[cut:cut] = extra
+    expose(Side(not who, FUZZ_SIZE), bytes(stream), piece)
+
+
+_INDICES = st.integers(0, 5)
+_MESSAGES: st.SearchStrategy[Control] = st.one_of(
+    st.just(HELLO),
+    st.just(FORWARD),
+    st.builds(Welcome, st.integers(0, MAX_CREDITS)),
+    st.builds(Credits, st.integers(0, 8)),
+    st.builds(Gradient, _INDICES),
+    st.builds(Dropped, _INDICES, st.text(max_size=8), st.booleans()),
+    st.builds(Settled, _INDICES, st.booleans()),
+)
+_OFFSETS = st.integers(0, 6).map(lambda half: half * FUZZ_SIZE // 2)
+_FRAMES = st.one_of(_MESSAGES.map(lie), st.builds(lying_data, st.integers(0, FUZZ_SIZE + 1), _OFFSETS))
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from([UPSTREAM, DOWNSTREAM]),
+    st.lists(
+        st.tuples(st.sampled_from(["leave out", "twice", "swap", "insert"]), st.integers(0, 50), _FRAMES), max_size=5
+    ),
+    st.integers(1, 500),
+)
+def test_mutated_conversations_keep_only_what_has_come(
+    who: bool, mutations: list[tuple[str, int, bytes]], piece: int
+) -> None:
+    """Frames are whole, but left out, doubled, swapped, or from another link."""
+    frames = list(TRANSCRIPTS[who])
+    for mutation, number, other in mutations:
+        at = number % len(frames)
+        match mutation:
+            case "leave out" if len(frames) > 1:
+                del frames[at]
+            case "twice":
+                frames.insert(at, frames[at])
+            case "swap":
+                frames[at - 1], frames[at] = frames[at], frames[at - 1]
+            case "insert":
+                frames.insert(at, other)
+    side = Side(not who, FUZZ_SIZE)
+    events = expose(side, b"".join(frames), piece)
+    kept = [event.index for event in events if isinstance(event, Settled) and event.is_kept]
+    assert set(kept) <= {event.index for event in events if isinstance(event, DataReceived)}
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([UPSTREAM, DOWNSTREAM]), st.lists(_FRAMES, max_size=30), st.integers(1, 500))
+def test_arbitrary_conversations_raise_remote_protocol_errors_alone(who: bool, frames: list[bytes], piece: int) -> None:
+    greeting = lie(HELLO if who is UPSTREAM else Welcome(3))
+    expose(Side(not who, FUZZ_SIZE), greeting + b"".join(frames), piece)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=300), st.booleans())
+def test_arbitrary_bytes_raise_remote_protocol_errors_alone(data: bytes, is_framed: bool) -> None:
+    stream = frame(b"\0" + data, MAX_CONTROL_BYTES) if is_framed else data
+    for side in (Side(UPSTREAM, FUZZ_SIZE), Side(DOWNSTREAM, FUZZ_SIZE)):
+        expose(side, stream, 100)
+    for side in pair(size=FUZZ_SIZE):
+        with contextlib.suppress(RemoteProtocolError):
+            side.hear(stream)
+        assert side.is_guarded

@@ -1,0 +1,485 @@
+"""Choice of stages: nodes that know the same decide the same, and soon well; single decisions and whole small runs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.stages.stage_choice import (
+    EMPTY_SECONDS,
+    LEASE_SECONDS,
+    Claim,
+    GiveBack,
+    Move,
+    Provider,
+    StageChoice,
+    Stay,
+    View,
+    candidates,
+    even_stages,
+    first_stage,
+    is_worth_moving,
+    rank,
+    throughputs,
+)
+from farandole.protocol.state.entries import StageLease
+
+PATIENCE = 12.0
+# In `Run`, seconds until all nodes have heard of a death; other news spreads sooner.
+MAX_DEATH_NEWS = 8.0
+
+
+def author(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def providers(*stages: tuple[int, float]) -> dict[bytes, Provider]:
+    """Return providers by (stage, speed), with authors 0, 1, ..."""
+    return {author(number): Provider(stage, speed) for number, (stage, speed) in enumerate(stages)}
+
+
+def test_a_newcomer_takes_the_stage_with_the_least_throughput() -> None:
+    assert first_stage(View(providers((0, 5.0), (1, 2.0), (1, 2.0)), 2), author(9)) == 1
+    assert first_stage(View(providers((0, 5.0), (1, 9.0)), 3), author(9)) == 2
+
+
+def test_where_speeds_are_unknown_providers_are_counted() -> None:
+    assert first_stage(View(providers((0, 0.0), (0, 0.0), (1, 0.0)), 2), author(9)) == 1
+    assert throughputs(View(providers((0, 4.0), (1, 0.0), (1, 2.0)), 2)) == [4.0, 5.0]  # one counts as 3, the median
+
+
+def test_who_is_on_the_way_counts_where_it_goes() -> None:
+    view = View(providers((0, 1.0), (0, 1.0), (1, 1.0)), 3, {author(1): StageLease(0, 2, True)})
+    assert throughputs(view) == [1.0, 1.0, 1.0]
+
+
+def test_nodes_that_begin_at_once_spread() -> None:
+    firsts = Counter(first_stage(View({}, 4), author(number)) for number in range(400))
+    assert set(firsts) == {0, 1, 2, 3}
+    assert min(firsts.values()) > 70
+
+
+def test_a_correction_moves_no_more_than_needed() -> None:
+    view = View(providers(*[(0, 0.0)] * 5, (1, 0.0), (1, 0.0), (2, 0.0)), 4)
+    moves = even_stages(view)
+    after = Counter(moves.get(name, provider.stage) for name, provider in view.providers.items())
+    assert after == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert len(moves) == 3
+    assert even_stages(View(providers((0, 0.0), (1, 0.0), (1, 0.0)), 2)) == {}
+
+
+def test_fewer_nodes_than_stages_take_one_each() -> None:
+    assert sorted(even_stages(View(providers((0, 0.0), (0, 0.0), (2, 0.0)), 4)).values()) == [1]
+
+
+def test_the_best_to_go_leaves_the_weaker_of_both_the_strongest() -> None:
+    view = View(providers((0, 4.0), (0, 3.0), (0, 1.0), (1, 2.0)), 2)
+    assert candidates(view, 1)[0] == author(1)  # leaves 5 and 5
+
+
+def test_the_last_of_a_stage_is_no_candidate() -> None:
+    view = View(providers((0, 9.0), (1, 1.0), (1, 1.0)), 3)
+    assert set(candidates(view, 2)) == {author(1), author(2)}
+    assert not is_worth_moving(view, author(0), 2)
+
+
+def test_who_is_bound_is_no_candidate() -> None:
+    members = providers((0, 4.0), (0, 4.0), (0, 1.0), (1, 1.0))
+    best = candidates(View(members, 2), 1)[0]
+    bound = members | {best: Provider(0, members[best].speed, is_bound=True)}
+    assert set(candidates(View(bound, 2), 1)) == set(candidates(View(members, 2), 1)) - {best}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12))
+def test_a_correction_leaves_the_bound_where_they_are(nodes: list[tuple[int, bool]]) -> None:
+    members = {author(number): Provider(stage, is_bound=bound) for number, (stage, bound) in enumerate(nodes)}
+    moves = even_stages(View(members, 4))
+    assert not any(members[name].is_bound or members[name].stage == target for name, target in moves.items())
+    after = Counter(moves.get(name, member.stage) for name, member in members.items())
+    bound = Counter(member.stage for member in members.values() if member.is_bound)
+    for stage in range(4):  # no node that is free would be better off elsewhere
+        assert after[stage] - min(after[other] for other in range(4)) <= 1 or after[stage] == bound[stage]
+    before = Counter(member.stage for member in members.values())
+    assert len(moves) == sum((after - before).values())
+
+
+def test_a_move_must_be_worth_its_download() -> None:
+    members = providers((0, 4.0), (0, 4.0), (1, 1.0), (1, 1.0))
+    assert is_worth_moving(View(members, 2), author(0), 1)
+    assert not is_worth_moving(View(members, 2, download_seconds=3_000), author(0), 1)
+    assert not is_worth_moving(View(members, 2), author(2), 0)
+
+
+def test_what_is_gained_by_a_move_is_not_gained_by_the_way_back() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        members = providers(*((rng.randrange(3), rng.choice((1.0, 2.0, 4.0))) for _ in range(7)))
+        for name, provider in members.items():
+            for target in range(3):
+                if is_worth_moving(View(members, 3), name, target):
+                    moved = members | {name: Provider(target, provider.speed)}
+                    assert not is_worth_moving(View(moved, 3), name, provider.stage)
+
+
+def test_of_two_who_claim_at_once_one_gives_way() -> None:
+    members = providers((0, 1.0), (0, 1.0), (0, 1.0), (2, 1.0))
+    first, second = sorted((author(0), author(1)), key=lambda name: rank(name, 1))
+    choices = {name: StageChoice(name, PATIENCE) for name in (first, second)}
+    now = 0.0
+    decisions = {name: choice.decide(View(members, 3), now) for name, choice in choices.items()}
+    assert set(decisions.values()) == {Stay()}
+    claimed: dict[bytes, StageLease] = {}
+    while len(claimed) < 2:  # neither has heard of the other yet
+        now += 1.0
+        for name, choice in choices.items():
+            if name not in claimed and choice.decide(View(members, 3), now) == Claim(1):
+                claimed[name] = StageLease(0, 1)
+    view = View(members, 3, claimed)
+    assert choices[second].decide(view, now) == GiveBack()
+    assert choices[first].decide(view, now) == Stay()
+    assert choices[first].decide(view, now + LEASE_SECONDS) == Move(1)
+
+
+def claimants(
+    members: dict[bytes, Provider], num_stages: int
+) -> tuple[dict[bytes, StageChoice], dict[bytes, StageLease]]:
+    """Return the choices and claims of nodes that hear of no other's lease while one waits for its turn."""
+    choices = {name: StageChoice(name, PATIENCE) for name in members}
+    claimed: dict[bytes, StageLease] = {}
+    for now in range(4):
+        for name, choice in choices.items():
+            if name not in claimed:
+                match choice.decide(View(members, num_stages), float(now)):
+                    case Claim(target):
+                        claimed[name] = StageLease(members[name].stage, target)
+    return choices, claimed
+
+
+@pytest.mark.parametrize("sources", [(0, 0, 0), (0, 0, 1, 1), (0, 0, 0, 1)])
+def test_two_empty_stages_are_filled_at_once(sources: tuple[int, ...]) -> None:
+    members = providers(*((stage, 1.0) for stage in sources))
+    num_stages = max(sources) + 3
+    choices, claimed = claimants(members, num_stages)
+    assert sorted(lease.target for lease in claimed.values()) == [num_stages - 2, num_stages - 1]
+    view = View(members, num_stages, claimed)
+    for name, lease in claimed.items():
+        assert choices[name].decide(view, 3.0 + LEASE_SECONDS) == Move(lease.target)
+
+
+def test_of_two_in_a_stage_one_leaves_however_many_are_empty() -> None:
+    members = providers((0, 1.0), (0, 1.0))
+    leases = {author(0): StageLease(0, 1), author(1): StageLease(0, 2)}
+    before = View(members, 3)
+    decisions = []
+    for name, lease in leases.items():
+        choice = StageChoice(name, PATIENCE)
+        claim = next(decision for now in range(60) if (decision := choice.decide(before, float(now))) != Stay())
+        assert isinstance(claim, Claim)
+        leases[name] = StageLease(0, lease.target)
+        decisions.append(choice.decide(View(members, 3, leases), 60.0))
+    assert GiveBack() in decisions
+
+
+def test_two_do_not_leave_a_stage_at_once_to_make_others_stronger() -> None:
+    members = providers(*[(0, 4.0)] * 4, (1, 1.0), (2, 1.0))
+    mover = min(range(4), key=lambda number: rank(author(number), 1))
+    choice = StageChoice(author(mover), PATIENCE)
+    other = next(author(number) for number in range(4) if number != mover)
+    view = View(members, 3, {other: StageLease(0, 2, True)})
+    assert {choice.decide(view, float(now)) for now in range(100)} == {Stay()}
+
+
+def test_who_is_on_the_way_is_not_overtaken() -> None:
+    members = providers((0, 1.0), (0, 1.0), (0, 1.0))
+    first, second = sorted((author(0), author(1)), key=lambda name: rank(name, 1))
+    choice = StageChoice(first, PATIENCE)
+    view = View(members, 2)
+    claim = next(decision for now in range(60) if (decision := choice.decide(view, float(now))) != Stay())
+    assert claim == Claim(1)
+    late = View(members, 2, {first: StageLease(0, 1), second: StageLease(0, 1, True)})
+    assert choice.decide(late, 61.0) == GiveBack()
+
+
+def test_a_lease_of_an_earlier_life_is_given_back() -> None:
+    members = providers((0, 1.0), (0, 1.0))
+    view = View(members, 2, {author(0): StageLease(1, 0)})
+    assert StageChoice(author(0), PATIENCE).decide(view, 0.0) == GiveBack()
+
+
+@dataclass
+class Node:
+    """A node of `Run`, with its view of the run."""
+
+    name: bytes
+    stage: int
+    speed: float
+    choice: StageChoice
+    is_frozen: bool = False
+    is_bound: bool = False
+    is_alive: bool = True
+    known: dict[bytes, Provider] = field(default_factory=dict)
+    leases: dict[bytes, StageLease] = field(default_factory=dict)
+    heard: dict[bytes, float] = field(default_factory=dict)
+    """Author -> time at which the newest known news of it was sent."""
+    arrives_at: float | None = None
+    source: int | None = None
+    """The stage that it left last."""
+    killed_at: float = 0.0
+
+    @property
+    def provider(self) -> Provider:
+        return Provider(self.stage, self.speed, self.is_bound)
+
+
+class Run:
+    """Nodes that hear of each other late, each after its own delay; this object sees the true state."""
+
+    def __init__(self, num_stages: int, *, download: float = 8.0, is_young: bool = False, seed: int = 1) -> None:
+        self.num_stages = num_stages
+        self.download = download
+        self.is_young = is_young
+        self.now = 0.0
+        self.nodes: list[Node] = []
+        self.news: list[tuple[float, float, Node, bytes, Provider | None, StageLease | None]] = []
+        self.num_moves = 0
+        self.emptied_at: dict[int, float] = {}
+        self.longest_empty = 0.0
+        self._rng = random.Random(seed)
+
+    def join(
+        self, stage: int | None = None, speed: float = 1.0, *, is_frozen: bool = False, is_bound: bool = False
+    ) -> Node:
+        """Add a node that knows all news of now; without a stage given it chooses one."""
+        name = author(len(self.nodes) + 1)
+        known = {node.name: node.provider for node in self.nodes if node.is_alive}
+        if stage is None:
+            stage = first_stage(View(known, self.num_stages), name)
+        node = Node(name, stage, speed, StageChoice(name, PATIENCE), is_frozen, is_bound, known=known)
+        self.nodes.append(node)
+        self.tell(node)
+        return node
+
+    def kill(self, *nodes: Node) -> None:
+        for node in nodes:
+            node.is_alive = False
+            node.killed_at = self.now
+            self._spread(node.name, None, None, 1.0, MAX_DEATH_NEWS)
+
+    def tell(self, node: Node, lease: StageLease | None = None) -> None:
+        self._spread(node.name, node.provider, lease, 0.2, 3.0)
+
+    def _spread(self, name: bytes, told: Provider | None, lease: StageLease | None, least: float, most: float) -> None:
+        for peer in self.nodes:
+            delay = 0.0 if peer.name == name else self._rng.uniform(least, most)
+            self.news.append((self.now + delay, self.now, peer, name, told, lease))
+
+    def counts(self) -> list[int]:
+        """Return the number of live nodes of each stage."""
+        return [sum(node.is_alive and node.stage == stage for node in self.nodes) for stage in range(self.num_stages)]
+
+    def play(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            self._deliver()
+            for node in self.nodes:
+                if node.is_alive and not (node.is_frozen or node.is_bound):
+                    self._act(node)
+            self._check()
+
+    def _deliver(self) -> None:
+        due = sorted((item for item in self.news if item[0] <= self.now), key=lambda item: item[0])
+        self.news = [item for item in self.news if item[0] > self.now]
+        for _, told_at, peer, name, told, lease in due:
+            if told_at < peer.heard.get(name, 0.0):
+                continue
+            peer.heard[name] = told_at
+            peer.known.pop(name, None) if told is None else peer.known.update({name: told})
+            peer.leases.pop(name, None) if lease is None else peer.leases.update({name: lease})
+
+    def _act(self, node: Node) -> None:
+        if node.arrives_at is not None:
+            if self.now >= node.arrives_at:
+                node.arrives_at = None
+                self.tell(node)
+            return
+        view = View(
+            dict(node.known),
+            self.num_stages,
+            dict(node.leases),
+            is_young=self.is_young,
+            download_seconds=0.0 if self.is_young else self.download,
+        )
+        match node.choice.decide(view, self.now):
+            case Claim(target):
+                self.tell(node, StageLease(node.stage, target))
+            case GiveBack():
+                self.tell(node)
+            case Move(target):
+                self.num_moves += 1
+                self._check_leaving(node, target)
+                lease = None if self.is_young else StageLease(node.stage, target, True)
+                node.stage = target
+                node.arrives_at = self.now + (0.0 if self.is_young else self.download)
+                self.tell(node, lease)
+            case Stay():
+                pass
+
+    def _check_leaving(self, node: Node, target: int) -> None:
+        """Check that a node remains, as far as known, and that two leave at once only if one fills an empty stage."""
+        others = [other for other in self.nodes if other.stage == node.stage and other is not node]
+        assert any(other.is_alive or self.now - other.killed_at < MAX_DEATH_NEWS + LEASE_SECONDS for other in others)
+        also = [
+            other
+            for other in self.nodes
+            if other.is_alive and other.arrives_at is not None and other.source == node.stage
+        ]
+        assert self.is_young or not also or target in self.emptied_at, "two at a time from one stage, without need"
+        node.source = node.stage
+
+    def _check(self) -> None:
+        """Check what must hold at every moment."""
+        targets = [node.stage for node in self.nodes if node.is_alive and node.arrives_at is not None]
+        assert len(targets) == len(set(targets)) or self.is_young, "two at a time to one stage"
+        for stage, count in enumerate(self.counts()):
+            if count:
+                self.emptied_at.pop(stage, None)
+            else:
+                since = self.emptied_at.setdefault(stage, self.now)
+                self.longest_empty = max(self.longest_empty, self.now - since)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nodes_that_start_at_once_settle_evenly(seed: int) -> None:
+    run = Run(4, is_young=True, seed=seed)
+    starters = [run.join(first_stage(View({}, 4), author(seed * 100 + number))) for number in range(8)]
+    run.play(25)
+    assert run.counts() == [2, 2, 2, 2]
+    moves = run.num_moves
+    run.play(100)
+    assert run.num_moves == moves
+    assert moves <= len(starters)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_killed_stage_is_filled_again_within_half_a_minute(seed: int) -> None:
+    run = Run(4, seed=seed)
+    nodes = [run.join(number % 4) for number in range(8)]
+    run.play(10)
+    run.kill(nodes[2], nodes[6])
+    run.play(60)
+    assert sorted(run.counts()) == [1, 1, 2, 2]
+    assert run.counts()[2] == 1
+    assert run.longest_empty < 8.0 + 22.0  # the news takes 8 s at most
+    assert run.num_moves == 1
+    run.play(150)
+    assert run.num_moves == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_emptied_stages_are_filled_from_two_others(seed: int) -> None:
+    run = Run(4, seed=seed)
+    nodes = [run.join(number % 4) for number in range(8)]
+    run.play(10)
+    run.kill(nodes[0], nodes[4], nodes[1], nodes[5])
+    run.play(90)
+    assert run.counts() == [1, 1, 1, 1]
+    assert run.num_moves == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("stages", [(0, 0, 0, 3), (0, 0, 3, 3), (0, 0, 0, 0, 3, 3)])
+def test_two_stages_that_are_emptied_at_once_are_filled_at_once(stages: tuple[int, ...], seed: int) -> None:
+    run = Run(4, download=60.0, seed=seed)
+    for stage in stages:
+        run.join(stage)
+    lost = [run.join(stage) for stage in (1, 1, 2, 2)]
+    run.play(10)
+    run.kill(*lost)
+    run.play(150)
+    assert min(run.counts()) >= 1
+    assert run.longest_empty < 60.0  # the second does not wait for the first one's download
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(2, 5),
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from((1.0, 4.0)), st.booleans()), min_size=3, max_size=12),
+    st.integers(0, 1_000),
+)
+def test_whoever_is_killed_what_is_left_fills_all_stages(
+    num_stages: int, nodes: list[tuple[int, float, bool]], seed: int
+) -> None:
+    run = Run(num_stages, seed=seed)
+    joined = [run.join(stage % num_stages, speed) for stage, speed, _ in nodes]
+    run.play(10)
+    run.kill(*(node for node, (_, _, is_killed) in zip(joined, nodes, strict=True) if is_killed))
+    run.play(250)
+    num_live = sum(run.counts())
+    assert sum(count > 0 for count in run.counts()) == min(num_live, num_stages)
+
+
+def test_nobody_leaves_a_stage_empty_to_fill_another() -> None:
+    run = Run(3)
+    nodes = [run.join(stage) for stage in range(3)]
+    run.play(5)
+    run.kill(nodes[1])
+    run.play(300)
+    assert run.counts() == [1, 0, 1]
+    assert run.num_moves == 0
+
+
+def test_a_volunteer_that_does_nothing_is_passed_over() -> None:
+    run = Run(2)
+    nodes = [run.join(0, is_frozen=number < 3) for number in range(4)]
+    nodes.append(run.join(1))
+    run.play(5)
+    run.kill(nodes[4])
+    run.play(40)
+    assert run.counts() == [3, 1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_volunteers_who_are_bound_are_not_waited_for(seed: int) -> None:
+    run = Run(2, seed=seed)
+    nodes = [run.join(0, is_bound=number != 7) for number in range(12)]
+    nodes.append(run.join(1))
+    run.play(5)
+    run.kill(nodes[12])
+    run.play(40)
+    assert run.counts() == [11, 1]
+    assert run.longest_empty <= 8.0 + EMPTY_SECONDS + LEASE_SECONDS + 2.0  # news, and decisions at intervals
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_unequal_speeds_are_balanced_and_then_there_is_rest(seed: int) -> None:
+    run = Run(2, seed=seed)
+    for stage, speed in ((0, 4.0), (0, 4.0), (0, 1.0), (1, 1.0), (1, 1.0), (1, 1.0)):
+        run.join(stage, speed)
+    run.play(200)
+    strengths = [sum(node.speed for node in run.nodes if node.stage == stage) for stage in range(2)]
+    assert min(strengths) >= 5.0  # from 3, of 12
+    moves = run.num_moves
+    run.play(300)
+    assert run.num_moves == moves <= 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_churn_leaves_no_stage_empty_for_long(seed: int) -> None:
+    run, rng = Run(3, seed=seed), random.Random(seed)
+    for number in range(9):
+        run.join(number % 3, rng.choice((1.0, 4.0)))
+    for _ in range(25):
+        run.play(30)
+        if rng.random() < 0.5 and sum(run.counts()) > 6:
+            run.kill(rng.choice([node for node in run.nodes if node.is_alive]))
+        else:
+            run.join(speed=rng.choice((1.0, 4.0)))
+    run.play(60)
+    assert min(run.counts()) >= 1
+    assert run.longest_empty < 60.0

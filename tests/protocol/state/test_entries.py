@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.run.invitations import MAX_ADMISSION_BYTES
+from farandole.protocol.state.entries import (
+    MAX_BODY_BYTES,
+    MAX_COMMITMENT_BODY_BYTES,
+    MAX_DELTA_BYTES,
+    MAX_NOTE_BYTES,
+    MAX_SUSPECTS,
+    REVOKED_PER_ENTRY,
+    RULES,
+    Accusation,
+    AdmissionProof,
+    Beat,
+    Checker,
+    CheckpointNotice,
+    Commitment,
+    Delta,
+    Evaluation,
+    Evaluator,
+    Kind,
+    Lease,
+    LeasedSlices,
+    Member,
+    Notice,
+    Payload,
+    ProgramNotes,
+    Progress,
+    Proof,
+    Revocation,
+    Signed,
+    StageLease,
+    Suspects,
+    TaskFigure,
+    decode_delta,
+    encode_body,
+    fit_member,
+    payload_size,
+)
+from farandole.protocol.state.packing import deltas_of
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import SMALL_ORDER_KEYS
+
+from ..authors import CREATOR, NOW, RUN_ID, author_of, beat, flipped, member, notice, sign_body, signed, tick_at
+
+CHECKER = Checker(RUN_ID, CREATOR)
+BIG = 2**56
+LARGEST: dict[Kind, Payload] = {
+    Kind.MEMBER: fit_member(Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG, True, True, "1" * 32)),
+    Kind.BEAT: Beat(BIG, 2**31 - 1, 2**31 - 1, BIG, bytes(8)),
+    Kind.PROGRESS: Progress(BIG, 2**31 - 1, BIG, BIG, BIG),
+    Kind.LEASE: Lease(2**31 - 1, b"c" * 8, (LeasedSlices(2**31 - 1, 2**31 - 1, 2**31 - 1),) * 2, b"d" * 192),
+    Kind.CHECKPOINT: CheckpointNotice(2**31 - 1, 511, b"x" * 32, BIG, BIG, BIG),
+    Kind.SUSPECTS: Suspects((bytes(8),) * MAX_SUSPECTS),
+    Kind.NOTICE: Notice("resume", "t" * 256),
+    Kind.STAGE_LEASE: StageLease(511, 511, True),
+    Kind.ADMISSION: AdmissionProof(b"a" * MAX_ADMISSION_BYTES),
+    Kind.COMMITMENT: Commitment(
+        2**31 - 1, b"s" * 32, BIG, 2**31 - 1, BIG, 65_536, 65_535, b"e" * 32, b"c" * 32, b"t" * 8, "b" * 48, "d" * 48
+    ),
+    Kind.ACCUSATION: Accusation(b"a" * 32, bytes(MAX_COMMITMENT_BODY_BYTES), b"s" * 64),
+    Kind.REVOCATION: Revocation((b"k" * 32,) * REVOKED_PER_ENTRY),
+    Kind.NOTES: ProgramNotes((("n" * 48, b"v" * MAX_NOTE_BYTES),)),
+    Kind.EVALUATOR: Evaluator(2**31 - 1),
+    Kind.EVALUATION: Evaluation(
+        2**31 - 1, 2**31 - 1, (TaskFigure("t" * 96, "m" * 64, -(2**53), 2**53), *[TaskFigure("t", "m", 1)] * 15)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_largest_payload_of_each_kind_fits_and_comes_back(kind: Kind) -> None:
+    rule = RULES[kind]
+    item = signed(255, kind, rule.slots - 1, 2**40 - 1, LARGEST[kind])
+    entry = CHECKER.check(item)
+    assert (entry.kind, entry.index, entry.tick, entry.payload) == (kind, rule.slots - 1, 2**40 - 1, LARGEST[kind])
+    assert payload_size(LARGEST[kind]) <= rule.max_bytes
+    assert len(item.body) <= MAX_BODY_BYTES
+    assert entry.expires_at == entry.tick * rule.quantum + rule.ttl
+
+
+@pytest.mark.parametrize(
+    ("num_missing", "member"),
+    [
+        (1, Member(3, "cpu", incarnation=7, is_bound=True, is_paused=True)),
+        (2, Member(3, "cpu", incarnation=7, is_bound=True)),
+        (3, Member(3, "cpu", incarnation=7)),
+    ],
+)
+def test_an_older_member_entry_that_ends_before_the_last_fields_is_read(num_missing: int, member: Member) -> None:
+    newest = Member(3, "cpu", incarnation=7, is_bound=True, is_paused=True, version="1.0")
+    older = msgspec.msgpack.encode(msgspec.to_builtins(newest)[:-num_missing])
+    item = sign_body(1, msgspec.msgpack.encode([Kind.MEMBER, 0, tick_at(Kind.MEMBER), msgspec.Raw(older)]))
+    assert CHECKER.check(item).payload == member
+
+
+def test_a_heartbeat_takes_some_hundred_and_thirty_bytes() -> None:
+    assert len(msgspec.msgpack.encode(beat(1))) <= 130
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "payload"),
+    [
+        (Kind.MEMBER, 1, Member()),  # no such slot
+        (Kind.MEMBER, 0, Beat(0, 0, None, 0)),  # another kind's payload
+        (Kind.MEMBER, 0, Member(device="x" * 49)),
+        (Kind.MEMBER, 0, Member(device="\x1b[2J")),  # would clear a terminal
+        (Kind.MEMBER, 0, Member(device="line\n")),
+        (Kind.MEMBER, 0, Member(addresses=("no multiaddr",))),
+        (Kind.MEMBER, 0, Member(addresses=("/ip4",) * 9)),
+        (Kind.MEMBER, 0, Member(addresses=("/" + "a" * 191,) * 3)),  # each fits, together they don't
+        (Kind.BEAT, 0, Beat(-1, 0, None, 0)),
+        (Kind.BEAT, 0, Beat(BIG + 1, 0, None, 0)),
+        (Kind.LEASE, 0, Lease(0, b"c" * 8, (LeasedSlices(0, 0),) * 9)),
+        (Kind.NOTICE, 0, Notice("pause")),  # not from the creator
+    ],
+)
+def test_what_no_honest_node_writes_is_refused(kind: Kind, index: int, payload: Payload) -> None:
+    with pytest.raises(RemoteProtocolError):
+        CHECKER.check(signed(1, kind, index, 5, payload))
+
+
+def test_an_unknown_kind_and_an_untyped_body_are_refused() -> None:
+    for body in (
+        [99, 0, 1, []],
+        [8, 0, 1, []],
+        [1, 0, 2**40, []],
+        [1, 0, 1],
+        [1, 0, 1, [], 5],
+        {"kind": 1},
+        "text",
+        [1, 0, 1.5, []],
+    ):
+        with pytest.raises(RemoteProtocolError):
+            CHECKER.check(sign_body(1, msgspec.msgpack.encode(body)))
+    with pytest.raises(RemoteProtocolError):
+        CHECKER.check(sign_body(1, b"\x91" * MAX_BODY_BYTES))  # nested too deep
+    with pytest.raises(RemoteProtocolError):
+        CHECKER.check(sign_body(1, member(1).body + b"\x00"))  # with trailing bytes
+
+
+def test_a_signature_is_good_for_its_author_run_and_body_alone() -> None:
+    item, other = member(1), member(2)
+    CHECKER.check(item)
+    for forged in (
+        Signed(other.author, item.body, item.signature),
+        Signed(item.author, member(1, device="gpu").body, item.signature),
+        Signed(item.author, item.body, bytes(64)),
+        signed(1, Kind.MEMBER, 0, 5, Member(), b"o" * 32),
+    ):
+        with pytest.raises(RemoteProtocolError, match="signature"):
+            CHECKER.check(forged)
+
+
+def test_keys_of_small_order_sign_nothing() -> None:
+    # under the identity key this one signature verifies for any message, to OpenSSL
+    constant = (1).to_bytes(32, "little") + bytes(32)
+    for key in SMALL_ORDER_KEYS:
+        with pytest.raises(RemoteProtocolError):
+            CHECKER.check(Signed(key, member(1).body, constant))
+
+
+def test_a_proof_is_two_stories_of_one_author() -> None:
+    first, second = member(1, device="a"), member(1, device="b")
+    a, b = sorted((first, second), key=lambda item: CHECKER.parse(item).id)
+    CHECKER.check_proof(Proof(a, b))
+    for no_proof in (
+        Proof(b, a),
+        Proof(a, a),
+        Proof(a, member(2, device="b")),
+        Proof(a, member(1, tick=7)),
+        Proof(a, beat(1)),
+        Proof(Signed(a.author, a.body, bytes(64)), b),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            CHECKER.check_proof(no_proof)
+
+
+def test_members_give_up_addresses_rather_than_the_limit() -> None:
+    addresses = tuple(f"/ip4/10.0.0.{index}/tcp/4001/p2p/{'Q' * 52}/p2p-circuit" for index in range(8))
+    fitted = fit_member(Member(device="x" * 48, addresses=addresses))
+    assert 0 < len(fitted.addresses) < 8
+    assert fitted.addresses == addresses[: len(fitted.addresses)]
+    CHECKER.check(signed(1, Kind.MEMBER, 0, 5, fitted))
+
+
+@given(st.integers(0, 3_000), st.integers(0, 40), st.integers(2_048, MAX_DELTA_BYTES))
+@settings(max_examples=20)
+def test_deltas_hold_everything_within_their_bound(num_entries: int, num_proofs: int, max_bytes: int) -> None:
+    entries = [notice(1 + index % 5, index % 4) for index in range(num_entries)]
+    proofs = [Proof(member(1, device="a"), member(1, device="b"))] * num_proofs
+    deltas = deltas_of(entries, proofs, max_bytes)
+    assert all(len(delta.encode()) <= max_bytes for delta in deltas)
+    assert [item for delta in deltas for item in delta.entries] == entries
+    assert [item for delta in deltas for item in delta.proofs] == proofs
+    assert all(decode_delta(delta.encode()) == delta for delta in deltas)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300)
+def test_no_bytes_do_more_than_be_refused(raw: bytes) -> None:
+    for attempt in (lambda: decode_delta(raw), lambda: CHECKER.check(sign_body(1, raw[:MAX_BODY_BYTES]))):
+        try:
+            attempt()
+        except RemoteProtocolError:
+            continue
+
+
+def test_mutated_deltas_are_refused_or_wholly_parsed() -> None:
+    rng = random.Random(5)
+    raw = Delta((member(1), beat(2), notice(3)), (Proof(member(1, device="a"), member(1, device="b")),)).encode()
+    for _ in range(3_000):
+        mutated = bytearray(raw)
+        for _ in range(rng.randint(1, 4)):
+            mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+        try:
+            delta = decode_delta(bytes(mutated[: rng.randint(1, len(mutated))]))
+        except RemoteProtocolError:
+            continue
+        assert isinstance(delta, Delta)
+
+
+def test_an_overlong_delta_is_not_even_parsed() -> None:
+    with pytest.raises(RemoteProtocolError, match="bytes"):
+        decode_delta(bytes(MAX_DELTA_BYTES + 1))
+
+
+@given(st.integers(0, 10**6), st.sampled_from([member(1), beat(1), notice(1)]))
+@settings(max_examples=200)
+def test_a_flipped_bit_never_passes_for_another_entry(bit: int, item: Signed) -> None:
+    forged = flipped(item, bit)
+    if forged != item:
+        with pytest.raises(RemoteProtocolError):
+            CHECKER.check(forged)
+
+
+def test_encodings_are_those_of_the_spec() -> None:
+    body = encode_body(Kind.BEAT, 0, tick_at(Kind.BEAT), Beat(1, 2, None, 3, b"partner."))
+    assert msgspec.msgpack.decode(body) == [2, 0, int(NOW), [1, 2, None, 3, b"partner."]]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(beat(1)))[0] == author_of(1)
+
+
+def test_an_accusation_holds_the_largest_commitment() -> None:
+    item = signed(255, Kind.COMMITMENT, RULES[Kind.COMMITMENT].slots - 1, 2**40 - 1, LARGEST[Kind.COMMITMENT])
+    assert len(item.body) <= MAX_COMMITMENT_BODY_BYTES

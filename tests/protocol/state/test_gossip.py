@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from farandole.protocol.state.entries import Delta, Kind, Signed
+from farandole.protocol.state.gossip import (
+    AVOID_SECONDS,
+    DISPLACING_BURST,
+    DISPLACING_RATE,
+    ENOUGH_CANDIDATES,
+    FAULT_BURST,
+    MAX_FORWARDED,
+    SLICE_ITEMS,
+    Gossip,
+    is_worth_forwarding,
+    slices_of,
+)
+from farandole.protocol.state.push import Batch, decode_batch
+from farandole.protocol.state.state import RunState
+from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
+from farandole.protocol.wire.messagepack import encode
+
+from ..authors import CREATOR, NOW, RUN_ID, author_of, beat, member, notice, tick_at
+
+ME, ALICE, BOB = author_of(1), author_of(2), author_of(3)
+
+
+def gossip_with(*items: Signed) -> Gossip:
+    gossip = Gossip(RunState(RUN_ID, CREATOR), ME, random.Random(1), base_period=2.0)
+    gossip.merge(Delta(items), ALICE, NOW, 0.0, forward=False)
+    return gossip
+
+
+def pushed(gossip: Gossip, now: float = 0.1) -> set[Signed]:
+    outputs = gossip.tick(NOW + now, now)
+    return {entry for output in outputs for entry in decode_batch(output.payload).delta.entries}
+
+
+def test_live_members_are_talked_to_and_nobody_else() -> None:
+    gossip = gossip_with(member(2), beat(2), member(3), member(4, left=True), beat(4), beat(5), beat(1), member(1))
+    assert gossip.candidates(1.0) == [ALICE]
+    assert gossip.choose_partner(1.0) == ALICE
+    assert {gossip.choose_silent(1.0) for _ in range(50)} == {BOB, None}
+    assert gossip.candidates(7.0) == []
+    assert gossip.choose_partner(7.0) is None
+    assert {gossip.choose_silent(7.0) for _ in range(50)} == {ALICE, BOB}
+
+
+def test_the_unreachable_are_left_alone_for_a_while() -> None:
+    numbers = range(2, 2 + ENOUGH_CANDIDATES + 1)
+    gossip = gossip_with(*map(member, numbers), *map(beat, numbers))
+    for entry in map(beat, numbers):
+        gossip.reached(entry.author)
+    gossip.unreachable(ALICE, 0.5)
+    assert ALICE not in gossip.candidates(1.0)
+    assert gossip.liveness.is_live(ALICE, 1.0), "that is not a judgement of its life"
+    gossip.reached(ALICE)
+    assert ALICE in gossip.candidates(1.0)
+    gossip.unreachable(ALICE, 1.0)
+    later = 1.1 + AVOID_SECONDS
+    newer = tuple(beat(number, tick_at(Kind.BEAT) + 40) for number in numbers)
+    gossip.merge(Delta(newer), ALICE, NOW, later)
+    assert ALICE not in gossip.candidates(later)
+    gossip.tick(NOW, later)
+    assert ALICE in gossip.candidates(later)
+
+
+def test_in_a_run_of_few_nobody_falls_silent_towards_another() -> None:
+    gossip = gossip_with(member(2), beat(2))
+    gossip.unreachable(ALICE, 0.5)
+    gossip.liveness.suspect(ALICE, 0.5)
+    gossip.push.queue([notice(1)], [], None)
+    assert pushed(gossip, 1.0) == {notice(1)}
+    assert gossip.choose_partner(1.0) == ALICE
+
+
+def test_peers_that_were_only_heard_of_never_outnumber_those_that_were_reached() -> None:
+    numbers = range(2, 62)
+    gossip = gossip_with(*map(member, numbers), *map(beat, numbers))
+    assert len(gossip.candidates(0.5)) == 60, "none was reached yet"
+    gossip.reached(ALICE)
+    for _ in range(20):
+        candidates = gossip.candidates(0.5)
+        assert ALICE in candidates
+        assert len(candidates) == 2
+
+
+def test_news_is_pushed_on_and_the_rest_is_not() -> None:
+    gossip = gossip_with(member(2), beat(2), member(3), beat(3))
+    old = member(3, tick_at(Kind.MEMBER) - 1)
+    batch = Batch(True, Delta((notice(3), member(2), old)))
+    gossip.receive_push(ALICE, msgspec.msgpack.encode(batch), NOW, 0.1)
+    assert pushed(gossip) == {notice(3)}
+    assert pushed(gossip) == set()
+
+
+def test_what_a_peer_crowds_in_is_pushed_on_within_limits_and_costs_no_other_peer_anything() -> None:
+    """Otherwise authors that a liar has invented go round for ever between tables that cannot hold all of them."""
+    gossip = Gossip(RunState(RUN_ID, CREATOR, max_authors=200), ME, random.Random(1), base_period=2.0)
+    known = [*map(member, range(2, 201)), beat(2), beat(3), member(1)]
+    gossip.merge(Delta(tuple(known)), ALICE, NOW, 0.0, forward=False, is_asked=True)
+    assert gossip.state.places.is_full
+    invented = [member(number) for number in range(1_000, 1_040)]
+    gossip.merge(Delta(tuple(invented)), BOB, NOW, 0.1)
+    assert all(entry.author in gossip.state for entry in invented), "the table is shared among who brings authors"
+    assert len(pushed(gossip) & set(invented)) == DISPLACING_BURST
+    honest = member(2_000)
+    gossip.merge(Delta((honest,)), author_of(4), NOW, 0.2)
+    assert pushed(gossip, 0.2) == {honest}
+    news = beat(1_039)
+    gossip.merge(Delta((news,)), BOB, NOW, 0.3)
+    assert pushed(gossip, 0.3) == {news}, "of an author that is in the table"
+    late = member(1_100)
+    gossip.merge(Delta((late,)), BOB, NOW, 0.1 + 1 / DISPLACING_RATE)
+    assert pushed(gossip, 3.0) == {late}
+
+
+def test_faults_are_counted_and_a_flooder_is_cut_off() -> None:
+    gossip = gossip_with()
+    bad = Signed(BOB, member(2).body, bytes(64))
+    gossip.merge(Delta((bad, notice(2))), ALICE, NOW, 0.0)
+    assert gossip.state.get(ALICE, Kind.CHECKPOINT) is not None, "what is good among it is kept"
+    with pytest.raises(RemoteProtocolError, match="too many"):
+        gossip.merge(Delta((bad,) * FAULT_BURST), ALICE, NOW, 0.0)
+    with pytest.raises(RemoteProtocolError, match="too many"):
+        gossip.merge(Delta((notice(3),)), ALICE, NOW, 1.0)
+    gossip.merge(Delta((notice(3),)), BOB, NOW, 1.0)
+    gossip.merge(Delta((notice(3),)), ALICE, NOW, 60.0)
+
+
+def test_a_flood_of_valid_messages_is_a_fault() -> None:
+    gossip = gossip_with(member(2), beat(2))
+    known = encode(Batch(False, Delta((member(2),))))
+    for payload in (known, encode(Batch(True, Delta()))):
+        with pytest.raises(FloodError):
+            for _ in range(1_000):
+                gossip.receive_push(ALICE, payload, NOW, 0.0)
+    gossip.receive_push(BOB, known, NOW, 0.0)
+    gossip.receive_push(ALICE, known, NOW, 60.0)
+
+
+def test_honest_staleness_is_never_a_fault() -> None:
+    gossip = gossip_with(member(2), member(3, device="a"), member(3, device="b"))
+    stale = (member(2, 5), member(2, tick_at(Kind.MEMBER) + 500), notice(3), member(2))
+    for _ in range(100):
+        gossip.merge(Delta(stale), ALICE, NOW, 0.0)
+
+
+def test_much_at_once_is_taken_in_slices_and_not_forwarded() -> None:
+    much = Delta(tuple(notice(number, index) for number in range(1, 50) for index in range(8)))
+    parts = list(slices_of(much))
+    assert [entry for part in parts for entry in part.entries] == list(much.entries)
+    assert all(len(part.entries) <= SLICE_ITEMS for part in parts)
+    assert not is_worth_forwarding(much)
+    assert is_worth_forwarding(Delta(much.entries[:MAX_FORWARDED]))
+
+
+def test_the_dead_are_forgotten_when_their_heartbeat_expires() -> None:
+    gossip = gossip_with(member(2), beat(2), beat(3))
+    gossip.tick(NOW + 100, 100.0)
+    assert gossip.liveness.seconds_since(BOB, 100.0) == 100.0
+    gossip.tick(NOW + 121, 121.0)
+    assert gossip.liveness.seconds_since(BOB, 121.0) is None

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.state.entries import Delta, Proof, Signed
+from farandole.protocol.state.push import (
+    CHOICE_SECONDS,
+    CHOOSER_SECONDS,
+    MAX_CHOOSERS,
+    MAX_ITEMS_A_TICK,
+    MAX_PENDING,
+    MAX_PUSH_BYTES,
+    NUM_CHOSEN,
+    QUIET_SECONDS,
+    Batch,
+    Push,
+    SendBatch,
+    decode_batch,
+)
+from farandole.protocol.wire.errors import RemoteProtocolError
+
+from ..authors import author_of, member, notice
+
+PEERS = [author_of(number) for number in range(1, 10)]
+
+
+def tick(push: Push, now: float = 0.0, candidates: Sequence[bytes] = PEERS) -> list[SendBatch]:
+    return push.tick(now, lambda peer: peer in candidates, lambda: candidates)
+
+
+def sent_to(outputs: list[SendBatch]) -> dict[bytes, list[Signed]]:
+    return {output.peer: list(decode_batch(output.payload).delta.entries) for output in outputs}
+
+
+def test_what_is_new_goes_once_to_a_few_neighbours_in_one_batch() -> None:
+    push = Push(random.Random(1))
+    push.queue([member(1), notice(2)], [], source=None)
+    outputs = tick(push)
+    assert len(outputs) == NUM_CHOSEN
+    assert all(entries == [member(1), notice(2)] for entries in sent_to(outputs).values())
+    assert all(decode_batch(output.payload).is_choice for output in outputs)
+    assert tick(push) == []
+
+
+def test_nothing_goes_back_to_who_has_it() -> None:
+    push = Push(random.Random(1))
+    tick(push)
+    first, second = sorted(push.neighbours)
+    push.queue([member(1), notice(2)], [], source=first)
+    push.heard(second, Batch(False, Delta((notice(2),))), 0.0)
+    assert sent_to(tick(push)) == {second: [member(1)]}
+
+
+def test_a_link_carries_both_ways_while_it_is_chosen() -> None:
+    push = Push(random.Random(1))
+    stranger = author_of(99)
+    push.heard(stranger, Batch(True, Delta()), now=0.0)
+    push.queue([member(1)], [], source=None)
+    outputs = {output.peer: decode_batch(output.payload).is_choice for output in tick(push, 1.0)}
+    assert outputs[stranger] is False
+    assert len(outputs) == NUM_CHOSEN + 1
+    push.heard(author_of(98), Batch(False, Delta()), now=1.0)
+    assert author_of(98) not in push.neighbours, "it answers, it has not chosen"
+    push.queue([notice(1)], [], source=None)
+    assert stranger not in sent_to(tick(push, CHOOSER_SECONDS + 1.0))
+
+
+def test_choosers_are_bounded() -> None:
+    push = Push(random.Random(1))
+    for number in range(20, 60):
+        push.heard(author_of(number), Batch(True, Delta()), now=0.0)
+    assert len(push.neighbours) == MAX_CHOOSERS
+
+
+def test_neighbours_that_die_or_have_had_their_time_are_replaced() -> None:
+    push = Push(random.Random(1))
+    tick(push)
+    before = push.neighbours
+    tick(push, 1.0)
+    assert push.neighbours == before
+    dead = min(before)
+    tick(push, 2.0, [peer for peer in PEERS if peer != dead])
+    assert dead not in push.neighbours
+    assert len(push.neighbours) == NUM_CHOSEN
+    push.drop(min(push.neighbours))
+    assert len(push.neighbours) == NUM_CHOSEN - 1
+    seen = set(before)
+    for step in range(1, 40):
+        tick(push, step * CHOICE_SECONDS)
+        seen |= push.neighbours
+    assert seen == set(PEERS)
+
+
+def test_a_neighbour_that_does_not_answer_is_replaced() -> None:
+    push = Push(random.Random(1))
+    tick(push)
+    quiet, heard = sorted(push.neighbours)
+    push.heard(heard, Batch(False, Delta()), now=10.0)
+    tick(push, QUIET_SECONDS + 1.0)
+    assert heard in push.neighbours
+    assert len(push.neighbours) == NUM_CHOSEN
+    push.heard(heard, Batch(False, Delta()), now=QUIET_SECONDS + 1.0)
+    others = {peer for step in range(1, 60) for peer in _neighbours_at(push, step * QUIET_SECONDS, heard)}
+    assert quiet in others, "it may be chosen again"
+
+
+def _neighbours_at(push: Push, now: float, heard: bytes) -> set[bytes]:
+    push.heard(heard, Batch(False, Delta()), now)
+    tick(push, now + 1.0)
+    return push.neighbours
+
+
+def test_bounds_hold_whatever_floods_in() -> None:
+    push = Push(random.Random(1))
+    flood = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_PENDING + 100)]
+    push.queue(flood, [], source=None)
+    outputs = tick(push)
+    assert all(len(output.payload) <= MAX_PUSH_BYTES for output in outputs)
+    peer = outputs[0].peer
+    items = [item for output in outputs if output.peer == peer for item in decode_batch(output.payload).delta.entries]
+    assert items == flood[100 : 100 + MAX_ITEMS_A_TICK], "the oldest are given up, and the rest waits for its tick"
+    assert tick(push) != []
+
+
+def test_who_floods_delays_its_own_alone() -> None:
+    push = Push(random.Random(1))
+    flood = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_PENDING + 100)]
+    quiet = [member(number) for number in range(1, 20)]
+    push.queue(flood[:-100], [], source=author_of(98))
+    push.queue(quiet, [], source=author_of(97))
+    push.queue(flood[-100:], [], source=author_of(98))
+    [first, *_] = sent_to(tick(push)).values()
+    assert set(quiet) < set(first)
+    assert len(first) == MAX_ITEMS_A_TICK
+
+
+def test_proofs_go_on_too() -> None:
+    push = Push(random.Random(1))
+    proof = Proof(member(1, device="a"), member(1, device="b"))
+    push.queue([], [proof], source=None)
+    assert all(decode_batch(output.payload).delta.proofs == (proof,) for output in tick(push))
+
+
+def test_alone_nothing_is_lost_before_somebody_comes() -> None:
+    push = Push(random.Random(1))
+    push.queue([member(1)], [], source=None)
+    assert tick(push, candidates=[]) == []
+    assert sent_to(tick(push, candidates=PEERS[:1])) == {PEERS[0]: [member(1)]}
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200)
+def test_no_bytes_do_more_than_be_refused(raw: bytes) -> None:
+    try:
+        decode_batch(raw)
+    except RemoteProtocolError:
+        return
+
+
+def test_an_overlong_push_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_batch(bytes(MAX_PUSH_BYTES + 1))

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.state.entries import RULES, Beat, Checker, Delta, Entry, Kind, Member, Progress
+from farandole.protocol.state.state import Outcome, RunState
+from farandole.protocol.state.writer import MAX_LEAD, MAX_SPANS, Mark, Writer
+from farandole.protocol.wire.errors import LocalProtocolError
+
+from ..authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, state_of
+
+PAYLOADS = {
+    Kind.MEMBER: Member(),
+    Kind.BEAT: Beat(0, 0, None, 0),
+    Kind.PROGRESS: Progress(0, 0, 0, 0, 0),
+}
+
+
+class Author:
+    """A writer whose disk outlives it."""
+
+    def __init__(self) -> None:
+        self.mark: Mark = ()
+        self.written: list[tuple[int, int]] = []
+        self.entries: list[Entry] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.writer = Writer(key_of(1), RUN_ID)
+        self.writer.resume(self.mark)
+
+    def write(self, kind: Kind, now: float) -> bool:
+        if self.writer.delay(kind, 0, now) > 0:
+            return False
+        mark = self.writer.mark_needed(kind, 0, now)
+        if mark is not None:
+            self.mark = mark
+            self.writer.marked(mark)
+        entry = self.writer.write(kind, 0, PAYLOADS[kind], now)
+        self.entries.append(entry)
+        self.written.append((entry.slot, entry.tick))
+        assert entry.written_at <= now + 60, "others would defer it"
+        return True
+
+
+def entry_of_past_life(now: float) -> Entry:
+    author = Author()
+    author.write(Kind.BEAT, now)
+    return author.entries[-1]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["write", "restart"]), st.sampled_from([Kind.MEMBER, Kind.BEAT, Kind.PROGRESS]),
+                  st.floats(-30, 90) | st.sampled_from([-3600.0, -600.0, -120.0, -75.0, 120.0, 600.0, 3600.0])),
+        max_size=40,
+    )
+)  # fmt: skip
+@settings(max_examples=150)
+def test_no_slot_and_tick_is_ever_signed_twice(steps: list[tuple[str, Kind, float]]) -> None:
+    """Whatever the clock does, and however often the node dies."""
+    author, now = Author(), NOW
+    for step, kind, passed in steps:
+        now += passed
+        if step == "restart":
+            author.restart()
+        else:
+            author.write(kind, now)
+    assert len(set(author.written)) == len(author.written)
+
+
+def test_an_author_that_dies_every_two_seconds_is_still_heard() -> None:
+    author, num_written = Author(), 0
+    for step in range(300):
+        author.restart()
+        num_written += author.write(Kind.BEAT, NOW + 2 * step)
+    assert num_written == 300
+    for step in range(300):
+        author.restart()
+        num_written += author.write(Kind.MEMBER, NOW + 600 + 2 * step)
+    assert num_written > 300 + 100
+
+
+def test_entries_are_valid_and_each_newer_than_the_last() -> None:
+    author, state = Author(), RunState(RUN_ID, CREATOR)
+    for now in (NOW, NOW + 0.1, NOW - 4.0, NOW + 9.0):
+        assert author.write(Kind.MEMBER, now)
+    ticks = [tick for _, tick in author.written]
+    assert ticks == sorted(set(ticks))
+    mark = author.writer.mark_needed(Kind.PROGRESS, 0, NOW)
+    assert mark is None or mark[-1][1] <= NOW + RULES[Kind.PROGRESS].quantum
+    entry = state_of(member(1)).get(author_of(1), Kind.MEMBER)
+    assert entry is not None
+    assert state.merge(Delta((entry.signed,)), NOW).outcomes == [Outcome.NEW]
+    assert Checker(RUN_ID, CREATOR).check(entry.signed).id == entry.id
+
+
+def test_nothing_is_signed_beyond_the_stored_mark() -> None:
+    writer = Writer(key_of(1), RUN_ID)
+    with pytest.raises(LocalProtocolError, match="mark"):
+        writer.write(Kind.MEMBER, 0, Member(), NOW)
+    mark = writer.mark_needed(Kind.MEMBER, 0, NOW)
+    assert mark is not None
+    writer.marked(mark)
+    writer.write(Kind.MEMBER, 0, Member(), NOW)
+
+
+def test_what_is_no_slot_or_payload_of_the_kind_is_our_own_fault() -> None:
+    writer = Writer(key_of(1), RUN_ID)
+    writer.resume(((0, int(NOW) + 100),))
+    for kind, index, payload in (
+        (Kind.MEMBER, 1, Member()),
+        (Kind.MEMBER, 0, Beat(0, 0, None, 0)),
+        (Kind.MEMBER, 0, Member(addresses=("/" + "a" * 150,) * 8)),
+    ):
+        with pytest.raises(LocalProtocolError):
+            writer.write(kind, index, payload, NOW + 100)
+
+
+def test_a_slot_written_too_fast_has_to_wait() -> None:
+    author = Author()
+    assert [author.write(Kind.PROGRESS, NOW) for _ in range(3)][-1] is False
+    assert author.writer.delay(Kind.PROGRESS, 0, NOW) > 0
+    with pytest.raises(LocalProtocolError, match="faster"):
+        author.writer.write(Kind.PROGRESS, 0, PAYLOADS[Kind.PROGRESS], NOW)
+    assert author.write(Kind.PROGRESS, NOW + author.writer.delay(Kind.PROGRESS, 0, NOW) + 1)
+
+
+def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:
+    remembered = state_of(member(1)).get(author_of(1), Kind.MEMBER)
+    assert remembered is not None
+    writer = Writer(key_of(1), RUN_ID)
+    writer.observe(remembered)
+    writer.marked(((0, int(NOW) + 60),))
+    assert writer.write(Kind.MEMBER, 0, Member(), NOW).tick == remembered.tick + 1
+
+
+def test_past_lives_that_are_heard_of_newest_first_leave_a_mark_that_can_be_stored() -> None:
+    """The disk was lost, and others send back the entries, in any order."""
+    heir = Author()
+    for hours in range(1, 20):
+        heir.writer.observe(entry_of_past_life(NOW - 3600 * hours))
+    assert heir.write(Kind.BEAT, NOW)
+    assert len(heir.mark) <= MAX_SPANS
+    assert heir.mark[-1][1] == NOW
+
+
+def test_a_second_that_others_remember_is_in_no_mark_yet() -> None:
+    remembered = entry_of_past_life(NOW)
+    heir = Author()
+    heir.writer.observe(remembered)
+    assert heir.writer.mark_needed(Kind.MEMBER, 0, NOW) is not None
+    assert heir.write(Kind.BEAT, NOW)
+    assert heir.written[-1][1] == remembered.tick + 1
+
+
+@pytest.mark.parametrize("offset", [75.0, 90.0, 3600.0, 30 * 86_400.0, -3600.0])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_clock_that_is_set_right_leaves_its_author_heard(offset: float, is_restarted: bool) -> None:
+    author = Author()
+    assert author.write(Kind.BEAT, NOW)
+    author.write(Kind.BEAT, NOW + 1 + offset)  # after a step back it may have to wait
+    if is_restarted:
+        author.restart()
+    assert author.write(Kind.BEAT, NOW + 2)
+    assert author.written[-1][1] == NOW + 2
+    for second in range(3, 8):
+        assert author.write(Kind.MEMBER, NOW + 10 * second)
+
+
+def test_what_was_signed_by_a_fast_clock_is_passed_over_when_its_time_comes() -> None:
+    author = Author()
+    for second in range(3):
+        assert author.write(Kind.BEAT, NOW + 3600 + second)
+    for second in range(3500, 3700):
+        author.write(Kind.BEAT, NOW + second)
+    assert len(set(author.written)) == len(author.written)
+    assert NOW + 3699 <= author.written[-1][1] <= NOW + 3699 + MAX_LEAD
+
+
+def test_a_clock_that_jumps_again_and_again_is_remembered_within_a_bound() -> None:
+    author = Author()
+    for jump in range(3 * MAX_SPANS):
+        author.write(Kind.BEAT, NOW + 1_000 * jump)
+    assert len(author.mark) == MAX_SPANS
+    assert not author.write(Kind.BEAT, NOW + 500), "the oldest spans are one"
+    assert author.write(Kind.BEAT, NOW + 1_000 * (3 * MAX_SPANS - 1) - 500)

@@ -1,0 +1,44 @@
+"""The command that adds an extra's packages to this installation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from farandole.training.base.extras import how_to_add
+
+STATED = [
+    "torch>=2.4",
+    'datasets>=4; extra == "data"',
+    'farandole[data]; extra == "eval"',
+    "lm-eval<0.5; extra == 'eval'",
+]
+
+
+def test_the_command_names_this_python_and_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: STATED)
+    assert how_to_add("data") == f"{sys.executable} -m pip install 'datasets>=4'"
+    assert how_to_add("eval") == f"{sys.executable} -m pip install 'datasets>=4' 'lm-eval<0.5'"
+
+
+def test_an_environment_without_pip_is_uvs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: STATED)
+    monkeypatch.setattr("farandole.training.base.extras.find_spec", lambda name: None)
+    assert how_to_add("data") == f"uv pip install --python {sys.executable} 'datasets>=4'"
+
+
+def test_without_the_packages_own_words_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert how_to_add("data") == f"{sys.executable} -m pip install 'farandole[data]'"
+
+
+@pytest.mark.started
+def test_pip_takes_the_command_for_what_is_installed() -> None:
+    command = how_to_add("tokenizers").replace("pip install", "pip install --dry-run --no-index --quiet")
+    subprocess.run(command, shell=True, check=True)

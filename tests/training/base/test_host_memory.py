@@ -1,0 +1,86 @@
+"""What a process may still get, by the files of Linux: of the machine, and of control groups of both versions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farandole.training.base.host_memory import available_bytes, total_bytes
+
+MEMINFO = "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 8000 kB\n"
+NO_LIMIT = str(2**63 - 4096)  # what version 1 says
+
+
+def system(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    for name, text in {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def version_2(folder: str, limit: str, used: int, cache: int = 0) -> dict[str, str]:
+    base = f"sys/fs/cgroup{folder}"
+    stat = f"anon {used - cache}\nfile {cache}\ninactive_file {cache}\n"
+    return {f"{base}/memory.max": limit, f"{base}/memory.current": str(used), f"{base}/memory.stat": stat}
+
+
+def version_1(folder: str, limit: str, used: int, cache: int = 0) -> dict[str, str]:
+    base = f"sys/fs/cgroup/memory{folder}"
+    stat = f"inactive_file 1\ntotal_inactive_file {cache}\n"
+    return {
+        f"{base}/memory.limit_in_bytes": limit,
+        f"{base}/memory.usage_in_bytes": str(used),
+        f"{base}/memory.stat": stat,
+    }
+
+
+def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
+    files = version_2("/a", "max", 500) | version_1("", NO_LIMIT, 500)
+    assert available_bytes(system(tmp_path, "4:memory:/\n0::/a\n", files)) == 8_000 * 1_024
+
+
+@pytest.mark.parametrize("version", [version_1, version_2])
+@pytest.mark.parametrize("mounted_at", ["/docker/ab", ""])  # as the machine sees it, or the container
+def test_a_containers_limit_holds_less_what_is_used_and_is_no_mere_cache(
+    tmp_path: Path, version: object, mounted_at: str
+) -> None:
+    of_group = version_1 if version is version_1 else version_2
+    line = "4:memory:/docker/ab" if version is version_1 else "0::/docker/ab"
+    root = system(tmp_path, f"{line}\n7:cpu:/elsewhere\n", of_group(mounted_at, "1000000", 700_000, cache=200_000))
+    assert available_bytes(root) == 500_000
+
+
+def test_all_of_it_is_the_least_of_the_machine_and_the_limits(tmp_path: Path) -> None:
+    files = version_2("/user/node", "3000000", 100) | version_2("/user", "1000000", 900_000)
+    assert total_bytes(system(tmp_path / "limited", "0::/user/node\n", files)) == 1_000_000
+    assert total_bytes(system(tmp_path / "free", "0::/a\n", version_2("/a", "max", 500))) == 9_000 * 1_024
+
+
+def test_so_do_the_limits_of_the_groups_above(tmp_path: Path) -> None:
+    files = version_2("/user/node", "3000000", 100) | version_2("/user", "1000000", 900_000)
+    assert available_bytes(system(tmp_path, "0::/user/node\n", files)) == 100_000
+
+
+def test_another_system_says_nothing(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+    assert total_bytes(tmp_path) is None
+
+
+def test_in_a_real_group_with_a_limit(tmp_path: Path) -> None:
+    top = Path("/sys/fs/cgroup/memory")
+    if os.geteuid() or not (top / "memory.limit_in_bytes").exists():
+        pytest.skip("needs root, and control groups of version 1")
+    group = top / f"farandole-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        code = "from farandole.training.base.host_memory import available_bytes; print(available_bytes())"
+        join = f"open('{group}/cgroup.procs', 'w').write('0'); "
+        result = subprocess.run([sys.executable, "-c", join + code], capture_output=True, text=True, check=True)
+        assert 0 < int(result.stdout) <= 64 << 20
+    finally:
+        group.rmdir()

@@ -1,0 +1,79 @@
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from farandole.training.base.workers import each_piece, in_order, one_thread
+from farandole.training.outer import codec
+from farandole.training.screening.rule import Encounter
+
+from ..conftest import ALICE, BOB, MakeReplica
+
+PIECES = [slice(start, start + 10) for start in range(0, 200, 10)]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_results_come_in_order_from_several_threads() -> None:
+    names, met = set[str](), threading.Barrier(3, timeout=60)
+
+    def work(piece: slice) -> int:
+        if piece.start < 30:
+            met.wait()  # only three threads at once come past this
+        names.add(threading.current_thread().name)
+        assert torch.get_num_threads() == 1
+        assert not torch.is_grad_enabled()
+        return int(piece.start)
+
+    assert list(in_order(work, PIECES)) == [piece.start for piece in PIECES]
+    assert len(names) == 3
+    assert torch.get_num_threads() == 3
+
+
+def test_the_first_piece_that_fails_is_told() -> None:
+    def work(piece: slice) -> None:
+        if piece.start >= 50:
+            raise ValueError(piece.start)
+
+    with pytest.raises(ValueError, match=r"^50$"):
+        each_piece(work, PIECES, torch.zeros(200))
+    assert torch.get_num_threads() == 3
+
+
+def test_one_piece_is_worked_on_here() -> None:
+    assert list(in_order(lambda _: threading.current_thread(), PIECES[:1])) == [threading.main_thread()]
+    with one_thread():
+        assert set(in_order(lambda _: threading.current_thread(), PIECES)) == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "topk"])
+def test_a_round_has_the_same_bits_with_any_number_of_threads(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(codec, "_SLICE", 512)
+
+    def play(num_threads: int) -> tuple[bytes, torch.Tensor]:
+        torch.set_num_threads(num_threads)
+        replicas = [make_replica(author, codec=name) for author in (ALICE, BOB)]
+        buffers = [bytearray(each.contribution_bytes) for each in replicas]
+        for _ in range(2):
+            with one_thread():  # an inner step's sums depend on the number
+                for each in replicas:
+                    each.learn()
+            for each, buffer in zip(replicas, buffers, strict=True):
+                each.contribute(buffer)
+            for first, each in enumerate(replicas):
+                each.apply(buffers[1 - first], Encounter(b"", 1, 1), own_first=first == 0)
+        return bytes(buffers[0]), replicas[0].slow_weights()
+
+    (bytes_of_one, slow_of_one), (bytes_of_many, slow_of_many) = play(1), play(4)
+
+    assert bytes_of_one == bytes_of_many
+    assert torch.equal(slow_of_one, slow_of_many)

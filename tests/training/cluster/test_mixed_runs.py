@@ -1,0 +1,221 @@
+"""A built-in trainer and a loop of a user's own in one run: equal bytes, equal means, each other's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterRules, PlainConfig, SparseLoCoConfig
+from farandole.training.base.errors import TrainingError
+from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.engine.engine import Engine
+from farandole.training.engine.learner import Learner
+from farandole.training.inner.optimizer import learning_rate, ramp
+from farandole.training.model.model import build_model
+
+from ..conftest import ALICE, BOB, PLAIN_SCREENING, RUN_ID, MakeReplica
+
+OUTER = [
+    NoLoCoConfig(),
+    NoLoCoConfig(codec="int8"),
+    NoLoCoConfig(codec="int4"),
+    NoLoCoConfig(codec="topk"),
+    NoLoCoConfig(fragments=3),
+    PlainConfig(),
+    SparseLoCoConfig(),
+]
+EACH_RULE = pytest.mark.parametrize("outer", OUTER, ids=lambda outer: f"{outer.kind}-{outer.codec}-{outer.fragments}")
+
+
+@pytest.fixture
+def manifest(model: ModelConfig, inner: InnerConfig) -> Manifest:
+    tokenizer = TokenizerConfig("tokenizers", "0" * 64)
+    return Manifest(name="mixed", model=model, seed=7, tokenizer=tokenizer, inner=inner, screening=PLAIN_SCREENING)
+
+
+class Loop:
+    """A user's module with other weights than the run's, and the engine that follows it; the steps are the test's."""
+
+    def __init__(self, manifest: Manifest, outer: OuterRules | None = None, tokens_per_step: int = 64) -> None:
+        self.module = build_model(manifest.model, 1)
+        manifest = manifest if outer is None else replace(manifest, outer=outer)
+        self.engine = ExternalEngine(self.module, manifest, Turns(), run_id=RUN_ID, tokens_per_step=tokens_per_step)
+        self.engine.begin_anew()
+        self._tokens = tokens_per_step
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self.module.parameters()])
+
+    def step_to(self, weights: Tensor) -> None:
+        """Take a step that ends at these weights (n,)."""
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.copy_(self.engine.layout.views(weights)[name])
+        self.engine.count_step(self._tokens)
+
+    def step(self) -> None:
+        """Take a step of this loop's own."""
+        self.step_to(self.weights + 1e-3 * torch.randn(len(self.weights), generator=torch.Generator().manual_seed(3)))
+
+
+def sent(engine: Engine, fragment: int = 0) -> bytes:
+    buffer = bytearray(engine.contribution_bytes)
+    size = engine.contribution(fragment)
+    engine.encode(buffer)
+    return bytes(buffer[:size])
+
+
+@EACH_RULE
+def test_equal_weights_make_equal_bytes(manifest: Manifest, make_replica: MakeReplica, outer: OuterRules) -> None:
+    built_in, loop = make_replica(ALICE, rule=outer), Loop(manifest, outer)
+    assert torch.equal(loop.weights, built_in.fast_weights()), "the loop begins with the weights of the run's seed"
+    assert loop.engine.layout.hash == built_in.layout.hash
+    for index in range(4):
+        fragment = index % outer.fragments
+        for _ in range(2):
+            built_in.learn()
+            loop.step_to(built_in.fast_weights())
+        assert sent(loop.engine, fragment) == sent(built_in, fragment)
+        built_in.apply(None)
+        loop.engine.apply(None)
+
+
+@EACH_RULE
+def test_a_built_in_trainer_and_a_loop_come_to_the_means_of_two_built_in_trainers(
+    manifest: Manifest, make_replica: MakeReplica, outer: OuterRules
+) -> None:
+    """The third, a built-in trainer, takes the steps of the loop: it is what the loop must come to."""
+    alice, loop, oracle = make_replica(ALICE, rule=outer), Loop(manifest, outer), make_replica(BOB, rule=outer)
+    for index in range(4):
+        fragment = index % outer.fragments
+        for _ in range(3):
+            alice.learn()
+            oracle.learn()
+            loop.step_to(oracle.fast_weights())
+        of_alice, of_loop, of_oracle = (sent(engine, fragment) for engine in (alice, loop.engine, oracle))
+        assert of_loop == of_oracle
+        alice.apply(of_loop, own_first=True)
+        loop.engine.apply(of_alice, own_first=False)
+        oracle.apply(of_alice, own_first=False)
+        for name, tensor in loop.engine.state().items():
+            assert torch.equal(tensor, oracle.state()[name]), name
+        assert torch.equal(loop.weights, oracle.fast_weights())
+        if isinstance(outer, PlainConfig):
+            assert torch.equal(loop.engine.slow_weights(), alice.slow_weights()), "both have the mean"
+
+
+def learnt(make_replica: MakeReplica, outer: OuterRules) -> Learner:
+    built_in = make_replica(ALICE, rule=outer)
+    for _ in range(2):
+        built_in.learn()
+        built_in.learn()
+        built_in.apply(None)
+    return built_in
+
+
+@EACH_RULE
+def test_a_loop_continues_from_a_built_in_trainers_checkpoint(
+    manifest: Manifest, make_replica: MakeReplica, outer: OuterRules, tmp_path: Path
+) -> None:
+    built_in, loop = learnt(make_replica, outer), Loop(manifest, outer)
+    built_in.save(tmp_path / "checkpoint")
+    loop.engine.load(tmp_path / "checkpoint")
+    assert loop.engine.counters == built_in.counters
+    for name, tensor in loop.engine.state().items():
+        assert torch.equal(tensor, built_in.state()[name]), name
+    assert torch.equal(loop.weights, built_in.fast_weights())
+    loop.step_to(loop.weights)
+    built_in.count_step(64)
+    assert sent(loop.engine) == sent(built_in)
+
+
+@EACH_RULE
+def test_a_built_in_trainer_continues_from_a_loops_checkpoint_with_fresh_means(
+    manifest: Manifest, make_replica: MakeReplica, outer: OuterRules, tmp_path: Path
+) -> None:
+    loop, built_in = Loop(manifest, outer), make_replica(BOB, rule=outer)
+    built_in.learn()  # what it had learnt by itself is replaced, with its means
+    for _ in range(3):
+        loop.step()
+    loop.engine.apply(None)
+    loop.engine.save(tmp_path / "checkpoint")
+    built_in.load(tmp_path / "checkpoint")
+    assert torch.equal(built_in.slow_weights(), loop.engine.slow_weights())
+    assert torch.equal(built_in.fast_weights(), loop.engine.fast_weights())
+    means = [tensor for name, tensor in built_in.state().items() if name.startswith(("mean/", "square/"))]
+    assert means
+    assert not any(bool(mean.any()) for mean in means)
+    assert (built_in.round, built_in.steps, built_in.begun_at) == (1, 3, 3)
+    built_in.learn()
+    assert built_in.num_skipped == 0
+
+
+def test_the_schedule_of_a_built_in_trainer_continues_by_the_tokens_of_a_loop(
+    manifest: Manifest, make_replica: MakeReplica, inner: InnerConfig, tmp_path: Path
+) -> None:
+    small_steps, large_steps = Loop(manifest, tokens_per_step=16), Loop(manifest, tokens_per_step=640)
+    built_in = make_replica(BOB)
+    for _ in range(21):  # a step of the built-in trainer has 64 tokens
+        small_steps.step()
+    small_steps.engine.apply(None)
+    small_steps.engine.save(tmp_path / "small")
+    built_in.load(tmp_path / "small")
+    assert (built_in.steps, built_in.tokens) == (5, 21 * 16)
+    assert built_in.learning_rate == pytest.approx(learning_rate(5, inner) * ramp(0, inner))
+    built_in.learn()
+    built_in.apply(None)
+    built_in.save(tmp_path / "built-in")
+    large_steps.engine.load(tmp_path / "built-in")
+    large_steps.step()
+    assert (large_steps.engine.counters.steps, large_steps.engine.tokens) == (6 + 10, 21 * 16 + 64 + 640)
+
+
+def test_the_seeds_weights_are_the_same_whatever_a_script_has_set(manifest: Manifest) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loop = Loop(manifest)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(before)
+    oracle = torch.cat([parameter.detach().flatten() for parameter in build_model(manifest.model, 7).parameters()])
+    assert torch.equal(loop.engine.slow_weights(), oracle)
+    assert torch.equal(loop.weights, oracle.bfloat16())
+
+
+class Renamed(nn.Module):
+    """The run's model, in a module whose parameters have other names."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.model = build_model(model, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "words"),
+    [
+        ({}, {}, "tokens_per_step=.* has 64"),
+        ({"num_stages": 2}, {"tokens_per_step": 1}, "2 stages"),
+        ({"width": 32}, {"tokens_per_step": 1}, r"embedding.weight is \(64, 16\) here and \(64, 32\) .* more"),
+        ({"num_layers": 1}, {"tokens_per_step": 1}, r"also trains layers.1.* and 3 more\. Give NoLoCo"),
+        ({"num_layers": 3}, {"tokens_per_step": 1}, r"lacks layers.2.* and 3 more\. Give NoLoCo"),
+    ],
+)
+def test_a_loop_that_does_not_fit_the_run_hears_what_to_do(
+    manifest: Manifest, change: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    run = replace(manifest, model=replace(manifest.model, **change))
+    with pytest.raises(TrainingError, match=words):
+        ExternalEngine(build_model(manifest.model, 0), run, Turns(), run_id=RUN_ID, **settings)
+
+
+def test_a_module_with_other_names_is_refused(manifest: Manifest) -> None:
+    with pytest.raises(TrainingError, match=r"lacks embedding.weight.* also trains model.embedding.weight"):
+        ExternalEngine(Renamed(manifest.model), manifest, Turns(), run_id=RUN_ID, tokens_per_step=64)

@@ -1,0 +1,148 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import asdict
+
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.outer_rules import Codec, DiLoCoConfig, Momentum, NoLoCoConfig, OuterConfig
+from farandole.training.compare.baselines import Ensemble, Method, methods, train
+from farandole.training.data.dataset import Sampler, Text
+from farandole.training.engine.learner import Learner
+from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
+from farandole.training.screening.rule import Encounter
+
+from ..conftest import RUN_ID, MakeReplica
+
+PLAIN = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4)
+
+
+@pytest.fixture
+def samplers(text: Text) -> list[Sampler]:
+    return [Sampler(text, run_id=RUN_ID, author=bytes([n]) * 32, batch_size=4, context=16) for n in range(4)]
+
+
+def rows(replicas: list[Learner]) -> torch.Tensor:
+    return torch.stack([replica.fast_weights() for replica in replicas])
+
+
+@pytest.mark.parametrize(("momentum", "codec"), [("heavy_ball", "fp32"), ("nesterov", "int8"), ("nesterov", "int4")])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_an_ensemble_does_what_replicas_do(
+    make_replica: MakeReplica,
+    model: ModelConfig,
+    samplers: list[Sampler],
+    momentum: Momentum,
+    codec: Codec,
+    fragments: int,
+) -> None:
+    outer = NoLoCoConfig(momentum=momentum, codec=codec, fragments=fragments)
+    replicas = [make_replica(bytes([n]) * 32, inner_settings=PLAIN, **asdict(outer)) for n in range(4)]
+    ensemble = Ensemble(model, PLAIN, 4, seed=7, outer=outer)
+
+    for round_number, pairs in enumerate(([(0, 1), (2, 3)], [(2, 0), (1, 3)])):
+        for step in range(3 * round_number, 3 * round_number + 3):
+            ensemble.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
+            for replica in replicas:
+                replica.learn()
+        ensemble.contribute(round_number % fragments)
+        ensemble.outer_step(pairs)
+        for first, second in pairs:
+            buffers = [bytearray(replicas[row].contribution_bytes) for row in (first, second)]
+            for row, buffer in zip((first, second), buffers, strict=True):
+                size, _ = replicas[row].contribute(buffer, round_number % fragments)
+                del buffer[size:]
+            replicas[first].apply(buffers[1], Encounter(b"", 1, 1), own_first=True)
+            replicas[second].apply(buffers[0], Encounter(b"", 1, 1), own_first=False)
+
+        torch.testing.assert_close(ensemble.theta, rows(replicas), rtol=1e-5, atol=1e-6)
+
+
+def test_synchronous_training_is_one_model_on_all_batches(model: ModelConfig, samplers: list[Sampler]) -> None:
+    together = train(Method("together", "gradients"), model, PLAIN, samplers, 5, seed=1)
+    batches = [np.concatenate([sampler.batch(step) for sampler in samplers])[None] for step in range(5)]
+    alone = Ensemble(model, PLAIN, 1, seed=1)
+
+    for batch in batches:
+        alone.inner_step(batch)
+
+    assert torch.equal(together.theta, alone.theta)
+
+
+@pytest.mark.parametrize("outer", [NoLoCoConfig(momentum="nesterov"), DiLoCoConfig()])
+def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(
+    model: ModelConfig, samplers: list[Sampler], outer: OuterConfig
+) -> None:
+    apart = train(Method("apart", "none"), model, PLAIN, samplers, 3, seed=1)
+    diloco = train(Method("DiLoCo", "all", 3, outer), model, PLAIN, samplers, 3, seed=1)
+    start = Ensemble(model, PLAIN, 1, seed=1).phi
+
+    expected = OwnVectors(start.clone(), start, {"momentum": torch.zeros_like(start)})
+    rule = rule_of(outer)
+    contributions = [rule.contribution(replace(expected, fast=theta[None])) for theta in apart.theta]
+    rule.step(expected, Meeting(contributions, [0.25] * 4))
+
+    assert diloco.spread() < 1e-7
+    torch.testing.assert_close(diloco.theta[:1], expected.slow, rtol=1e-5, atol=1e-6)
+    assert apart.spread() > 1e-3
+
+
+def test_noloco_pulls_replicas_together(model: ModelConfig, samplers: list[Sampler]) -> None:
+    apart = train(Method("apart", "none"), model, PLAIN, samplers, 20, seed=1)
+    noloco = train(Method("NoLoCo", "pairs", 5), model, PLAIN, samplers, 20, seed=1)
+
+    assert 0 < noloco.spread() < 0.8 * apart.spread()
+
+
+def test_a_late_outer_step_keeps_what_was_learnt_meanwhile(model: ModelConfig, samplers: list[Sampler]) -> None:
+    """By hand: a contribution after the third step, its outer step after the fifth, and the last one at the end."""
+    outer = NoLoCoConfig(momentum="nesterov")
+    late = train(Method("late", "all", 3, outer, late=2), model, PLAIN, samplers, 6, seed=1)
+
+    by_hand = Ensemble(model, PLAIN, 4, seed=1, outer=outer)
+    snapshot = torch.empty(0)
+    for step in range(6):
+        by_hand.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
+        if step == 2:
+            snapshot = by_hand.theta.clone()
+            by_hand.contribute()
+        if step == 4:
+            progress = by_hand.theta - snapshot
+            by_hand.outer_step([range(4)], is_late=True)
+            torch.testing.assert_close(by_hand.theta, by_hand.phi + progress)
+    by_hand.contribute()
+    by_hand.outer_step([range(4)])
+
+    torch.testing.assert_close(late.theta, by_hand.theta)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_last_inner_step_ends_a_round(model: ModelConfig, samplers: list[Sampler], late: int) -> None:
+    """Otherwise methods with long rounds would be evaluated further away from an outer step than others."""
+    cut_short = train(Method("DiLoCo", "all", 3, DiLoCoConfig(), late), model, PLAIN, samplers, 5, seed=1)
+
+    assert torch.equal(cut_short.theta, cut_short.phi)
+    assert cut_short.spread() < 1e-7
+
+
+def test_a_merge_is_the_mean(model: ModelConfig, samplers: list[Sampler]) -> None:
+    ensemble = train(Method("apart", "none"), model, PLAIN, samplers, 3, seed=1)
+    mean = ensemble.theta.mean(0)
+
+    ensemble.merge()
+
+    assert all(torch.equal(row, mean) for row in ensemble.theta)
+    losses = ensemble.losses([samplers[0].held_out_batch(0)])
+    assert torch.equal(losses, losses[:1].expand(4))
+
+
+def test_every_method_trains_an_odd_number_too(model: ModelConfig, samplers: list[Sampler]) -> None:
+    seen: list[int] = []
+    for method in methods(interval=2):
+        seen.clear()
+
+        ensemble = train(method, model, PLAIN, samplers[:3], 4, 1, lambda step, _: seen.append(step))
+
+        assert seen == [1, 2, 3, 4]
+        assert bool(ensemble.theta.isfinite().all())

@@ -1,0 +1,135 @@
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from farandole.protocol.run.manifest import TokenizerConfig
+from farandole.training.base.errors import DataError
+from farandole.training.data.tokenizer import ByteTokenizer, TextStream, Tokenizer, load_tokenizer, tokens_per_byte
+
+from ...tokenizer_files import write_bpe
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> tuple[Path, TokenizerConfig]:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "hello": 1, "world": 2, "<|endoftext|>": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path, TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_bytes_are_their_own_tokens() -> None:
+    tokenizer = ByteTokenizer()
+
+    tokens = tokenizer.encode("né\n".encode())
+
+    assert tokens.tolist() == [110, 195, 169, 10]
+    assert tokenizer.decode(tokens.tolist()) == "né\n"
+    assert load_tokenizer(TokenizerConfig()).vocabulary == 256
+
+
+def test_a_tokenizer_file_is_used(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+    tokenizer = load_tokenizer(config, path)
+
+    assert tokenizer.encode(b"hello strange world").tolist() == [1, 0, 2]
+    assert (tokenizer.vocabulary, tokenizer.separator) == (4, 3)
+    assert tokenizer.decode([1, 2]) == "hello world"
+
+
+def test_another_file_than_the_runs_is_refused(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+    path.write_text(path.read_text() + " ")
+
+    with pytest.raises(DataError, match=r"not the run's tokenizer: .* the person who invited you"):
+        load_tokenizer(config, path)
+
+
+def test_a_missing_file_is_named(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+
+    with pytest.raises(DataError, match="--tokenizer"):
+        load_tokenizer(config)
+    with pytest.raises(DataError, match="cannot read"):
+        load_tokenizer(config, path.with_name("missing.json"))
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b"\xff{}")
+
+    with pytest.raises(DataError, match=r"no tokenizer file: .* with --tokenizer"):
+        load_tokenizer(TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(b"\xff{}").hexdigest()), path)
+
+
+def test_a_missing_package_names_the_extra(
+    tokenizer_file: tuple[Path, TokenizerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, config = tokenizer_file
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+
+    with pytest.raises(DataError, match=r"pip install '?tokenizers"):
+        load_tokenizer(config, path)
+
+
+def test_a_byte_token_is_a_byte_and_a_separator_counts_as_one() -> None:
+    assert tokens_per_byte(ByteTokenizer(), [[110, 0, 195, 169], [0, 0]]) == 1.0
+
+
+def test_tokens_per_byte_are_those_of_the_text_whatever_the_windows_cut(tmp_path: Path) -> None:
+    path, config = write_bpe(tmp_path)
+    tokenizer = load_tokenizer(config, path)
+    texts = ["the cat sat on the mat, naïve and déjà vu", "the 雨 on the mat"] * 20
+    stream = [token for text in texts for token in (*tokenizer.encode(text.encode()).tolist(), tokenizer.separator)]
+    num_bytes = sum(len(text.encode()) + 1 for text in texts)
+    first_bytes = len(tokenizer.decode(stream[:1]).encode())
+
+    assert tokens_per_byte(tokenizer, [stream]) == (len(stream) - 1) / (num_bytes - first_bytes)
+    assert (len(stream) - 1) / (num_bytes - first_bytes) < 0.8
+    windows = [stream[at : at + 101] for at in range(0, len(stream) - 101, 100)]
+    assert tokens_per_byte(tokenizer, windows) == pytest.approx(len(stream) / num_bytes, rel=0.02)
+
+
+def test_the_bytes_of_a_tokenizer_that_gives_no_text_back_are_not_known(tmp_path: Path) -> None:
+    path, config = write_bpe(tmp_path, has_decoder=False)
+    tokenizer = load_tokenizer(config, path)
+    tokens = tokenizer.encode(b"the cat sat on the mat and the mat sat on the cat").tolist()
+
+    assert tokens_per_byte(tokenizer, [tokens]) is None
+
+
+def streamed(tokenizer: Tokenizer, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    stream = TextStream(tokenizer, before)
+    return [*(stream.add(token) for token in tokens), stream.end()]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "na\u00efve \u20ac \U0001f600.".encode(),
+        b"\xff\xff\xff\xff\xff\xe2\x82\xac",  # invalid bytes, then a character
+        b"\xe2\x82A\xf0\x9f\x98",  # two characters that are never completed
+        b"\xef\xbf\xbd" * 5,  # the replacement character itself
+        b"",
+    ],
+)
+def test_pieces_together_are_the_text_of_all_tokens(data: bytes) -> None:
+    pieces = streamed(ByteTokenizer(), list(data))
+    assert "".join(pieces) == data.decode(errors="replace")
+    assert "".join(streamed(ByteTokenizer(), list(data), list(b"before"))) == data.decode(errors="replace")
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    assert streamed(ByteTokenizer(), list("a\u20acb".encode())) == ["a", "", "", "\u20ac", "b", ""]
+
+
+def test_words_of_a_file_keep_their_blanks(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+    tokenizer = load_tokenizer(config, path)
+    assert streamed(tokenizer, [2, 1], before=[1]) == [" world", " hello", ""]

@@ -1,0 +1,330 @@
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES
+from farandole.training.base.errors import CheckpointError
+from farandole.training.engine.blocks import content_of
+from farandole.training.engine.learner import Learner
+
+from ..conftest import ALICE, BOB, MakeReplica, copy_without
+
+
+def run(node: Learner, rounds: int = 2) -> Learner:
+    for _ in range(rounds):
+        for _ in range(4):
+            node.learn()
+        node.apply(None)
+    return node
+
+
+def bits(node: Learner) -> list[bytes]:
+    counters = f"{node.round} {node.steps} {node.tokens} {node.tokens_this_round}".encode()
+    return [counters, node.fast_weights().numpy().tobytes(), *(v.numpy().tobytes() for v in node.vectors().values())]
+
+
+@pytest.fixture
+def saved(make_replica: MakeReplica, tmp_path: Path) -> Path:
+    run(make_replica()).save(tmp_path / "checkpoint.safetensors")
+    return tmp_path / "checkpoint.safetensors"
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_run_continues_from_a_checkpoint_bit_for_bit(
+    make_replica: MakeReplica, tmp_path: Path, fragments: int
+) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    node = run(make_replica(momentum="nesterov", fragments=fragments))
+    content = node.save(path)
+    resumed = make_replica(momentum="nesterov", fragments=fragments)
+
+    assert resumed.load(path) == content == content_of(path)
+
+    assert bits(resumed) == bits(node)
+    assert bits(run(resumed)) == bits(run(node))
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_snapshot_is_what_would_have_been_saved_then(make_replica: MakeReplica, tmp_path: Path) -> None:
+    node = run(make_replica(codec="int4", fragments=2))
+    node.learn()
+    then = node.save(tmp_path / "then")
+    for _ in range(2):  # the second one into the same memory
+        snapshot = node.snapshot()
+        assert snapshot.num_bytes == node.num_bytes
+        run(node, 1)
+        assert snapshot.save(tmp_path / "snapshot") == then
+        assert (tmp_path / "snapshot").read_bytes() == (tmp_path / "then").read_bytes()
+        then = node.save(tmp_path / "then")
+
+
+def test_a_file_that_is_not_what_was_written_is_refused(make_replica: MakeReplica, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    node = run(make_replica())
+    content = node.save(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1  # the numbers are finite still
+    path.write_bytes(damaged)
+    before = bits(node)
+    with pytest.raises(CheckpointError, match="its block 0 is not what was written"):
+        node.load(path, content.hashes)
+    assert bits(node) == before
+    node.load(path)
+
+
+def test_a_checkpoint_gives_what_a_new_one_would_until_the_next_outer_step(make_replica: MakeReplica) -> None:
+    """With fragments, until the next inner step: the fast weights are in it."""
+    for fragments, is_enough in ((1, True), (2, False)):
+        node = run(make_replica(fragments=fragments))
+        saved = node.counters
+        assert node.is_in(saved.round, saved.steps)
+        node.learn()
+        assert node.is_in(saved.round, saved.steps) == is_enough
+        node.apply(None)
+        assert not node.is_in(saved.round, saved.steps)
+
+
+def test_what_topk_has_sent_is_saved_and_a_joiner_takes_the_slow_weights_for_it(
+    make_replica: MakeReplica, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    alice, bob = make_replica(ALICE, codec="topk"), make_replica(BOB, codec="topk")
+    meet(alice, bob)
+    alice.save(path)
+    resumed, newcomer, successor = (make_replica(ALICE, codec="topk") for _ in range(3))
+
+    resumed.load(path)
+
+    assert bits(resumed) == bits(alice)
+    assert not torch.equal(resumed.vectors()["sent"], resumed.slow_weights())
+    without = copy_without(path, "sent", tmp_path / "of-a-peer.safetensors")
+    newcomer.load(without)
+    assert torch.equal(newcomer.vectors()["sent"], alice.slow_weights())
+    successor.start_from(without, 0, 0)
+    assert torch.equal(successor.vectors()["sent"], alice.slow_weights())
+
+
+def test_a_vector_that_is_no_longer_used_is_ignored(make_replica: MakeReplica, tmp_path: Path) -> None:
+    """Nodes of a run with int4 had the codec's errors in their checkpoints, when these were fed back."""
+    node, again = (make_replica(ALICE, codec="int4") for _ in range(2))
+    run(node).save(tmp_path / "checkpoint")
+    with safetensors.safe_open(tmp_path / "checkpoint", framework="pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(tmp_path / "checkpoint")
+    errors = {
+        name.replace("slow/", "error/"): tensor.clone() for name, tensor in tensors.items() if name.startswith("slow/")
+    }
+    safetensors.torch.save_file(tensors | errors, tmp_path / "older", metadata)
+
+    again.load(tmp_path / "older")
+
+    assert bits(again) == bits(node)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
+    make_replica: MakeReplica, tmp_path: Path, fragments: int
+) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    member = run(make_replica(ALICE, momentum="nesterov", fragments=fragments))
+    member.save(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(path)
+    required = {name: tensor for name, tensor in tensors.items() if name.startswith(("slow/", "momentum/"))}
+    safetensors.torch.save_file(required, path, metadata)
+    newcomer = make_replica(BOB, momentum="nesterov", fragments=fragments)
+
+    newcomer.load(path)
+
+    assert torch.equal(newcomer.slow_weights(), member.slow_weights())
+    assert torch.equal(newcomer.fast_weights(), member.slow_weights())
+    assert torch.equal(newcomer.vectors()["momentum"], member.vectors()["momentum"])
+    assert not bool(newcomer.vectors()["square"].any())
+    assert newcomer.learning_rate == pytest.approx(member.learning_rate / 40)
+    run(newcomer, 1)
+    newcomer.save(path)
+    again = make_replica(BOB, momentum="nesterov", fragments=fragments)
+    again.load(path)
+    assert again.learning_rate == newcomer.learning_rate, "the ramp goes on after a restart"
+    assert again.learning_rate < member.learning_rate / 5
+    moved = [float((newcomer.fast_weights() - before).abs().max()) for before in steps(newcomer, 5)]
+    assert max(moved) < member.learning_rate
+
+
+def steps(node: Learner, count: int) -> Iterator[Tensor]:
+    """The fast weights before each inner step, which is taken then."""
+    for _ in range(count):
+        before = node.fast_weights()
+        node.learn()
+        yield before
+
+
+def meet(alice: Learner, bob: Learner) -> None:
+    buffers = {node: bytearray(node.contribution_bytes) for node in (alice, bob)}
+    for node, buffer in buffers.items():
+        node.learn()
+        node.contribute(buffer)
+    alice.apply(buffers[bob], own_first=True)
+    bob.apply(buffers[alice], own_first=False)
+
+
+def test_a_peers_checkpoint_lets_a_newcomer_join(make_replica: MakeReplica, saved: Path) -> None:
+    alice, bob = make_replica(ALICE), make_replica(BOB)
+    alice.load(saved)
+    bob.load(saved)
+
+    assert bits(alice) == bits(bob)
+    assert bits(run(alice)) != bits(run(bob))  # the same weights, but each its own batches
+
+
+def test_others_can_read_the_file(saved: Path, make_replica: MakeReplica) -> None:
+    node = make_replica()
+    node.load(saved)
+
+    tensors = safetensors.torch.load_file(saved)
+
+    assert set(tensors) == {f"{v}/{n}" for v in ("slow", "momentum", "mean", "square") for n in node.layout.names}
+    slow = torch.cat([tensors[f"slow/{name}"].flatten() for name in node.layout.names])
+    assert torch.equal(slow, node.slow_weights())
+
+
+def test_saving_again_replaces_the_file(make_replica: MakeReplica, saved: Path) -> None:
+    node = run(make_replica(), rounds=3)
+    node.save(saved)
+    other = make_replica()
+    other.load(saved)
+
+    assert other.round == 3
+
+
+def test_a_failed_save_leaves_the_old_file(
+    make_replica: MakeReplica, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = saved.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        run(make_replica(), 3).save(saved)
+
+    assert saved.read_bytes() == before
+    assert [file.name for file in saved.parent.iterdir()] == [saved.name]
+
+
+def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], None]) -> None:
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    tensors = safetensors.torch.load_file(path)
+    change(tensors, metadata)
+    safetensors.torch.save_file(tensors, path, metadata)
+
+
+def put(name: str, value: float) -> Callable[[dict[str, torch.Tensor], dict[str, str]], None]:
+    def change(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+        tensors[name].view(-1)[0] = value
+
+    return change
+
+
+def say(key: str, value: str) -> Callable[[dict[str, torch.Tensor], dict[str, str]], None]:
+    return lambda _, metadata: metadata.update({key: value})
+
+
+def rename(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+    tensors["slow/other.weight"] = tensors.pop("slow/norm.weight")
+
+
+def reshape(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+    tensors["slow/norm.weight"] = tensors["slow/norm.weight"].view(-1, 1)
+
+
+def retype(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+    tensors["slow/norm.weight"] = tensors["slow/norm.weight"].view(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (put("slow/norm.weight", math.nan), "not finite"),
+        (put("momentum/norm.weight", math.inf), "not finite"),
+        (put("square/norm.weight", -1.0), "negative square"),
+        (put("slow/norm.weight", 1e30), "no weights are larger"),
+        (put("momentum/norm.weight", -1e30), "no weights are larger"),
+        (say("round", "-1"), "counter 'round'"),
+        (say("steps", "9" * 5_000), "counter 'steps'"),
+        (say("tokens", "²"), "counter 'tokens'"),
+        (say("run_id", "ab" * 32), "of run abab"),
+        (say("layout", ""), "another model"),
+        (say("format", "pt"), "no farandole checkpoint"),
+        (rename, "tensors are not"),
+        (reshape, "not fp32"),
+        (retype, "not fp32"),
+    ],
+)
+def test_a_checkpoint_that_lies_changes_nothing(
+    make_replica: MakeReplica,
+    saved: Path,
+    change: Callable[[dict[str, torch.Tensor], dict[str, str]], None],
+    reason: str,
+) -> None:
+    node = run(make_replica(), rounds=1)
+    before = bits(node)
+    rewritten(saved, change)
+
+    with pytest.raises(CheckpointError, match=reason):
+        node.load(saved)
+
+    assert bits(node) == before
+
+
+def test_other_files_are_refused(make_replica: MakeReplica, saved: Path, tmp_path: Path) -> None:
+    node = make_replica()
+    raw = saved.read_bytes()
+    header = int.from_bytes(raw[:8], "little")
+    overlapping = json.loads(raw[8 : 8 + header])
+    overlapping["slow/norm.weight"]["data_offsets"] = [0, 64]
+    forged = json.dumps(overlapping).encode()
+    for content in (
+        b"",
+        b"\0" * 8,
+        pickle.dumps({"slow": [1.0]}),
+        raw[:-1],
+        raw + b"\0",
+        b"\xff" * 8 + raw[8:],
+        (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + raw[8:],
+        raw[:8] + b"\xff" * header + raw[8 + header :],
+        len(forged).to_bytes(8, "little") + forged + raw[8 + header :],
+    ):
+        saved.write_bytes(content)
+        with pytest.raises(CheckpointError):
+            node.load(saved)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        node.load(tmp_path / "missing")
+    assert bits(node) == bits(make_replica())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(position=st.integers(0, 2_000), value=st.integers(0, 255))
+def test_a_damaged_header_never_surprises(make_replica: MakeReplica, saved: Path, position: int, value: int) -> None:
+    raw = np.frombuffer(saved.read_bytes(), np.uint8).copy()
+    raw[position] = value
+    damaged = saved.with_name("damaged.safetensors")
+    damaged.write_bytes(raw.tobytes())
+
+    try:
+        make_replica().load(damaged)
+    except CheckpointError:
+        return

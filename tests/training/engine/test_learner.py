@@ -1,0 +1,136 @@
+"""The batch of an inner step in parts, for a machine that has no memory for the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.training.base.device import choose_device
+from farandole.training.base.errors import DataError, TrainingError
+from farandole.training.base.memory import is_out_of_memory
+from farandole.training.data.dataset import Sampler, Text
+from farandole.training.engine.learner import Learner
+from farandole.training.engine.replica import Recipe
+from farandole.training.model.model import build_model
+
+from ...token_arrays import array_of
+from ..conftest import ALICE, RUN_ID
+
+BATCH = 6
+
+
+def learner(
+    model: ModelConfig, text: Text, microbatch_size: int, *, is_compiled: bool = False, z_loss: float = 0.0
+) -> Learner:
+    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=BATCH, context=model.context)
+    return Learner(
+        build_model(model, 7),
+        Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=BATCH, z_loss=z_loss)),
+        sampler,
+        run_id=RUN_ID,
+        device=choose_device("cpu"),
+        microbatch_size=microbatch_size,
+        is_compiled=is_compiled,
+    )
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 3, 4, 5])  # of 6: equal parts, and a shorter last one
+def test_microbatches_sum_to_the_batchs_gradient_and_loss(model: ModelConfig, text: Text, microbatch_size: int) -> None:
+    whole, parts = learner(model, text, 0), learner(model, text, microbatch_size)
+    for _ in range(3):
+        loss = whole.learn()
+        torch.testing.assert_close(parts.learn(), loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-4, atol=1e-7)
+        parts.theta.copy_(whole.theta)  # AdamW makes more of a rounding where a gradient is nearly 0
+    assert (parts.steps, parts.tokens) == (whole.steps, whole.tokens)
+    assert parts.evaluate(2) == pytest.approx(whole.evaluate(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("microbatch_size", [0, BATCH, 100])
+def test_a_batch_that_fits_is_not_touched(model: ModelConfig, text: Text, microbatch_size: int) -> None:
+    whole, same = learner(model, text, BATCH), learner(model, text, microbatch_size)
+    for _ in range(3):
+        assert torch.equal(same.learn(), whole.learn())
+    assert torch.equal(same.theta, whole.theta)
+
+
+def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: ModelConfig, text: Text) -> None:
+    """One's own module may have dropout, which is off while the loss is measured."""
+    without = learner(model, replace(text, held_out=array_of(text.held_out)[:1]), 0)
+    for _ in range(2):
+        without.learn()
+        with pytest.raises(DataError, match="too little text is held out"):
+            without.evaluate()
+        assert without.module.training
+
+
+Forward = Callable[..., object]
+
+
+def test_inner_steps_run_through_the_compiled_module(
+    model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a compiler that leaves everything as it is, and counts."""
+    calls: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Forward:
+        def forward(*args: object) -> object:
+            calls.append(len(args))
+            return module.forward(*args)
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, compiled = learner(model, text, 3), learner(model, text, 3, is_compiled=True)
+    assert len(calls) == 1, "compiled before the first inner step"
+    for _ in range(2):
+        torch.testing.assert_close(compiled.learn(), plain.learn())
+    assert len(calls) == 1 + 2 * 2, "of two microbatches each"
+    torch.testing.assert_close(compiled.theta, plain.theta)
+
+
+def test_a_compiler_that_is_missing_is_told_with_what_to_do(
+    model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Forward:
+        raise FileNotFoundError("No working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    with pytest.raises(TrainingError, match=r"No working C\+\+ compiler found.* apt install g\+\+ .* --compile"):
+        learner(model, text, 0, is_compiled=True)
+
+
+def test_a_deterministic_run_is_not_compiled(model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(TrainingError, match="this run is deterministic"):
+        learner(model, text, 0, is_compiled=True)
+
+
+def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    with pytest.raises(MemoryError) as no_bytes:
+        bytearray(2**62)
+    assert is_out_of_memory(no_bytes.value)
+    assert is_out_of_memory(torch.cuda.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(RuntimeError) as mismatch:
+        torch.zeros(2) @ torch.zeros(3)
+    assert not is_out_of_memory(mismatch.value)
+
+
+def test_the_z_loss_is_in_the_training_loss_and_not_in_the_held_out_loss(model: ModelConfig, text: Text) -> None:
+    plain, other = learner(model, text, 0), learner(model, text, 0, z_loss=0.01)
+    tokens = torch.from_numpy(plain.sampler.batch(0))
+    with torch.no_grad():
+        denominators = build_model(model, 7)(tokens[:, :-1]).logsumexp(-1)
+
+    assert plain.evaluate(1) == other.evaluate(1)
+    expected = float(plain.learn()) + 0.01 * float(denominators.square().mean())
+    assert float(other.learn()) == pytest.approx(expected, rel=1e-5)
+    assert not torch.equal(plain.fast_weights(), other.fast_weights())

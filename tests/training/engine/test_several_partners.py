@@ -1,0 +1,80 @@
+"""Rounds without inner steps, in which a replica meets another partner right after the one before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from farandole.training.engine import flat_replica
+from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
+
+from ..conftest import ALICE, BOB, MakeReplica
+
+
+class Asking(ScreeningRule):
+    """Notes the answers to what it asks, and accepts."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, float, float | None]] = []
+        """(movement, alignment, loss before)."""
+
+    def begin(self) -> None:
+        pass
+
+    def feed(self, own: Tensor, contribution: Tensor) -> None:
+        pass
+
+    def judge(self, partner: Partner) -> Verdict:
+        self.asked.append((partner.movement(), partner.alignment(), partner.loss_before()))
+        return Accept()
+
+
+def test_a_round_without_inner_steps_is_judged_by_the_steps_before_it(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own movement is nothing, or the codec's rounding: no yardstick for a partner."""
+    rule = Asking()
+    monkeypatch.setattr(flat_replica, "rule_of", lambda settings: rule)
+    alice, bob = (make_replica(author, codec="int8", partners=2) for author in (ALICE, BOB))
+    for steps in (2, 0, 2):
+        for _ in range(steps):
+            alice.learn()
+            bob.learn()
+        contributions = [bytearray(each.contribution_bytes) for each in (alice, bob)]
+        alice.contribute(contributions[0])
+        bob.contribute(contributions[1])
+        alice.apply(contributions[1])
+    (first, before, loss), (again, aligned, unknown), (third, _, _) = rule.asked
+    assert first > 0.0
+    assert before < 0.0
+    assert loss is not None
+    assert (again, unknown) == (first, None)
+    assert aligned < 0.0, "Bob's contribution still lacks what Alice's inner steps changed"
+    assert third not in (0.0, first)
+
+
+@pytest.mark.parametrize(("missed", "is_newcomer"), [(3, False), (4, True)])
+def test_a_newcomer_claims_nothing_in_all_meetings_until_it_has_met_a_member(
+    make_replica: MakeReplica, tmp_path: Path, missed: int, is_newcomer: bool
+) -> None:
+    """Its weights are as old in a round's second meeting as in the first; two meetings are one round's age."""
+    member, newcomer = (make_replica(author, partners=2) for author in (ALICE, BOB))
+    member.learn()
+    member.apply(None)
+    member.save(tmp_path / "whole")
+    newcomer.load(tmp_path / "whole")
+    newcomer.catch_up(newcomer.round + missed)
+    claims = []
+    for takes_steps, partner_claim in ((True, 0), (False, 1), (True, 100), (False, 1)):
+        for each in (member, newcomer):
+            if takes_steps:
+                each.learn()
+        of_member = bytearray(member.contribution_bytes)
+        member.contribute(of_member)
+        newcomer.contribute(bytearray(newcomer.contribution_bytes))
+        claims.append(newcomer.claim(takes_steps=takes_steps) > 0)
+        newcomer.apply(of_member, Encounter(b"", int(claims[-1]), partner_claim))
+        member.apply(None)
+    assert claims == [not is_newcomer, not is_newcomer, True, True]

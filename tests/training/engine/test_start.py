@@ -1,0 +1,104 @@
+"""A replica begins with another run's weights, each stage with its own part of them, and nothing unfit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.training.base.errors import CheckpointError
+from farandole.training.data.dataset import Text
+from farandole.training.engine.learner import Learner
+from farandole.training.inner.optimizer import learning_rate
+
+from ..conftest import MakeReplica
+from .test_stage_worker import workers_of
+
+
+@pytest.fixture
+def start(make_replica: MakeReplica, tmp_path: Path) -> tuple[Learner, Path]:
+    """A replica that has learnt, and a file with its weights as another run's consolidated checkpoint has them."""
+    learnt = make_replica()
+    for _ in range(2):
+        for _ in range(4):
+            learnt.learn()
+        learnt.apply(None)
+    learnt.save(tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole")
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(("slow/", "momentum/"))}
+    save_file(kept, tmp_path / "start")
+    return learnt, tmp_path / "start"
+
+
+def test_weights_momentum_and_schedule_go_on(
+    start: tuple[Learner, Path], make_replica: MakeReplica, inner: InnerConfig
+) -> None:
+    learnt, path = start
+    begun = make_replica(run_id=b"n" * 32, seed=1, codec="int4")
+    begun.start_from(path, learnt.steps, learnt.tokens)
+    assert torch.equal(begun.slow_weights(), learnt.slow_weights())
+    assert torch.equal(begun.fast_weights(), learnt.slow_weights())
+    assert torch.equal(begun.vectors()["momentum"], learnt.vectors()["momentum"])
+    assert not begun.vectors()["square"].any()
+    assert (begun.round, begun.steps, begun.tokens) == (0, 8, learnt.tokens)
+    assert learning_rate(0, inner) != learnt.learning_rate > begun.learning_rate > 0
+    for _ in range(50):
+        begun.steps += 1
+    assert begun.learning_rate == learning_rate(58, inner)
+    begun.steps = 8
+    assert begun.evaluate() == pytest.approx(learnt.evaluate(), rel=1e-6)
+    before = begun.evaluate()
+    for _ in range(8):
+        begun.learn()
+    begun.apply(None)
+    assert begun.evaluate() < before
+
+
+def test_each_stage_takes_its_own(
+    start: tuple[Learner, Path], model: ModelConfig, inner: InnerConfig, text: Text
+) -> None:
+    learnt, path = start
+    weights = learnt.layout.views(learnt.slow_weights())
+    names = []
+    for worker in workers_of(replace(model, num_layers=2), inner, text, 3):
+        worker.start_from(path, 8, 0)
+        for name, tensor in worker.layout.views(worker.slow_weights()).items():
+            assert torch.equal(tensor, weights[name])
+            names.append(name)
+    assert sorted(names) == sorted(weights)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda tensors: tensors.pop("slow/norm.weight"), "has no slow/norm.weight"),
+        (lambda tensors: tensors.pop("momentum/norm.weight"), "has no momentum/norm.weight"),
+        (lambda tensors: tensors.update({"slow/norm.weight": torch.ones(3)}), "not fp32"),
+        (lambda tensors: tensors["slow/norm.weight"].fill_(float("nan")), "not finite"),
+        (lambda tensors: tensors.clear(), "has no slow/"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(
+    start: tuple[Learner, Path],
+    make_replica: MakeReplica,
+    spoil: Callable[[dict[str, torch.Tensor]], object],
+    says: str,
+) -> None:
+    path = start[1]
+    tensors = load_file(path)
+    spoil(tensors)
+    save_file(tensors, path)
+    begun = make_replica(seed=1)
+    before = begun.slow_weights()
+    with pytest.raises(CheckpointError, match=says):
+        begun.start_from(path, 8, 0)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        begun.start_from(path, 8, 0)
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        begun.start_from(path.with_name("gone"), 8, 0)
+    assert torch.equal(begun.slow_weights(), before)
+    assert begun.steps == 0

@@ -1,0 +1,129 @@
+import itertools
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
+from farandole.training.base.parameters import flatten_, layout_of
+from farandole.training.inner.optimizer import InnerOptimizer, adamw_, decay_, fused_adamw_, learning_rate, ramp
+from farandole.training.model.model import build_model
+
+INNER = InnerConfig(learning_rate=1e-2, warmup_steps=10, total_steps=110, min_learning_rate_ratio=0.1)
+
+NEEDS_CUDA = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here")
+)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_is_torchs_bit_for_bit(weight_decay: float) -> None:
+    inner = InnerConfig(weight_decay=weight_decay)
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.randn(1_001, generator=generator)
+    theirs = torch.nn.Parameter(ours.clone())
+    oracle = torch.optim.AdamW(
+        [theirs], betas=(inner.beta1, inner.beta2), eps=inner.epsilon, weight_decay=weight_decay, foreach=False
+    )
+    mean, square = torch.zeros_like(ours), torch.zeros_like(ours)
+
+    for step in range(20):
+        gradient = torch.randn(1_001, generator=generator)
+        rate = oracle.param_groups[0]["lr"] = learning_rate(step, inner)
+        decay_(ours, rate, inner)
+        adamw_(ours, gradient, mean, square, step, rate, inner)
+        theirs.grad = gradient
+        oracle.step()
+
+        assert torch.equal(ours, theirs.detach())
+
+
+@pytest.mark.parametrize("device", ["cpu", NEEDS_CUDA])
+def test_the_fused_step_is_the_same_to_rounding(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    plain = [torch.randn(1_001, generator=generator), torch.zeros(1_001), torch.zeros(1_001)]
+    fused = [vector.to(device, copy=True) for vector in plain]
+
+    for step in range(20):
+        gradient = torch.randn(1_001, generator=generator)
+        adamw_(plain[0], gradient, plain[1], plain[2], step, 1e-2, INNER)
+        fused_adamw_([fused[0]], [gradient.to(device)], [fused[1]], [fused[2]], step, 1e-2, INNER)
+
+    for one, other in zip(plain, fused, strict=True):
+        torch.testing.assert_close(one, other.cpu(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", NEEDS_CUDA])
+def test_the_fused_step_is_not_taken_where_its_gradient_is_unfit(device: str) -> None:
+    weights, mean, square = (torch.ones(1_001, device=device) for _ in range(3))
+    gradient = torch.full((1_001,), torch.nan, device=device)
+
+    fused_adamw_([weights], [gradient], [mean], [square], 0, 1e-2, INNER, torch.ones((), device=device))
+
+    assert all(torch.equal(vector, torch.ones_like(vector)) for vector in (weights, mean, square))
+
+
+def test_the_rate_warms_up_decays_and_stays() -> None:
+    rates = [learning_rate(step, INNER) for step in range(200)]
+
+    assert rates[:10] == pytest.approx([1e-3 * (step + 1) for step in range(10)])
+    assert rates[60] == pytest.approx((1e-2 + 1e-3) / 2)
+    assert rates[110:] == pytest.approx([1e-3] * 90)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
+
+
+def test_a_stable_rate_falls_linearly_in_the_last_share_of_the_steps() -> None:
+    inner = msgspec.structs.replace(INNER, schedule="wsd", decay_share=0.5)
+    rates = [learning_rate(step, inner) for step in range(200)]
+
+    assert rates[:10] == pytest.approx([1e-3 * (step + 1) for step in range(10)])
+    assert rates[10:56] == pytest.approx([1e-2] * 46)
+    assert rates[82] == pytest.approx(1e-3 + 9e-3 * 28 / 55)
+    assert rates[110:] == pytest.approx([1e-3] * 90)
+
+
+def test_no_warmup_and_no_decay_are_possible() -> None:
+    assert learning_rate(0, InnerConfig(learning_rate=1.0, warmup_steps=0, total_steps=1)) == 1.0
+    assert learning_rate(5, InnerConfig(learning_rate=1.0, warmup_steps=9, total_steps=1)) == pytest.approx(6 / 9)
+
+
+def test_means_that_begin_anew_are_given_twice_their_memory() -> None:
+    shares = [ramp(step, InnerConfig(beta2=0.95)) for step in range(60)]
+    assert shares[:40] == pytest.approx([(step + 1) / 40 for step in range(40)])
+    assert shares[40:] == [1.0] * 20
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("ends_rate", [1.0, 0.3])
+def test_a_step_that_is_queued_is_the_same_and_counts_as_a_change(
+    model: ModelConfig, optimizer: InnerName, ends_rate: float
+) -> None:
+    """A GPU gets this step; here it is taken on the CPU. The fourth gradient is not finite."""
+    inner = msgspec.structs.replace(INNER, optimizer=optimizer, ends_rate=ends_rate, weight_decay=0.1)
+    optimizers: list[tuple[InnerOptimizer, Tensor, Tensor]] = []
+    for is_queued in (False, True):
+        module = build_model(model, 0)
+        layout = layout_of(module, "fp32")
+        weights, gradient = flatten_(module, layout)
+        drift = torch.full_like(weights, 0.1)
+        made = InnerOptimizer(inner, module, layout, weights, gradient, drift, is_queued=is_queued)
+        optimizers.append((made, weights, gradient))
+    generator = torch.Generator().manual_seed(0)
+
+    for step in range(6):
+        drawn = torch.randn(len(optimizers[0][1]), generator=generator)
+        drawn[7] = torch.inf if step == 3 else drawn[7]
+        for made, weights, gradient in optimizers:
+            gradient.copy_(drawn)
+            version, before = weights._version, weights.clone()
+            with torch.no_grad():
+                made.step(step, 2)
+            assert torch.equal(weights, before) == (step == 3)
+            assert weights._version > version or step == 3
+
+    (plain, weights, _), (queued, others, _) = optimizers
+    assert plain.num_skipped == queued.num_skipped == 1
+    torch.testing.assert_close(weights, others, rtol=1e-5, atol=1e-6)
+    for name, flat in plain.state().items():
+        torch.testing.assert_close(flat, queued.state()[name], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,245 @@
+"""Inner steps in 8 bytes a parameter, and activations that are computed again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
+from farandole.training.base.device import choose_device
+from farandole.training.base.errors import TrainingError
+from farandole.training.data.dataset import Sampler, Text
+from farandole.training.engine.learner import Learner
+from farandole.training.engine.replica import Recipe
+from farandole.training.inner.lean import Rounding
+from farandole.training.model.model import build_model
+from farandole.training.screening.rule import Encounter
+
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, copy_without
+
+CPU = torch.device("cpu")
+
+
+def train(replica: Learner, steps: int = 5) -> None:
+    for _ in range(steps):
+        replica.learn()
+
+
+def sent(replica: Learner) -> bytes:
+    buffer = bytearray(replica.contribution_bytes)
+    replica.contribute(buffer)
+    return bytes(buffer)
+
+
+def exchange(alice: Learner, bob: Learner) -> None:
+    of_alice, of_bob = sent(alice), sent(bob)
+    alice.apply(of_bob, Encounter(b"", 1, 1), own_first=True)
+    bob.apply(of_alice, Encounter(b"", 1, 1), own_first=False)
+
+
+def trained(replica: Learner) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in replica.module.parameters()])
+
+
+def test_rounding_at_random_goes_to_a_neighbour_and_is_right_on_average() -> None:
+    values = torch.cat([torch.linspace(-3, 3, 61), torch.tensor([1 + 2**-9, -(1 + 2**-12), 1e-30, 3e38])])
+    down = (values.view(torch.int32) & -65536).view(torch.float32)
+    up = ((values.view(torch.int32) & -65536) + 65536).view(torch.float32)
+    rounding, many = Rounding(RUN_ID, ALICE, CPU), 20_000
+    rounded = torch.empty(many, len(values), dtype=torch.bfloat16)
+
+    rounding.write_(rounded, values.expand(many, -1).contiguous())
+
+    results = rounded.float()
+    assert bool(((results == down) | (results == up)).all())
+    error = (results.double().mean(0) - values.double()).abs()
+    assert bool((error <= 4 * 0.5 * (up - down).abs().double() / math.sqrt(many)).all()), "4 standard errors"
+    exact = torch.tensor([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf]).bfloat16()
+    again = torch.empty_like(exact)
+    rounding.write_(again, exact.float())
+    assert torch.equal(again.view(torch.int16), exact.view(torch.int16))
+
+
+def test_random_bits_follow_from_run_author_and_step() -> None:
+    def bits(run_id: bytes, author: bytes, step: int) -> list[float]:
+        rounding, target = Rounding(run_id, author, CPU), torch.empty(64, dtype=torch.bfloat16)
+        rounding.begin(step)
+        rounding.write_(target, torch.full((64,), 1 + 2**-9))
+        return target.tolist()
+
+    assert bits(RUN_ID, ALICE, 3) == bits(RUN_ID, ALICE, 3)
+    others = [bits(RUN_ID, BOB, 3), bits(RUN_ID, ALICE, 4), bits(bytes(32), ALICE, 3)]
+    assert all(other != bits(RUN_ID, ALICE, 3) for other in others)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_lean_step_is_a_plain_one_but_for_rounding(
+    make_replica: MakeReplica, inner: InnerConfig, optimizer: InnerName
+) -> None:
+    """Both take a step with the same bf16 weights, gradient and means."""
+    settings = msgspec.structs.replace(inner, optimizer=optimizer, ends_rate=0.5)
+    lean, plain = make_replica(inner_settings=settings, is_lean=True, drift=0.1), make_replica(inner_settings=settings)
+    train(lean, 4)
+    plain.theta.copy_(trained(lean))
+    for name, vector in plain.vectors().items():
+        if name in ("mean", "square"):
+            vector.copy_(lean.vectors()[name])
+    plain.gradient.copy_(lean.gradient)
+    plain.steps = lean.steps
+
+    lean.inner_step(1)
+    plain.inner_step(1)
+
+    def is_near(rounded: Tensor, exact: Tensor) -> bool:
+        return bool(((rounded.float() - exact).abs() <= 2**-7 * exact.abs() + 1e-9).all())
+
+    assert is_near(trained(lean), plain.theta)
+    assert all(is_near(lean.vectors()[name], plain.vectors()[name]) for name in ("mean", "square"))
+    assert {lean.vectors()[name].dtype for name in ("mean", "square")} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_it_learns_as_fp32_does_where_rounding_to_nearest_stands_still(
+    make_replica: MakeReplica, inner: InnerConfig, optimizer: InnerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = msgspec.structs.replace(
+        inner, learning_rate=2e-4, warmup_steps=0, total_steps=1_000_000, optimizer=optimizer, weight_decay=0.0
+    )
+
+    def loss_after(*, is_lean: bool) -> tuple[float, float]:
+        node = make_replica(inner_settings=settings, is_lean=is_lean)
+        before = node.evaluate()
+        train(node, 150)
+        return before, node.evaluate()
+
+    first, plain = loss_after(is_lean=False)
+    _, lean = loss_after(is_lean=True)
+    monkeypatch.setattr(Rounding, "write_", lambda _, target, values: target.copy_(values))
+    _, nearest = loss_after(is_lean=True)
+    print(optimizer, first, plain, lean, nearest)
+
+    progress = first - plain
+    assert progress > 0.01
+    assert abs(lean - plain) < 0.15 * progress
+    assert nearest - plain > 0.3 * progress
+
+
+def test_lean_and_plain_partners_meet_in_the_same_slow_weights(make_replica: MakeReplica) -> None:
+    alice = make_replica(ALICE, is_lean=True)
+    bob = make_replica(BOB)
+    assert torch.equal(alice.slow_weights(), bob.slow_weights()), "the run's seed, in fp32"
+    for _ in range(3):
+        train(alice)
+        train(bob)
+        exchange(alice, bob)
+        assert torch.equal(alice.slow_weights(), bob.slow_weights())
+        assert bool(((alice.fast_weights() - bob.fast_weights()).abs() <= 2**-7 * bob.fast_weights().abs()).all())
+    assert torch.equal(alice.fast_weights(), trained(alice).float()), "read exactly"
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_checkpoints_are_fp32_and_training_goes_on_from_them(
+    make_replica: MakeReplica, inner: InnerConfig, tmp_path: Path, fragments: int, optimizer: InnerName
+) -> None:
+    settings = {
+        "inner_settings": msgspec.structs.replace(inner, optimizer=optimizer),
+        "fragments": fragments,
+        "codec": "int8",
+        "drift": 0.1,
+    }
+    node, again = (make_replica(**settings, is_lean=True) for _ in range(2))
+    for fragment in range(2):
+        train(node, 3)
+        node.contribute(bytearray(node.contribution_bytes), fragment % fragments)
+        node.apply(None)
+    node.save(tmp_path / "saved")
+    node.snapshot().save(tmp_path / "snapshot")
+    assert (tmp_path / "saved").read_bytes() == (tmp_path / "snapshot").read_bytes()
+    assert node.snapshot().num_bytes == node.num_bytes
+
+    again.load(tmp_path / "saved")
+    assert torch.equal(again.slow_weights(), node.slow_weights())
+    for name in ("mean", "square"):
+        assert torch.equal(again.vectors()[name], node.vectors()[name])
+    plain = make_replica(**settings)
+    plain.load(tmp_path / "saved")  # a member that is lean no more
+    assert torch.equal(plain.vectors()["mean"], node.vectors()["mean"].float())
+    train(plain, 2)
+    plain.apply(None)
+    plain.save(tmp_path / "plain")
+    newcomer = make_replica(BOB, **settings, is_lean=True)
+    newcomer.load(copy_without(copy_without(tmp_path / "plain", "mean", tmp_path / "a"), "square", tmp_path / "b"))
+    assert newcomer.begun_at == newcomer.steps == plain.steps, "the rate is ramped up"
+    for each in (again, newcomer):
+        before = each.evaluate()
+        train(each, 5)
+        assert each.num_skipped == 0
+        assert each.evaluate() < before + 0.1
+
+
+def test_an_unfit_gradient_costs_a_step_and_nothing_else(make_replica: MakeReplica) -> None:
+    node = make_replica(is_lean=True)
+    train(node, 3)
+    before = [vector.clone() for vector in (trained(node), *node.vectors().values())]
+    loss_of = node.loss
+    node.loss = lambda module, batch: loss_of(module, batch) * math.nan
+    node.learn()
+    assert node.num_skipped == 1
+    after = (trained(node), *node.vectors().values())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_verdicts_trial_leaves_the_weights_as_they_were(make_replica: MakeReplica) -> None:
+    node, partner = make_replica(is_lean=True), make_replica(BOB)
+    train(node)
+    train(partner)
+    sent(node)
+    before = trained(node)
+    assert node._loss_before() is not None
+    assert torch.equal(trained(node), before)
+    node.screen(sent(partner))
+    assert torch.equal(trained(node), before)
+
+
+def make(model: ModelConfig, text: Text, *, autocast: bool = False, recomputes: bool = False, lean: bool) -> Learner:
+    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=4, context=model.context)
+    device = replace(choose_device("cpu"), autocast_dtype=torch.bfloat16 if autocast else None)
+    recipe, author = Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3)), ALICE if lean else None
+    return Learner(
+        build_model(model, 7),
+        recipe,
+        sampler,
+        run_id=RUN_ID,
+        device=device,
+        lean_author=author,
+        recomputes=recomputes,
+    )
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_computed_again_has_the_same_gradient(
+    model: ModelConfig, text: Text, lean: bool, autocast: bool
+) -> None:
+    plain, again = (make(model, text, autocast=autocast, lean=lean, recomputes=flag) for flag in (False, True))
+    for _ in range(3):
+        assert torch.equal(plain.learn(), again.learn())
+        assert torch.equal(plain.gradient, again.gradient)
+    assert plain.evaluate() == again.evaluate()
+
+
+def test_what_cannot_be_lean_says_why(make_replica: MakeReplica, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make_replica()
+    for settings in ({"lean_author": ALICE}, {"recomputes": True}):
+        with pytest.raises(TrainingError, match="for farandole's own models"):
+            Learner(nn.Linear(2, 2), Recipe(), node.sampler, run_id=RUN_ID, device=node.device, **settings)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(TrainingError, match=r"this run is deterministic .* leave out --lean"):
+        make_replica(is_lean=True)

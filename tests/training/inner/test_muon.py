@@ -1,0 +1,162 @@
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.training.data.dataset import Sampler, Text
+from farandole.training.inner.muon import matrices_of, orthogonalised
+from farandole.training.inner.optimizer import learning_rate
+from farandole.training.model.model import build_model, language_loss
+
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica
+
+MUON = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, optimizer="muon")
+
+
+def test_matrices_are_all_but_the_models_ends() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(10, 4)
+            self.norm = nn.LayerNorm(4)
+            self.mix = nn.Linear(4, 8)
+            self.lm_head = nn.Linear(4, 10)
+            self.filters = nn.Conv1d(4, 4, 3)
+
+    model = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=24, context=16, vocabulary=64)
+
+    assert matrices_of(Own()) == {"mix.weight"}
+    assert matrices_of(build_model(model, 0)) == {
+        "layers.0.attention.qkv.weight",
+        "layers.0.attention.out.weight",
+        "layers.0.mlp.gate_up.weight",
+        "layers.0.mlp.down.weight",
+    }
+
+
+@pytest.mark.parametrize("ends_rate", [1.0, 0.3])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_node_alone_is_torchs_optimizers_bit_for_bit(
+    make_replica: MakeReplica,
+    model: ModelConfig,
+    text: Text,
+    optimizer: str,
+    ends_rate: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Muon or AdamW for matrices, and AdamW with a rate of its own for the rest."""
+    # torch's Muon iterates in bf16 on any device, a node on the CPU in fp32; nothing else of either uses bf16 here.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.to(torch.float32, copy=True))
+    inner = msgspec.structs.replace(MUON, optimizer=optimizer, ends_rate=ends_rate)
+    node = make_replica(inner_settings=inner, alpha=0.0, beta=1.0, gamma=1.0)
+    plain = build_model(model, 7)
+    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=MUON.batch_size, context=model.context)
+    matrices = matrices_of(plain)
+    named = dict(plain.named_parameters())
+    rest = [parameter for name, parameter in named.items() if name not in matrices]
+    matrix_parameters = [named[name] for name in named if name in matrices]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in rest if parameter.ndim > 1]},
+        {"params": [parameter for parameter in rest if parameter.ndim == 1], "weight_decay": 0.0},
+    ]
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            parameters,
+            betas=(MUON.beta1, MUON.beta2),
+            eps=MUON.epsilon,
+            weight_decay=MUON.weight_decay,
+            foreach=False,
+        )
+
+    if optimizer == "muon":
+        of_matrices: torch.optim.Optimizer = torch.optim.Muon(
+            matrix_parameters,
+            weight_decay=MUON.weight_decay,
+            momentum=MUON.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    else:
+        of_matrices = adamw(matrix_parameters)
+    optimizers = {of_matrices: 1.0, adamw(groups): ends_rate}
+
+    for step in range(30):
+        plain.zero_grad()
+        loss = language_loss(plain, torch.from_numpy(sampler.batch(step)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), MUON.clip)
+        for each, factor in optimizers.items():
+            for group in each.param_groups:
+                group["lr"] = factor * learning_rate(step, MUON)
+            each.step()
+
+        assert float(node.learn()) == float(loss.detach())
+        if step % 5 == 4:
+            node.apply(None)
+
+    weights = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
+    assert torch.equal(node.fast_weights(), weights)
+
+
+def test_steps_are_nearly_orthogonal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((8, 32), (32, 8), (16, 16)):
+        singular = torch.linalg.svdvals(orthogonalised(torch.randn(shape, generator=generator)))
+        assert float(singular.min()) > 0.5
+        assert float(singular.max()) < 1.3
+
+
+def test_matrices_have_one_vector_of_state_and_checkpoints_keep_it(make_replica: MakeReplica, tmp_path: Path) -> None:
+    node, again = (make_replica(inner_settings=MUON) for _ in range(2))
+    for _ in range(4):
+        node.learn()
+    node.apply(None)
+    node.save(tmp_path / "saved")
+    node.snapshot().save(tmp_path / "snapshot")
+
+    again.load(tmp_path / "snapshot")
+
+    names = matrices_of(node.module)
+    squares = {name.partition("/")[2] for name in node.state() if name.startswith("square/")}
+    assert squares == set(node.layout.names) - names
+    assert (tmp_path / "saved").read_bytes() == (tmp_path / "snapshot").read_bytes()
+    assert again.learning_rate == node.learning_rate, "the means are there: no ramp"
+    for _ in range(3):
+        assert float(again.learn()) == float(node.learn())
+    assert torch.equal(again.fast_weights(), node.fast_weights())
+
+
+def test_partners_learn_together(make_replica: MakeReplica) -> None:
+    alice, bob = make_replica(ALICE, inner_settings=MUON), make_replica(BOB, inner_settings=MUON)
+    first = alice.evaluate()
+    for _ in range(12):
+        for node in (alice, bob):
+            for _ in range(4):
+                node.learn()
+        contributions = [bytearray(node.contribution_bytes) for node in (alice, bob)]
+        for node, contribution in zip((alice, bob), contributions, strict=True):
+            node.contribute(contribution)
+        alice.apply(contributions[1], own_first=True)
+        bob.apply(contributions[0], own_first=False)
+
+    assert torch.equal(alice.slow_weights(), bob.slow_weights())
+    assert alice.evaluate() < first - 0.3
+
+
+def test_another_optimizers_vectors_are_not_continued(make_replica: MakeReplica, tmp_path: Path) -> None:
+    """A run that starts from another one's checkpoint may have another inner optimizer."""
+    node, successor = make_replica(inner_settings=MUON), make_replica()
+    for _ in range(4):
+        node.learn()
+    node.apply(None)
+    node.save(tmp_path / "checkpoint")
+
+    successor.start_from(tmp_path / "checkpoint", 20, 0)
+
+    assert torch.equal(successor.slow_weights(), node.slow_weights())
+    assert not any(bool(successor.vectors()[name].any()) for name in ("mean", "square"))
+    assert successor.begun_at == 20, "the rate is ramped up"

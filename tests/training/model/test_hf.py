@@ -1,0 +1,284 @@
+"""A model of transformers', in stages: it computes, starts and learns as the whole one of transformers does."""
+
+import dataclasses
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from farandole.protocol.run.cut import layers_of, stage_parameters, transformer_costs
+from farandole.protocol.run.families import hf_config_from_dict
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig, TokenizerConfig
+from farandole.protocol.run.parts import parts_of
+from farandole.protocol.run.presets import num_parameters
+from farandole.training.base.device import choose_device
+from farandole.training.base.errors import TrainingError
+from farandole.training.base.parameters import layout_of
+from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.data.dataset import Text
+from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.engine.measure import measure
+from farandole.training.engine.replica import Recipe
+from farandole.training.engine.stage_worker import StageWorker
+from farandole.training.model.model import cross_entropy
+from farandole.training.model.stages import as_stage, build_module, build_stage
+
+from ..conftest import ALICE, RUN_ID
+from ..engine.test_stage_worker import by_name, learn, sampler_of, workers_of
+
+transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_inner": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 32,
+    "activation_function": "gelu_new",
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+SETTINGS = {
+    "llama": LLAMA,
+    "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama-biases": {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16, "hidden_act": "gelu"},
+    "llama-3": {**LLAMA, "tie_word_embeddings": True, "rope_parameters": LLAMA_3_ROPE},
+    "llama-linear": {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
+    "gpt2": GPT2,
+    "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
+}
+
+
+def hf_model(name: str, num_stages: int = 1) -> ModelConfig:
+    return ModelConfig(
+        num_layers=3,
+        width=32,
+        num_heads=4,
+        hidden=48,
+        context=16,
+        vocabulary=64,
+        num_stages=num_stages,
+        hf=hf_config_from_dict(SETTINGS[name]),
+    )
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_its_parts_are_measured(name: str) -> None:
+    seconds = measure(hf_model(name), PipelineConfig(microbatch_size=2), choose_device("cpu"))
+    assert len(seconds.layers) == 3
+    assert min(*seconds.layers, seconds.ends) > 0
+
+
+def stages_of(name: str, num_stages: int) -> list[torch.nn.Module]:
+    return [build_stage(hf_model(name, num_stages), 7, stage) for stage in range(num_stages)]
+
+
+def of_transformers(name: str) -> Any:
+    """The whole model as transformers makes it, still with weights that it has drawn."""
+    from farandole.training.model.hf import hf_config
+
+    whole = {"llama": transformers.LlamaForCausalLM, "gpt2": transformers.GPT2LMHeadModel}
+    return whole[name.partition("-")[0]](hf_config(hf_model(name)))
+
+
+def with_weights(whole: Any, stages: list[torch.nn.Module]) -> Any:
+    """Of all stages together: their names are transformers' own."""
+    weights = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
+    if whole.config.tie_word_embeddings:
+        weights["lm_head.weight"] = whole.get_input_embeddings().weight  # the same memory: no weights of its own
+    whole.load_state_dict(weights, strict=True)
+    return whole
+
+
+TOKENS = torch.arange(2 * 17).view(2, 17) * 7 % 64
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_stages_compute_what_transformers_computes(name: str, num_stages: int) -> None:
+    stages = stages_of(name, num_stages)
+    whole = with_weights(of_transformers(name), stages)
+
+    x = as_stage(stages[0]).embed(TOKENS[:, :-1])
+    for stage in stages:
+        x = as_stage(stage).advance(x)
+    logits = as_stage(stages[0]).logits(x)
+    expected = whole(TOKENS[:, :-1], use_cache=False).logits
+    assert torch.equal(logits, expected)
+    assert logits.std() > 0.01
+
+    cross_entropy(logits, TOKENS[:, 1:]).backward()
+    cross_entropy(expected, TOKENS[:, 1:]).backward()
+    gradients = {name: parameter.grad for stage in stages for name, parameter in stage.named_parameters()}
+    expected_gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    assert gradients.keys() == expected_gradients.keys()
+    for parameter, gradient in gradients.items():
+        assert gradient is not None
+        assert torch.equal(gradient, expected_gradients[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_initial_weights_do_not_depend_on_the_cut(name: str) -> None:
+    whole = build_module(hf_model(name), 7)
+    parts = [pair for stage in stages_of(name, 3) for pair in stage.named_parameters()]
+    assert sorted(part for part, _ in parts) == sorted(part for part, _ in whole.named_parameters())
+    assert all(torch.equal(parameter, whole.get_parameter(part)) for part, parameter in parts)
+    other = dict(build_module(hf_model(name), 8).named_parameters())
+    assert not any(torch.equal(weights, other[part]) for part, weights in parts if weights.ndim > 1)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gpt2", "gpt2-untied"])
+def test_initial_weights_are_drawn_as_in_transformers(name: str) -> None:
+    torch.manual_seed(0)
+    ours = build_module(hf_model(name), 7).state_dict()
+    for part, theirs in of_transformers(name).state_dict().items():
+        if theirs.ndim == 1:
+            assert torch.equal(ours[part], theirs), part
+        elif part in ours:  # a tied head is not
+            within = 5 / math.sqrt(theirs.numel())  # five times what the difference of two estimates varies by
+            assert float(ours[part].std()) == pytest.approx(float(theirs.std()), rel=within), part
+            assert abs(float(ours[part].mean())) < within * float(theirs.std()), part
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_parameters_are_counted_without_building(name: str) -> None:
+    model = hf_model(name)
+    assert num_parameters(model) == of_transformers(name).num_parameters()
+    ends = sum(p.numel() for p in build_module(model, 7, range(0)).parameters())
+    layer = sum(p.numel() for p in build_module(model, 7, range(1, 2), has_ends=False).parameters())
+    assert (parts_of(model).ends, parts_of(model).layer) == (ends, layer)
+    for stage, module in enumerate(stages_of(name, 3)):
+        assert sum(p.numel() for p in module.parameters()) == stage_parameters(hf_model(name, 3), stage)
+
+
+def test_a_head_of_its_own_counts_where_the_model_is_cut() -> None:
+    tied, untied = (
+        replace(
+            hf_model("llama", 3), hf=hf_config_from_dict({**LLAMA, "vocab_size": 200, "tie_word_embeddings": is_tied})
+        )
+        for is_tied in (True, False)
+    )
+    assert transformer_costs(untied).ends - transformer_costs(tied).ends == 200 * 32
+    assert layers_of(tied) == (range(0, 1), range(1, 2), range(2, 3))
+    assert layers_of(untied) == (range(0, 0), range(0, 1), range(1, 3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_stage_takes_memory_for_its_own_parameters_alone(name: str, stage: int) -> None:
+    state = torch.get_rng_state()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        module = build_stage(hf_model(name, 3), 7, stage)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+    own = sum(4 * parameter.numel() for parameter in module.parameters())
+    assert own <= allocated < own + 2_048  # tables of angles, and scalars on their way to them
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+    assert torch.equal(torch.get_rng_state(), state)  # and nothing was drawn for what is thrown away
+
+
+@pytest.fixture(scope="module")
+def no_clip(inner: InnerConfig) -> InnerConfig:
+    return replace(inner, clip=0.0)  # stages clip each for itself
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["llama", "llama-3", "gpt2"])
+def test_three_stages_learn_what_the_whole_learns_bit_for_bit(
+    name: str, no_clip: InnerConfig, text: Text, recompute: bool
+) -> None:
+    model = hf_model(name)
+    workers = workers_of(model, no_clip, text, 3, recompute=recompute)
+    learner = Learner(
+        build_module(model, 7),
+        Recipe(no_clip),
+        sampler_of(text, no_clip, model),
+        run_id=RUN_ID,
+        device=choose_device("cpu"),
+    )
+
+    losses = []
+    for _ in range(20):
+        losses.append(learn(workers))
+        assert losses[-1] == float(learner.learn())
+
+    expected = learner.layout.views(learner.fast_weights())
+    learnt = by_name(workers)
+    assert learnt.keys() == expected.keys()
+    assert all(torch.equal(weights, expected[part]) for part, weights in learnt.items())
+    assert losses[0] == pytest.approx(math.log(64), rel=0.05)
+    assert losses[-1] < losses[0] - 0.5
+    assert max(worker.layout.num_elements for worker in workers) < num_parameters(model) / 2
+
+
+def test_stages_learn_in_bf16(no_clip: InnerConfig, text: Text) -> None:
+    """As on a GPU, where activations travel in bf16 and matrices multiply in it."""
+    workers = [bf16(worker) for worker in workers_of(hf_model("llama"), no_clip, text, 3, codec="bf16")]
+    losses = [learn(workers) for _ in range(20)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def bf16(worker: StageWorker) -> StageWorker:
+    worker.device = dataclasses.replace(worker.device, autocast_dtype=torch.bfloat16)
+    return worker
+
+
+def test_a_learner_of_the_whole_is_built_from_settings() -> None:
+    model = replace(hf_model("gpt2"), vocabulary=256, hf=hf_config_from_dict({**GPT2, "vocab_size": 256}))
+    manifest = Manifest("a run", model, seed=7, inner=InnerConfig(batch_size=2))
+    learner = build_learner(manifest, run_id=RUN_ID, author=ALICE, device="cpu")
+    # Tied embeddings predict the last token again, which is right in runs of one character: so over many sequences.
+    assert learner.evaluate(8) == pytest.approx(math.log(256), rel=0.05)
+    assert math.isfinite(float(learner.learn()))
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "farandole.training.model.hf", None)
+    with pytest.raises(TrainingError, match=r"pip install 'transformers"):
+        build_module(hf_model("llama"), 7)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "gpt2-untied"])
+def test_a_loop_brings_the_model_as_transformers_makes_it(name: str) -> None:
+    model = hf_model(name)
+    manifest = Manifest("a run", model, seed=3, tokenizer=TokenizerConfig("tokenizers", "0" * 64))
+    module = of_transformers(name)
+    engine = ExternalEngine(module, manifest, Turns(), run_id=RUN_ID, tokens_per_step=1)
+    engine.begin_anew()
+    oracle = build_module(model, 3)
+    assert engine.layout == layout_of(oracle, manifest.outer.codec)
+    for parameter_name, parameter in oracle.named_parameters():
+        assert torch.equal(module.get_parameter(parameter_name), parameter), parameter_name
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(module(tokens).logits, oracle(tokens))

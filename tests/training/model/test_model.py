@@ -1,0 +1,60 @@
+import math
+
+import pytest
+import torch
+
+from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.presets import preset
+from farandole.training.model.model import build_model, initialise_, language_loss, rotary_tables, rotate
+
+
+@pytest.mark.parametrize("name", ["tiny", "0.5M", "3M"])
+def test_the_first_loss_is_that_of_a_uniform_guess(name: str) -> None:
+    tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(0))
+
+    with torch.no_grad():
+        loss = language_loss(build_model(preset(name), seed=0), tokens)
+
+    assert float(loss) == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_no_position_sees_a_later_token(model: ModelConfig) -> None:
+    transformer = build_model(model, seed=0)
+    tokens = torch.arange(12)[None]
+    changed = tokens.clone()
+    changed[0, 7] = 50
+
+    with torch.no_grad():
+        before, after = transformer(tokens), transformer(changed)
+
+    assert torch.equal(before[0, :7], after[0, :7])
+    assert not torch.equal(before[0, 7:], after[0, 7:])
+
+
+def test_initial_weights_follow_from_the_seed(model: ModelConfig) -> None:
+    first, same, other = (build_model(model, seed).embedding.weight for seed in (1, 1, 2))
+
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_a_part_of_the_model_starts_as_in_the_whole(model: ModelConfig) -> None:
+    whole, part = build_model(model, seed=1), build_model(model, seed=99)
+    del part.layers["0"], part.embedding
+
+    initialise_(part, seed=1, num_layers=model.num_layers)
+
+    parameters = dict(whole.named_parameters())
+    assert all(torch.equal(parameters[name], value) for name, value in part.named_parameters())
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
+    cos, sin = rotary_tables(context=32, head_width=8)
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+
+    def product(i: int, j: int) -> float:
+        return float(rotate(q, cos[i], sin[i]) @ rotate(k, cos[j], sin[j]))
+
+    assert rotate(q, cos[31], sin[31]).norm() == pytest.approx(float(q.norm()), rel=1e-5)
+    assert product(3, 10) == pytest.approx(product(20, 27), rel=1e-4)
+    assert product(3, 10) != pytest.approx(product(3, 11), rel=1e-2)

@@ -1,0 +1,108 @@
+"""Contributions of a device whose memory is not the host's, with real copies and the calls in CUDA's order."""
+
+import math
+
+import pytest
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from farandole.training.engine import flat_replica
+from farandole.training.engine.learner import Learner
+from farandole.training.outer import codec
+from farandole.training.outer.copying import Copier, DeviceCopier, Wait, copier_for
+from farandole.training.screening.rule import Encounter
+
+from ..conftest import ALICE, BOB, MakeReplica, refusal
+
+EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
+
+
+class LateCopier(DeviceCopier):
+    """Copies no sooner than it is waited for, as a busy stream may."""
+
+    depth = 2
+    is_aside = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def send(self, filled: Tensor, host: Tensor) -> Wait:
+        def wait() -> None:
+            host.copy_(filled)
+
+        return wait
+
+
+@pytest.fixture(params=["staged", "late"])
+def copier(request: pytest.FixtureRequest) -> Copier:
+    return LateCopier() if request.param == "late" else DeviceCopier(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_SLICE", 512)
+
+
+def pair(make_replica: MakeReplica, name: str) -> tuple[Learner, Learner]:
+    both = make_replica(ALICE, codec=name), make_replica(BOB, codec=name)
+    for each in both:
+        each.learn()
+        each.learn()
+    return both
+
+
+@EVERY_CODEC
+def test_what_is_copied_is_what_a_cpu_makes(
+    make_replica: MakeReplica, copier: Copier, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Two rounds, the partner's bytes arriving in parts: the same bytes and the same weights, bit for bit."""
+    plain = pair(make_replica, name)
+    monkeypatch.setattr(flat_replica, "copier_for", lambda device: copier)
+    copied = pair(make_replica, name)
+
+    for _ in range(2):
+        sent: dict[Learner, bytearray] = {}
+        for each in (*plain, *copied):
+            each.learn()
+            sent[each] = out = bytearray(each.contribution_bytes)
+            final: list[bytearray] = []
+
+            def keep(ready: int, out: bytearray = out, final: list[bytearray] = final) -> None:
+                final.append(out[:ready])
+
+            _, digest = each.contribute(out, progress=keep)
+            assert len(final) == math.ceil(each.layout.num_elements / 512)
+            assert all(out.startswith(part) for part in final), "final when it is told of"
+            assert digest == blake3(out).digest()
+        for alice, bob in (plain, copied):
+            alice.take_in(sent[bob], 1_000)
+            alice.take_in(sent[bob], 3_000)
+            assert refusal(alice, sent[bob]) == ""
+            alice.apply(sent[bob], Encounter(b"", 3, 1), own_first=True)
+            bob.apply(sent[alice], Encounter(b"", 1, 3), own_first=False)
+        assert [*map(sent.get, plain)] == [*map(sent.get, copied)]
+        for one, other in zip(plain, copied, strict=True):
+            assert torch.equal(one.slow_weights(), other.slow_weights())
+
+
+def test_inner_steps_may_change_the_weights_while_they_are_sent(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = pair(make_replica, "int8")
+    plain.contribute(expected := bytearray(plain.contribution_bytes))
+    monkeypatch.setattr(flat_replica, "copier_for", lambda device: LateCopier())
+    moving, _ = pair(make_replica, "int8")
+
+    def step(num_ready: int) -> None:
+        moving.theta.add_(1.0)
+
+    moving.contribute(out := bytearray(len(expected)), progress=step)
+
+    assert out == expected
+
+
+def test_a_cpu_moves_nothing() -> None:
+    copier, host = copier_for(torch.device("cpu")), torch.zeros(4, dtype=torch.uint8)
+
+    assert copier.to_fill(host) is copier.fetch(host) is host

@@ -1,0 +1,227 @@
+import math
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farandole.protocol.run.codec_sizes import DEFAULT_TOPK
+from farandole.training.base.errors import CodecError, DivergedError
+from farandole.training.engine.learner import Learner
+from farandole.training.outer import codec
+from farandole.training.outer.magnitudes import MIN_SCALE
+from farandole.training.outer.topk import TopK
+from farandole.training.screening.rule import Encounter
+
+from ..conftest import ALICE, BOB, MakeReplica
+
+SETTINGS: dict[str, object] = {"codec": "topk", "topk": 40, "alpha": 0.0, "beta": 1.0, "gamma": 1.0}
+
+
+def encoded(form: TopK, values: Tensor, last: Tensor | None = None) -> Tensor:
+    data = torch.empty(form.size(len(values)), dtype=torch.uint8)
+    form.encode(values, data, last)
+    return data
+
+
+def places_sent(form: TopK, data: Tensor, num_elements: int) -> Tensor:
+    """(n,) bool."""
+    form.decode(data, values := torch.full((num_elements,), math.nan))
+    return ~values.isnan()
+
+
+def sent(replica: Learner) -> bytearray:
+    out = bytearray(replica.contribution_bytes)
+    replica.contribute(out)
+    return out
+
+
+def test_a_block_is_a_scale_levels_and_places() -> None:
+    values, last = torch.zeros(256), torch.zeros(256)
+    values[7], values[200], last[9] = 127.0, -2.4, 1.0
+
+    data = bytes(encoded(TopK(3), values, last).tolist())
+
+    assert data == struct.pack("<f", 1.0) + struct.pack("3b", 127, 0, -2) + bytes([7, 9, 200])
+    assert [TopK(3).size(n) for n in (0, 1, 3, 256, 257)] == [0, 6, 10, 10, 16]
+
+
+@given(
+    num_elements=st.integers(0, 700),
+    k=st.integers(1, 128),
+    seed=st.integers(0, 2**31),
+    scale=st.sampled_from([1e-40, 1e-3, 1.0]),
+)
+def test_those_that_moved_furthest_are_sent(num_elements: int, k: int, seed: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values, last = (torch.randn(num_elements, generator=generator) * scale for _ in range(2))
+    form = TopK(k)
+    data = encoded(form, values, last)
+    form.decode(data, decoded := last.clone())
+
+    chosen = places_sent(form, data, num_elements)
+    for block in range(0, num_elements, 256):
+        part = slice(block, min(block + 256, num_elements))
+        moved, is_sent = (values - last).abs()[part], chosen[part]
+        assert int(is_sent.sum()) == min(k, len(moved))
+        if not bool(is_sent.all()):
+            assert float(moved[is_sent].min()) >= float(moved[~is_sent].max()) * (1 - 2.0**-14) - 2.0**-140
+        step = max(float(values[part][is_sent].abs().max()) / 127, MIN_SCALE)
+        errors = (decoded - values)[part][is_sent].abs()
+        assert float(errors.max()) <= step * (0.5 + 2.0**-15)
+    assert torch.equal(decoded[~chosen], last[~chosen])
+
+
+def test_slices_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(5 * 256 + 7, generator=torch.Generator().manual_seed(0))
+    whole = bytearray(codec.encoded_size("topk", len(values)))
+    codec.encode("topk", values, whole)
+
+    monkeypatch.setattr(codec, "_SLICE", 256)
+    parts = bytearray(len(whole))
+    codec.encode("topk", values, parts)
+
+    assert parts == whole
+    decoded = codec.decode("topk", whole, len(values))
+    assert int((decoded != 0).sum()) == pytest.approx(5 * DEFAULT_TOPK + 7, abs=2)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
+def test_what_is_not_finite_is_not_sent(value: float) -> None:
+    values = torch.ones(300)
+    values[[17, 299]] = value
+
+    with pytest.raises(CodecError, match="not finite"):
+        encoded(TopK(8), values, torch.zeros(300))
+
+
+@pytest.mark.parametrize(
+    ("scale", "places", "reason"),
+    [
+        (1.0, [3, 3], "ascending"),
+        (1.0, [4, 3], "ascending"),
+        (1.0, [3, 100], "beyond"),
+        (math.nan, [3, 4], "scale"),
+        (-1.0, [3, 4], "scale"),
+        (3e38, [3, 4], "scale"),
+    ],
+)
+def test_malformed_blocks_are_refused(scale: float, places: list[int], reason: str) -> None:
+    data = torch.tensor([*struct.pack("<f", scale), 1, 1, *places], dtype=torch.uint8)
+
+    with pytest.raises(CodecError, match=reason):
+        TopK(2).decode(data, torch.zeros(100))
+
+
+@given(data=st.binary(max_size=600), num_elements=st.integers(0, 300))
+def test_any_bytes_decode_to_finite_numbers_or_are_refused(data: bytes, num_elements: int) -> None:
+    try:
+        values = codec.decode("topk", data, num_elements)
+    except CodecError:
+        return
+    assert bool(values.isfinite().all())
+
+
+def test_partners_agree_where_both_have_sent_and_move_where_the_other_has(make_replica: MakeReplica) -> None:
+    alice, bob = make_replica(ALICE, **SETTINGS), make_replica(BOB, **SETTINGS)
+    for node in (alice, bob):
+        for _ in range(3):
+            node.learn()
+    form, num_elements = TopK(40), alice.layout.num_elements
+    own = {node: node.fast_weights() for node in (alice, bob)}
+    data = {node: torch.frombuffer(sent(node), dtype=torch.uint8) for node in (alice, bob)}
+    by_alice, by_bob = (places_sent(form, data[node], num_elements) for node in (alice, bob))
+    both, neither = by_alice & by_bob, ~(by_alice | by_bob)
+    assert both.any()
+    assert neither.any()
+
+    alice.apply(data[bob].numpy(), Encounter(b"", 3, 1), own_first=True)
+    bob.apply(data[alice].numpy(), Encounter(b"", 1, 3), own_first=False)
+
+    scale = 2.0**-7 * max(float(weights.abs().max()) for weights in own.values())
+    assert float((alice.slow_weights() - bob.slow_weights())[both].abs().max()) < scale, "but for the codec's rounding"
+    for node, other, mine, theirs, share in (
+        (alice, bob, by_alice, by_bob, 0.75),
+        (bob, alice, by_bob, by_alice, 0.25),
+    ):
+        after, kept = node.slow_weights(), mine & ~theirs
+        torch.testing.assert_close(after[neither], own[node][neither], rtol=2.0**-22, atol=0)  # the mean's rounding
+        torch.testing.assert_close(after[kept], own[node][kept], rtol=2.0**-22, atol=0)
+        form.decode(data[other], received := own[node].clone())
+        only = theirs & ~mine
+        mean = share * own[node][only] + (1 - share) * received[only]
+        torch.testing.assert_close(after[only], mean, rtol=1e-5, atol=1e-7)
+
+
+def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) -> None:
+    """40 of 256 elements a round: after 7 rounds of nothing new all have had their turn, to half a scale."""
+    alice, bob = make_replica(ALICE, **SETTINGS), make_replica(BOB, **SETTINGS)
+    moved = torch.linspace(0.01, 0.02, alice.layout.num_elements)
+    alice.theta.add_(moved)
+    meant = alice.fast_weights()
+    told = bob.fast_weights()
+    for number in range(9):
+        data = torch.frombuffer(sent(alice), dtype=torch.uint8)
+        if number == 0:  # nobody to be had: it was not passed on
+            alice.apply(None)
+            continue
+        of_bob = sent(bob)
+        alice.apply(of_bob, Encounter(b"", 1, 0))
+        alice.theta.copy_(meant)  # Bob's pull aside
+        TopK(40).decode(data, told)
+        bob.apply(None)
+
+    errors = (told - meant).abs()
+    assert float(errors.max()) <= float(meant.abs().max()) / 127
+    assert torch.equal(told, alice.vectors()["sent"])
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica: MakeReplica, tmp_path: Path) -> None:
+    alice, bob = make_replica(ALICE, **SETTINGS), make_replica(BOB, **SETTINGS)
+
+    def round_of(node: Learner) -> bytes:
+        node.learn()
+        node.learn()
+        of_node = sent(node)
+        bob.learn()
+        node.apply(sent(bob), Encounter(b"", 1, 1))
+        bob.apply(None)
+        return bytes(of_node)
+
+    round_of(alice)
+    alice.save(tmp_path / "alice.safetensors")
+    resumed = make_replica(ALICE, **SETTINGS)
+    resumed.load(tmp_path / "alice.safetensors")
+    for node in (alice, resumed):
+        node.learn()
+
+    assert sent(alice) == sent(resumed)
+
+
+def test_a_diverged_replica_sends_nothing(make_replica: MakeReplica) -> None:
+    alice = make_replica(ALICE, **SETTINGS)
+    alice.theta[3] = math.nan
+
+    with pytest.raises(DivergedError):
+        sent(alice)
+
+
+def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> None:
+    settings = SETTINGS | {"fragments": 3}
+    alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
+    alice.learn()
+    bob.learn()
+    part, before = alice.layout.fragment(1, 3), alice.vectors()["sent"].clone()
+    buffers = {node: bytearray(TopK(40).size(part.stop - part.start)) for node in (alice, bob)}
+    for node, buffer in buffers.items():
+        node.contribute(buffer, 1)
+
+    alice.apply(buffers[bob], Encounter(b"", 1, 1))
+
+    after = alice.vectors()["sent"]
+    assert torch.equal(after[: part.start], before[: part.start])
+    assert torch.equal(after[part.stop :], before[part.stop :])
+    assert not torch.equal(after[part], before[part])

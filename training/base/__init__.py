@@ -1,0 +1,1 @@
+"""What the rest of training/ stands on: errors, devices, memory, durable files, equal bits."""

@@ -1,0 +1,1 @@
+"""A user's own loop, in one process or as ranks of torchrun."""

@@ -1,0 +1,416 @@
+"""The external engine: a user's model, trained by a loop that the user has written, with any optimizer and any data.
+
+Two threads take turns. In its turn the user's loop computes a gradient and takes an optimizer's step; it waits for
+nothing but its next turn. In between the engine owns the parameters: it reads them for a contribution, and writes them
+at an outer step. `Turns` is the hand-off, strict as a coroutine's, so neither thread sees the parameters half written.
+
+The engine's weights are flat fp32 vectors of their own (`farandole.training.engine.flat_replica`), whatever type and
+device the user's parameters have. They are copied from the user's parameters before a contribution, and to them after
+an outer step. What rounding to the user's type drops is kept and added again: without it every round would pull the
+slow weights towards numbers of that type.
+
+In a run of a built-in model, loops and built-in trainers exchange as equals: layout, vectors and contributions are the
+same. A loop begins with the weights of the run's seed. It neither saves nor loads the optimizer's means, so a built-in
+trainer that continues from a loop's checkpoint begins with fresh ones (`farandole.training.inner.optimizer.ramp`).
+
+Buffers (such as the running statistics of batch normalisation) and the optimizer's state are not averaged: they stay
+the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.mixed_runs import tokens_of_step, why_no_loop
+from farandole.protocol.run.shapes import shapes_of
+from farandole.protocol.wire.safetensors import Shape
+
+from ..base.device import Device
+from ..base.errors import DataError, TrainingError
+from ..base.parameters import Layout
+from ..engine.checkpoint import Counters
+from ..engine.engine import Until
+from ..engine.flat_replica import FlatReplica
+from ..model.stages import build_module
+from .ranks import ALONE, Order, Ranks, cut_like, cut_of, parameters_of, reshard, synchronize, whole_of
+from .shared_vectors import RankVectors, share_vectors
+
+# Where a waiting thread cannot be interrupted (Windows), Ctrl-C is handled after at most this time.
+INTERRUPT_SECONDS: Final = 1.0
+# Parameters of each kind in an error message.
+_MAX_NAMED: Final = 3
+
+Measure = Callable[[], float]
+"""Returns the held-out loss of the model as it is, in nats."""
+
+
+class LoopEnded(Exception):
+    """The user's loop is over: it takes no more steps."""
+
+
+class Turns:
+    """The hand-off between the user's thread and the engine's. The engine has the first turn."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_engines = True
+        self._question: Measure | None = None
+        self._answer: float | Exception | None = None
+        self._has_left = False
+        self._is_over = False
+        self._failure: BaseException | None = None
+        self.waits_since: float | None = None
+        """When the user's thread began to wait for its turn, monotonic; None while it has it."""
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether the user's loop is over."""
+        return self._has_left
+
+    # The user's thread
+
+    def step_taken(self) -> None:
+        """End the loop's turn, and wait for the next one; raises what ended the engine, if anything did."""
+        with self._changed:
+            self._is_engines = not self._is_over
+            self._changed.notify_all()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the loop's turn, and answer the engine's questions until then."""
+        self.waits_since = time.monotonic()
+        try:
+            self._answer_questions()
+        finally:
+            self.waits_since = None
+
+    def _answer_questions(self) -> None:
+        while (question := self._next_question()) is not None:
+            answer: float | Exception
+            try:
+                answer = float(question())
+            except Exception as error:  # whatever the user's function raises is the engine's to judge
+                answer = error
+            with self._changed:
+                self._question, self._answer = None, answer
+                self._changed.notify_all()
+
+    def _next_question(self) -> Measure | None:
+        """Wait for the engine's question and return it; None when it is the loop's turn."""
+        with self._changed:
+            while self._is_engines and self._question is None and not self._is_over:
+                self._changed.wait(INTERRUPT_SECONDS)
+            if self._failure is not None:
+                raise self._failure
+            return self._question if self._is_engines and not self._is_over else None
+
+    def leave(self) -> None:
+        """End the loop: the engine has all later turns."""
+        with self._changed:
+            self._has_left = self._is_engines = True
+            self._changed.notify_all()
+
+    # The engine's thread
+
+    def let_step(self) -> bool:
+        """Give the loop its turn, and wait until it has taken a step; returns False if it is over instead."""
+        with self._changed:
+            self._is_engines = self._has_left
+            self._changed.notify_all()
+            while not self._is_engines:
+                self._changed.wait()
+            return not self._has_left
+
+    def ask(self, question: Measure) -> float:
+        """Have the user's thread, which waits for its turn, compute something; raises `DataError` if it cannot."""
+        with self._changed:
+            if self._has_left:
+                raise DataError("the loop is over")
+            self._question, self._answer = question, None
+            self._changed.notify_all()
+            while self._answer is None and not self._has_left:
+                self._changed.wait()
+            answer, self._question, self._answer = self._answer, None, None
+        if isinstance(answer, Exception):
+            raise DataError(f"evaluate raised {type(answer).__name__}: {answer}") from answer
+        if answer is None:
+            raise DataError("the loop is over")
+        return answer
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """End the engine: the loop continues alone, or fails with ``failure``."""
+        with self._changed:
+            if not self._is_over:
+                self._is_over, self._failure = True, failure
+            self._changed.notify_all()
+
+
+def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, nn.Parameter]:
+    """Return the parameters that a run names, in its order; raises `TrainingError`, which names the differences.
+
+    Frozen parameters that the run does not name stay local to the module.
+    """
+    every = parameters_of(module, with_frozen=True)
+    wrong = [
+        f"{name} is {tuple(every[name].shape)} here and {shape} in the run"
+        for name, shape in shapes.items()
+        if name in every and tuple(every[name].shape) != tuple(shape)
+    ]
+    differences = {
+        "this one lacks ": [name for name in shapes if name not in every],
+        "this one also trains ": [name for name in parameters_of(module) if name not in shapes],
+        "": wrong,
+    }
+    if told := [f"{what}{_first(found)}" for what, found in differences.items() if found]:
+        raise TrainingError(
+            f"this run is of another model: {'; '.join(told)}. Give NoLoCo a module that has the run's parameters, by "
+            "name and shape"
+        )
+    for name in shapes:
+        if not every[name].is_floating_point():
+            raise TrainingError(f"parameter {name} is {every[name].dtype}: only floating-point numbers are averaged")
+    return {name: every[name] for name in shapes}
+
+
+def _first(found: list[str]) -> str:
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return f"{', '.join(found[:_MAX_NAMED])}{more}"
+
+
+class UserParameters:
+    """A user's parameters as one flat vector (n,) fp32, in the order of the layout; they stay where they are."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
+        self._module = module
+        self._parameters = list(parameters.values())
+        self._layout = layout
+        devices = {parameter.device for parameter in self._parameters}
+        self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        """Where the flat vectors lie: at the parameters, or on the host where these are on several devices."""
+        is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
+        self._dropped = None if is_exact else torch.zeros(layout.num_elements, dtype=torch.float32, device=self.device)
+
+    @torch.no_grad()
+    def read(self, flat: Tensor) -> None:
+        """Copy the parameters to ``flat``, with what rounding has dropped of them."""
+        self._copy_to(flat)
+        if self._dropped is not None:
+            flat.add_(self._dropped)
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        """Copy ``flat`` to the parameters, in place, and keep what rounding drops."""
+        synchronize(self._parameters)
+        for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
+            parameter.copy_(view if (cut := cut_of(parameter)) is None else cut_like(cut, view))
+        reshard(self._module)
+        synchronize(self._parameters)
+        if self._dropped is not None:
+            self._copy_to(self._dropped)
+            torch.sub(flat, self._dropped, out=self._dropped)
+
+    def _copy_to(self, flat: Tensor) -> None:
+        synchronize(self._parameters)  # the user's thread may queue its work on any stream
+        for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
+            view.copy_(whole_of(parameter))
+        synchronize(self._parameters)
+
+
+def _checked_tokens(tokens_per_step: int | None, manifest: Manifest) -> int:
+    """Return the tokens of a loop's step; raises `TrainingError` if they must be known."""
+    usual = tokens_of_step(manifest)
+    if tokens_per_step is None and usual:
+        raise TrainingError(
+            "members of this run are weighted by the tokens that they train on: give NoLoCo tokens_per_step=, the "
+            f"tokens of one step of your optimizer (a step of the built-in trainer has {usual})"
+        )
+    return 1 if tokens_per_step is None else tokens_per_step
+
+
+@contextlib.contextmanager
+def _usual_dtype() -> Iterator[None]:
+    """Make modules in fp32, whatever default the user's script has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class SharedParameters:
+    """The parameters of all ranks as one flat vector (n,) fp32, which these share; see `UserParameters`."""
+
+    def __init__(self, shared: RankVectors, ranks: Ranks) -> None:
+        self._shared = shared
+        self._ranks = ranks
+
+    def read(self, flat: Tensor) -> None:
+        """Have all ranks copy their parts to ``flat``."""
+        self._ranks.tell(Order.READ)
+        self._shared.read(flat)
+
+    def write(self, flat: Tensor) -> None:
+        """Have all ranks copy ``flat`` to their parameters."""
+        self._ranks.tell(Order.WRITE)
+        self._shared.write(flat)
+
+
+class ExternalEngine(FlatReplica):
+    """A replica whose inner steps a user's loop takes, in this process, or in several ``ranks`` of which it is rank 0.
+
+    ``evaluate`` returns the held-out loss of the current model; None: it is not known, and partners are judged by
+    distance alone. ``tokens_per_byte`` is that of the text that it measures; None: not known. ``tokens_per_step`` is
+    the number of tokens of an optimizer step, which determines the share of a mean; None: 1 where only loops train.
+    ``allowed_models``: functions that may make the weights of the run's seed.
+
+    Raises `TrainingError` if the run takes no loops, or the loop does not fit the run.
+    """
+
+    is_driven: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        manifest: Manifest,
+        turns: Turns,
+        *,
+        run_id: bytes,
+        evaluate: Measure | None = None,
+        tokens_per_byte: float | None = None,
+        tokens_per_step: int | None = None,
+        ranks: Ranks = ALONE,
+        allowed_models: Collection[str] = (),
+    ) -> None:
+        if reason := why_no_loop(manifest):
+            raise TrainingError(f"this run takes no loops of one's own: {reason}")
+        shapes = shapes_of(manifest.model)
+        parameters = matching_parameters(module, shapes)
+        self._tokens_per_step = _checked_tokens(tokens_per_step, manifest)
+        self._schedule_tokens = tokens_of_step(manifest)
+        self._begun = 0, 0
+        self._build = (
+            partial(build_module, manifest.model, manifest.seed, allowed_models=allowed_models)
+            if manifest.model.external is None
+            else None
+        )
+        layout = Layout(tuple(parameters), tuple(map(tuple, shapes.values())), manifest.outer.codec)
+        ranks.begin(list(parameters))
+        shared = share_vectors(ranks, module, parameters, layout, manifest.outer, manifest.screening)
+        self._ranks = ranks
+        self._shared = shared
+        self._turns = turns
+        self._evaluate = evaluate
+        self._tokens_per_byte = tokens_per_byte
+        self._losses, self._num_losses = 0.0, 0
+        users: UserParameters | SharedParameters
+        if shared is None:
+            users = UserParameters(module, parameters, layout)
+            theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)
+        else:
+            users = SharedParameters(shared, ranks)
+            theta = shared.share.empty(torch.empty(0), layout.num_elements)
+        users.read(theta)
+        super().__init__(
+            theta,
+            layout,
+            manifest.outer,
+            manifest.screening,
+            run_id=run_id,
+            device=Device(theta.device, None, f"{theta.device.type}, by a loop of its user's"),
+            trained=users,
+            share=None if shared is None else shared.share,
+        )
+        self.measures_loss = evaluate is not None
+
+    def begin_anew(self) -> None:
+        """Implement `Engine.begin_anew`; where only loops train, a run has no seed."""
+        if self._build is None:
+            return
+        with _usual_dtype():
+            weights = dict(self._build().named_parameters())
+        for name, view in self.layout.views(self._outer.slow).items():
+            view.copy_(weights[name].detach())
+        self.theta.copy_(self._outer.slow)
+        self._outer.contributor.restart(forgets=True)
+        self._spread()
+
+    @property
+    def counters(self) -> Counters:
+        """Implement `Engine.counters`.
+
+        A built-in trainer that loads them continues its learning-rate schedule there. So steps of any size are counted
+        as the number of its steps that have as many tokens.
+        """
+        if not self._schedule_tokens:
+            return super().counters
+        steps, tokens = self._begun
+        return Counters(self.round, steps + (self.tokens - tokens) // self._schedule_tokens, self.tokens)
+
+    def _restart(self, begun_at: int) -> None:
+        """See `FlatReplica._restart`."""
+        self._begun = self.steps, self.tokens
+
+    @torch.no_grad()
+    def contribution(self, fragment: int = 0) -> int:
+        """Implement `Engine.contribution`; the other ranks begin to encode theirs."""
+        size = super().contribution(fragment)
+        if self._shared is not None:
+            self._shared.share.have_encoded(fragment)
+        return size
+
+    @property
+    def is_idle(self) -> bool:
+        """Implement `Engine.is_idle`: True when the loop is over and the last round awaits its outer step."""
+        return self._turns.has_left and self.awaits_outer_step
+
+    def inner_steps(self, until: Until) -> None:
+        """Implement `Engine.inner_steps`; raises `LoopEnded` when the loop is over and no outer step is due."""
+        self._losses, self._num_losses = 0.0, 0
+        while not until():
+            if not self._turns.has_left:
+                self._ranks.tell(Order.STEP, self.round, self.tokens)
+            if self._turns.let_step():
+                self.count_step(self._tokens_per_step)
+            elif not self.awaits_outer_step:
+                raise LoopEnded
+
+    def note_loss(self, loss: float) -> None:
+        """Record the loss of a step, for display; call it in the loop's turn."""
+        self._losses += loss
+        self._num_losses += 1
+
+    def mean_loss(self) -> float | None:
+        """Implement `Engine.mean_loss`, of the losses that the loop has reported."""
+        return self._losses / self._num_losses if self._num_losses else None
+
+    def evaluate(self, num_batches: int) -> float:
+        """Implement `Engine.evaluate`; the user decides what is held out."""
+        if self._evaluate is None:
+            raise DataError("this loop measures no held-out loss (evaluate=)")
+        if not self._turns.has_left:
+            self._ranks.tell(Order.MEASURE)
+        loss = self._turns.ask(self._evaluate)
+        if not math.isfinite(loss):
+            raise DataError(f"evaluate returned {loss}")
+        return loss
+
+    def tokens_per_byte(self, num_batches: int) -> float | None:
+        """Implement `Engine.tokens_per_byte`, as the user has said."""
+        return self._tokens_per_byte
+
+    def _loss_now(self, num_batches: int) -> float | None:
+        try:
+            return self.evaluate(num_batches)
+        except DataError:
+            return None

@@ -1,0 +1,1 @@
+"""Baselines that `testnet compare` trains."""

@@ -1,0 +1,337 @@
+"""Compare NoLoCo with its baselines: many replicas in one process, on the same tokens, in lock-step.
+
+All replicas are rows of (N, P) tensors. They are computed one by one: `torch.func.vmap` over them took as long on a
+CPU. Inner steps, contributions and outer steps use the node's code (`farandole.training.inner.optimizer`,
+`farandole.training.outer.outer_state`), so any outer rule can be compared.
+
+Synchronous data parallel training is one replica that trains on the batches of all replicas at once: the mean of the
+gradients of equal batches is the gradient of their union. DiLoCo takes the mean over all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from farandole.protocol.run.codec_sizes import encoded_bytes
+from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
+from farandole.protocol.run.outer_rules import (
+    CO2Config,
+    Codec,
+    DiLoCoConfig,
+    GASLoCConfig,
+    NoLoCoConfig,
+    OuterConfig,
+    PlainConfig,
+    SparseLoCoConfig,
+)
+from farandole.protocol.wire.safetensors import FP32_BYTES
+
+from ..base.parameters import bind_, layout_of
+from ..data.batches import draw
+from ..data.dataset import Sampler
+from ..inner.optimizer import InnerOptimizer
+from ..model.model import build_model, language_loss
+from ..outer.codec import bytes_to_read
+from ..outer.contribution import Contribution
+from ..outer.copying import Copier
+from ..outer.drift import RateSums
+from ..outer.outer_state import OuterState
+from ..outer.topk import TopK
+
+_NOLOCO = NoLoCoConfig()
+# Elements, a multiple of all blocks, from which the bytes of one are computed.
+_MANY: Final = 1 << 20
+
+Group = Literal["gradients", "all", "pairs", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to train many replicas."""
+
+    name: str
+    group: Group
+    """What is averaged: all gradients at every step; the weights of all or of pairs at intervals; or nothing."""
+    interval: int = 10
+    """Inner steps between outer steps."""
+    outer: OuterConfig = _NOLOCO
+    late: int = 0
+    """Inner steps between the contribution and the outer step, at most ``interval``: the duration of an exchange."""
+    optimizer: InnerName = "adamw"
+    """The inner optimizer."""
+    rate: float = 1.0
+    """Factor of the comparison's learning rate."""
+    exchanges: int = 1
+    """Outer steps at the end of a round, one right after another, each with another partner; 1 where ``late``."""
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that a replica sends for each parameter and inner step.
+
+        A mean over all is charged one vector, as a pair's is; a ring of N replicas sends 2 (N - 1) / N.
+        """
+        if self.group == "none":
+            return 0.0
+        if self.group == "gradients":
+            return float(FP32_BYTES)
+        outer = self.outer
+        per_element = encoded_bytes(outer.codec, _MANY, outer.topk) / _MANY
+        return per_element * self.exchanges / (self.interval * outer.fragments)
+
+
+def methods(interval: int = 10) -> tuple[Method, ...]:
+    """Return the methods that are compared.
+
+    Those of int8 with an interval a quarter as long send as many bytes as fp32.
+    """
+
+    def nesterov(codec: Codec = "fp32", topk: int = 64, fragments: int = 1) -> NoLoCoConfig:
+        return NoLoCoConfig(momentum="nesterov", codec=codec, topk=topk, fragments=fragments)
+
+    half, quarter = -(-interval // 2), -(-interval // 4)
+    plain = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int8")
+    often = msgspec.structs.replace(nesterov("int8"), drift=0.1)
+    # 70 of 256 elements take 144 bytes, as they do in int4.
+    return (
+        Method("synchronous data parallel", "gradients"),
+        Method("synchronous data parallel, Muon", "gradients", optimizer="muon"),
+        Method("DiLoCo", "all", interval, DiLoCoConfig()),
+        Method("DiLoCo, alpha 0.5", "all", interval, DiLoCoConfig(alpha=0.5)),
+        Method("DiLoCo, alpha 0.5, int8, four times as often", "all", quarter, DiLoCoConfig(alpha=0.5, codec="int8")),
+        Method("DiLoCo, Muon, alpha 0.5", "all", interval, DiLoCoConfig(alpha=0.5), optimizer="muon"),
+        Method("DiLoCo, heavy ball", "all", interval, DiLoCoConfig(alpha=0.5, momentum="heavy_ball")),
+        Method("NoLoCo, heavy ball, fp32", "pairs", interval),
+        Method("NoLoCo, heavy ball, int8", "pairs", interval, NoLoCoConfig(codec="int8")),
+        Method("NoLoCo, Nesterov, fp32", "pairs", interval, nesterov()),
+        Method("NoLoCo, Nesterov, int8", "pairs", interval, nesterov("int8")),
+        Method("NoLoCo, Nesterov, bf16", "pairs", interval, nesterov("bf16")),
+        Method("NoLoCo, Nesterov, fp16", "pairs", interval, nesterov("fp16")),
+        Method("NoLoCo, Nesterov, int4", "pairs", interval, nesterov("int4")),
+        Method("NoLoCo, Nesterov, topk 70", "pairs", interval, nesterov("topk", topk=70)),
+        Method("NoLoCo, Nesterov, topk 32", "pairs", interval, nesterov("topk", topk=32)),
+        Method("NoLoCo, Nesterov, fp32, half a round late", "pairs", interval, nesterov(), half),
+        Method("NoLoCo, Nesterov, int8, half a round late", "pairs", interval, nesterov("int8"), half),
+        Method("NoLoCo, Nesterov, int8, a round late", "pairs", interval, nesterov("int8"), interval),
+        Method("NoLoCo, Nesterov, int8, half of it", "pairs", interval, nesterov("int8", fragments=2)),
+        Method("NoLoCo, Nesterov, int8, half of it twice as often", "pairs", half, nesterov("int8", fragments=2)),
+        Method("NoLoCo, plain, int8, four times as often", "pairs", quarter, plain),
+        Method(
+            "NoLoCo, plain, int8, four times as often, drift 0.1",
+            "pairs",
+            quarter,
+            msgspec.structs.replace(plain, drift=0.1),
+        ),
+        Method("NoLoCo, plain, int8, two partners, twice as often", "pairs", half, plain, exchanges=2),
+        Method("NoLoCo, Muon, Nesterov, fp32", "pairs", interval, nesterov(), optimizer="muon"),
+        Method(
+            "NoLoCo, Muon, Nesterov, int8, four times as often, drift 0.1", "pairs", quarter, often, optimizer="muon"
+        ),
+        Method(
+            "NoLoCo, Muon, plain, int8, four times as often, drift 0.1",
+            "pairs",
+            quarter,
+            msgspec.structs.replace(plain, drift=0.1),
+            optimizer="muon",
+        ),
+        Method("NoLoCo, Muon, plain, int8", "pairs", interval, plain, optimizer="muon"),
+        *(
+            Method(f"NoLoCo, Muon, plain, int8, {words}", "pairs", steps, plain, optimizer="muon", exchanges=exchanges)
+            for words, steps, exchanges in (
+                ("two partners", interval, 2),
+                ("four partners", interval, 4),
+                ("two partners, twice as often", half, 2),
+                ("four partners, half as often", 2 * interval, 4),
+            )
+        ),
+        Method("plain mean, fp32", "pairs", interval, PlainConfig()),
+        Method("plain mean of all, fp32", "all", interval, PlainConfig()),
+        Method("plain mean of all, Muon, fp32", "all", interval, PlainConfig(), optimizer="muon"),
+        Method("GASLoC, fp32", "pairs", interval, GASLoCConfig()),
+        Method("SparseLoCo, 8 of 256", "all", interval, SparseLoCoConfig()),
+        Method("SparseLoCo, pairs, 8 of 256", "pairs", interval, SparseLoCoConfig()),
+        Method("CO2, fp32, a round late", "pairs", interval, CO2Config(), interval),
+        Method("CO2, no penalty, fp32, a round late", "pairs", interval, CO2Config(gap_penalty=1.0), interval),
+        Method("nobody averages", "none"),
+    )
+
+
+class Ensemble:
+    """``num_replicas`` replicas of one model with equal initial weights and one outer rule; (N, P) fp32, on the CPU."""
+
+    def __init__(
+        self, model: ModelConfig, inner: InnerConfig, num_replicas: int, seed: int, outer: OuterConfig = _NOLOCO
+    ) -> None:
+        self.steps = 0
+        self.modules = [build_model(model, seed) for _ in range(num_replicas)]
+        start = torch.cat([parameter.detach().flatten() for parameter in self.modules[0].parameters()])
+        self.theta = start.repeat(num_replicas, 1)
+        self.gradient = torch.zeros_like(self.theta)
+        self.layout = layout_of(self.modules[0], outer.codec)
+        for row, module in enumerate(self.modules):
+            bind_(module, self.layout, self.theta[row], self.gradient[row])
+        self._outer = [OuterState(outer, row, Copier()) for row in self.theta]
+        self._optimizers = [
+            InnerOptimizer(inner, module, self.layout, row, gradient, state.drift)
+            for row, gradient, module, state in zip(self.theta, self.gradient, self.modules, self._outer, strict=True)
+        ]
+        self._rates = RateSums(outer.fragments)
+        self._rates_sent = 0.0  # of the contributions
+        self._sent: list[tuple[Contribution, bytearray]] = []
+
+    @property
+    def phi(self) -> Tensor:
+        """Return a copy of the slow weights (N, P)."""
+        return torch.stack([state.slow for state in self._outer])
+
+    def inner_step(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
+        self.gradient.zero_()
+        for module, batch, optimizer in zip(self.modules, torch.from_numpy(tokens), self._optimizers, strict=True):
+            language_loss(module, batch).backward()
+            with torch.no_grad():
+                rate = optimizer.step(self.steps, 1)
+        self._rates.add(rate)
+        self.steps += 1
+
+    @torch.no_grad()
+    def contribute(self, fragment: int = 0) -> None:
+        """Make every replica's contribution of a fragment, for the next `outer_step`."""
+        self._sent, self._rates_sent = [], self._rates.since(fragment)
+        self._rates.settle(fragment, self._rates.total)
+        for state in self._outer:
+            made = state.contributor.freeze(self.layout.fragment(fragment, state.settings.fragments))
+            encoded = bytearray(state.contributor.form.size(len(made.theta)))
+            state.contributor.encode(made, encoded, lambda bytes_ready: None)
+            self._sent.append((made, encoded))
+
+    @torch.no_grad()
+    def outer_step(self, groups: Sequence[Sequence[int]], *, is_late: bool = False) -> None:
+        """Take the outer step of every replica with its group, with equal shares; ``groups`` partitions the rows.
+
+        ``is_late``: inner steps were taken since `contribute`.
+        """
+        for rows in groups:
+            shares = [1 / len(rows)] * len(rows) if len(rows) > 1 else []
+            for row in rows:
+                received = [self._received(row, other) for other in rows] if len(rows) > 1 else []
+                self._outer[row].step(self._sent[row][0], received, shares, is_late=is_late, rates=self._rates_sent)
+
+    def _received(self, row: int, sender: int) -> Tensor:
+        """Return a sender's contribution as a replica decodes it."""
+        form, (made, encoded) = self._outer[row].contributor.form, self._sent[sender]
+        if row == sender or not isinstance(form, TopK):
+            return made.sent
+        values = self._sent[row][0].filling.clone()
+        form.decode(bytes_to_read(np.frombuffer(encoded, dtype=np.uint8)), values)
+        return values
+
+    @torch.no_grad()
+    def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+        """Return the mean loss of every replica, (N), over the same batches, each (B, T + 1)."""
+        return torch.stack(
+            [torch.stack([language_loss(m, torch.from_numpy(b)) for b in batches]).mean() for m in self.modules]
+        )
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Set every replica to the mean of all replicas."""
+        self.theta.copy_(self.theta.mean(0, keepdim=True).expand_as(self.theta))
+
+    def spread(self) -> float:
+        """Return the weights' mean standard deviation across replicas, divided by the weights' root mean square."""
+        deviation = self.theta.std(0, correction=0).mean()
+        return float(deviation / self.theta.mean(0).square().mean().sqrt())
+
+
+class Trainee(Protocol):
+    """What `play` trains: an `Ensemble`, or several as one (`farandole.training.compare.stacked`)."""
+
+    def inner_step(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
+
+    def contribute(self, fragment: int = 0) -> None:
+        """Make every replica's contribution of a fragment."""
+
+    def outer_step(self, groups: Sequence[Sequence[int]], *, is_late: bool = False) -> None:
+        """Take the outer step of every replica with its group."""
+
+
+Trained = TypeVar("Trained", bound=Trainee)
+
+
+def train(
+    method: Method,
+    model: ModelConfig,
+    inner: InnerConfig,
+    samplers: Sequence[Sampler],
+    steps: int,
+    seed: int,
+    progress: Callable[[int, Ensemble], None] = lambda step, ensemble: None,
+) -> Ensemble:
+    """Train one replica per sampler (a single replica for ``gradients``) for ``steps`` inner steps each.
+
+    ``progress`` gets the number of steps and the replicas after each.
+    """
+    is_synchronous = method.group == "gradients"
+    inner = msgspec.structs.replace(inner, optimizer=method.optimizer, learning_rate=method.rate * inner.learning_rate)
+    ensemble = Ensemble(model, inner, 1 if is_synchronous else len(samplers), seed, method.outer)
+
+    def batches(step: int) -> npt.NDArray[np.int64]:
+        tokens = np.stack([sampler.batch(step) for sampler in samplers])  # (N, B, T + 1)
+        return tokens.reshape(1, -1, tokens.shape[-1]) if is_synchronous else tokens
+
+    def groups(step: int, exchange: int) -> list[list[int]]:
+        return groups_of(method.group, len(samplers), seed, step, exchange)
+
+    play(method, ensemble, batches, groups, steps, progress)
+    return ensemble
+
+
+def play(
+    method: Method,
+    trainee: Trained,
+    batches: Callable[[int], npt.NDArray[np.int64]],
+    groups: Callable[[int, int], list[list[int]]],
+    steps: int,
+    progress: Callable[[int, Trained], None],
+) -> None:
+    """Take ``steps`` inner steps and a method's outer steps.
+
+    ``batches`` returns what an inner step's number determines, ``groups`` what that and an exchange's number do. The
+    last inner step ends a round, however short: otherwise the methods would be compared at different distances from an
+    outer step.
+    """
+    awaited: list[list[int]] | None = None  # the groups of an exchange that goes on while the replicas train
+    takes_at = 0  # the inner step after which its outer step is taken
+    for step in range(steps):
+        trainee.inner_step(batches(step))
+        is_last = step + 1 == steps
+        if awaited is not None and (step == takes_at or is_last):
+            trainee.outer_step(awaited, is_late=True)
+            awaited = None
+        if method.group in ("all", "pairs") and ((step + 1) % method.interval == 0 or is_last):
+            for exchange in range(method.exchanges):
+                trainee.contribute(step // method.interval % method.outer.fragments)
+                if method.late and not is_last:
+                    awaited, takes_at = groups(step, exchange), step + method.late
+                else:
+                    trainee.outer_step(groups(step, exchange))
+        progress(step + 1, trainee)
+
+
+def groups_of(group: Group, num_replicas: int, seed: int, step: int, exchange: int = 0) -> list[list[int]]:
+    """Return one group of all replicas, or random pairs; with an odd number of replicas, one is alone."""
+    if group == "all":
+        return [list(range(num_replicas))]
+    number = step | exchange << 32
+    places = draw(2**62, num_replicas, b"pairs", seed.to_bytes(8, "little"), number.to_bytes(8, "little"))
+    order = [int(row) for row in np.argsort(places)]
+    return [order[i : i + 2] for i in range(0, num_replicas, 2)]

@@ -1,0 +1,1 @@
+"""Where batches come from: documents, token files, mixtures, slices of an epoch."""

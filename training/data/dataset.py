@@ -1,0 +1,367 @@
+"""Text to batches. The position in the data is one or two numbers, so there is no state to save or resume.
+
+Documents (`farandole.training.data.sources`) are tokenised once into one array, with a separator after each. A
+volunteer's text is kept in a file that is mapped into memory (`farandole.training.data.token_cache`); files of ready
+tokens are mapped where they are (`farandole.training.data.token_files`). The hash of a document's text decides whether
+it is held out, so all nodes that have a document hold it out or train on it, whatever its name is. Batch number
+``step`` of an author consists of windows at places drawn from a generator keyed with (run id, author, step): it is the
+same on every machine and in any order, and independent of other authors' batches. The numbers come from Philox's raw
+output (Random123, SC'11), which numpy never changes, and not from numpy's distributions, which it may change.
+
+Where the run counts *epochs*, its nodes divide the text among themselves instead. It is cut into consecutive windows,
+and each epoch has its own order of them (`farandole.training.base.permutation`), the same for all nodes. A *slice* is a
+batch of this order, identified by epoch and number. Documents are read in the order of their sources' names, regardless
+of their location. Their hash is the *corpus*: nodes with equal corpora have the same text, and only these share slices.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from farandole.protocol.run.manifest import DataConfig, Manifest
+
+from ..base.errors import DataError
+from ..base.permutation import permute
+from .batches import Batch, Batches, Tokens, cut_out, is_held_out
+from .mixture import NO_EPOCHS, Mixture
+from .slices import SliceQueue
+from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
+from .spliced import joined
+from .token_cache import CORPUS_BYTES, Found, Sink, cache_name, keep_within, open_cache, write_cache
+from .token_files import open_tokens
+from .token_index import INDEX_DTYPE, index_tokens, require_separator, spliced
+from .tokenizer import Tokenizer, beyond_vocabulary, load_tokenizer
+
+# Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
+MAX_TEXT_BYTES: Final = 2 * 1024**3
+# Bytes between two progress reports: one second's work of a fast tokenizer.
+_PROGRESS_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bring:
+    """A node's own settings for its data: the locations of its text and tokenizer, and how the text is read."""
+
+    paths: tuple[Path, ...] = ()
+    """Files and folders of text or tokens, for runs whose source is ``text``."""
+    weights: tuple[float, ...] = ()
+    """A share of the sequences for each of ``paths``, positive and finite; empty: by the length of their text."""
+    field: str = "text"
+    """The field of a record that has its text."""
+    streams: tuple[str, ...] = ()
+    """Data sets that are streamed, instead of ``paths`` (`farandole.training.data.streaming`)."""
+    tokenizer: Path | None = None
+    cache: Path | None = None
+    """A folder for tokenised text; None: in memory."""
+    cache_bytes: int | None = None
+    """The limit of that folder's size; None: unlimited."""
+    progress: Progress = no_progress
+
+
+NOTHING: Final = Bring()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokenised text (uint8, uint16 or uint32), split into training and held-out tokens."""
+
+    training: Tokens
+    held_out: Tokens
+    found: Found
+
+
+def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) -> Text:
+    """Read and tokenise a run's text; for source ``text``, the text that this node brings.
+
+    Raises `DataError` if there is none, or it cannot be read.
+    """
+    if config.source != "text":
+        return text_of(Reader(stdlib_sources(), bring.field), tokenizer, config.held_out)
+    if not bring.paths:
+        raise DataError(
+            "this run trains on text that each node brings: name some with --data, or a data set with --stream"
+        )
+    (text,) = _Loader(config, tokenizer, bring).load([sources_of(bring.paths)])
+    return text
+
+
+class _Loader:
+    """Reads texts. Each becomes up to two cache files: tokens of its text, and an index of its ready tokens."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> None:
+        self._held_out = config.held_out
+        self._masks_documents = config.mask_documents
+        self._tokenizer = tokenizer
+        self._bring = bring
+        self._in_use: set[Path] = set()
+
+    def load(self, texts: Iterable[Sequence[TextSource]]) -> list[Text]:
+        """Return each text. No text's cache file makes room for another one's."""
+        parts = [
+            [part for is_ready in (False, True) if (part := [s for s in sources if (s.kind == "tokens") is is_ready])]
+            or [[]]
+            for sources in texts
+        ]
+        self._in_use = {path for text in parts for part in text if (path := self._cache_of(part)) is not None}
+        return [_together([self._load(part) for part in text]) for text in parts]
+
+    def _load(self, sources: Sequence[TextSource]) -> Text:
+        return self._ready_tokens(sources) if _is_ready(sources) else self._text(sources)
+
+    def _text(self, sources: Sequence[TextSource]) -> Text:
+        reader, path = Reader(sources, self._bring.field), self._cache_of(sources)
+        if path is None:
+            return text_of(reader, self._tokenizer, self._held_out)
+
+        def tell() -> None:
+            self._bring.progress(reader.position, reader.size)
+
+        def write(training: Sink, held_out: Sink) -> Found:
+            return tokenise(reader, self._tokenizer, self._held_out, training, held_out, tell)
+
+        return self._kept(path, _dtype_of(self._tokenizer), write)
+
+    def _ready_tokens(self, sources: Sequence[TextSource]) -> Text:
+        """Return the tokens in files, which are mapped."""
+        arrays, path = [(source.path, open_tokens(source.path)) for source in sources], self._cache_of(sources)
+        size, position = sum(source.size for source in sources), 0
+
+        def tell(num_bytes: int) -> None:
+            nonlocal position
+            position += num_bytes
+            self._bring.progress(min(position, size), size)
+
+        def write(training: Sink, held_out: Sink) -> Found:
+            return index_tokens(arrays, self._tokenizer, self._held_out, training, held_out, tell)
+
+        index = _in_memory(INDEX_DTYPE, write) if path is None else self._kept(path, INDEX_DTYPE, write)
+        for each, tokens in arrays if self._masks_documents else ():
+            require_separator(each, tokens, self._tokenizer)
+        assert isinstance(index.training, np.ndarray)
+        assert isinstance(index.held_out, np.ndarray)
+        return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
+
+    def _cache_of(self, sources: Sequence[TextSource]) -> Path | None:
+        if self._bring.cache is None:
+            return None
+        how = (self._tokenizer.separator, "ready") if _is_ready(sources) else (self._bring.field,)
+        return self._bring.cache / cache_name(sources, *how, self._tokenizer.identity, self._held_out)
+
+    def _kept(self, path: Path, dtype: np.dtype[np.integer], write: Callable[[Sink, Sink], Found]) -> Text:
+        """Return the content of a cache file, which is written first if it is not there."""
+        max_bytes = self._bring.cache_bytes
+        keep_within(path, max_bytes, self._in_use)
+        if (opened := open_cache(path)) is None:
+            write_cache(path, dtype, write, max_bytes, self._in_use)
+            if (opened := open_cache(path)) is None:
+                raise DataError(
+                    f"what was just written to {path} cannot be read: check that disk, or name a folder on another one "
+                    "with --home"
+                )
+        return Text(*opened)
+
+
+def _is_ready(sources: Sequence[TextSource]) -> bool:
+    return any(source.kind == "tokens" for source in sources)
+
+
+def _together(parts: Sequence[Text]) -> Text:
+    """Return text and ready tokens as one, in this order; one of them as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    corpus = hashlib.sha256(b"farandole/corpus/both/1" + b"".join(part.found.corpus for part in parts)).digest()
+    found = Found(
+        sum(part.found.num_documents for part in parts),
+        max(part.found.largest for part in parts),
+        corpus[:CORPUS_BYTES],
+    )
+    return Text(joined([part.training for part in parts]), joined([part.held_out for part in parts]), found)
+
+
+def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
+    """Tokenise the first `MAX_TEXT_BYTES` of the documents in memory."""
+    first = _first(documents, MAX_TEXT_BYTES)
+    return _in_memory(_dtype_of(tokenizer), lambda *sinks: tokenise(first, tokenizer, held_out, *sinks))
+
+
+def _in_memory(dtype: np.dtype[np.integer], write: Callable[[Sink, Sink], Found]) -> Text:
+    sinks = io.BytesIO(), io.BytesIO()
+    found = write(*sinks)
+    training, held_out = (np.frombuffer(sink.getbuffer(), dtype) for sink in sinks)
+    return Text(training, held_out, found)
+
+
+def _first(documents: Iterable[Document], num_bytes: int) -> Iterator[Document]:
+    """Yield the first documents that together have at most ``num_bytes``."""
+    for document in documents:
+        num_bytes -= len(document.text)
+        if num_bytes < 0:
+            return
+        yield document
+
+
+def _dtype_of(tokenizer: Tokenizer) -> np.dtype[np.integer]:
+    return np.dtype(np.min_scalar_type(tokenizer.vocabulary - 1))
+
+
+def tokenise(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    held_out: float,
+    training_sink: Sink,
+    held_out_sink: Sink,
+    tell_progress: Callable[[], None] = lambda: None,
+) -> Found:
+    """Write documents' tokens, with a separator after each: the share ``held_out`` to one sink, the rest to the other.
+
+    ``tell_progress`` is called periodically.
+    """
+    dtype = _dtype_of(tokenizer)
+    separator = np.array([tokenizer.separator], dtype).tobytes()
+    corpus = hashlib.sha256(b"farandole/corpus/3")
+    num_documents, largest, untold = 0, -1, 0
+    for document in documents:
+        tokens = tokenizer.encode(document.text).astype(dtype)
+        content = hashlib.sha256(document.text).digest()
+        sink = held_out_sink if is_held_out(content, held_out) else training_sink
+        sink.write(tokens.tobytes() + separator)
+        name = os.fsencode(document.name)
+        corpus.update(len(name).to_bytes(4, "little") + name + content)
+        num_documents += 1
+        largest = max(largest, tokenizer.separator, int(tokens.max(initial=0)))
+        untold += len(document.text)
+        if untold >= _PROGRESS_BYTES:
+            untold = 0
+            tell_progress()
+    return Found(num_documents, largest, corpus.digest()[:CORPUS_BYTES])
+
+
+class Sampler(Batches):
+    """The batches of one author in one run. It has no state except its settings.
+
+    Raises `DataError` if the text is shorter than one window, or its tokens do not fit the model.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        *,
+        run_id: bytes,
+        author: bytes,
+        batch_size: int,
+        context: int,
+        vocabulary: int = 256,
+        order: bytes = b"",
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Create a sampler. ``order``: the run whose slice order is used; empty: this run."""
+        super().__init__(text.held_out, batch_size, context, tokenizer)
+        self._text = text
+        self._key = (run_id, author)
+        self._order = order or run_id
+        if len(text.training) < context + 1:
+            raise DataError(
+                f"too little text to train on: {len(text.training)} tokens in {text.found.num_documents} documents, "
+                f"and a sequence takes {context + 1}; name more text with --data, or hold out less in the run file"
+            )
+        if text.found.largest >= vocabulary:
+            raise DataError(beyond_vocabulary(text.found.largest, vocabulary))
+
+    @property
+    def corpus(self) -> bytes:
+        """Implement `Batches.corpus`."""
+        return self._text.found.corpus
+
+    def of_author(self, author: bytes) -> Sampler:
+        """Implement `Batches.of_author`."""
+        other = copy.copy(self)
+        other._key = (self._key[0], author)
+        return other
+
+    def batch(self, step: int) -> Batch:
+        """Tokens (B, T + 1) of inner step ``step``."""
+        key = (*self._key, step.to_bytes(8, "little"))
+        return self._drawn(self._text.training, *key)
+
+    def slices(self, num_parts: int = 1) -> SliceQueue:
+        """Return the slices of this text, batches of windows that cover it; none is assigned yet."""
+        return SliceQueue(-(-self._num_windows // self.batch_size), self._text.found.corpus, num_parts)
+
+    @property
+    def _num_windows(self) -> int:
+        return (len(self._text.training) - 1) // self.context
+
+    def slice_batch(self, epoch: int, index: int) -> Batch:
+        """Return tokens (B, T + 1) of slice ``index`` of an epoch; the last one is padded with windows of the first."""
+        places = (index * self.batch_size + np.arange(self.batch_size)) % self._num_windows
+        order = permute(places, self._num_windows, self._order, epoch.to_bytes(8, "little"))
+        return cut_out(self._text.training, order * self.context, self.context)
+
+
+def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring = NOTHING) -> Batches:
+    """Return the batches of an author, from a run's settings and the node's own (``bring``).
+
+    Raises `DataError` if the text or the tokenizer is unfit.
+    """
+    data, batch_size, model = manifest.data, manifest.inner.batch_size, manifest.model
+    loaded = load_tokenizer(manifest.tokenizer, bring.tokenizer)
+    if data.source == "text" and bring.streams:
+        if bring.paths:
+            raise DataError("--data and --stream are two kinds of text: name one of them")
+        if bring.weights:
+            raise DataError("--data-weight is for --data: streams take turns, each with the same share; leave it out")
+        from .streaming import DataStream, StreamSampler
+
+        return StreamSampler(
+            [DataStream(name, bring.field) for name in bring.streams],
+            loaded,
+            data.held_out,
+            key=(run_id, author),
+            batch_size=batch_size,
+            context=model.context,
+            vocabulary=model.vocabulary,
+            progress=bring.progress,
+        )
+    if data.source == "text" and bring.weights:
+        return _mixture(manifest, run_id, author, loaded, bring)
+    return _sampler(load_text(data, loaded, bring), manifest, run_id, author, loaded)
+
+
+def _sampler(text: Text, manifest: Manifest, run_id: bytes, author: bytes, tokenizer: Tokenizer) -> Sampler:
+    return Sampler(
+        text,
+        run_id=run_id,
+        author=author,
+        batch_size=manifest.inner.batch_size,
+        context=manifest.model.context,
+        vocabulary=manifest.model.vocabulary,
+        order=manifest.slice_order(run_id),
+        tokenizer=tokenizer,
+    )
+
+
+def _mixture(manifest: Manifest, run_id: bytes, author: bytes, tokenizer: Tokenizer, bring: Bring) -> Mixture:
+    if len(bring.weights) != len(bring.paths):
+        raise DataError(
+            f"--data-weight is given {len(bring.weights)} times and --data {len(bring.paths)} times: give one weight "
+            "for each --data, in the same order, or no weight at all"
+        )
+    if manifest.data.epochs:
+        raise DataError(NO_EPOCHS)
+    texts = _Loader(manifest.data, tokenizer, bring).load([sources_of([path]) for path in bring.paths])
+    samplers = []
+    for path, text in zip(bring.paths, texts, strict=True):
+        try:
+            samplers.append(_sampler(text, manifest, run_id, author, tokenizer))
+        except DataError as error:
+            raise DataError(f"--data {path}: {error}") from error
+    return Mixture(samplers, bring.weights, run_id=run_id, author=author)

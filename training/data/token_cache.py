@@ -1,0 +1,199 @@
+"""A cache of tokenised text: a file that is mapped into memory, created once and reused by later starts.
+
+A file's name is a hash of everything that determines its tokens: the sources by name, path, size and modification time,
+the field, the tokenizer, and the held-out share. Changed text is therefore tokenised again. The file is written
+atomically:
+
+    tokens to train on | tokens held out | about them, JSON | length of that, 8 bytes
+
+Held-out tokens wait in an unnamed temporary file until the rest is written, so memory holds one document at a time.
+Where the folder's size is limited, files of other texts are deleted first, and what still does not fit is refused
+before it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+
+from ..base.durable import TEMPORARY_SUFFIX, replacing
+from ..base.errors import DataError
+from .batches import Tokens
+from .sources import TextSource
+
+FORMAT: Final = "farandole/tokens/2"
+SUFFIX: Final = ".tokens"
+# Number of files kept, if fewer are in use: some volunteers alternate between two runs.
+MAX_CACHES: Final = 4
+_MAX_ABOUT_BYTES: Final = 4_096
+_LENGTH_BYTES: Final = 8
+_COPIED_BYTES: Final = 1 << 20
+# Bytes of SHA-256: enough against accidental collisions only; a peer that lies about its text could as well not train.
+CORPUS_BYTES: Final = 8
+
+
+class Sink(Protocol):
+    """A writable destination for tokens."""
+
+    def write(self, data: bytes, /) -> object:
+        """Write the next tokens."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The result of tokenising."""
+
+    num_documents: int
+    largest: int
+    """Of all tokens; -1 if there are none."""
+    corpus: bytes
+    """Hash of all documents with their names, in their order."""
+
+
+class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file's metadata on its tokens."""
+
+    format: str
+    dtype: str
+    num_training: int
+    num_held_out: int
+    found: Found
+
+
+def cache_name(sources: Sequence[TextSource], *settings: object) -> str:
+    """Return the name of the file for these sources, tokenised with these settings."""
+    facts = [[each.name, str(each.path.resolve()), each.kind, each.size, each.changed_at] for each in sources]
+    return hashlib.sha256(msgspec.json.encode([FORMAT, settings, facts])).hexdigest()[:32] + SUFFIX
+
+
+class _Allowance:
+    """The allowance of all files in a folder (``max_bytes`` None: unlimited). Files that are not in use make room for
+    the newest, the oldest first.
+    """
+
+    def __init__(self, newest: Path, max_bytes: int | None, in_use: Collection[Path]) -> None:
+        others = [path for path in newest.parent.glob(f"*{SUFFIX}") if path != newest]
+        self._newest_first = _newest_first(path for path in others if path not in in_use)
+        self._max_bytes = max_bytes
+        self._taken = sum(path.stat().st_size for path in others)
+
+    def take(self, num_bytes: int) -> None:
+        """Reserve ``num_bytes`` before they are written. Raises `DataError` if there is no room for them."""
+        self._taken += num_bytes
+        if self._max_bytes is None:
+            return
+        while self._taken > self._max_bytes and self._newest_first:
+            oldest = self._newest_first.pop()
+            with contextlib.suppress(OSError):  # another process may have it mapped
+                size = oldest.stat().st_size
+                oldest.unlink()
+                self._taken -= size
+        if self._taken > self._max_bytes:
+            raise DataError(
+                f"the tokenised text takes more than the {self._max_bytes / 1e6:,.1f} MB that --disk leaves for it: "
+                "allow more, or name less text"
+            )
+
+
+class _BoundedSink:
+    """A sink with an allowance. ``num_copies``: the copies that are on the disk at the same time in the end."""
+
+    def __init__(self, sink: Sink, allowance: _Allowance, num_copies: int) -> None:
+        self._sink = sink
+        self._allowance = allowance
+        self._num_copies = num_copies
+
+    def write(self, data: bytes, /) -> None:
+        """Write tokens; raises `DataError` if there is no room for them."""
+        self._allowance.take(self._num_copies * len(data))
+        self._sink.write(data)
+
+
+def write_cache(
+    path: Path,
+    dtype: np.dtype[np.integer],
+    tokenise: Callable[[Sink, Sink], Found],
+    max_bytes: int | None = None,
+    in_use: Collection[Path] = (),
+) -> None:
+    """Have ``tokenise`` write tokens to train on and tokens held out, and keep both at ``path``.
+
+    ``max_bytes``: what the folder may take, with files of other texts, which go where there is no room for all, except
+    files ``in_use``.
+    Raises `DataError` if that is too little or the disk will not have them, and what ``tokenise`` raises; then nothing
+    is kept.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_remains(path.parent)
+        allowance = _Allowance(path, max_bytes, in_use)
+        with replacing(path) as file, tempfile.TemporaryFile(dir=path.parent) as held_out:
+            found = tokenise(_BoundedSink(file, allowance, 1), _BoundedSink(held_out, allowance, 2))
+            num_training, num_held_out = file.tell() // dtype.itemsize, held_out.tell() // dtype.itemsize
+            held_out.seek(0)
+            shutil.copyfileobj(held_out, file, _COPIED_BYTES)
+            about = msgspec.json.encode(_About(FORMAT, dtype.str, num_training, num_held_out, found))
+            file.write(about + len(about).to_bytes(_LENGTH_BYTES, "little"))
+    except OSError as error:
+        raise DataError(
+            f"the tokenised text cannot be kept in {path.parent}: {error.strerror or error}. It takes about as much "
+            "room as the text: free some, or name less text"
+        ) from error
+    _remove_oldest(path.parent, {path, *in_use})
+
+
+def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
+    """Tokens to train on and tokens held out, mapped into memory; None if there is no such file, or it is damaged."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _LENGTH_BYTES))
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= min(_MAX_ABOUT_BYTES, size - _LENGTH_BYTES):
+                return None
+            file.seek(size - _LENGTH_BYTES - length)
+            about = msgspec.json.decode(file.read(length), type=_About)
+        dtype = np.dtype(about.dtype)
+        num_tokens = about.num_training + about.num_held_out
+        if about.format != FORMAT or num_tokens * dtype.itemsize != size - length - _LENGTH_BYTES:
+            return None
+        tokens = np.memmap(path, dtype, "r", shape=(num_tokens,)) if num_tokens else np.empty(0, dtype)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the newest are kept
+    except (OSError, msgspec.MsgspecError, TypeError, ValueError):
+        return None
+    return tokens[: about.num_training], tokens[about.num_training :], about.found
+
+
+def keep_within(path: Path, max_bytes: int | None, in_use: Collection[Path] = ()) -> None:
+    """Have the folder of a file take no more; files of other texts go, except files ``in_use``.
+
+    Raises `DataError` if the file takes more with these.
+    """
+    if max_bytes is not None and path.exists():
+        _Allowance(path, max_bytes, in_use).take(path.stat().st_size)
+
+
+def _remove_remains(folder: Path) -> None:
+    """Remove the temporary files of an interrupted start; a folder belongs to one node."""
+    for path in folder.glob(f".*{SUFFIX}.*{TEMPORARY_SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def _remove_oldest(folder: Path, in_use: Collection[Path]) -> None:
+    others = _newest_first(path for path in folder.glob(f"*{SUFFIX}") if path not in in_use)
+    for path in others[max(0, MAX_CACHES - len(in_use)) :]:
+        with contextlib.suppress(OSError):  # another process may have it mapped
+            path.unlink()

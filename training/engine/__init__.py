@@ -1,0 +1,1 @@
+"""The training code behind a node, from inner steps to checkpoints."""

@@ -1,0 +1,231 @@
+"""The local engine: the whole model on one device, which learns from batches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import ClassVar, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from farandole.protocol.run.manifest import Manifest
+
+from ..base.device import Device, choose_device
+from ..base.errors import TrainingError
+from ..base.memory import is_out_of_memory
+from ..data.batches import Batch, Batches
+from ..data.dataset import NOTHING, Bring, build_sampler
+from ..model.model import Transformer, language_loss
+from ..model.stages import build_module
+from .engine import Until
+from .replica import Recipe, Replica
+
+# Held-out sequences are evaluated together up to this number of tokens: below it, a forward pass takes as long as
+# reading the weights does. That is less memory than a microbatch's gradient takes.
+TOKENS_AT_ONCE: Final = 1_024
+
+
+class Learner(Replica):
+    """A replica of the whole model, and the batches that it learns from.
+
+    ``microbatch_size``: sequences that go through the model at once, 0: the whole batch. Smaller ones need less memory,
+    and their gradients are summed to the batch's own, within rounding. ``is_compiled``: whether inner steps run through
+    `torch.compile`, which takes a minute here and pays off on a GPU; raises `TrainingError` where it fails.
+    ``recomputes``: see `Transformer.recomputes`. ``averages_on_host``, ``lean_author``: as in `Replica`. The last two
+    raise `TrainingError` for other models than farandole's own, and a lean one does in a deterministic run. If the
+    recipe masks documents, raises `DataError` where the sampler's tokenizer has no separator.
+    """
+
+    is_driven: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        recipe: Recipe,
+        sampler: Batches,
+        *,
+        run_id: bytes,
+        device: Device,
+        microbatch_size: int = 0,
+        is_compiled: bool = False,
+        averages_on_host: bool = False,
+        lean_author: bytes | None = None,
+        recomputes: bool = False,
+    ) -> None:
+        if lean_author is not None:
+            _check_lean(module)
+        if recomputes:
+            _own(module, "--recompute").recomputes = True
+        if recipe.data.mask_documents:
+            _own(module, "data.mask_documents").separator = sampler.separator
+        super().__init__(
+            module,
+            recipe,
+            run_id=run_id,
+            device=device,
+            averages_on_host=averages_on_host,
+            lean_author=lean_author,
+        )
+        self.sampler = sampler
+        """Its batches."""
+        self.microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
+        self.loss: Callable[[nn.Module, Tensor], Tensor] = partial(language_loss, z_loss=recipe.inner.z_loss)
+        """What inner steps make smaller: the mean over tokens (B, T + 1)."""
+        # Sum and number stay on the device: reading them would wait for the steps.
+        self._losses: Tensor | float = 0.0
+        self._num_losses: Tensor | int = 0
+        self._forward = self.module
+        if is_compiled:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile the module and call it once, which runs the compilers: a round must not wait for them, or fail."""
+        if torch.are_deterministic_algorithms_enabled():
+            raise TrainingError("this run is deterministic (inner.deterministic): leave out --compile")
+        self._forward = cast("nn.Module", torch.compile(self.module))
+        try:
+            self._add_gradient(np.zeros((self.microbatch_size, self.sampler.context + 1), np.int64), 1.0)
+        except Exception as error:  # compilers are other packages, and raise errors of their own
+            if not is_out_of_memory(error):  # the first inner step is, too, and is tried again with less
+                why = " ".join(str(error).splitlines()[:2])
+                raise TrainingError(
+                    f"inner steps cannot be compiled here ({type(error).__name__}: {why}). PyTorch needs a C++ "
+                    "compiler (on Debian or Ubuntu: apt install g++ python3-dev), and on a GPU the package triton: "
+                    "install them, or leave out --compile"
+                ) from error
+
+    def inner_steps(self, until: Until) -> None:
+        """Implement `Engine.inner_steps`; an inner step is `learn`."""
+        self._losses, self._num_losses = 0.0, 0
+        while not until():
+            loss = self.learn()
+            is_finite = loss.isfinite()  # otherwise the step was skipped
+            self._losses = torch.where(is_finite, loss, 0.0) + self._losses
+            self._num_losses = is_finite + self._num_losses
+
+    def mean_loss(self) -> float | None:
+        """Implement `Engine.mean_loss`."""
+        num_losses = int(self._num_losses)
+        return float(self._losses) / num_losses if num_losses else None
+
+    def learn(self) -> Tensor:
+        """Take one inner step on the next batch; return the loss before it, a scalar on the device, without waiting.
+
+        Raises `NoSliceError` if there is no slice now.
+        """
+        if self.slices is None:
+            return self._learn(self.sampler.batch(self.steps))
+        epoch, index, part = self.slices.draw()
+        loss = self._learn(self.sampler.slice_batch(epoch, index))
+        self.slices.settle(epoch, index, part, is_kept=True)
+        return loss
+
+    def _learn(self, batch: Batch) -> Tensor:
+        self.clear_gradient()
+        losses = [self._add_gradient(part, share) for part, share in self._microbatches(batch)]
+        self.inner_step(self.sampler.batch_size * self.sampler.context)
+        return torch.stack(losses).sum()
+
+    def _add_gradient(self, tokens: Batch, share: float) -> Tensor:
+        """Add the gradient of a microbatch with this share of its batch; return its part of the batch's mean loss."""
+        with self.device.autocast():
+            loss = share * self.loss(self._forward, self._to_device(tokens))
+        loss.backward()
+        return loss.detach()
+
+    def _microbatches(self, batch: Batch, size: int = 0) -> Iterator[tuple[Batch, float]]:
+        """Consecutive parts of a batch (B, T + 1), each with its share of the sequences; ``size``: of a part."""
+        size = size or self.microbatch_size
+        for first in range(0, len(batch), size):
+            part = batch[first : first + size]
+            yield part, len(part) / len(batch)
+
+    @torch.no_grad()
+    def evaluate(self, num_batches: int = 8) -> float:
+        """Implement `Engine.evaluate` for the fast weights; the batches are always the same."""
+        losses = []
+        batch = np.concatenate([self.sampler.held_out_batch(index) for index in range(num_batches)])
+        size = max(self.microbatch_size, TOKENS_AT_ONCE // self.sampler.context)
+        self.module.eval()  # one's own may have dropout
+        try:
+            for part, share in self._microbatches(batch, size):
+                with self.device.autocast():
+                    losses.append(share * language_loss(self.module, self._to_device(part)))
+        finally:
+            self.module.train()
+        return float(torch.stack(losses).sum())
+
+    def tokens_per_byte(self, num_batches: int) -> float | None:
+        """Implement `Engine.tokens_per_byte`."""
+        return self.sampler.tokens_per_byte(num_batches)
+
+    def _to_device(self, tokens: Batch) -> Tensor:
+        batch = torch.as_tensor(tokens)
+        if self.device.torch_device.type == "cuda":
+            batch = batch.pin_memory()  # from other memory, the copy might wait for what is queued
+        return batch.to(self.device.torch_device, non_blocking=True)
+
+
+def _own(module: nn.Module, flag: str) -> Transformer:
+    """Return the module, typed. Raises `TrainingError` if it is not farandole's own model."""
+    if not isinstance(module, Transformer):
+        raise TrainingError(f"{flag} is for farandole's own models, and this run's is another: leave it out")
+    return module
+
+
+def _check_lean(module: nn.Module) -> None:
+    """Raise `TrainingError` unless a replica of this module may be lean."""
+    _own(module, "--lean")
+    if torch.are_deterministic_algorithms_enabled():
+        raise TrainingError(
+            "this run is deterministic (inner.deterministic), and its rounds are replayed in fp32: leave out --lean"
+        )
+
+
+def build_learner(
+    manifest: Manifest,
+    *,
+    run_id: bytes,
+    author: bytes,
+    device: str = "auto",
+    bring: Bring = NOTHING,
+    microbatch_size: int = 0,
+    is_compiled: bool = False,
+    averages_on_gpu: bool = False,
+    is_lean: bool = False,
+    recomputes: bool = False,
+    allowed_models: Collection[str] = (),
+) -> Learner:
+    """Return a learner of the whole model from a run's manifest and this node's settings: its key, device and text.
+
+    With a CUDA GPU, what only outer steps need is in the host's memory, unless ``averages_on_gpu``. ``is_lean``:
+    weights, gradient and means are bf16.
+
+    Raises `DataError` if the text or the tokenizer is unfit, `TrainingError` if the device does not exist, settings
+    exclude each other, or the model is code that is not allowed or not installed (``allowed_models``: functions that
+    may make one).
+    """
+    chosen = choose_device(device)
+    if is_lean and averages_on_gpu:
+        raise TrainingError("--lean saves the GPU's memory, and --average-on-gpu spends it: leave out one of them")
+    if is_lean and chosen.torch_device.type == "mps":
+        raise TrainingError("--lean is for CUDA, and was not tried on an Apple GPU: leave it out")
+    sampler = build_sampler(manifest, run_id, author, bring)
+    module = build_module(manifest.model, manifest.seed, allowed_models=allowed_models)
+    learner = Learner(
+        module,
+        Recipe.of(manifest),
+        sampler,
+        run_id=run_id,
+        device=chosen,
+        microbatch_size=microbatch_size,
+        is_compiled=is_compiled,
+        averages_on_host=chosen.torch_device.type == "cuda" and not averages_on_gpu,
+        lean_author=author if is_lean else None,
+        recomputes=recomputes,
+    )
+    if manifest.data.epochs:
+        learner.slices = sampler.slices()
+    return learner

@@ -1,0 +1,478 @@
+"""The stage engine: what one stage computes for microbatches that travel through all stages and back.
+
+A microbatch of B sequences of T tokens travels as activations (B, T, C). The stage 0 replica that has its tokens calls
+`draw`, one replica of each other stage calls `forward`, and the first replica calls `tail`, which computes logits,
+loss, and the gradient of the last activations. It travels back over the same replicas, which call `backward`; the
+replica that drew the microbatch is the last one. A stage sums the gradients of its microbatches; `step` divides by
+their number and takes the inner step.
+
+A microbatch may be lost on its way back, when later stages already have its gradient in their sums and earlier ones
+will never have it. Therefore a stage keeps what it needs to remove a microbatch's gradient from the sum, its input and
+the gradient of its output, until `settle` reports whether all stages have it. Removal subtracts the same number that
+was added, so only a rounding of the sum (2^-24 of it) remains, as with any other order of addition.
+
+With ``overlap`` microbatches of the *following* inner step begin while some of the current one's are in flight, and
+remain in flight when the current step is taken. A microbatch uses the same weights forward and backward: a *version*, a
+copy of the fast weights, which is kept until its last microbatch is settled. The following step has a separate sum.
+Where the run's rounds overlap, an outer step may fall between a microbatch's forward and backward pass, so there are
+versions, too.
+
+The mesh process schedules the computations (`farandole.protocol.stages.pipeline`) with commands (`StageWorker.obey`).
+Activations are in memory that it shares, in two places for each slot: incoming and outgoing.
+
+Memory: from its first call to `settle`, each microbatch keeps its tokens and the graph of its forward pass (with
+``recompute`` only its input), and after `backward` its input and the gradient of its output. Callers bound the number
+of microbatches, which are identified by slots 0, 1, ... With ``overlap`` there are also a second sum and two versions
+of the weights, and a third version while an outer step falls between: 4 bytes a parameter each. Where only rounds
+overlap, there is one version, and a second one then.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from farandole.protocol.run.manifest import Manifest, ModelConfig, PipelineConfig
+from farandole.protocol.trainer.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
+
+from ..base.device import Device, choose_device
+from ..base.errors import ActivationError, CodecError, DataError, NoSliceError, OutlierError, TrainingError
+from ..base.parameters import bind_
+from ..data.batches import Batches
+from ..data.dataset import NOTHING, Bring, build_sampler
+from ..model.stages import as_stage, build_stage
+from ..outer.codec import Buffer, decode, encode, encoded_size
+from .engine import Until
+from .link_statistics import LinkStatistics
+from .replica import Recipe, Replica
+
+# The inner step number of held-out microbatches: only their loss is measured.
+_HELD_OUT = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Version:
+    """The stage's module with the weights of one point in time."""
+
+    module: nn.Module
+    weights: Tensor
+    """The module's weights, (n,) fp32."""
+    mark: int = -1
+    """The fast weights' change counter at the time of the copy."""
+    num_users: int = 0
+    """Number of microbatches that have begun with this version and are not settled."""
+
+
+@dataclass(slots=True)
+class _Microbatch:
+    """A microbatch's state that a stage keeps until the microbatch is settled."""
+
+    version: _Version
+    number: int
+    """Number of the inner step that it belongs to, counted from the start of this process; `_HELD_OUT`: none."""
+    held_out: int = 0
+    """Number of the held-out microbatch, if it was drawn from held-out text here."""
+    tokens: Tensor | None = None
+    """(B, T + 1), if it was drawn here."""
+    drawn: tuple[int, int, int] | None = None
+    """Its epoch, slice and part, if the run counts epochs and it was drawn here."""
+    x: Tensor | None = None
+    """The stage's input (B, T, C); None where it is the tokens."""
+    y: Tensor | None = None
+    """The stage's output with its graph, from the forward to the backward pass, unless it is recomputed."""
+    mark: Tensor | None = None
+    """The mark of the stage's output, by which its gradient is judged (`LinkStatistics.mark`)."""
+    y_gradient: Tensor | None = None
+    """The gradient of the output, set once it is in the sum."""
+    last: Tensor | None = None
+    """The last stage's output (B, T, C), set once the head's gradient is in the sum."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the sum contains all gradients of this stage for the microbatch."""
+        return self.y_gradient is not None and (self.tokens is None or self.last is not None)
+
+
+class StageWorker(Replica):
+    """A replica of one stage. ``sampler`` is given for stage 0 only, which draws the microbatches."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: ModelConfig,
+        recipe: Recipe,
+        pipeline: PipelineConfig,
+        sampler: Batches | None,
+        *,
+        run_id: bytes,
+        device: Device,
+        rounds_overlap: bool = False,
+    ) -> None:
+        super().__init__(module, recipe, run_id=run_id, device=device)
+        self._pipeline = pipeline
+        self._z_loss = recipe.inner.z_loss
+        self._sampler = sampler
+        self._shape = (pipeline.microbatch_size, model.context, model.width)
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._num_drawn = 0
+        self._losses: list[float] = []
+        self._held_out_losses: dict[int, float] = {}
+        self._number = 0  # number of the next inner step
+        self._num_summed = [0, 0]  # microbatches in the sum for it, and in the sum for the following one
+        self._keeps_versions = pipeline.overlap or rounds_overlap
+        self.versions = [] if self._keeps_versions else [_Version(self.module, self.theta)]
+        sums = [self.gradient, torch.zeros_like(self.gradient)] if pipeline.overlap else [self.gradient]
+        self._sums = [list(self.layout.views(flat).values()) for flat in sums]
+        self._following = sums[-1]
+        self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
+        self.memory = memoryview(b"")
+        """Shared memory: slot i has incoming activations at 2 i `activation_bytes`, and outgoing ones after them."""
+        self.statistics = LinkStatistics(model.width, device.torch_device)
+        self.clear_gradient()
+
+    @property
+    def num_summed(self) -> int:
+        """Return the number of settled microbatches in the sum for the next inner step."""
+        return self._num_summed[0]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Return the number of microbatches that are not settled."""
+        return len(self._microbatches)
+
+    def inner_steps(self, until: Until) -> None:
+        """Implement `Engine.inner_steps`."""
+        self._losses.clear()
+        super().inner_steps(until)
+
+    def mean_loss(self) -> float | None:
+        """Implement `Engine.mean_loss`; only stage 0 knows losses."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    def obey(self, command: Work | Settle | TakeInnerStep) -> Worked | InnerStepTaken | None:
+        """Implement `Engine.obey`, on the slot's places in `memory`."""
+        if isinstance(command, TakeInnerStep):
+            return InnerStepTaken(self.step())
+        if isinstance(command, Settle):
+            self.settle(command.slot, command.is_kept)
+            return None
+        try:
+            self._work(command)
+        except (ActivationError, NoSliceError, DataError) as error:
+            return Worked(str(error), is_outlier=isinstance(error, OutlierError))
+        return Worked()
+
+    def _work(self, told: Work) -> None:
+        size = self.activation_bytes
+        first = 2 * told.slot * size
+        incoming, outgoing = self.memory[first : first + size], self.memory[first + size : first + 2 * size]
+        match told.work:
+            case "draw" if told.is_held_out:
+                self.draw_held_out(told.slot, outgoing, told.number)
+            case "draw":
+                self.draw(told.slot, outgoing, is_following=told.is_following)
+            case "forward":
+                is_following, is_held_out, sender = told.is_following, told.is_held_out, told.sender
+                self.forward(
+                    told.slot, incoming, outgoing, is_following=is_following, is_held_out=is_held_out, sender=sender
+                )
+            case "tail":
+                loss = float(self.tail(told.slot, incoming, outgoing, sender=told.sender))
+                if not told.is_held_out:
+                    self._losses.append(loss)
+            case "backward":
+                self.backward(told.slot, incoming, outgoing, sender=told.sender)
+
+    def draw(self, slot: int, out: Buffer, *, is_following: bool = False) -> None:
+        """Begin the next microbatch of this replica's data, and write its activations to ``out``.
+
+        ``is_following``: for the inner step after the next one that is taken; only where steps overlap.
+        Microbatches are consecutive parts of the batches that a learner of the whole model would have. Raises
+        `NoSliceError` if there is none now.
+        """
+        if self._sampler is None:
+            raise TrainingError("only stage 0 draws data")
+        size = self._pipeline.microbatch_size
+        microbatch = self._new_microbatch(is_following)
+        if self.slices is None:
+            num_parts = self._sampler.batch_size // size
+            number = max(self._num_drawn, self.steps * num_parts)  # after a restart: skip the parts of earlier steps
+            index, part = divmod(number, num_parts)
+            batch = self._sampler.batch(index)
+            self._num_drawn = number + 1
+        else:
+            microbatch.drawn = epoch, index, part = self.slices.draw()
+            batch = self._sampler.slice_batch(epoch, index)
+        microbatch.tokens = torch.as_tensor(batch[part * size : (part + 1) * size]).to(self.device.torch_device)
+        try:
+            self._start(slot, microbatch, out)
+        except ActivationError:
+            self._settle_slice(microbatch, is_kept=False)
+            raise
+
+    def draw_held_out(self, slot: int, out: Buffer, number: int) -> None:
+        """Begin microbatch ``number`` of the held-out text as `draw` does, for its loss alone (`evaluate`).
+
+        Raises `DataError` if too little is held out.
+        """
+        if self._sampler is None:
+            raise TrainingError("only stage 0 draws data")
+        size = self._pipeline.microbatch_size
+        index, part = divmod(number, self._sampler.batch_size // size)
+        batch = self._sampler.held_out_batch(index)
+        microbatch = _Microbatch(self._newest_version(), _HELD_OUT, held_out=number)
+        microbatch.tokens = torch.as_tensor(batch[part * size : (part + 1) * size]).to(self.device.torch_device)
+        self._start(slot, microbatch, out)
+
+    def evaluate(self, num_batches: int) -> float:
+        """Implement `Engine.evaluate`, on held-out batches that went through all stages since the last call.
+
+        Raises `DataError` if some of them did not.
+        """
+        assert self._sampler is not None, "only stage 0 draws data"
+        self._sampler.held_out_batch(0)  # or why there is none
+        losses, self._held_out_losses = self._held_out_losses, {}
+        num_microbatches = num_batches * (self._sampler.batch_size // self._pipeline.microbatch_size)
+        if len(losses) < num_microbatches:
+            raise DataError(
+                f"{num_microbatches - len(losses)} of {num_microbatches} microbatches were lost on their way"
+            )
+        return sum(losses.values()) / num_microbatches
+
+    def tokens_per_byte(self, num_batches: int) -> float | None:
+        """Implement `Engine.tokens_per_byte`; only stage 0 knows."""
+        return None if self._sampler is None else self._sampler.tokens_per_byte(num_batches)
+
+    def forward(
+        self,
+        slot: int,
+        data: Buffer,
+        out: Buffer,
+        *,
+        is_following: bool = False,
+        is_held_out: bool = False,
+        sender: bytes = b"",
+    ) -> None:
+        """Compute this stage's output for the activations ``data``, and write it to ``out``.
+
+        ``is_following`` is as in `draw`. ``is_held_out``: only the loss is wanted, so no gradient comes back.
+        ``sender`` is the peer by whose earlier activations these are judged; empty: they are not judged. Raises
+        `ActivationError` if they are unfit, and keeps nothing of them.
+        """
+        x = self._decode_activations(data)
+        self._judge_activations(sender, x)
+        microbatch = self._new_microbatch(is_following)
+        if is_held_out:
+            microbatch.number = _HELD_OUT
+        microbatch.x = x
+        self._start(slot, microbatch, out)
+
+    def tail(self, slot: int, data: Buffer, out: Buffer, *, sender: bytes = b"") -> Tensor:
+        """Return the loss of a drawn microbatch with last activations ``data``; write their gradient to ``out``.
+
+        For held-out text there is no gradient, and the loss is kept for `evaluate`. The loss is a scalar on the device,
+        in nats a token. ``sender`` is as in `forward`. Raises `ActivationError` if they are unfit, with nothing added.
+        """
+        microbatch = self._microbatches[slot]
+        last = self._decode_activations(data)
+        self._judge_activations(sender, last)
+        if microbatch.number == _HELD_OUT:
+            loss = self._loss(microbatch, last.detach())
+            self._held_out_losses[microbatch.held_out] = float(loss)
+            return loss
+        loss = self._add_tail(microbatch, last, 1.0)
+        microbatch.last = last.detach()
+        assert last.grad is not None
+        self._encode_activations(last.grad, out)
+        return loss
+
+    def backward(self, slot: int, data: Buffer, out: Buffer | None, *, sender: bytes = b"") -> None:
+        """Add a microbatch's gradient, given its output's gradient ``data``; write its input's gradient to ``out``.
+
+        ``sender`` as in `forward`. Raises `ActivationError` if it is unfit, with nothing added.
+        """
+        microbatch = self._microbatches[slot]
+        y_gradient = self._decode_activations(data, is_input=False)
+        if sender and microbatch.mark is not None:
+            _refuse(self.statistics.judge_gradient(sender, y_gradient, microbatch.mark))
+        x_gradient = self._add(microbatch, y_gradient)
+        microbatch.y, microbatch.y_gradient = None, y_gradient
+        if out is not None and x_gradient is not None:
+            self._encode_activations(x_gradient, out)
+
+    def settle(self, slot: int, is_kept: bool) -> None:
+        """Finish a microbatch: keep its gradient in the sum, or remove what the sum has of it."""
+        microbatch = self._microbatches.pop(slot)
+        is_kept = is_kept and microbatch.is_whole
+        self._settle_slice(microbatch, is_kept=is_kept)
+        if is_kept:
+            self._num_summed[self._index(microbatch)] += 1
+        else:
+            if microbatch.last is not None:
+                self._add_tail(microbatch, microbatch.last.requires_grad_(), -1.0)
+            if microbatch.y_gradient is not None:
+                self._add(microbatch, -microbatch.y_gradient)
+        microbatch.version.num_users -= 1
+
+    def _settle_slice(self, microbatch: _Microbatch, *, is_kept: bool) -> None:
+        if microbatch.drawn is not None and self.slices is not None:
+            self.slices.settle(*microbatch.drawn, is_kept=is_kept)
+
+    def step(self) -> bool:
+        """Take the inner step with the mean of the summed gradients, unless there are none or they are not finite.
+
+        Returns whether the step was taken; the following step is next in either case. Raises `TrainingError` while a
+        microbatch of the step is not settled: half of its gradient might be in the sum.
+        """
+        if num_open := sum(microbatch.number == self._number for microbatch in self._microbatches.values()):
+            raise TrainingError(f"{num_open} microbatches are in flight: no step can be taken")
+        num_summed = self._num_summed[0]
+        num_skipped, is_fit = self.num_skipped, False
+        if num_summed:
+            size, context, _ = self._shape
+            self.inner_step(num_summed * size * context, num_summed)
+            is_fit = self.num_skipped == num_skipped
+        self._number += 1
+        self._num_summed = [self._num_summed[1], 0]
+        if self._pipeline.overlap:
+            self.gradient.copy_(self._following)
+        self._following.zero_()
+        return is_fit
+
+    def _new_microbatch(self, is_following: bool) -> _Microbatch:
+        if is_following and not self._pipeline.overlap:
+            raise TrainingError("inner steps do not overlap in this run")
+        return _Microbatch(self._newest_version(), self._number + is_following)
+
+    def _index(self, microbatch: _Microbatch) -> int:
+        """Return the index of the sum that a microbatch's gradient belongs to."""
+        return microbatch.number - self._number
+
+    def _newest_version(self) -> _Version:
+        """Return the stage with the current fast weights."""
+        if not self._keeps_versions:
+            return self.versions[0]
+        mark = self.theta._version  # counts all writes to the vector
+        free = None
+        for version in self.versions:
+            if version.mark == mark:
+                return version
+            free = version if version.num_users == 0 else free
+        if free is None:
+            free = _Version(copy.deepcopy(self.module), torch.empty_like(self.theta))
+            bind_(free.module, self.layout, free.weights, self._following)
+            self.versions.append(free)
+        free.weights.copy_(self.theta)
+        free.mark = mark
+        return free
+
+    def _start(self, slot: int, microbatch: _Microbatch, out: Buffer) -> None:
+        if slot in self._microbatches:
+            raise TrainingError(f"slot {slot} has a microbatch that is not settled")
+        is_to_come_back = microbatch.number != _HELD_OUT
+        with torch.set_grad_enabled(is_to_come_back and not self._pipeline.recompute):
+            y = self._advance(microbatch)
+        self._encode_activations(y.detach(), out)
+        microbatch.y = y if y.requires_grad else None
+        microbatch.mark = self.statistics.mark(y) if is_to_come_back else None
+        microbatch.version.num_users += 1
+        self._microbatches[slot] = microbatch
+
+    def _advance(self, microbatch: _Microbatch) -> Tensor:
+        """Return the stage's output (B, T, C) in fp32."""
+        stage = as_stage(microbatch.version.module)
+        with self.device.autocast():
+            if microbatch.x is None:
+                assert microbatch.tokens is not None
+                return stage.advance(stage.embed(microbatch.tokens[:, :-1])).float()
+            return stage.advance(microbatch.x).float()
+
+    def _sum_up(self, microbatch: _Microbatch) -> None:
+        """Direct later gradients to the sum of the microbatch's inner step."""
+        sum_ = self._sums[self._index(microbatch)]
+        for parameter, gradient in zip(microbatch.version.module.parameters(), sum_, strict=True):
+            parameter.grad = gradient
+
+    def _add(self, microbatch: _Microbatch, y_gradient: Tensor) -> Tensor | None:
+        """Add to the parameters' gradients; return the input's gradient, or None if the input is tokens."""
+        y = self._advance(microbatch) if microbatch.y is None else microbatch.y
+        if microbatch.x is not None:
+            microbatch.x.grad = None
+        self._sum_up(microbatch)
+        torch.autograd.backward([y], [y_gradient])
+        if microbatch.x is None:
+            return None
+        gradient, microbatch.x.grad = microbatch.x.grad, None
+        return gradient
+
+    def _add_tail(self, microbatch: _Microbatch, last: Tensor, sign: float) -> Tensor:
+        loss = self._loss(microbatch, last)
+        self._sum_up(microbatch)
+        (sign * loss).backward()
+        return loss.detach()
+
+    def _loss(self, microbatch: _Microbatch, last: Tensor) -> Tensor:
+        assert microbatch.tokens is not None
+        stage = as_stage(microbatch.version.module)
+        with self.device.autocast(), torch.set_grad_enabled(last.requires_grad):
+            z_loss = 0.0 if microbatch.number == _HELD_OUT else self._z_loss
+            return stage.loss(last, microbatch.tokens[:, 1:], z_loss)
+
+    def _judge_activations(self, sender: bytes, activations: Tensor) -> None:
+        if sender:
+            _refuse(self.statistics.judge_activations(sender, activations.detach()))
+
+    def _decode_activations(self, data: Buffer, *, is_input: bool = True) -> Tensor:
+        try:
+            values = decode(self._pipeline.codec, data, math.prod(self._shape), self.device.torch_device)
+        except CodecError as error:
+            raise ActivationError(f"activations that cannot be used: {error}") from error
+        return values.view(self._shape).requires_grad_(is_input)
+
+    def _encode_activations(self, values: Tensor, out: Buffer) -> None:
+        try:
+            encode(self._pipeline.codec, values.float().flatten(), out)
+        except CodecError as error:
+            raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
+
+
+def _refuse(reason: str) -> None:
+    if reason:
+        raise OutlierError(reason)
+
+
+def build_stage_worker(
+    manifest: Manifest,
+    *,
+    stage: int,
+    run_id: bytes,
+    author: bytes,
+    device: str = "auto",
+    bring: Bring = NOTHING,
+    allowed_models: Collection[str] = (),
+) -> StageWorker:
+    """Return a stage's replica from a run's manifest and this node's settings; only stage 0 reads text.
+
+    Raises `DataError` if the text or tokenizer is unfit, `TrainingError` if the device or stage does not exist.
+    """
+    sampler = None
+    if stage == 0:
+        sampler = build_sampler(manifest, run_id, author, bring)
+    worker = StageWorker(
+        build_stage(manifest.model, manifest.seed, stage, allowed_models),
+        manifest.model,
+        Recipe.of(manifest),
+        manifest.pipeline,
+        sampler,
+        run_id=run_id,
+        device=choose_device(device),
+        rounds_overlap=manifest.rounds.overlap,
+    )
+    if sampler is not None and manifest.data.epochs:
+        worker.slices = sampler.slices(manifest.inner.batch_size // manifest.pipeline.microbatch_size)
+    return worker

@@ -1,0 +1,1 @@
+"""A model as lm-evaluation-harness asks it."""

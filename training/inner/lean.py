@@ -1,0 +1,231 @@
+"""Inner steps in 8 bytes a parameter: weights, gradient and running means in bf16, rounded at random.
+
+The plain trainer holds these four vectors in fp32, 16 bytes a parameter. bf16 has 8 bits of precision: a weight rounded
+to the nearest number stays as it is if a step changes it by less than 1/512 of it, and late in training most steps do.
+So does a mean of squares, which a step changes by 1 - beta2 of it at most. *Stochastic rounding* rounds a number up or
+down with chances by its distance from both neighbours, so the expected result is the number itself, and small changes
+add up (Gupta et al., arXiv 1502.02551; for bf16 weights: Zamirai et al., arXiv 2010.06192).
+
+Everything is computed in fp32, piece by piece (`PIECE`), with `adamw_` and `muon_` as in plain training. Only what is
+stored between two steps is bf16. The gradient is rounded to nearest as backward passes add it up: it is read once.
+
+Outer steps work on an fp32 copy of the weights in the host's memory, as on any GPU
+(`farandole.training.engine.replica`). Slow weights, momentum and contributions are fp32, so partners notice nothing. At
+a round's end the weights are read, which is exact. Afterwards they are written, also with stochastic rounding: the
+difference that rounding makes counts as progress of the next round. Rounded to nearest it would pull the slow weights
+to the bf16 grid round after round, where progress below half a step of the grid is lost; rounded at random it is noise
+with mean 0, and exchanges average it. Numbers that are bf16 already are not changed by any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from farandole.protocol.run.manifest import InnerConfig
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS
+
+from ..base.parameters import Layout, bind_
+from ..base.permutation import keyed_digest
+from .muon import muon_
+from .optimizer import CLIP_EPSILON, InnerOptimizer, adamw_, decay_, runs_of
+
+# Elements computed at a time. A piece has some ten fp32 temporaries: in a processor's cache, or 80 MB on a GPU, where
+# smaller pieces cost more launches than arithmetic.
+_CPU_PIECE: Final = 1 << 18
+_GPU_PIECE: Final = 1 << 21
+_NUM_DROPPED: Final = 1 << 16
+"""An fp32 number is a bf16 number and 16 more bits of the significand."""
+
+
+def pieces(num_elements: int, device: torch.device) -> list[slice]:
+    """Return consecutive pieces of a vector (n,)."""
+    size = _CPU_PIECE if device.type == "cpu" else _GPU_PIECE
+    return [slice(start, min(start + size, num_elements)) for start in range(0, num_elements, size)]
+
+
+class Rounding:
+    """Stochastic rounding with random bits that follow from the run, the author and the inner step."""
+
+    def __init__(self, run_id: bytes, author: bytes, device: torch.device) -> None:
+        self._key = (run_id, author)
+        # On the device "meta" there are no numbers.
+        self._generator = None if device.type == "meta" else torch.Generator(device)
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Begin the random bits of inner step ``step``; what is rounded until the next one continues with them."""
+        if self._generator is not None:
+            digest = keyed_digest(b"farandole/rounding/1", (*self._key, step.to_bytes(8, "little")))
+            self._generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    def write_(self, target: Tensor, values: Tensor) -> None:
+        """Round ``values``, fp32, to ``target``, bf16 of the same shape; ``values`` is overwritten.
+
+        Random bits are added below bf16's last bit, and then cut off. Numbers are signed magnitudes, so this is
+        symmetric about 0. Infinities stay as they are; NaNs are not allowed.
+        """
+        bits = values.view(torch.int32)
+        noise = torch.randint(
+            _NUM_DROPPED, bits.shape, dtype=torch.int32, device=bits.device, generator=self._generator
+        )
+        bits.add_(noise).bitwise_and_(-_NUM_DROPPED)
+        target.copy_(values)  # exact
+
+
+class LeanWeights:
+    """Trained weights (`farandole.training.outer.fast_weights.PartialWeights`): a flat vector (n,) bf16 on any device.
+
+    Copies go piece by piece: whole vectors of another dtype would need a copy of them on the device.
+    """
+
+    def __init__(self, flat: Tensor, rounding: Rounding) -> None:
+        self.device = flat.device
+        self._flat = flat
+        self._rounding = rounding
+
+    def read(self, flat: Tensor) -> None:
+        """Copy the weights exactly; waits for the inner steps that are queued."""
+        for piece in pieces(len(flat), self._flat.device):
+            flat[piece].copy_(self._flat[piece].float())
+
+    def write(self, flat: Tensor) -> None:
+        """Round at random; numbers that are bf16 already stay as they are."""
+        self.write_part(flat, slice(0, len(flat)))
+
+    def write_part(self, values: Tensor, part: slice) -> None:
+        """As `write`."""
+        target = self._flat[part]
+        for piece in pieces(len(values), target.device):
+            self._rounding.write_(target[piece], values[piece].to(target.device, copy=True))
+
+    def add(self, values: Tensor, part: slice) -> None:
+        """Round the sums at random."""
+        target = self._flat[part]
+        for piece in pieces(len(values), target.device):
+            self._rounding.write_(target[piece], target[piece] + values[piece].to(target.device, non_blocking=True))
+
+
+def flatten_lean_(module: nn.Module, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Move a module to the device, with bf16 parameters there, and its fp32 parameters into a vector of the host.
+
+    Returns the host's vector (n,) fp32, and on the device, (n,) bf16 each, the parameters' and their gradients'. The
+    parameters have no values yet: `LeanWeights.write` sets them.
+    """
+    theta = torch.empty(layout.num_elements, pin_memory=device.type == "cuda")
+    views = layout.views(theta)
+    for name, parameter in module.named_parameters():
+        views[name].copy_(parameter.detach())
+    weights, gradient = (torch.zeros(len(theta), dtype=torch.bfloat16, device=device) for _ in range(2))
+    bind_(module, layout, weights, gradient)  # before the module moves: no fp32 parameter reaches the device
+    module.to(device)
+    return theta, weights, gradient
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What is stepped with one rate: a matrix (r, c) by Muon, or adjacent parameters (n,) by AdamW.
+
+    All are views of the optimizer's vectors, in bf16.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor | None
+    """None for Muon."""
+    drift: Tensor | None
+    factor: float
+    """Factor of the rate."""
+    is_decayed: bool
+
+
+class LeanOptimizer(InnerOptimizer):
+    """An `InnerOptimizer` whose vectors are (n,) bf16, rounded by ``rounding``; a step never waits for the device."""
+
+    def __init__(
+        self,
+        rounding: Rounding,
+        settings: InnerConfig,
+        module: nn.Module,
+        layout: Layout,
+        weights: Tensor,
+        gradient: Tensor,
+        drift: Tensor | None = None,
+    ) -> None:
+        super().__init__(settings, module, layout, weights, gradient, drift)
+        self._rounding = rounding
+        self._spans = [*self._muon_spans(layout), *self._adamw_spans(layout)]
+
+    def _muon_spans(self, layout: Layout) -> Iterator[_Span]:
+        squares = self.parts[OPTIMIZER_VECTORS[1]]
+        vectors = [self._weights, self._gradient, self._mean, *([] if self._drift is None else [self._drift])]
+        views = [layout.views(vector) for vector in vectors]
+        for name in layout.names:
+            if name not in squares.names:
+                weights, gradient, mean, *drift = (by_name[name] for by_name in views)
+                yield _Span(weights, gradient, mean, None, drift[0] if drift else None, self.factors[name], True)
+
+    def _adamw_spans(self, layout: Layout) -> Iterator[_Span]:
+        squares = self.parts[OPTIMIZER_VECTORS[1]]
+        shapes = dict(zip(squares.names, squares.shapes, strict=True))
+        kinds = {name: (self.factors[name], len(shape) > 1) for name, shape in shapes.items()}
+        for factor, is_decayed in dict.fromkeys(kinds.values()):
+            names = {name for name, kind in kinds.items() if kind == (factor, is_decayed)}
+            for place, square_place in runs_of(layout, squares, names):
+                drift = None if self._drift is None else self._drift[place]
+                vectors = self._weights[place], self._gradient[place], self._mean[place], self._square[square_place]
+                yield _Span(*vectors, drift, factor, is_decayed)
+
+    def step(self, steps: int, divisor: int) -> float:
+        """Implement `InnerOptimizer.step`; the gradient stays as it is."""
+        rate, number = self.rate(steps), steps - self.begun_at
+        self._rounding.begin(steps)
+        norms = [torch.linalg.vector_norm(self._gradient[piece].float()) for piece in self._pieces(self._gradient)]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / divisor
+        is_fit = norm.isfinite()
+        clip = self._settings.clip
+        scale = ((clip / (norm + CLIP_EPSILON)).clamp(max=1.0) if clip else torch.ones_like(norm)) / divisor
+        self._num_skipped = self._num_skipped + is_fit.logical_not()
+        for span in self._spans:
+            if span.square is None:
+                self._step_matrix(span, rate, scale, is_fit)
+            else:
+                self._step_vectors(span, span.square, number, rate, scale, is_fit)
+        return rate
+
+    def _step_matrix(self, span: _Span, rate: float, scale: Tensor, is_fit: Tensor) -> None:
+        weights, momentum = span.weights.float(), span.mean.float()
+        decay_(weights, span.factor * rate, self._settings)
+        muon_(weights, span.gradient.float().mul_(scale), momentum, rate, self._settings.momentum)
+        if span.drift is not None:
+            weights.add_(span.drift, alpha=rate)
+        self._store(span.weights, weights, is_fit)
+        self._store(span.mean, momentum, is_fit)
+
+    def _step_vectors(
+        self, span: _Span, squares: Tensor, number: int, rate: float, scale: Tensor, is_fit: Tensor
+    ) -> None:
+        for piece in self._pieces(span.weights):
+            weights, mean, square = (vector[piece].float() for vector in (span.weights, span.mean, squares))
+            if span.is_decayed:
+                decay_(weights, span.factor * rate, self._settings)
+            gradient = span.gradient[piece].float().mul_(scale)
+            adamw_(weights, gradient, mean, square, number, span.factor * rate, self._settings)
+            if span.drift is not None:
+                weights.add_(span.drift[piece], alpha=rate)
+            self._store(span.weights[piece], weights, is_fit)
+            self._store(span.mean[piece], mean, is_fit)
+            self._store(squares[piece], square, is_fit)
+
+    def _store(self, target: Tensor, values: Tensor, is_fit: Tensor) -> None:
+        """Round ``values`` to ``target`` if ``is_fit``, a number on the device, says so."""
+        self._rounding.write_(target, torch.where(is_fit, values, target))
+
+    @staticmethod
+    def _pieces(vector: Tensor) -> list[slice]:
+        return pieces(len(vector), vector.device)

@@ -1,0 +1,284 @@
+"""The inner optimizer: AdamW, or Muon for matrices and AdamW for the rest, with linear warm-up and cosine decay.
+
+AdamW's operations are elementwise, so a whole model is stepped as one flat tensor (a handful of kernels instead of a
+handful for each parameter). They and their order are the same as in `torch.optim.AdamW` (foreach=False), which is the
+oracle of the tests, bit for bit. Muon's are in `farandole.training.inner.muon`; `farandole.training.inner.lean` takes
+the same steps where weights, gradient and means are bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from farandole.protocol.run.manifest import InnerConfig
+from farandole.protocol.run.vectors import OPTIMIZER_VECTORS
+
+from ..base.parameters import Layout
+from .muon import matrices_of, muon_
+
+# How many times the memory of the mean of squares the rate is ramped up for (`ramp` says why).
+RAMP_MEMORIES = 2
+# Elements that `adamw_` takes at a time: its temporaries stay in a processor's cache, and are much smaller than the
+# model.
+PIECE: Final = 1 << 18
+# Added to a norm before division, as `torch.nn.utils.clip_grad_norm_` does.
+CLIP_EPSILON: Final = 1e-6
+
+
+def learning_rate(step: int, inner: InnerConfig) -> float:
+    """The rate of inner step ``step`` (from 0): linear warm-up, to its least at ``total_steps``, then flat."""
+    if step < inner.warmup_steps:
+        return inner.learning_rate * (step + 1) / inner.warmup_steps
+    least = inner.learning_rate * inner.min_learning_rate_ratio
+    if inner.schedule == "wsd":
+        left = (inner.total_steps - step) / (inner.decay_share * inner.total_steps)
+        return least + (inner.learning_rate - least) * min(1.0, max(0.0, left))
+    progress = (step - inner.warmup_steps) / max(1, inner.total_steps - inner.warmup_steps)
+    return least + (inner.learning_rate - least) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def ramp(step: int, inner: InnerConfig) -> float:
+    """Return the share of the rate for inner step ``step`` (from 0) after AdamW's means were reset: linear up to 1.
+
+    Until the mean of squares has seen enough steps its estimate is bad, and full steps do harm; twice its memory, which
+    is 1 / (1 - beta2) steps, is enough whatever the model (Ma and Yarats, arXiv 1910.04209).
+    """
+    return min(1.0, (step + 1) * (1 - inner.beta2) / RAMP_MEMORIES)
+
+
+def adamw_(
+    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, rate: float, inner: InnerConfig
+) -> None:
+    """One Adam step in place (arXiv 1412.6980), for tensors of one shape; ``step`` counts from 0.
+
+    ``mean`` and ``square`` are the running means of the gradient and of its square. Decoupled weight decay
+    (arXiv 1711.05101) is `decay_`, called before this.
+    """
+    mean.lerp_(gradient, 1 - inner.beta1)
+    square.mul_(inner.beta2).addcmul_(gradient, gradient, value=1 - inner.beta2)
+    bias1 = 1 - inner.beta1 ** (step + 1)
+    bias2 = 1 - inner.beta2 ** (step + 1)
+    denominator = (square.sqrt() / bias2**0.5).add_(inner.epsilon)
+    weights.addcdiv_(mean, denominator, value=-rate / bias1)
+
+
+def fused_adamw_(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    step: int,
+    rate: float,
+    inner: InnerConfig,
+    is_unfit: Tensor | None = None,
+) -> None:
+    """`adamw_` of several tensors in one pass over memory, PyTorch's fused kernel: the same to rounding.
+
+    It is faster on a GPU. Where ``is_unfit``, a number on the device, is 1, nothing is changed.
+    """
+    # Filled on the device: copied from here, it would wait for all that the device has yet to do.
+    number = torch.full((), step + 1, dtype=torch.float32, device=weights[0].device)
+    torch._fused_adamw_(
+        list(weights),
+        list(gradients),
+        list(means),
+        list(squares),
+        [],
+        [number] * len(weights),
+        lr=rate,
+        beta1=inner.beta1,
+        beta2=inner.beta2,
+        weight_decay=0.0,
+        eps=inner.epsilon,
+        amsgrad=False,
+        maximize=False,
+        found_inf=is_unfit,
+    )
+    # The kernel does not count as a change of the tensors, by which stages see that a copy of them is old.
+    torch.autograd.graph.increment_version(weights)
+
+
+def decay_(weights: Tensor, rate: float, inner: InnerConfig) -> None:
+    """Decoupled weight decay in place."""
+    if inner.weight_decay:
+        weights.mul_(1 - rate * inner.weight_decay)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters whose steps have one rate.
+
+    The first four are what AdamW steps: views of the optimizer's vectors, each of some adjacent parameters (n,).
+    """
+
+    factor: float
+    """Factor of the rate."""
+    weights: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+    squares: list[Tensor] = field(default_factory=list)
+    decayed: list[Tensor] = field(default_factory=list)
+    """What weight decay shrinks."""
+
+
+def runs_of(layout: Layout, squares: Layout, names: Collection[str]) -> list[tuple[slice, slice]]:
+    """Return the places of the parameters in ``squares`` with these names, by both layouts; adjacent ones together."""
+    runs: list[tuple[slice, slice]] = []
+    places, square_places = layout.places(), squares.places()
+    for name in (name for name in squares.names if name in names):
+        place, square_place = places[name], square_places[name]
+        if runs and runs[-1][0].stop == place.start:
+            before, squares_before = runs.pop()
+            place, square_place = slice(before.start, place.stop), slice(squares_before.start, square_place.stop)
+        runs.append((place, square_place))
+    return runs
+
+
+class InnerOptimizer:
+    """The optimizer of all parameters of a replica: ``weights`` and ``gradient`` are flat, (n,) of one dtype.
+
+    The module's parameters are views into ``weights``, and their gradients views into ``gradient``, by ``layout``.
+    """
+
+    def __init__(
+        self,
+        settings: InnerConfig,
+        module: nn.Module,
+        layout: Layout,
+        weights: Tensor,
+        gradient: Tensor,
+        drift: Tensor | None = None,
+        *,
+        is_queued: bool | None = None,
+    ) -> None:
+        """``drift``: a correction (n,) fp32, of which each step adds its rate's share (`training.outer.drift`).
+
+        ``is_queued``: whether a step must not wait for the device; None: as the weights' device requires.
+        """
+        self._settings = settings
+        self._drift = drift
+        self._weights = weights
+        self._gradient = gradient
+        # On the device "meta" there is nothing to read: memory is counted there, where there is no GPU.
+        self._is_queued = weights.is_cuda or weights.is_meta if is_queued is None else is_queued
+        self._parameters = list(module.parameters())
+        self._mean = torch.zeros_like(weights)
+        matrices = matrices_of(module)
+        by_muon = matrices if settings.optimizer == "muon" else frozenset()
+        views = [layout.views(flat) for flat in (weights, gradient, self._mean)]
+        self._matrices = [[by_name[name] for by_name in views] for name in layout.names if name in by_muon]
+        squares = layout.part([name for name in layout.names if name not in by_muon])
+        self._square = weights.new_zeros(squares.num_elements)
+        self.factors = factors = {name: 1.0 if name in matrices else settings.ends_rate for name in layout.names}
+        """Factors of the rate, by the parameters' names."""
+        self._groups = [_Group(factor) for factor in dict.fromkeys(factors.values())]
+        for group in self._groups:
+            group.decayed.extend(
+                view for name, view in views[0].items() if view.ndim > 1 and factors[name] == group.factor
+            )
+            for place, square_place in runs_of(layout, squares, {n for n in factors if factors[n] == group.factor}):
+                group.weights.append(weights[place])
+                group.gradients.append(gradient[place])
+                group.means.append(self._mean[place])
+                group.squares.append(self._square[square_place])
+        self.parts = {OPTIMIZER_VECTORS[1]: squares}
+        """Layouts of the vectors that have not all parameters."""
+        self._num_skipped: int | Tensor = 0
+        self.begun_at = 0
+        """Inner step at which the means began."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Return the number of steps that were skipped because their gradient was not finite; waits for the device."""
+        return int(self._num_skipped)
+
+    def rate(self, steps: int) -> float:
+        """The learning rate of inner step ``steps`` (from 0): the schedule's, ramped up after a `restart`."""
+        return learning_rate(steps, self._settings) * self.ramp(steps)
+
+    def ramp(self, steps: int) -> float:
+        """Return the share of the schedule's rate that inner step ``steps`` (from 0) is taken at."""
+        return ramp(max(steps - self.begun_at, 0), self._settings) if self.begun_at else 1.0
+
+    def step(self, steps: int, divisor: int) -> float:
+        """Take inner step ``steps`` (from 0), with the gradient over ``divisor``, clipped; return its rate.
+
+        The gradient is changed. A gradient that is not finite changes nothing: one overflow would otherwise spoil
+        weights and means for good.
+        """
+        rate = self.rate(steps)
+        if divisor != 1:
+            self._gradient.div_(divisor)
+        if self._settings.clip:
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.clip)
+        else:
+            norm = torch.linalg.vector_norm(self._gradient)
+        is_fit = norm.isfinite()
+        if self._is_queued:
+            self._num_skipped = self._num_skipped + is_fit.logical_not()
+            self._queue_step(steps - self.begun_at, rate, is_fit.float())
+        elif bool(is_fit):
+            self._step(steps - self.begun_at, rate)
+        else:
+            self._num_skipped += 1
+        return rate
+
+    def _step(self, number: int, rate: float) -> None:
+        for group in self._groups:
+            for weight in group.decayed:
+                decay_(weight, group.factor * rate, self._settings)
+        for weight, gradient, momentum in self._matrices:
+            muon_(weight, gradient, momentum, rate, self._settings.momentum)
+        for group in self._groups:
+            for vectors in zip(group.weights, group.gradients, group.means, group.squares, strict=True):
+                for start in range(0, len(vectors[0]), PIECE):
+                    weights, gradient, mean, square = (vector[start : start + PIECE] for vector in vectors)
+                    adamw_(weights, gradient, mean, square, number, group.factor * rate, self._settings)
+        if self._drift is not None:
+            self._weights.add_(self._drift, alpha=rate)
+
+    def _queue_step(self, number: int, rate: float, fit: Tensor) -> None:
+        """Queue `_step`, and nothing if ``fit``, a number on the device, is 0: reading it would wait for the device."""
+        decay, unfit = self._settings.weight_decay, 1 - fit
+        for group in self._groups:
+            if decay and group.decayed:
+                torch._foreach_mul_(group.decayed, 1 - group.factor * rate * decay * fit)
+        for weight, gradient, momentum in self._matrices:
+            muon_(weight, torch.where(fit > 0, gradient, momentum), momentum, rate, self._settings.momentum, fit)
+        for group in self._groups:
+            if group.weights:
+                vectors = group.weights, group.gradients, group.means, group.squares
+                fused_adamw_(*vectors, number, group.factor * rate, self._settings, unfit)
+        if self._drift is not None:
+            self._weights.addcmul_(self._drift, fit, value=rate)
+
+    def restart(self, steps: int, begun_at: int) -> None:
+        """Continue after ``steps`` inner steps with means that were loaded, and that began at ``begun_at``.
+
+        If any of them is missing, all begin now, and the rate is ramped up.
+        """
+        means = [mean for mean in (self._mean, self._square) if len(mean)]
+        if all(bool(mean.any()) for mean in means):
+            self.begun_at = min(begun_at, steps)
+            return
+        self.begun_at = steps
+        for mean in means:
+            mean.zero_()
+
+    def digest(self) -> bytes:
+        """BLAKE3 of the running means, 32 bytes."""
+        digest = blake3()
+        for mean in (self._mean, self._square):
+            digest.update(mean.cpu().view(torch.uint8).numpy().data)
+        return digest.digest()
+
+    def state(self) -> dict[str, Tensor]:
+        """The running means, by name: flat vectors, the mean (n,), that of squares by `parts`."""
+        return dict(zip(OPTIMIZER_VECTORS, (self._mean, self._square), strict=True))

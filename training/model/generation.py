@@ -1,0 +1,127 @@
+"""Text from a model: its next tokens, one by one, drawn from the logits.
+
+Any module will do that makes logits (B, T, V) of tokens (B, T). Nothing is kept between two tokens: each is computed
+from the window of the last tokens, of which a model sees ``context`` at most. That costs a forward pass of the whole
+window for each token, which is slow for a chat and enough for a look at a model in training.
+
+The logits are drawn from on the CPU, with a generator of its own: the same weights, prompt and settings make the same
+text on one machine, whatever was drawn before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from farandole.protocol.run.manifest import Manifest
+
+from ..base.device import Device
+from ..base.errors import CheckpointError, TrainingError
+from ..base.memory import is_out_of_memory
+from .model import Transformer
+from .sampling import GREEDY, Sampling
+from .stages import build_module
+
+NOT_FINITE: Final = "the model's logits are not finite: its weights have diverged, or are of another model"
+
+
+@torch.no_grad()
+def load_model(
+    manifest: Manifest,
+    read: Callable[[str], npt.NDArray[np.float32]],
+    device: Device,
+    allowed_models: Collection[str] = (),
+    separator: int | None = None,
+) -> nn.Module:
+    """Make a run's whole model, with the parameters that ``read`` returns for their names, to be used on the device.
+
+    ``separator``: the token between documents, which a run that masks them needs; None: nothing is masked.
+
+    Raises `TrainingError` if it cannot be made here (`build_module`) or does not fit into the memory, and
+    `CheckpointError` if a parameter has another shape than in ``read``.
+    """
+    try:
+        module = build_module(manifest.model, manifest.seed, allowed_models=allowed_models)
+        for name, parameter in module.named_parameters():
+            found = torch.from_numpy(read(name))
+            if found.shape != parameter.shape:
+                raise CheckpointError(f"{name} has the shape {tuple(found.shape)}, not {tuple(parameter.shape)}")
+            parameter.copy_(found)
+        if manifest.data.mask_documents and isinstance(module, Transformer):
+            module.separator = separator
+        return module.to(device.torch_device).eval()
+    except (RuntimeError, MemoryError) as error:
+        _require_room(error, device)
+        raise
+
+
+def generate(
+    module: nn.Module, prompt: Sequence[int], *, context: int, vocabulary: int, sampling: Sampling, device: Device
+) -> Iterator[int]:
+    """Yield the tokens that follow a prompt, which has at least one, without end.
+
+    ``context``: the most tokens that the model can see. ``vocabulary``: tokens below this are drawn; a model may have
+    logits for more of them than its tokenizer knows. Raises `TrainingError` if the model's logits are not to be used.
+    """
+    if max(prompt) >= vocabulary:
+        raise TrainingError(f"the prompt has token {max(prompt)}, and the model has only {vocabulary}")
+    chance = torch.Generator().manual_seed(sampling.seed)
+    window = list(prompt[-context:])
+    while True:
+        token = draw(last_logits(module, window, device)[:vocabulary], sampling, chance)
+        yield token
+        window = [*window, token][-context:]
+
+
+def last_logits(module: nn.Module, tokens: Sequence[int], device: Device) -> Tensor:
+    """Logits (V,), fp32 on the CPU, of the token that follows these. Raises `TrainingError`."""
+    try:
+        last = logits_of(module, torch.tensor([tokens]), device)[0, -1]
+    except (RuntimeError, MemoryError) as error:
+        _require_room(error, device)
+        raise
+    return last.float().cpu()
+
+
+@torch.no_grad()
+def logits_of(module: nn.Module, tokens: Tensor, device: Device) -> Tensor:
+    """Logits (B, T, V), on the device and in its precision, of the tokens that follow each of ``tokens`` (B, T).
+
+    Raises `TrainingError` if the module makes something else, and what torch raises if the memory is too small.
+    """
+    with device.autocast():
+        logits = module(tokens.to(device.torch_device))
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
+        made = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise TrainingError(
+            f"the model must return logits (B, T, V) for tokens (B, T); for {tuple(tokens.shape)} it is {made}"
+        )
+    return logits
+
+
+def draw(logits: Tensor, sampling: Sampling, chance: torch.Generator) -> int:
+    """Return the next token, drawn from logits (V,). Raises `TrainingError` if they are not finite."""
+    largest = logits.max()
+    if not largest.isfinite():  # minus infinity elsewhere is a token that a model excludes; NaN is the maximum of all
+        raise TrainingError(NOT_FINITE)
+    if sampling.temperature == GREEDY:
+        return int(logits.argmax())
+    if 0 < sampling.top_k < len(logits):
+        logits, tokens = logits.topk(sampling.top_k)
+    else:
+        tokens = torch.arange(len(logits))
+    # Relative to the largest, and in fp64, no quotient is too large for any temperature.
+    chances = ((logits - largest).double() / sampling.temperature).softmax(dim=0)
+    return int(tokens[torch.multinomial(chances, 1, generator=chance)])
+
+
+def _require_room(error: Exception, device: Device) -> None:
+    """Raise `TrainingError`, which says what to do, if an operation on the device failed for lack of memory."""
+    if is_out_of_memory(error):
+        remedy = "stop other programs that use it" if device.torch_device.type == "cpu" else "use --device cpu"
+        raise TrainingError(f"the model does not fit into the memory of the {device.description}: {remedy}") from error

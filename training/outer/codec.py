@@ -1,0 +1,253 @@
+"""Codecs for tensors on the wire: fp32, bf16, fp16, blocks of int8 or int4, or topk. The length determines the size.
+
+    fp32   4 bytes an element, exact
+    bf16   2 bytes an element, |x - decoded| <= 2^-8 |x| for normal numbers (rounded to the nearest)
+    fp16   2 bytes an element, |x - decoded| <= 2^-11 |x|, or 2^-25 below 2^-14; what is beyond 65,504 is refused
+    int8   blocks of 256 elements, each a scale (fp32) and one byte an element: 8.125 bits an element;
+           |x - decoded| <= scale (1/2 + 2^-15), scale = max(absmax / 127, 2^-126)      (the 2^-15: fp32's rounding)
+    int4   blocks of 64 elements, each a scale (fp32) and half a byte an element: 4.5 bits an element;
+           the same bound with scale = max(absmax / 7, 2^-126)
+    topk   of each 256 elements the k that moved furthest since they were last sent, as int8 with one scale, and their
+           places: 32 + 16 k bits for 256 elements; see `farandole.training.outer.topk`
+
+Bytes are little-endian. Encoding is deterministic, and decoding uses exact operations only, so both partners decode
+the same numbers from the same bytes on any machine. int8 of the weights lost nothing against fp32 in measurements of
+NoLoCo (BENCHMARKS.md), at a quarter of the traffic. int4's error is larger than a round's progress; a replica's own
+progress survives it, because own contributions stay exact (`farandole.training.outer.outer_state`). Values that are not
+finite, or so large that rounding might make them so, are refused on both ends.
+
+What other codecs cost, and why they were rejected, is in docs/decisions.md. topk is for the slowest links: where
+int8, or half of the weights in int8 twice as often, fits the connection, these learn more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from farandole.protocol.run.codec_sizes import DEFAULT_TOPK, SCALE_BYTES, SIZES, CodecSize
+
+from ..base.errors import CodecError
+from .magnitudes import MAX_FP16, MAX_MAGNITUDE, MIN_SCALE
+from .topk import TopK
+
+# Elements encoded or decoded at a time, a multiple of every block: 2 MiB of fp32 stay in a processor's cache from one
+# operation to the next, and the operations' fixed costs do not show. Bounds the temporaries for a model of any size.
+_SLICE = 1 << 19
+
+# A multiple of every codec's block: ranks that share a vector divide it into such blocks.
+BLOCK = 256
+
+Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+
+
+class Form(Protocol):
+    """A codec's layout of numbers in bytes. All tensors of one call are on the same device."""
+
+    def size(self, num_elements: int) -> int:
+        """Return the bytes that ``num_elements`` take; whole blocks' bytes do not depend on the elements after them."""
+
+    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
+        """Write ``values`` (n,) fp32 into ``out`` (size(n),) uint8; topk needs the values sent ``last`` (n,).
+
+        Raises `CodecError` if a value is not finite, or too large.
+        """
+
+    def decode(self, data: Tensor, values: Tensor) -> None:
+        """Read ``data`` (size(n),) uint8 into ``values`` (n,) fp32; elements that topk did not send keep their values.
+
+        Raises `CodecError` if a value is not finite.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A form with one PyTorch floating-point number per element."""
+
+    name: str
+    dtype: torch.dtype
+    limit: float = MAX_MAGNITUDE
+
+    def size(self, num_elements: int) -> int:
+        return SIZES[self.name].of(num_elements)
+
+    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
+        if not _is_within(values, self.limit):
+            raise CodecError(f"a value to be sent is not finite, or too large for {self.name}")
+        out.view(self.dtype).copy_(values)
+
+    def decode(self, data: Tensor, values: Tensor) -> None:
+        values.copy_(data.view(self.dtype))
+        if not _is_within(values, 2 * MAX_MAGNITUDE):
+            raise CodecError("a value received is not finite, or too large")
+
+
+def _is_within(values: Tensor, limit: float) -> bool:
+    """Return whether no value (n,) is NaN or exceeds ``limit`` in magnitude."""
+    # One pass without temporaries: in practice the sum of squares shows that all values are far below the limit.
+    if float(values @ values) <= min(limit * limit, 2.0**127):
+        return True
+    return bool((values.abs() <= limit).all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A form with integers in -levels..levels, times one scale per block of elements."""
+
+    layout: CodecSize
+    levels: int
+
+    @property
+    def length(self) -> int:
+        """Elements of a block."""
+        return self.layout.block
+
+    @property
+    def _num_bytes(self) -> int:
+        return self.size(self.length)
+
+    def size(self, num_elements: int) -> int:
+        return self.layout.of(num_elements)
+
+    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
+        whole = len(values) - len(values) % self.length
+        if whole:
+            self._encode_blocks(values[:whole].view(-1, self.length), out[: self.size(whole)].view(-1, self._num_bytes))
+        if whole < len(values):  # the last block's zeros are not sent
+            block = torch.nn.functional.pad(values[whole:], (0, self.length - (len(values) - whole)))
+            row = out.new_empty(1, self._num_bytes)
+            self._encode_blocks(block.view(1, -1), row)
+            out[self.size(whole) :].copy_(row[0, : len(out) - self.size(whole)])
+
+    def _encode_blocks(self, blocks: Tensor, rows: Tensor) -> None:
+        """Encode ``blocks`` (b, length) into ``rows`` (b, bytes of a block)."""
+        largest = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())  # (b, 1)
+        if not bool((largest <= MAX_MAGNITUDE).all()):  # false for NaN as well
+            raise CodecError("a value to be sent is not finite, or too large for blocks")
+        scales = (largest / self.levels).clamp_(min=MIN_SCALE)
+        rows[:, :SCALE_BYTES].copy_(scales.view(torch.uint8))
+        levels = (blocks / scales).round_()  # rounding makes no quotient more than ``levels``
+        if self.layout.bits == 4:  # two to a byte, the first in the low half
+            pairs = levels.add_(8).to(torch.int8).view(torch.int16)  # (b, length / 2), the first in the low byte
+            rows[:, SCALE_BYTES:].copy_(pairs | (pairs >> 4))
+        else:
+            rows.view(torch.int8)[:, SCALE_BYTES:].copy_(levels)
+
+    def decode(self, data: Tensor, values: Tensor) -> None:
+        whole = len(values) - len(values) % self.length
+        if whole:
+            self._decode_blocks(
+                data[: self.size(whole)].view(-1, self._num_bytes), values[:whole].view(-1, self.length)
+            )
+        if whole < len(values):
+            rest = data[self.size(whole) :]
+            row = torch.nn.functional.pad(rest, (0, self._num_bytes - len(rest)))
+            block = values.new_empty(1, self.length)
+            self._decode_blocks(row.view(1, -1), block)
+            values[whole:].copy_(block[0, : len(values) - whole])
+
+    def _decode_blocks(self, rows: Tensor, blocks: Tensor) -> None:
+        """Decode ``rows`` (b, bytes of a block) into ``blocks`` (b, length)."""
+        scales = rows[:, :SCALE_BYTES].contiguous().view(torch.float32)  # (b, 1)
+        if not bool(((scales >= MIN_SCALE) & (scales <= MAX_MAGNITUDE / self.levels * 2)).all()):
+            raise CodecError("a scale received is not a finite positive number")
+        packed = rows[:, SCALE_BYTES:]
+        if self.layout.bits == 4:
+            pairs = packed.to(torch.int16)
+            blocks.copy_(((pairs | (pairs << 4)) & 0x0F0F).view(torch.int8)).sub_(8)
+        else:
+            blocks.copy_(packed.view(torch.int8))
+        blocks.mul_(scales)
+
+
+_FORMS: dict[str, Form] = {
+    "fp32": _Plain("fp32", torch.float32),
+    "bf16": _Plain("bf16", torch.bfloat16),
+    "fp16": _Plain("fp16", torch.float16, MAX_FP16),
+    "int8": _Blocks(SIZES["int8"], 127),
+    "int4": _Blocks(SIZES["int4"], 7),
+}
+CODECS = tuple(_FORMS)  # codecs that send every element; topk sends a part
+
+
+def form_of(codec: str, topk: int = DEFAULT_TOPK) -> Form:
+    """Return the form of a codec; raises `CodecError` if there is no codec of this name."""
+    if codec == "topk":
+        return TopK(topk)
+    try:
+        return _FORMS[codec]
+    except KeyError:
+        raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}, topk") from None
+
+
+def encoded_size(codec: str, num_elements: int) -> int:
+    """Return the bytes that ``num_elements`` fp32 numbers take."""
+    return form_of(codec).size(num_elements)
+
+
+def slices(num_elements: int, start: int = 0) -> Iterator[slice]:
+    """Split a vector of ``num_elements`` into the parts that are encoded and decoded at a time, from ``start`` on.
+
+    Each part except the last consists of whole blocks, so that its bytes (`bytes_of`) are separate.
+    """
+    for begin in range(start, num_elements, _SLICE):
+        yield slice(begin, min(begin + _SLICE, num_elements))
+
+
+def bytes_of(form: Form, part: slice) -> slice:
+    """Return the byte range of a part yielded by `slices`."""
+    return slice(form.size(part.start), form.size(part.stop))
+
+
+def bytes_to_fill(form: Form, num_elements: int, out: Buffer) -> Tensor:
+    """Return the start of the writable ``out`` that ``num_elements`` take: (bytes,) uint8, the same memory.
+
+    Raises `CodecError` if ``out`` is too small.
+    """
+    size, target = form.size(num_elements), np.frombuffer(out, dtype=np.uint8)
+    if len(target) < size:
+        raise CodecError(f"{num_elements} elements take {size} bytes, the buffer has {len(target)}")
+    return torch.from_numpy(target[:size])
+
+
+def bytes_to_read(data: npt.NDArray[np.uint8]) -> Tensor:
+    """Return ``data`` as (bytes,) uint8; the same memory if PyTorch can use it (aligned and writable), else a copy."""
+    return torch.from_numpy(data if data.flags.writeable and not data.ctypes.data % 4 else data.copy())
+
+
+def check_length(form: Form, num_elements: int, num_bytes: int) -> None:
+    """Raise `CodecError` if ``num_elements`` do not take exactly ``num_bytes``."""
+    if num_bytes != form.size(num_elements):
+        raise CodecError(f"{num_elements} elements take {form.size(num_elements)} bytes, not {num_bytes}")
+
+
+def encode(codec: str, values: Tensor, out: Buffer) -> int:
+    """Write ``values`` (n,) fp32 to the start of the writable ``out``; returns the number of bytes written.
+
+    Raises `CodecError` if a value is not finite (or beyond `MAX_MAGNITUDE`, `MAX_FP16`), or ``out`` is too small.
+    """
+    form = form_of(codec)
+    target = bytes_to_fill(form, values.numel(), out)
+    for part in slices(values.numel()):
+        form.encode(values[part].cpu(), target[bytes_of(form, part)])
+    return len(target)
+
+
+def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the (n,) fp32 numbers in ``data``, on ``device``.
+
+    Raises `CodecError` if the length of ``data`` is not the size of n elements, or a value is not finite.
+    """
+    form = form_of(codec)
+    source = np.frombuffer(data, dtype=np.uint8)
+    check_length(form, num_elements, len(source))
+    values = torch.zeros(num_elements, dtype=torch.float32)
+    for part in slices(num_elements):
+        form.decode(bytes_to_read(source[bytes_of(form, part)]), values[part])
+    return values.to(device)

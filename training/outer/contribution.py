@@ -1,0 +1,161 @@
+"""A replica's own contribution: frozen, encoded slice by slice, and as the partner decodes it.
+
+topk remembers what it has last sent of every element. What no partner used was not passed on: only an outer step with a
+partner changes that memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from farandole.protocol.run.outer_rules import OuterConfig
+from farandole.protocol.run.vectors import SENT
+
+from ..base.workers import in_order
+from .codec import Buffer, bytes_of, bytes_to_fill, form_of
+from .copying import Copier, Wait
+from .rule import OuterRule, OwnVectors
+from .share import Assembly, Share
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A contribution: the n elements of one fragment, as they were and as they were sent."""
+
+    part: slice
+    """Where the fragment lies in the flat vectors."""
+    theta: Tensor
+    """The fast weights as they were (n,)."""
+    sent: Tensor
+    """The contribution as the partner decodes it (n,); `filling` where topk left something out."""
+    filling: Tensor
+    """What a receiver takes for the elements that a partner's topk left out (n,)."""
+    memory: Tensor | None
+    """What topk has sent last of every element once a partner has used this contribution (n,)."""
+
+
+class Contributor:
+    """Makes contributions of a replica's own weights and vectors, (n,) fp32 each, as they are then.
+
+    Each is good until the next one is made: the memory for it is kept, as getting it from the system every time takes
+    longer than filling it.
+    """
+
+    def __init__(self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier, share: Share) -> None:
+        self._own = own
+        self._copier = copier
+        self._share = share
+        self.form = form_of(outer.codec, outer.topk)
+        self._rule = rule
+        largest = -(-len(own.fast) // outer.fragments)
+        self.largest_bytes = self.form.size(largest)
+        """Of the largest fragment's contribution."""
+        self._frozen = share.empty(own.fast, largest)
+        is_exact = outer.codec == "fp32" and rule.sends_fast_weights
+        self._sent = self._frozen if is_exact else share.empty(own.fast, largest)
+        self._fills_with_slow = outer.codec == "topk" and outer.sends_far_from_slow
+        self._last = None
+        if outer.remembers_sent:
+            self._last = share.made(own.fast, lambda place: rule.contribution(own.piece(place)))
+        self._next_memory = None if self._last is None else share.empty(own.fast, largest)
+
+    def freeze(self, part: slice) -> Contribution:
+        """A contribution of one fragment of the weights, as they are now, to be encoded.
+
+        Where nothing goes on aside, they are copied while they are encoded, and must stay as they are until then.
+        """
+        num_elements = part.stop - part.start
+        frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
+        if self._copier.is_aside:
+            frozen.copy_(self._own.fast[part])
+        self._copier.fork()
+        memory = None if self._next_memory is None else self._next_memory[:num_elements]
+        return Contribution(part, frozen, sent, self._own.slow[part] if self._fills_with_slow else sent, memory)
+
+    def encode(self, frozen: Contribution, out: Buffer, progress: Callable[[int], None]) -> bytes:
+        """Encode what `freeze` gave into ``out``; returns the BLAKE3 of that.
+
+        ``progress`` is called with how many of the first bytes of ``out`` are final, every slice. Raises `CodecError`
+        if ``out`` is too small or a weight is not finite.
+        """
+        assembly = self._share.assemble(frozen.part, bytes_to_fill(self.form, len(frozen.theta), out), progress)
+        try:
+            self._encode_pieces(frozen, assembly)
+        except BaseException:  # for any exception: another rank may be waiting for these bytes
+            assembly.fail()
+            raise
+        return assembly.seal()
+
+    def _encode_pieces(self, frozen: Contribution, assembly: Assembly) -> None:
+        part, target = frozen.part, assembly.target
+
+        def encode(piece: slice) -> tuple[Wait, slice]:
+            place = bytes_of(self.form, piece)
+            filled = self._copier.to_fill(target[place])
+            self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
+            return self._copier.send(filled, target[place]), place
+
+        pieces = self._share.pieces(part)
+        if self._copier.is_host:
+            for _, place in in_order(encode, pieces):
+                assembly.add(place)
+            return
+        on_their_way: deque[tuple[Wait, slice]] = deque()
+
+        def finish() -> None:
+            wait, place = on_their_way.popleft()
+            wait()
+            assembly.add(place)
+
+        with self._copier.aside():
+            for piece in pieces:
+                on_their_way.append(encode(piece))
+                while len(on_their_way) > self._copier.depth:
+                    finish()
+            while on_their_way:
+                finish()
+
+    def _encode(self, piece: slice, place: slice, encoded: Tensor) -> None:
+        """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode, remember."""
+        frozen, sent = self._frozen[piece], self._sent[piece]
+        if not self._copier.is_aside:  # now that it is in the processor's cache
+            frozen.copy_(self._own.fast[place])
+        if self._sent is self._frozen:
+            self.form.encode(sent, encoded)
+            return
+        own = self._own.piece(place)
+        sent.copy_(self._rule.contribution(replace(own, fast=frozen)))
+        if self._last is not None and self._next_memory is not None:
+            self.form.encode(sent, encoded, self._last[place])
+            self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))
+            self.form.decode(encoded, sent)
+        elif self._fills_with_slow:
+            self.form.encode(sent, encoded, own.slow)
+            self.form.decode(encoded, sent.copy_(own.slow))
+        else:
+            self.form.encode(sent, encoded)
+            self.form.decode(encoded, sent)
+
+    def passed_on(self, contribution: Contribution) -> None:
+        """Remember what a contribution left out, after a partner has used it."""
+        if self._last is not None and contribution.memory is not None:
+            last = self._last[contribution.part]
+            for piece in self._share.pieces(contribution.part):
+                last[piece] = contribution.memory[piece]
+
+    def restart(self, *, forgets: bool = False) -> None:
+        """Continue from weights that were just loaded; ``forgets``: with nothing remembered of earlier rounds.
+
+        topk then takes the slow weights for what was sent last, so that it sends what moves from there. If it took
+        zeros, it would send the largest weights instead.
+        """
+        if self._last is not None and (forgets or not bool(self._last.any())):
+            self._last.copy_(self._rule.contribution(replace(self._own, fast=self._own.slow)))
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return the contributor's vectors for a checkpoint: flat vectors (n,), by name."""
+        return {} if self._last is None else {SENT: self._last}

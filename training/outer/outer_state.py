@@ -1,0 +1,237 @@
+"""The state of the outer step: a replica's slow weights, its outer rule's vectors, and its contributions.
+
+All are flat fp32 vectors, in addition to the fast weights. A round is `Contributor.freeze`, `Contributor.encode` and
+`step`, in a simulation (`farandole.training.compare.baselines`) as in a node.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from farandole.protocol.run.outer_rules import OuterConfig
+from farandole.protocol.run.vectors import DRIFT, SLOW
+
+from ..base.workers import each_piece, one_thread
+from .contribution import Contribution, Contributor
+from .copying import Copier
+from .drift import correct_
+from .rule import Meeting, OwnVectors, rule_of
+from .share import ALONE, OWN_FIRST, OWN_LAST, HostWork, Share
+
+# In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
+MAX_MOMENTUM: Final = 10.0
+# In simulated honest runs on text of different kinds the correction of a round came to 0.97 of its movement at most.
+MAX_DRIFT: Final = 2.0
+
+
+class Tried(enum.IntEnum):
+    """Weights whose loss a screening rule may ask for."""
+
+    TOWARDS = 0
+    """The contributed fast weights, moved towards the partner's."""
+    BEFORE = 1
+    """Those with which the round began."""
+    AS_SENT = 2
+    """The contributed ones as the partner decodes them."""
+
+
+class OuterState:
+    """The outer state of the fast weights ``fast`` (n,) fp32, which `step` moves too.
+
+    The slow weights begin as a copy of them. ``share``: what this process does of the work on them.
+    """
+
+    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier, share: Share | None = None) -> None:
+        self.settings = settings
+        self.copier = copier
+        self.share = share = Share() if share is None else share
+        self.slow = share.copy(fast)
+        self.vectors = {name: share.zeros(fast) for name in (*settings.vectors, *settings.own_vectors)}
+        self.drift = share.zeros(fast) if settings.drift else None
+        """The drift correction, (n,) fp32 (`farandole.training.outer.drift`)."""
+        self._fast = fast
+        self._rule = rule_of(settings)
+        self._own = OwnVectors(fast, self.slow, self.vectors)
+        self.contributor = Contributor(settings, self._rule, self._own, copier, share)
+        """Makes the contributions, of the weights and vectors as they are then."""
+
+    def step(
+        self,
+        made: Contribution,
+        contributions: Sequence[Tensor],
+        weights: Sequence[float],
+        *,
+        is_late: bool,
+        rates: float = 0.0,
+    ) -> None:
+        """Take the outer step of one fragment, whose own contribution is ``made``; slice by slice, in place.
+
+        ``contributions``, (n,) each, are as their receivers decode them, the own one is ``made.sent``; ``weights`` are
+        their shares. Without any, the replica is alone. ``is_late``: inner steps were taken since the contribution,
+        and their progress is kept. ``rates``: the sum of the learning rates of the inner steps behind the contribution.
+
+        A lossy codec would round away all of a replica's own progress below half a quantum in each round. Therefore
+        the step is taken around the exact contribution w: a member that sent Q_j counts as w + (Q_j - Q), where Q is
+        what this replica sent (CHOCO-Gossip, arXiv 1902.00340, which also exchanges differences and keeps its own
+        value). With equal shares, what one partner gains the other one loses, so the sum of a pair is conserved; the
+        partners' means differ by the difference of their codec errors.
+        """
+        whole = replace(self._own.piece(made.part), fast=made.theta)
+        fast = self._fast[made.part]
+        is_alone = not contributions
+        own_place = 0 if is_alone else next(place for place, each in enumerate(contributions) if each is made.sent)
+        order = ALONE if is_alone else OWN_LAST if own_place else OWN_FIRST
+        self.share.begin_step(order, weights, rates, is_late=is_late)
+        if is_alone:
+            contributions, weights = [self._undistorted(made, whole)], [1.0]
+        keeps_own_exact = self.settings.is_lossy and self._rule.keeps_own_exact and not is_alone
+
+        def step(piece: slice) -> None:
+            own = whole.piece(piece)
+            pieces = [contribution[piece] for contribution in contributions]
+            if keeps_own_exact:
+                pieces = self._around_own(own, pieces, own_place)
+            meeting = Meeting(pieces, weights, own_place, is_late)
+            if self.drift is not None and rates > 0.0 and not is_alone:
+                correct_(self.drift[made.part][piece], meeting, self.settings.drift / rates)
+            self._rule.step(own, meeting)
+            if is_late:
+                fast[piece] += own.slow - made.theta[piece]
+            else:
+                fast[piece] = own.slow
+
+        each_piece(step, self.share.pieces(made.part), fast)
+        if not is_alone:
+            self.contributor.passed_on(made)
+        self.share.end_step()
+
+    def _around_own(self, own: OwnVectors, contributions: Sequence[Tensor], own_place: int) -> list[Tensor]:
+        """Return ``contributions``, (n,) each, relative to the exact one of this replica; see `step`."""
+        sent, exact = contributions[own_place], self._rule.contribution(own)
+        return [
+            exact if place == own_place else exact + (contribution - sent)
+            for place, contribution in enumerate(contributions)
+        ]
+
+    def limit_momentum(self, part: slice, movement: float) -> bool:
+        """Clip what is carried over from earlier rounds; returns whether it was too much.
+
+        ``movement``: how far this replica's inner steps usually move the part in a round, a norm. Momentum that honest
+        rounds have made is at most `MAX_MOMENTUM` times what such movements add up to (momentum clipping: CO2,
+        arXiv 2401.16265, section 3.3, with another yardstick). A checkpoint of a stranger's may have any, and so may
+        a round in which the loss went up steeply.
+        """
+        self.share.tell_hosts(HostWork.LIMIT_MOMENTUM, movement)
+        limit, has_clipped = MAX_MOMENTUM * self.settings.momentum_gain * movement, False
+        for momentum in (vector[part] for name, vector in self.vectors.items() if name == "momentum"):
+            has_clipped |= self._clip(momentum, part, limit)
+        return has_clipped
+
+    def _clip(self, vector: Tensor, part: slice, limit: float) -> bool:
+        """Scale a part (n,) of a vector to a norm of at most ``limit``; return whether it was more."""
+        with one_thread():
+            square = sum(float(vector[piece] @ vector[piece]) for piece in self.share.summed(part))
+        norm = math.sqrt(self.share.add_up(square)[0])
+        if norm <= limit:
+            return False
+        for piece in self.share.summed(part):
+            vector[piece].mul_(limit / norm) if norm < math.inf else vector[piece].zero_()
+        return True
+
+    def limit_drift(self, part: slice, movement: float, rates: float) -> None:
+        """Clip the drift correction of a part after a step, so that a round of inner steps adds not too much of it.
+
+        ``rates``: the sum of the learning rates of a round's inner steps; ``movement`` as in `limit_momentum`. What a
+        partner causes stays in the correction for some fifty exchanges, which a liar could otherwise make use of.
+        """
+        if self.drift is None:
+            return
+        self._clip(self.drift[part], part, MAX_DRIFT * movement / rates)
+
+    def distance_to_slow(self, made: Contribution) -> float:
+        """Return the norm of the difference between what was sent and what would be sent without inner steps."""
+        self.share.tell_hosts(HostWork.DISTANCE)
+        square = 0.0
+        with one_thread():
+            for piece in self.share.summed(made.part):
+                moved = self._moved(made, piece)
+                square += float(moved @ moved)
+        return math.sqrt(self.share.add_up(square)[0])
+
+    def movement(self, made: Contribution, out: Tensor) -> None:
+        """Write what the inner steps changed of what was sent to ``out`` (n,)."""
+        with one_thread():
+            for piece in self.share.summed(made.part):
+                out[piece] = self._moved(made, piece)
+
+    def alignment(self, made: Contribution, contribution: Tensor, movement: Tensor | None) -> float:
+        """The cosine between what inner steps changed and the way from what was sent to a partner's (n,).
+
+        ``movement``: of an earlier round (n,); None: of this one. 0 if either is nothing.
+        """
+        self.share.tell_hosts(HostWork.ALIGNMENT)
+        product, moved_square, square = 0.0, 0.0, 0.0
+        with one_thread():
+            for piece in self.share.summed(made.part):
+                moved = self._moved(made, piece) if movement is None else movement[piece]
+                difference = contribution[piece] - made.sent[piece]
+                product += float(moved @ difference)
+                moved_square += float(moved @ moved)
+                square += float(difference @ difference)
+        product, moved_square, square = self.share.add_up(product, moved_square, square)
+        length = math.sqrt(moved_square * square)
+        return product / length if length > 0.0 else 0.0
+
+    def _moved(self, made: Contribution, piece: slice) -> Tensor:
+        """A piece of the difference (n,) between what was sent and what would be sent at the slow weights.
+
+        The rule's vectors count as zeros, their first values: what one of them carries over is sent, too.
+        """
+        slow = self.slow[made.part][piece]
+        zeros = slow.new_zeros(1).expand(len(slow))
+        return made.sent[piece] - self._rule.contribution(OwnVectors(slow, slow, dict.fromkeys(self.vectors, zeros)))
+
+    def fill(self, trial: Tried, share: float, made: Contribution, partner: Tensor, out: Tensor) -> None:
+        """Write the weights of a trial to ``out`` (n,), for the part of ``made``.
+
+        ``share``: of the difference to ``partner`` (n,), its contribution as received.
+        """
+        self.share.tell_hosts(HostWork.FILL, trial, share)
+        own = {Tried.TOWARDS: made.theta, Tried.BEFORE: self.slow[made.part], Tried.AS_SENT: made.sent}[trial]
+
+        def fill(piece: slice) -> None:
+            if trial is Tried.TOWARDS and share:
+                torch.sub(partner[piece], made.sent[piece], out=out[piece])
+                out[piece].mul_(share).add_(own[piece])
+            else:
+                out[piece].copy_(own[piece])
+
+        each_piece(fill, self.share.summed(made.part), out)
+
+    def distorts(self, made: Contribution) -> bool:
+        """Return whether a partner decodes fast weights with the codec's errors."""
+        return self._rule.sends_fast_weights and made.sent.data_ptr() != made.theta.data_ptr()
+
+    def _undistorted(self, made: Contribution, own: OwnVectors) -> Tensor:
+        """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
+        if self._rule.sends_fast_weights:
+            return made.theta
+        for piece in self.share.pieces(made.part):
+            made.sent[piece] = self._rule.contribution(own.piece(piece))
+        return made.sent
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return this replica's own vectors for a checkpoint, which no other replica needs: (n,), by name."""
+        own = {name: self.vectors[name] for name in self.settings.own_vectors}
+        return own | self.contributor.saved() | ({} if self.drift is None else {DRIFT: self.drift})
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the vectors that every checkpoint of the run has: flat vectors (n,), by name."""
+        return {SLOW: self.slow, **{name: self.vectors[name] for name in self.settings.vectors}}
