@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 from collections.abc import Iterable
@@ -14,13 +13,14 @@ from .decoders import DECODERS, Decoder
 
 CORPUS = Path(__file__).parent / "corpus"
 # Limits for one decoder. Longer inputs, or more of them, add little.
-MAX_FILES, MAX_FILE_BYTES = 20, 1_024
+MAX_INPUTS, MAX_INPUT_BYTES = 20, 1_024
 MAX_CORPUS_BYTES = 300_000
 
 
 def read(name: str) -> list[bytes]:
-    """Return the kept inputs of a decoder."""
-    return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
+    """Return the kept inputs of a decoder: a line of hexadecimal digits each."""
+    path = CORPUS / f"{name}.hex"
+    return [bytes.fromhex(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def verdict_on(decoder: Decoder, data: bytes) -> str:
@@ -55,16 +55,12 @@ def features(decoder: Decoder, data: bytes) -> set[object]:
 
 def keep(name: str, found: Iterable[bytes]) -> int:
     """Keep inputs that reach something new, the shortest first; return the number of bytes now kept."""
-    decoder, folder = DECODERS[name], CORPUS / name
+    decoder = DECODERS[name]
     reached: set[object] = set()
     kept: list[bytes] = []
     for data in sorted({*read(name), *decoder.seeds, *found}, key=lambda data: (len(data), data)):
-        if len(kept) < MAX_FILES and len(data) <= MAX_FILE_BYTES and not (new := features(decoder, data)) <= reached:
+        if len(kept) < MAX_INPUTS and len(data) <= MAX_INPUT_BYTES and not (new := features(decoder, data)) <= reached:
             reached |= new
             kept.append(data)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*"):
-        path.unlink()
-    for data in kept:
-        (folder / hashlib.sha256(data).hexdigest()[:12]).write_bytes(data)
+    (CORPUS / f"{name}.hex").write_text("".join(f"{data.hex()}\n" for data in kept))
     return sum(map(len, kept))
