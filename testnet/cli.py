@@ -17,7 +17,7 @@ import typer
 from farandole.node.app.commands.output import print_json
 from farandole.node.base.exits import Exit
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import how_to_add
 
 from .section import Write
 

@@ -34,9 +34,9 @@ from farandole.training.base.durable import replacing
 from farandole.training.base.errors import DataError
 from farandole.training.compare.baselines import Ensemble, Method, methods, train
 from farandole.training.compare.stacked import Stack, Trial, train_stacked
+from farandole.training.data.batches import joined
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.sources import Reader, sources_of, stdlib_sources
-from farandole.training.data.spliced import joined
 from farandole.training.data.token_cache import Found
 
 from .grid import Grid

@@ -1,7 +1,6 @@
 import numpy as np
 
-from farandole.training.data.batches import Tokens
-from farandole.training.data.spliced import Array
+from farandole.training.data.batches import Array, Tokens
 
 
 def array_of(tokens: Tokens) -> Array:

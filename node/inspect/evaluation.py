@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.training.base.errors import TrainingError
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import TrainingError, how_to_add
 
 from ..base.release import VERSION
 from ..base.settings import NodeSettings

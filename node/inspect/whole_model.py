@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farandole.protocol.planning.needs import TRAINER_BYTES
+from farandole.protocol.run.cut import shapes_of
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.shapes import shapes_of
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.safetensors import FP32_BYTES
 from farandole.training.base.errors import TrainingError

@@ -23,8 +23,7 @@ from farandole.protocol.epochs.lease_events import Announce, EpochBegan, Event, 
 from farandole.protocol.epochs.leases import Leases
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.slices import parts
-from farandole.protocol.state.acquaintance import Acquaintance
-from farandole.protocol.state.believing import Partners
+from farandole.protocol.state.believing import Acquaintance, Partners
 from farandole.protocol.state.entries import Beat, Kind, Lease, Payload
 from farandole.protocol.state.liveness import Liveness
 from farandole.protocol.state.state import RunState

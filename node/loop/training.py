@@ -50,7 +50,7 @@ class Surroundings:
     on_saved: Callable[[messages.Saved], None]
     """Called with each checkpoint that is written or resumed from."""
     is_suspected: Callable[[bytes], bool]
-    """Returns whether enough members suspect a peer (`farandole.protocol.state.suspicion`)."""
+    """Returns whether enough members suspect a peer (`farandole.protocol.state.believing`)."""
     is_near: Callable[[bytes], bool]
     """Returns whether a peer is met as a near one (`farandole.protocol.rounds.pairing_order`)."""
     note_suspicion: Callable[[bytes, bool], None]

@@ -21,8 +21,8 @@ from typing import Final
 
 from torch import nn
 
-from farandole.protocol.run.external_model import recipe_hash
 from farandole.protocol.run.manifest import Manifest, decode_body
+from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.trainer.trainer_messages import Dismiss, Failed, Prepare
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import TrainingError, UnfitWeightsError

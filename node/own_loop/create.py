@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.planning.planning import choices, complete, given_by
-from farandole.protocol.run.external_model import recipe_hash
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, Manifest, sign_manifest
+from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.run.vectors import SLOW
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.cluster.follower import Follower

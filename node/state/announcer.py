@@ -7,9 +7,9 @@ from collections.abc import Callable
 import trio
 
 from farandole.protocol.checkpoints.blocks import Index
+from farandole.protocol.state.believing import OwnSuspects
 from farandole.protocol.state.entries import CheckpointNotice, Kind, Member, fit_member
 from farandole.protocol.state.node_state import MAX_SMALL, beat_of, progress_of, speed_of
-from farandole.protocol.state.suspicion import OwnSuspects
 
 from ..base.release import VERSION
 from ..mesh.addresses import rank

@@ -22,8 +22,14 @@ from farandole.protocol.state.antientropy import Session
 from farandole.protocol.state.clock_votes import ClockSkew, judge_clock, votes_of
 from farandole.protocol.state.entries import Delta, Entry, Kind, Payload, decode_delta
 from farandole.protocol.state.entries import Member as MemberPayload
-from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS, Gossip, is_worth_forwarding, slices_of, sync_periods
-from farandole.protocol.state.inbound_meter import InboundMeter
+from farandole.protocol.state.gossip import (
+    JOIN_LEAD_SECONDS,
+    Gossip,
+    InboundMeter,
+    is_worth_forwarding,
+    slices_of,
+    sync_periods,
+)
 from farandole.protocol.state.lazy_push import MAX_HAVE_BYTES
 from farandole.protocol.state.lazy_push import PROTOCOL as HAVE_PROTOCOL
 from farandole.protocol.state.liveness import BASE_PERIOD, Liveness

@@ -19,11 +19,10 @@ from collections.abc import Callable, Collection, Iterable
 import trio
 
 from farandole.protocol.stages.stage_choice import Provider
-from farandole.protocol.state.believing import Credit, Partners
+from farandole.protocol.state.believing import Credit, Partners, is_suspected
 from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind, ProgramNotes, StageLease, Suspects
 from farandole.protocol.state.node_state import NodeState, speed_of
 from farandole.protocol.state.state import PayloadType, RunState
-from farandole.protocol.state.suspicion import is_suspected
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import short_name
 

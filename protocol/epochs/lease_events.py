@@ -41,7 +41,7 @@ class Ticked:
     period: float
     """Seconds between heartbeats."""
     proven: frozenset[bytes] = frozenset()
-    """Authors whose claims count (`farandole.protocol.state.acquaintance`), live or not."""
+    """Authors whose claims count (`farandole.protocol.state.believing`), live or not."""
     signed_speeds: Mapping[bytes, float] = field(default_factory=dict)
     """Speeds of live members in slices per second, as each signs its own."""
 

@@ -24,7 +24,7 @@ from ..run.codec_sizes import encoded_bytes
 from ..run.cut import layers_of, stage_parameters
 from ..run.manifest import Manifest, ModelConfig, RoundConfig
 from ..run.outer_rules import OuterConfig
-from ..run.parts import parts_of
+from ..run.presets import parts_of
 from ..run.vectors import OPTIMIZER_VECTORS, required_bytes, required_vectors
 from ..wire.safetensors import FP32_BYTES
 

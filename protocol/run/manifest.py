@@ -17,12 +17,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from ..wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from ..wire.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, public_key_of, sign
-from .external_model import ExternalModel
 from .families import HFConfig
 from .families.base import NumLayers
 from .invitations import Roster
 from .outer_rules import NoLoCoConfig, OuterRules, with_kind
-from .own_model import MAX_PARAMETERS, OwnModel
+from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel
 from .screening_rules import DEFAULT_SCREENING, ScreeningRules
 from .slices import NUM_PARTS, PART_BYTES
 

@@ -1,4 +1,4 @@
-"""The peers that a node believes about the run's progress: its partners, unless their claims proved false.
+"""Whom a node believes: about the run's progress, about who has exchanged, and about whom to suspect.
 
 A heartbeat names a round, and any key can name any round. A committed exchange is work: both sides judged the other's
 weights. So a node takes the run's progress from its *partners*, the peers with which it has committed exchanges, and a
@@ -12,9 +12,11 @@ claim, or gave the weights, lose their credit: they are not believed for a while
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
+from typing import Final
 
 from ..wire.identity import PUBLIC_KEY_BYTES
+from .entries import MAX_SUSPECTS, PARTNER_BYTES, Suspects
 
 # Rounds by which a claim may differ from what is known and still be accepted without a test: heartbeats are up to a
 # minute old, and a trainer takes a minute to start, while rounds may take a second.
@@ -80,3 +82,89 @@ class Credit:
     def is_good(self, peer: bytes, now: float) -> bool:
         """Return whether a peer is believed."""
         return peer not in self._doubts or self._doubts[peer][1] <= now
+
+
+# Proven members: the ones whose claims count, because exchanges with them were committed.
+#
+# Keys are free, and so are heartbeats. An exchange that both sides commit takes a round of an honest node, which meets
+# one peer a round, and each peer about equally often. So a node takes a member as *proven* if it has committed an
+# exchange with it, or if `NUM_VOUCHERS` members with which it has done so report in their heartbeats an exchange with
+# that member. In a run of a thousand members a node then knows most of them after about 75 rounds instead of a
+# thousand.
+#
+# The gain from lying is bounded: `NUM_VOUCHERS` met members can make any key proven, but each of them must have been
+# met by each node that believes them. Sans-IO.
+
+# With three, neither one liar nor two can make a key proven.
+NUM_VOUCHERS = 3
+
+
+class Acquaintance:
+    """The members that one node knows to be proven, and which members vouch for the others."""
+
+    def __init__(self) -> None:
+        self._vouchers: dict[bytes, set[bytes]] = {}  # of live members that are not met
+
+    def proven(self, met: Set[bytes], partners: Mapping[bytes, bytes]) -> frozenset[bytes]:
+        """Return the authors that are proven.
+
+        ``met``: the members with which this node has committed exchanges. ``partners``: for each live member, the first
+        bytes of the key of the peer that it averaged with in its last round; empty: none, or not reported.
+        """
+        unmet = {author[:PARTNER_BYTES]: author for author in partners.keys() - met}
+        self._vouchers = {author: self._vouchers.get(author, set()) for author in unmet.values()}
+        for author in partners.keys() & met:
+            if (partner := unmet.get(partners[author])) is not None:
+                self._vouchers[partner].add(author)
+        vouched = (author for author, vouchers in self._vouchers.items() if len(vouchers) >= NUM_VOUCHERS)
+        return frozenset((*met, *vouched))
+
+
+# Members' suspicions of each other: which peers a node's screening suspects, and when other members' lists count.
+#
+# Two members of a run of hundreds meet rarely, so a peer that does a little harm each time is found late by any one of
+# them. Each member publishes the peers that it suspects at present, and takes a peer off the list when later exchanges
+# with it are good.
+#
+# Keys cost nothing, so a list counts only if this node has committed exchanges with its author, and enough such lists
+# must name a peer. Even then the lists do not decide: they lower the amount of evidence of its own that a node needs
+# (`farandole.training.screening.guard`). With false suspicions, liars can only make a node ignore an honest member
+# while that node itself finds the member's weights worse than its own, for example after a long absence.
+
+# Enough accusers: a third of the members whose lists count, which a quarter of liars cannot reach, within these bounds.
+# The upper one is for large runs, in which few members have met the peer at all.
+MIN_ACCUSERS: Final = 3
+MAX_ACCUSERS: Final = 6
+
+
+class OwnSuspects:
+    """The peers that this node suspects, the latest last, and at most `MAX_SUSPECTS`."""
+
+    def __init__(self) -> None:
+        self._suspected: OrderedDict[bytes, None] = OrderedDict()
+
+    def note(self, peer: bytes, *, is_suspect: bool) -> bool:
+        """Note the screening's latest result for a peer; return whether the list has changed."""
+        has_changed = is_suspect != (peer in self._suspected)
+        if is_suspect:
+            self._suspected[peer] = None
+            self._suspected.move_to_end(peer)
+        else:
+            self._suspected.pop(peer, None)
+        while len(self._suspected) > MAX_SUSPECTS:
+            self._suspected.popitem(last=False)
+        return has_changed
+
+    def __bool__(self) -> bool:
+        return bool(self._suspected)
+
+    @property
+    def entry(self) -> Suspects:
+        """Return the list as it is published."""
+        return Suspects(tuple(sorted(peer[:PARTNER_BYTES] for peer in self._suspected)))
+
+
+def is_suspected(peer: bytes, lists: Iterable[Suspects], num_believed: int) -> bool:
+    """Return whether enough lists name a peer. ``lists`` are from ``num_believed`` members, without the peer's own."""
+    enough = min(max(-(-num_believed // 3), MIN_ACCUSERS), MAX_ACCUSERS)
+    return sum(peer[:PARTNER_BYTES] in told.peers for told in lists) >= enough

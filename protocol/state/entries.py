@@ -174,7 +174,7 @@ class CheckpointNotice(Payload, frozen=True):
 
 
 class Suspects(Payload, frozen=True):
-    """The peers whose contributions the author now finds suspect (`farandole.protocol.state.suspicion`)."""
+    """The peers whose contributions the author now finds suspect (`farandole.protocol.state.believing`)."""
 
     peers: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=MAX_SUSPECTS)]
 

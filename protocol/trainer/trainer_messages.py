@@ -373,7 +373,7 @@ class Screened(msgspec.Struct, frozen=True, tag=True):
     remark: str = ""
     """Why less than all of the share of an accepted contribution counts; empty: all of it does."""
     is_suspect: bool = False
-    """Whether the partner is suspected now, which is published to the run (`farandole.protocol.state.suspicion`)."""
+    """Whether the partner is suspected now, which is published to the run (`farandole.protocol.state.believing`)."""
 
 
 class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):

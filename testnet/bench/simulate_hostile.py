@@ -26,8 +26,8 @@ from torch import Tensor
 from farandole.protocol.rounds.pairing_backoff import PartnerBackoff
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.vectors import OPTIMIZER_VECTORS
+from farandole.protocol.state.believing import OwnSuspects, is_suspected
 from farandole.protocol.state.entries import PARTNER_BYTES, Suspects
-from farandole.protocol.state.suspicion import OwnSuspects, is_suspected
 from farandole.training.base.errors import ScreeningError
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.outer.codec import form_of

@@ -17,7 +17,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.processes import may_exist
 from farandole.node.daemon import run_node
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import how_to_add
 
 from ..patience import PATIENCE
 from ..task_files import write_tasks

@@ -22,9 +22,9 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from farandole.protocol.run.external_model import ExternalModel
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
 from farandole.training.base.errors import DivergedError, TrainingError
 from farandole.training.cluster import vector_memory

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Final
+
 from farandole.protocol.wire.errors import FarandoleError
 
 
@@ -43,3 +51,39 @@ class ActivationError(TrainingError):
 
 class OutlierError(ActivationError):
     """Activations or their gradient are unlike what came before (`farandole.training.engine.link_statistics`)."""
+
+
+# Packages that only some runs need: the extras of pyproject.toml, and how to add one to this installation.
+
+_PACKAGE: Final = "farandole"
+_EXTRA: Final = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
+_NESTED: Final = re.compile(rf"{_PACKAGE}\[([\w,-]+)\]")
+
+
+def how_to_add(extra: str) -> str:
+    """Return the command that installs an extra's packages for the Python that runs this, wherever farandole came from.
+
+    An installed program has an environment of its own: ``pip`` alone would install into another.
+    """
+    wanted = [*_requirements(extra)] or [f"{_PACKAGE}[{extra}]"]
+    has_pip = find_spec("pip") is not None
+    installer = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
+    return " ".join([installer, *map(shlex.quote, wanted)])
+
+
+def _requirements(extra: str) -> Iterator[str]:
+    """Yield the requirements of an extra, and of the extras in it, as the installed package states them."""
+    try:
+        stated = metadata.requires(_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        stated = []
+    for line in stated:
+        requirement, _, marker = (part.strip() for part in line.partition(";"))
+        found = _EXTRA.search(marker)
+        if found is None or found.group(1) != extra:
+            continue
+        if nested := _NESTED.fullmatch(requirement):
+            for inner in nested.group(1).split(","):
+                yield from _requirements(inner)
+        else:
+            yield requirement

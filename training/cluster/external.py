@@ -30,9 +30,9 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor, nn
 
+from farandole.protocol.run.cut import shapes_of
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.mixed_runs import tokens_of_step, why_no_loop
-from farandole.protocol.run.shapes import shapes_of
 from farandole.protocol.wire.safetensors import Shape
 
 from ..base.device import Device

@@ -1,9 +1,13 @@
-"""The interface of a learner's data: batches of token windows, by step, by slice, and held out."""
+"""The interface of a learner's data: batches of token windows, by step, by slice, and held out; the tokens behind them.
+
+Tokens are an array, or stretches of several (`Spliced`).
+"""
 
 from __future__ import annotations
 
 import abc
 import hashlib
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -12,8 +16,61 @@ import numpy.typing as npt
 from ..base.errors import DataError
 from ..base.permutation import keyed_digest
 from .slices import SliceQueue
-from .spliced import Array, Spliced
 from .tokenizer import SEPARATORS, Tokenizer, tokens_per_byte
+
+Array = npt.NDArray[np.integer]
+Places = npt.NDArray[np.int64]
+
+
+class Spliced:
+    """Stretches of arrays, one after the other, indexed like one array by arrays of places. Nothing is copied.
+
+    ``stretches`` (n, 3): the array's number, the first token, and the number of tokens, at least 1.
+    """
+
+    def __init__(self, arrays: Sequence[Array], stretches: Places) -> None:
+        self._arrays = arrays
+        self._numbers, self._firsts, counts = np.ascontiguousarray(stretches.reshape(-1, 3).T)
+        self._ends = counts.cumsum()
+        self._begins = self._ends - counts
+
+    def __len__(self) -> int:
+        """Return the number of tokens in all stretches."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, places: Places | slice) -> Places:
+        """Return the tokens, int64, at places of any shape. Raises `IndexError` for a place behind the last token."""
+        if isinstance(places, slice):
+            places = np.arange(*places.indices(len(self)))
+        if places.size and not 0 <= places.min() <= places.max() < len(self):
+            raise IndexError(f"there are {len(self)} tokens")
+        found = np.searchsorted(self._ends, places, side="right")
+        within = self._firsts[found] + places - self._begins[found]
+        numbers = self._numbers[found]
+        tokens = np.empty(places.shape, np.int64)
+        for number in np.unique(numbers):
+            chosen = numbers == number
+            tokens[chosen] = self._arrays[number][within[chosen]]
+        return tokens
+
+
+def joined(parts: Sequence[Array | Spliced]) -> Array | Spliced:
+    """Return all parts one after the other, without copying them."""
+    parts = [part for part in parts if len(part)] or parts[:1]
+    if len(parts) == 1:
+        return parts[0]
+    arrays: list[Array] = []
+    stretches = []
+    for part in parts:
+        if isinstance(part, Spliced):
+            own = np.stack([part._numbers + len(arrays), part._firsts, part._ends - part._begins], axis=1)
+            arrays.extend(part._arrays)
+        else:
+            own = np.array([[len(arrays), 0, len(part)]], np.int64)
+            arrays.append(part)
+        stretches.append(own)
+    return Spliced(arrays, np.concatenate(stretches))
+
 
 _NO_EPOCHS: Final = (
     "this run counts epochs of the data (data.epochs), and a stream has none: what is in it is not known beforehand. "

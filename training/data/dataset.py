@@ -31,11 +31,10 @@ from farandole.protocol.run.manifest import DataConfig, Manifest
 
 from ..base.errors import DataError
 from ..base.permutation import permute
-from .batches import Batch, Batches, Tokens, cut_out, is_held_out
+from .batches import Batch, Batches, Tokens, cut_out, is_held_out, joined
 from .mixture import NO_EPOCHS, Mixture
 from .slices import SliceQueue
 from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
-from .spliced import joined
 from .token_cache import CORPUS_BYTES, Found, Sink, cache_name, keep_within, open_cache, write_cache
 from .token_files import open_tokens
 from .token_index import INDEX_DTYPE, index_tokens, require_separator, spliced

@@ -22,9 +22,8 @@ from typing import Final, Literal
 import msgspec
 
 from ..base.errors import DataError
-from .packed import SUFFIX as PACKED_SUFFIX
-from .packed import opened, require_readable, suffix_of
-from .records import Records, dataset_records, json_records, parquet_records
+from .records import SUFFIX as PACKED_SUFFIX
+from .records import Records, dataset_records, json_records, opened, parquet_records, require_readable, suffix_of
 from .token_files import SUFFIX as TOKENS_SUFFIX
 from .token_files import is_training_split
 

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..base.errors import DataError
-from ..base.extras import how_to_add
+from ..base.errors import DataError, how_to_add
 from ..base.permutation import keyed_digest
 from .batches import Batch, Batches, is_held_out
 from .sources import Progress

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from ..base.errors import DataError
-from .spliced import Array
+from .batches import Array
 
 SUFFIX: Final = ".bin"
 _HEADER_BYTES: Final = 256 * 4

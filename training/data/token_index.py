@@ -16,8 +16,7 @@ from typing import Final
 import numpy as np
 
 from ..base.errors import DataError
-from .batches import is_held_out
-from .spliced import Array, Places, Spliced
+from .batches import Array, Places, Spliced, is_held_out
 from .token_cache import CORPUS_BYTES, Found, Sink
 from .tokenizer import Tokenizer
 

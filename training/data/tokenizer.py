@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from farandole.protocol.run.manifest import TokenizerConfig
 
-from ..base.errors import DataError
-from ..base.extras import how_to_add
+from ..base.errors import DataError, how_to_add
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer

@@ -5,8 +5,9 @@ norm, a rotary embedding or a loss over a large vocabulary takes more time than 
 device.
 
 One part is in memory at a time, a layer or both ends, so a model can be measured that no device holds. All layers of a
-model are of one kind and shape (`farandole.protocol.run.parts`), so one of them is timed for all. What happens once an
-inner step and not for each microbatch is left out, and so is the encoding of activations, which costs all stages alike.
+model are of one kind and shape (`farandole.protocol.run.presets`), so one of them is timed for all. What happens once
+an inner step and not for each microbatch is left out, and so is the encoding of activations, which costs all stages
+alike.
 """
 
 from __future__ import annotations

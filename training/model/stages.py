@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from farandole.protocol.run.cut import layers_of
 from farandole.protocol.run.manifest import ModelConfig
 
-from ..base.errors import TrainingError
-from ..base.extras import how_to_add
+from ..base.errors import TrainingError, how_to_add
 from .model import build_model
 from .own_model import build_own_model
 

@@ -48,7 +48,7 @@ used other batches, so its difference from this node points against the change t
 steps, unless the partner is ahead of this node; then its weights are better. A contribution that lies further along
 this node's change and is worse counts as a round in the sum.
 
-Two nodes meet rarely, so members report to each other which peers they suspect (`farandole.protocol.state.suspicion`).
+Two nodes meet rarely, so members report to each other which peers they suspect (`farandole.protocol.state.believing`).
 Where enough of the members that this node has averaged with suspect a peer, a lower limit holds (`SUSPECTED_LIMIT`).
 Their report alone has no effect: liars that suspect an honest member change nothing as long as its own weights are as
 good as this node's.

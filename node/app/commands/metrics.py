@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import how_to_add
 
 from ...base.figures import count, duration, size
 from .options import Home

@@ -14,7 +14,7 @@ import msgspec
 
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.own_model import FunctionName
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import how_to_add
 from farandole.training.model.own_function import package_of
 
 from ...base.requirements import line_shortfall

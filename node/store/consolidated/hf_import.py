@@ -14,8 +14,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from farandole.protocol.run.cut import shapes_of
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.shapes import shapes_of
 from farandole.protocol.wire.safetensors import Shape, parse_tensors
 
 from .tensors import ConsolidatedError, Floats, TensorFile, open_tensors

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
+from farandole.protocol.run.cut import shapes_of
 from farandole.protocol.run.families import HFConfig
 from farandole.protocol.run.families.llama import DefaultRope, LlamaConfig
 from farandole.protocol.run.manifest import Manifest, ModelConfig
-from farandole.protocol.run.shapes import shapes_of
 from farandole.protocol.wire.safetensors import Shape
 
 from .tensors import ConsolidatedError

@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol.run.cut import shapes_of, stage_of
 from farandole.protocol.run.manifest import EpochsConfig, decode_manifest
-from farandole.protocol.run.shapes import shapes_of, stage_of
 from farandole.protocol.wire.safetensors import Shape
 
 from .folder import WeightCounters, tensor_shapes, write_folder

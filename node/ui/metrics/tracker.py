@@ -16,7 +16,7 @@ import msgspec
 
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import how_to_add
 
 from .figures import RoundFigures
 

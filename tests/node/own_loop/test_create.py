@@ -13,8 +13,8 @@ import farandole
 from farandole.node.own_loop.create import start_of
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.verify import verify_hashes
-from farandole.protocol.run.external_model import recipe_hash
 from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 from farandole.training.cluster.external import ExternalEngine, Turns

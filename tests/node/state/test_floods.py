@@ -32,7 +32,7 @@ from farandole.protocol.state.entries import (
     encode_body,
     entry_id,
 )
-from farandole.protocol.state.inbound_meter import ITEMS, MESSAGES
+from farandole.protocol.state.gossip import ITEMS, MESSAGES
 from farandole.protocol.state.push import MAX_PUSH_BYTES, Batch
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import RunState

@@ -21,8 +21,7 @@ from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import SyncHello, encode_frame
 from farandole.protocol.state.clock_votes import ClockSkew
 from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress
-from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS
-from farandole.protocol.state.inbound_meter import MESSAGES
+from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS, MESSAGES
 from farandole.protocol.state.lazy_push import PROTOCOL as HAVE_PROTOCOL
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.push import Batch

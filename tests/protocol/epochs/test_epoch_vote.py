@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.epochs.epoch_vote import EpochVote
-from farandole.protocol.epochs.lease_claims import Standing
+from farandole.protocol.epochs.lease_claims import EpochVote, Standing
 
 HONEST = [bytes([number]) * 32 for number in range(1, 5)]
 GHOSTS = [bytes([number]) * 32 for number in range(100, 160)]

@@ -6,9 +6,9 @@ import pytest
 from farandole.protocol.planning.best_known import RATES, best_known, learning_rate_for, reason_for
 from farandole.protocol.planning.needs import USUAL_RATE
 from farandole.protocol.planning.planning import Machine, changes, complete, plan
-from farandole.protocol.run.external_model import ExternalModel
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, StartConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
+from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.presets import PRESETS, preset
 
 RUN = Manifest("a", preset("3M"))

@@ -14,9 +14,9 @@ from farandole.protocol.planning.planning import (
     judge,
     plan,
 )
-from farandole.protocol.run.external_model import ExternalModel
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, RoundConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig, SparseLoCoConfig
+from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.presets import PRESETS, preset
 
 HOME = Machine(USUAL_RATE, USUAL_RATE)

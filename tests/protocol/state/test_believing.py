@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from farandole.protocol.state.believing import FIRST_DOUBT, MAX_DOUBT, MAX_DOUBTED, MAX_PARTNERS, Credit, Partners
+import pytest
+
+from farandole.protocol.state.believing import (
+    FIRST_DOUBT,
+    MAX_ACCUSERS,
+    MAX_DOUBT,
+    MAX_DOUBTED,
+    MAX_PARTNERS,
+    MIN_ACCUSERS,
+    NUM_VOUCHERS,
+    Acquaintance,
+    Credit,
+    OwnSuspects,
+    Partners,
+    is_suspected,
+)
+from farandole.protocol.state.entries import MAX_SUSPECTS, PARTNER_BYTES, Suspects
+
+from ..authors import author_of
 
 PEERS = [number.to_bytes(32, "big") for number in range(MAX_DOUBTED + 1)]
 ANN, BOB = PEERS[:2]
@@ -39,3 +57,83 @@ def test_what_is_remembered_of_liars_is_bounded() -> None:
     credit.lose(PEERS, 0.0)
     assert credit.is_good(ANN, 1.0)
     assert not credit.is_good(PEERS[-1], 1.0)
+
+
+MET = [bytes([number]) * 32 for number in range(1, 9)]
+STRANGER, GHOST = b"s" * 32, b"g" * 32
+
+
+def partners(of: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Return the partners of the live members; members not named in ``of`` have averaged with no peer."""
+    return {author: of.get(author, b"")[:PARTNER_BYTES] for author in (*MET, STRANGER, GHOST)}
+
+
+def test_who_was_met_is_proven_and_a_key_is_not() -> None:
+    assert Acquaintance().proven(frozenset(MET), partners({})) == frozenset(MET)
+
+
+def test_several_whom_this_node_has_met_vouch_for_a_stranger_one_round_after_the_other() -> None:
+    acquaintance = Acquaintance()
+    for number, voucher in enumerate(MET[:NUM_VOUCHERS], 1):
+        proven = acquaintance.proven(frozenset(MET), partners({voucher: STRANGER}))
+        assert (STRANGER in proven) == (number == NUM_VOUCHERS)
+    assert GHOST not in proven
+
+
+def test_liars_prove_nobody_by_saying_it_often_or_without_having_been_met() -> None:
+    acquaintance = Acquaintance()
+    liars = dict.fromkeys((*MET[: NUM_VOUCHERS - 1], STRANGER), GHOST) | {GHOST: STRANGER}
+    for _ in range(100):
+        proven = acquaintance.proven(frozenset(MET), partners(liars))
+    assert proven == frozenset(MET)
+
+
+def test_who_is_away_has_to_be_vouched_for_again() -> None:
+    acquaintance = Acquaintance()
+    vouching = partners(dict.fromkeys(MET[:NUM_VOUCHERS], STRANGER))
+    assert STRANGER in acquaintance.proven(frozenset(MET), vouching)
+    gone = {author: partner for author, partner in vouching.items() if author != STRANGER}
+    assert STRANGER not in acquaintance.proven(frozenset(MET), gone)
+    assert STRANGER not in acquaintance.proven(frozenset(MET), partners({}))
+
+
+# Which suspicions count, and how many are needed.
+
+ALICE, BOB = author_of(1), author_of(2)
+
+
+def lists(*names: bytes) -> list[Suspects]:
+    return [Suspects((name[:8],)) for name in names]
+
+
+def test_a_peer_is_on_the_list_until_it_is_found_good_again() -> None:
+    own = OwnSuspects()
+    assert own.note(ALICE, is_suspect=True)
+    assert not own.note(ALICE, is_suspect=True), "there is nothing new to publish"
+    assert own.entry == Suspects((ALICE[:8],))
+    assert own.note(ALICE, is_suspect=False)
+    assert own.entry == Suspects(())
+    assert not own.note(BOB, is_suspect=False)
+
+
+def test_the_list_is_bounded_and_keeps_the_latest() -> None:
+    own = OwnSuspects()
+    for number in range(MAX_SUSPECTS + 10):
+        own.note(author_of(number + 1), is_suspect=True)
+    assert len(own.entry.peers) == MAX_SUSPECTS
+    assert author_of(MAX_SUSPECTS + 10)[:8] in own.entry.peers
+    assert ALICE[:8] not in own.entry.peers
+
+
+@pytest.mark.parametrize(("num_believed", "enough"), [(0, 3), (3, 3), (9, 3), (10, 4), (14, 5), (18, 6), (250, 6)])
+def test_how_many_accusers_are_enough(num_believed: int, enough: int) -> None:
+    assert MIN_ACCUSERS <= enough <= MAX_ACCUSERS
+    assert is_suspected(ALICE, lists(*(ALICE,) * enough), num_believed)
+    assert not is_suspected(ALICE, lists(*(ALICE,) * (enough - 1), BOB), num_believed)
+
+
+@pytest.mark.parametrize("members", range(4, 19))
+def test_a_quarter_of_liars_among_few_is_not_enough(members: int) -> None:
+    """Beyond 18 members a quarter of them is more than six: then a node's own evidence alone protects the honest."""
+    liars = members // 4
+    assert not is_suspected(ALICE, lists(*(ALICE,) * liars), members - 2)

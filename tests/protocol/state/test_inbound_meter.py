@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.state.inbound_meter import ITEMS, MESSAGES, InboundMeter
+from farandole.protocol.state.gossip import ITEMS, MESSAGES, InboundMeter
 from farandole.protocol.state.push import MAX_ITEMS_A_TICK, TICK_SECONDS
 from farandole.protocol.wire.errors import FloodError
 

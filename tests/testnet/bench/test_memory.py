@@ -10,8 +10,7 @@ import pytest
 from farandole.protocol.planning.needs import activation_bytes, needs_of
 from farandole.protocol.run.manifest import InnerConfig, Manifest
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.run.parts import parts_of
-from farandole.protocol.run.presets import preset
+from farandole.protocol.run.presets import parts_of, preset
 from farandole.testnet.bench.memory import GPU, HOST, Way, held_by, run
 
 pytestmark = pytest.mark.started  # a fork shares memory

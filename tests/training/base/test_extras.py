@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import how_to_add
 
 STATED = [
     "torch>=2.4",
@@ -26,7 +26,7 @@ def test_the_command_names_this_python_and_the_packages(monkeypatch: pytest.Monk
 
 def test_an_environment_without_pip_is_uvs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "requires", lambda name: STATED)
-    monkeypatch.setattr("farandole.training.base.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("farandole.training.base.errors.find_spec", lambda name: None)
     assert how_to_add("data") == f"uv pip install --python {sys.executable} 'datasets>=4'"
 
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farandole.protocol.run.cut import stage_parameters
+from farandole.protocol.run.cut import names_of_stage, shapes_of, stage_parameters
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.own_model import OwnModel, Settings
 from farandole.protocol.run.presets import num_parameters
-from farandole.protocol.run.shapes import names_of_stage, shapes_of
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
 from farandole.training.data.dataset import Sampler, Text

@@ -22,7 +22,7 @@ from farandole.node.inspect.whole_model import open_whole_model
 from farandole.node.state.store import open_store
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.hf_export import export_hf
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import how_to_add
 from farandole.training.engine.learner import Learner
 
 from ....patience import PATIENCE

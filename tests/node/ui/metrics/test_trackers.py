@@ -25,7 +25,7 @@ from farandole.node.base.identity import load_or_create_key
 from farandole.node.cli import main
 from farandole.node.ui.metrics.figures import figures_of
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
-from farandole.training.base.extras import how_to_add
+from farandole.training.base.errors import how_to_add
 
 from ....patience import PATIENCE
 from .conftest import SIGNED, NodeFolder, rounds
