@@ -17,8 +17,7 @@ from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, Manifest, sign_m
 from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.run.vectors import SLOW
 from farandole.protocol.wire.errors import ManifestError
-from farandole.training.cluster.follower import Follower
-from farandole.training.cluster.ranks import Order, Ranks, open_ranks, parameters_of, whole_of
+from farandole.training.cluster.ranks import Follower, Order, Ranks, open_ranks, parameters_of, whole_of
 
 from ..base.identity import load_or_create_key
 from ..base.requirements import settings_with_reasons

@@ -15,15 +15,14 @@ from torch import nn
 from farandole.protocol.run.invite import decode_invite, is_invite
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.wire.errors import ManifestError
-from farandole.training.cluster.follower import Follower
-from farandole.training.cluster.ranks import open_ranks
+from farandole.training.cluster.ranks import Follower, open_ranks
 
 from ..base.control import call
 from ..base.settings import NodeSettings, default_home
 from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import MANIFEST_NAME
 from .attachment import Attachment, Loop, NodeError
-from .child_node import ChildNode, await_node
+from .child_node import ChildNode, await_node, run_of_node
 from .create import start_of
 
 
@@ -71,7 +70,7 @@ class NoLoCo:
         # Another rank may be on a machine without the run's folder.
         run_id, source, folder = _find_run(run) if ranks.is_leader else (b"", [], None)
         own_home = Path(home) if home is not None else folder or _home_of(run_id)
-        self.home = Path(ranks.gather(str(own_home))[0])
+        self.home = Path(ranks.of_leader(str(own_home)))
         self._node = ChildNode(self.home, [*source, "--trainer", "external", *options])
         self._member: Attachment | Follower
         if ranks.is_leader:
@@ -155,7 +154,7 @@ class NoLoCo:
         return answer
 
     def _require_node(self) -> None:
-        if self._ranks.hosts.index > 0:
+        if not self._ranks.is_leader and not run_of_node(self.home):
             raise NodeError("ask rank 0 for partner, members, status() and invite(): the node is on its machine")
 
     def invite(self) -> str:

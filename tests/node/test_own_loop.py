@@ -162,9 +162,10 @@ async def test_ranks_are_one_member_that_averages_with_a_plain_loop_and_comes_ba
                     await bob.says("loss", "0 members")
 
 
-def test_a_rank_on_another_machine_than_the_node_says_whom_to_ask() -> None:
+def test_a_rank_on_another_machine_than_the_node_says_whom_to_ask(tmp_path: Path) -> None:
     loop: Any = object.__new__(NoLoCo)
-    loop._ranks = SimpleNamespace(hosts=SimpleNamespace(index=1))
+    loop._ranks = SimpleNamespace(is_leader=False)
+    loop.home = tmp_path
     loop._member = SimpleNamespace(is_over=False)
     for ask in (loop.status, loop.invite, lambda: loop.members, lambda: loop.partner):
         with pytest.raises(NodeError, match="rank 0"):

@@ -3,7 +3,7 @@
 python ranks_program.py KIND SCREENING RANK RANKS FILE
 
 KIND is how the model is cut. With the name of one of `OTHERS` and "-" in front, the ranks do that instead of rounds.
-With "@N" at the end they are on N machines. SCREENING is the run's rule, from `RULES`; with "losses" the loop computes
+SCREENING is the run's rule, from `RULES`; with "losses" the loop computes
 some.
 """
 
@@ -20,20 +20,26 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
-from torch import nn
+from torch import distributed, nn
 
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.own_model import ExternalModel
-from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
-from farandole.training.base.errors import DivergedError, TrainingError
-from farandole.training.cluster import vector_memory
+from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
+from farandole.training.base.errors import DivergedError
 from farandole.training.cluster.external import ExternalEngine, Turns
-from farandole.training.cluster.follower import Follower
-from farandole.training.cluster.ranks import Order, Ranks, cut_of, open_ranks, parameters_of, reshard, whole_of
+from farandole.training.cluster.ranks import (
+    Follower,
+    Order,
+    Ranks,
+    cut_of,
+    open_ranks,
+    parameters_of,
+    reshard,
+    whole_of,
+)
 from farandole.training.model.model import build_model
 from farandole.training.outer import evaluation_time
-from farandole.training.outer.contribution import Contributor
 from farandole.training.screening.rule import Accept
 
 RUN_ID = b"r" * 32
@@ -70,23 +76,6 @@ def forward(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tens
     """What the model makes of some numbers."""
     made: torch.Tensor = module(torch.linspace(-1, 1, 111).reshape(3, 37).to(dtype))
     return made
-
-
-def part(host: int) -> None:
-    """Have this rank see no memory of ranks on other machines than ``host``."""
-    create, look = vector_memory._create, vector_memory._open
-
-    def show() -> tuple[int, str]:
-        descriptor, place = create()
-        return descriptor, f"{host}:{place}"
-
-    def see(place: str) -> int:
-        at, _, path = place.partition(":")
-        if int(at) != host:
-            raise FileNotFoundError(place)
-        return look(path)
-
-    vector_memory._create, vector_memory._open = show, see
 
 
 @torch.no_grad()
@@ -191,7 +180,6 @@ def play_rounds(
         clips.append(verdict.clip if isinstance(verdict, Accept) else -1.0)
         judged = str(verdict) if isinstance(verdict, Accept) else "refused"  # the reason is another rank's
         hashed.update(bytes(sent[:size]) + judged.encode())
-        engine.make_whole()
         for tensor in engine.state().values():
             hashed.update(tensor.numpy().tobytes())
         if round_index == 1:
@@ -254,7 +242,7 @@ def lose_numbers(kind: str, num_ranks: int) -> str:
         return said
     follower = Follower(ranks, module, None)
     follower.begin()
-    if ranks.rank == num_ranks - 1:
+    if distributed.get_rank() == num_ranks - 1:
         with torch.no_grad():
             local_of(next(module.parameters())).fill_(math.nan)
     follower.end()
@@ -262,58 +250,29 @@ def lose_numbers(kind: str, num_ranks: int) -> str:
 
 
 def lose_rank(kind: str, num_ranks: int) -> str:
-    """Have the last rank die while it encodes; returns what rank 0 says of it."""
+    """Have the last rank die between two steps; returns what rank 0 says of it."""
     module = build()
     cut(module, kind, num_ranks)
     ranks = open_ranks()
-    if ranks.is_leader:
-        engine = ExternalEngine(module, manifest_of(module, NoLoCoConfig()), Turns(), run_id=RUN_ID, ranks=ranks)
-        engine.count_step(1)
-        try:
-            engine.contribute(bytearray(engine.contribution_bytes))
-        except TrainingError as error:
-            print(str(error).replace(" ", "_"), "\n", flush=True)
+    if not ranks.is_leader:
+        follower = Follower(ranks, module, None)
+        follower.begin()
+        if distributed.get_rank() == num_ranks - 1:
+            os._exit(0)
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            follower.end()
         os._exit(0)
-    if ranks.rank == num_ranks - 1:
-        Contributor.encode = lambda *arguments: os._exit(0)  # type: ignore[method-assign]  # it dies there
-    with contextlib.suppress(RuntimeError):  # rank 0 is gone
-        Follower(ranks, module, None).end()
+    engine = ExternalEngine(module, manifest_of(module, NoLoCoConfig()), Turns(), run_id=RUN_ID, ranks=ranks)
+    ranks.tell(Order.STEP)
+    engine.count_step(1)
+    try:
+        engine.contribute(bytearray(engine.contribution_bytes))
+    except RuntimeError as error:
+        print(type(error).__name__, "\n", flush=True)
     os._exit(0)
 
 
-def measure_memory(kind: str, num_ranks: int) -> str:
-    """Play rounds with a larger model; returns the bytes of shared memory that this rank has touched."""
-    module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-    cut(module, kind, num_ranks)
-    ranks = open_ranks()
-    if ranks.is_leader:
-        outer = NoLoCoConfig(codec="int8")
-        engine = ExternalEngine(module, manifest_of(module, outer), Turns(), run_id=RUN_ID, ranks=ranks)
-        with tempfile.TemporaryDirectory() as folder:
-            for _ in range(2):
-                engine.save(Path(folder) / "checkpoint")
-                engine.load(Path(folder) / "checkpoint")
-                sent = bytearray(engine.contribution_bytes)
-                engine.contribute(sent)
-                engine.apply(sent)
-        ranks.tell(Order.STEP)
-        touched = touched_bytes()
-        ranks.tell(Order.OVER)
-    else:
-        follower = Follower(ranks, module, None)
-        follower.begin()
-        touched = touched_bytes()
-        follower.end()
-    return str(touched)
-
-
-def touched_bytes() -> int:
-    """Return the bytes of shared vectors that this process has in memory."""
-    sections = Path("/proc/self/smaps").read_text().split("/memfd:farandole-vectors")[1:]
-    return sum(1024 * int(section.partition("Rss:")[2].split()[0]) for section in sections)
-
-
-OTHERS = {"seed": begin_from_seed, "diverging": lose_numbers, "lost": lose_rank, "memory": measure_memory}
+OTHERS = {"seed": begin_from_seed, "diverging": lose_numbers, "lost": lose_rank}
 
 CASES = (
     NoLoCoConfig(codec="fp32"),
@@ -323,7 +282,7 @@ CASES = (
 )
 
 
-RULES: dict[str, ScreeningRules] = {"guard": GuardConfig(), "losses": GuardConfig(), "similarity": SimilarityConfig()}
+RULES: dict[str, ScreeningRules] = {"guard": GuardConfig(), "losses": GuardConfig()}
 
 
 def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> None:
@@ -333,11 +292,8 @@ def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> Non
     """
     vars(evaluation_time)["EVALUATION_SECONDS"] = math.inf  # else a busy machine compares fewer losses
     other, _, kind = kind.rpartition("-")
-    kind, _, hosts = kind.partition("@")
-    if hosts:
-        part(rank * int(hosts) // num_ranks)
     if kind != "plain":
-        torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
+        distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
     hashes = [OTHERS[other](kind, num_ranks)] if other else []
     clips = list[float]()
     for dtype in () if other else (torch.float32, torch.bfloat16):
@@ -347,7 +303,6 @@ def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> Non
             forward(module, dtype)  # after it FSDP2 keeps the root's parameters whole
         ranks, loss = open_ranks(), Loss(module) if screening == "losses" else None
         if ranks.is_leader:
-            assert len(ranks.hosts.members) == int(hosts or 1)
             for outer in CASES:
                 made, used = lead(module, outer, RULES[screening], ranks, loss)
                 hashes.append(made)
@@ -367,7 +322,7 @@ def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> Non
     print(*hashes)
     print(*clips)
     if kind != "plain":
-        torch.distributed.destroy_process_group()
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

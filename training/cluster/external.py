@@ -42,8 +42,7 @@ from ..engine.checkpoint import Counters
 from ..engine.engine import Until
 from ..engine.flat_replica import FlatReplica
 from ..model.stages import build_module
-from .ranks import ALONE, Order, Ranks, cut_like, cut_of, parameters_of, reshard, synchronize, whole_of
-from .shared_vectors import RankVectors, share_vectors
+from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
 
 # Where a waiting thread cannot be interrupted (Windows), Ctrl-C is handled after at most this time.
 INTERRUPT_SECONDS: Final = 1.0
@@ -188,41 +187,46 @@ def _first(found: list[str]) -> str:
 
 
 class UserParameters:
-    """A user's parameters as one flat vector (n,) fp32, in the order of the layout; they stay where they are."""
+    """A user's parameters as one flat vector (n,) fp32, in the order of the layout; they stay where they are.
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
+    Where ``ranks`` have parts of them, rank 0 gathers one parameter after another, and gives all ranks their parts.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout, ranks: Ranks = ALONE
+    ) -> None:
         self._module = module
         self._parameters = list(parameters.values())
         self._layout = layout
+        self._ranks = ranks
         devices = {parameter.device for parameter in self._parameters}
-        self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        """Where the flat vectors lie: at the parameters, or on the host where these are on several devices."""
+        self.device = devices.pop() if len(devices) == 1 and not ranks.are_many else torch.device("cpu")
+        """Where the flat vectors lie: at the parameters, or on the host where these are in several places."""
         is_exact = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         self._dropped = None if is_exact else torch.zeros(layout.num_elements, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
     def read(self, flat: Tensor) -> None:
         """Copy the parameters to ``flat``, with what rounding has dropped of them."""
-        self._copy_to(flat)
+        self._ranks.tell(Order.READ)
+        synchronize(self._parameters)  # the user's thread may queue its work on any stream
+        for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
+            view.copy_(whole_of(parameter))
+        synchronize(self._parameters)
         if self._dropped is not None:
             flat.add_(self._dropped)
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Copy ``flat`` to the parameters, in place, and keep what rounding drops."""
+        self._ranks.tell(Order.WRITE)
         synchronize(self._parameters)
-        for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
-            parameter.copy_(view if (cut := cut_of(parameter)) is None else cut_like(cut, view))
+        for parameter, (name, view) in zip(self._parameters, self._layout.views(flat).items(), strict=True):
+            rounded = view.to(parameter.device, parameter.dtype)
+            self._ranks.set_parameter(parameter, rounded)
+            if self._dropped is not None:
+                torch.sub(view, rounded.to(view), out=self._layout.views(self._dropped)[name])
         reshard(self._module)
-        synchronize(self._parameters)
-        if self._dropped is not None:
-            self._copy_to(self._dropped)
-            torch.sub(flat, self._dropped, out=self._dropped)
-
-    def _copy_to(self, flat: Tensor) -> None:
-        synchronize(self._parameters)  # the user's thread may queue its work on any stream
-        for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
-            view.copy_(whole_of(parameter))
         synchronize(self._parameters)
 
 
@@ -246,24 +250,6 @@ def _usual_dtype() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-class SharedParameters:
-    """The parameters of all ranks as one flat vector (n,) fp32, which these share; see `UserParameters`."""
-
-    def __init__(self, shared: RankVectors, ranks: Ranks) -> None:
-        self._shared = shared
-        self._ranks = ranks
-
-    def read(self, flat: Tensor) -> None:
-        """Have all ranks copy their parts to ``flat``."""
-        self._ranks.tell(Order.READ)
-        self._shared.read(flat)
-
-    def write(self, flat: Tensor) -> None:
-        """Have all ranks copy ``flat`` to their parameters."""
-        self._ranks.tell(Order.WRITE)
-        self._shared.write(flat)
 
 
 class ExternalEngine(FlatReplica):
@@ -306,20 +292,13 @@ class ExternalEngine(FlatReplica):
         )
         layout = Layout(tuple(parameters), tuple(map(tuple, shapes.values())), manifest.outer.codec)
         ranks.begin(list(parameters))
-        shared = share_vectors(ranks, module, parameters, layout, manifest.outer, manifest.screening)
         self._ranks = ranks
-        self._shared = shared
         self._turns = turns
         self._evaluate = evaluate
         self._tokens_per_byte = tokens_per_byte
         self._losses, self._num_losses = 0.0, 0
-        users: UserParameters | SharedParameters
-        if shared is None:
-            users = UserParameters(module, parameters, layout)
-            theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)
-        else:
-            users = SharedParameters(shared, ranks)
-            theta = shared.share.empty(torch.empty(0), layout.num_elements)
+        users = UserParameters(module, parameters, layout, ranks)
+        theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)
         users.read(theta)
         super().__init__(
             theta,
@@ -329,7 +308,6 @@ class ExternalEngine(FlatReplica):
             run_id=run_id,
             device=Device(theta.device, None, f"{theta.device.type}, by a loop of its user's"),
             trained=users,
-            share=None if shared is None else shared.share,
         )
         self.measures_loss = evaluate is not None
 
@@ -343,7 +321,7 @@ class ExternalEngine(FlatReplica):
             view.copy_(weights[name].detach())
         self.theta.copy_(self._outer.slow)
         self._outer.contributor.restart(forgets=True)
-        self._spread()
+        self._publish()
 
     @property
     def counters(self) -> Counters:
@@ -360,14 +338,6 @@ class ExternalEngine(FlatReplica):
     def _restart(self, begun_at: int) -> None:
         """See `FlatReplica._restart`."""
         self._begun = self.steps, self.tokens
-
-    @torch.no_grad()
-    def contribution(self, fragment: int = 0) -> int:
-        """Implement `Engine.contribution`; the other ranks begin to encode theirs."""
-        size = super().contribution(fragment)
-        if self._shared is not None:
-            self._shared.share.have_encoded(fragment)
-        return size
 
     @property
     def is_idle(self) -> bool:

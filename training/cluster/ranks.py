@@ -3,24 +3,19 @@
 However the model is cut (FSDP2's `fully_shard`, tensor parallelism, both, or not at all, with the same parameters in
 each process), a member contributes whole parameters in the run's order. So any sharding averages with any other.
 
-Rank 0 leads: its engine and its node decide, and the node has the identity. After each step of the optimizer every rank
-asks what to do next. An order reaches all of them between the same two steps:
+Rank 0 leads: its engine and its node decide, and the node has the identity. It gathers the whole parameters in the
+host's memory (`farandole.training.cluster.external.UserParameters`), ends the round as one process would, and gives
+each rank its part of the result. After each step of the optimizer every rank asks what to do next. An order reaches all
+of them between the same two steps:
 
     BEGIN    the names of the parameters follow
-    SHARE    map the memory for the flat vectors that follows
-    READ     copy the parameters to the flat vectors
-    WRITE    copy the flat vectors to the parameters
-    ENCODE   freeze a contribution of a fragment, and begin to encode one's ranges
-    DECODE   decode one's ranges of a span of the partner's contribution
-    OUTER    take the outer step in one's ranges
-    HOSTS    do on each machine what rank 0 does on its own (`farandole.training.outer.share.HostWork`)
+    READ     make the parameters whole for rank 0, one after another
+    WRITE    take the parameters from rank 0, one after another
     MEASURE  all compute the held-out loss
     STEP     go on with the loop, until after the next step
     OVER     no more orders will come; `FAILED`: nor can the loop go on
 
-The ranks on one machine share flat vectors (`farandole.training.cluster.shared_vectors`), and each machine has its part
-of them. Before `SHARE`, `READ` makes the parameters whole one after another. Orders travel over gloo, and parameters
-over whatever the user's process group is of.
+Orders travel over gloo, and parameters over whatever the user's process group is of.
 """
 
 from __future__ import annotations
@@ -28,15 +23,14 @@ from __future__ import annotations
 import enum
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 
-from .hosts import Hosts, find_hosts
-from .vector_memory import Mark, sees_mark
+from ..base.errors import TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -44,7 +38,7 @@ if TYPE_CHECKING:
 # An order may be waited for as long as a member rests. A process that dies closes its connections, which ends the wait.
 MAX_REST: Final = timedelta(days=365)
 # Numbers of one order, each exact in fp64.
-MAX_NUMBERS: Final = 6
+MAX_NUMBERS: Final = 2
 Given = TypeVar("Given")
 # What `torch.compile` puts in front of the names of the module that it wraps.
 _COMPILED: Final = "_orig_mod."
@@ -60,35 +54,14 @@ class Order(enum.IntEnum):
     STEP = 4
     OVER = 5
     FAILED = 6
-    SHARE = 7
-    ENCODE = 8
-    DECODE = 9
-    OUTER = 10
-    HOSTS = 11
 
 
 class Ranks:
     """The group of all ranks, created by `open_ranks`. Without a group this process is the only rank."""
 
     def __init__(self, group: Any = None) -> None:
-        """Create the ranks. ``group``: a gloo process group for orders; not every torch build has a type for it."""
+        """``group``: a gloo process group for orders; not every torch build has a type for it."""
         self._group = group
-        self.hosts = Hosts([[0]] if group is None else self._find_hosts(), self.rank, MAX_REST)
-        """The machines that they are on."""
-
-    def _find_hosts(self) -> list[list[int]]:
-        mark: Mark | None = None
-
-        def show() -> str:
-            nonlocal mark
-            mark = Mark()
-            return mark.told
-
-        try:
-            return find_hosts(self.rank, self.gather, show, sees_mark)
-        finally:
-            if mark is not None:
-                mark.close()
 
     @property
     def are_many(self) -> bool:
@@ -99,16 +72,6 @@ class Ranks:
     def is_leader(self) -> bool:
         """Return whether this is rank 0."""
         return self._group is None or distributed.get_rank() == 0
-
-    @property
-    def rank(self) -> int:
-        """Return this process's rank."""
-        return 0 if self._group is None else distributed.get_rank()
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks."""
-        return 1 if self._group is None else distributed.get_world_size()
 
     def tell(self, order: Order, *numbers: float) -> None:
         """Send an order with up to `MAX_NUMBERS` numbers to the other ranks, as rank 0.
@@ -126,37 +89,31 @@ class Ranks:
         order, *numbers = told.tolist()
         return Order(int(order)), numbers
 
-    def tell_bytes(self, order: Order, data: bytes) -> None:
-        """Send an order with data, as rank 0."""
-        if self._group is not None:
-            self.tell(order, len(data))
-            distributed.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self._group)
-
-    def hear_bytes(self, size: float) -> bytes:
-        """Receive the data of `tell_bytes`; ``size`` is the order's number."""
-        data = torch.empty(int(size), dtype=torch.uint8)
-        distributed.broadcast(data, 0, group=self._group)
-        return data.numpy().tobytes()
+    def of_leader(self, own: Given) -> Given:
+        """Return what rank 0 gives; every rank calls it at the same time."""
+        if self._group is None:
+            return own
+        shared: list[Any] = [own]
+        distributed.broadcast_object_list(shared, 0, group=self._group)
+        given: Given = shared[0]
+        return given
 
     def begin(self, names: Sequence[str]) -> None:
-        """Send the names of the parameters that `Order.READ` and `Order.WRITE` refer to."""
-        self.tell_bytes(Order.BEGIN, "\n".join(names).encode())
+        """Send the names of the parameters that `Order.READ` and `Order.WRITE` refer to, as rank 0."""
+        self.tell(Order.BEGIN)
+        self.of_leader(list(names))
 
-    def meet(self, flag: bool = False) -> bool:
-        """Wait for all ranks; return whether any of them gives True. Raises `RuntimeError` if one of them is gone."""
-        if self._group is None:
-            return flag
-        flags = torch.tensor([int(flag)])
-        distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=self._group)
-        return bool(flags.item())
+    def set_parameter(self, parameter: nn.Parameter, whole: Tensor | None = None) -> None:
+        """Set a parameter, or this rank's part of it, to what rank 0 gives; every rank calls it at the same time.
 
-    def gather(self, own: Given) -> list[Given]:
-        """Return what each rank gives, in the order of the ranks."""
-        if self._group is None:
-            return [own]
-        gathered: list[Any] = [None] * self.num_ranks
-        distributed.all_gather_object(gathered, own, group=self._group)
-        return gathered
+        ``whole``: rank 0's, of the parameter's shape, dtype and device.
+        """
+        if whole is None:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if self._group is not None:
+            group = self._group if whole.device.type == "cpu" else None
+            distributed.broadcast(whole.flatten().view(torch.uint8), 0, group=group)
+        parameter.copy_(whole if (cut := cut_of(parameter)) is None else _cut_like(cut, whole))
 
 
 ALONE: Final = Ranks()
@@ -230,7 +187,7 @@ def cut_of(parameter: Tensor) -> DTensor | None:
     return parameter if isinstance(parameter, DTensor) else None
 
 
-def cut_like(cut: DTensor, whole: Tensor) -> Tensor:
+def _cut_like(cut: DTensor, whole: Tensor) -> Tensor:
     """Return this rank's part of a tensor that every rank has whole."""
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -243,3 +200,81 @@ def synchronize(parameters: Iterable[nn.Parameter]) -> None:
     """Wait for what is queued on their GPUs."""
     for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
         torch.cuda.synchronize(device)
+
+
+class Follower:
+    """Any rank except rank 0. It obeys orders between two steps."""
+
+    def __init__(self, ranks: Ranks, module: nn.Module, evaluate: Callable[[], float] | None) -> None:
+        self.round = 0
+        self.tokens = 0
+        self.is_over = False
+        self._ranks = ranks
+        self._module = module
+        self._evaluate = evaluate
+        self._parameters: list[nn.Parameter] = []
+
+    def begin(self) -> None:
+        """Obey until rank 0 lets the loop begin."""
+        self.step_taken()
+
+    def step_taken(self) -> None:
+        """Obey until the next step may be taken. Raises `TrainingError` if rank 0 has failed."""
+        self._obey(Order.STEP)
+
+    def end(self) -> None:
+        """Obey until rank 0 has ended."""
+        self._obey(Order.OVER)
+
+    def abandon(self) -> None:
+        """The loop has failed in this rank: the others find out when this process ends."""
+
+    def report(self, loss: float) -> None:
+        """Rank 0's losses are reported."""
+
+    def _obey(self, until: Order) -> None:
+        while not self.is_over:
+            order, numbers = self._ranks.hear()
+            match order:
+                case Order.BEGIN:
+                    self._take_names(self._ranks.of_leader([]))
+                case Order.READ:
+                    self._read()
+                case Order.WRITE:
+                    self._write()
+                case Order.MEASURE:
+                    self._measure()
+                case Order.STEP:
+                    self.round, self.tokens = map(int, numbers)
+                case Order.OVER:
+                    self.is_over = True
+                case Order.FAILED:
+                    self.is_over = True
+                    raise TrainingError("rank 0 has failed, and says why")
+            if order is until:
+                return
+
+    def _take_names(self, names: Iterable[str]) -> None:
+        found = parameters_of(self._module, with_frozen=True)
+        if missing := [name for name in names if name not in found]:
+            raise TrainingError(f"the model of this rank lacks {missing[0]}, which that of rank 0 has")
+        self._parameters = [found[name] for name in names]
+
+    def _measure(self) -> None:
+        if self._evaluate is None:
+            raise TrainingError("evaluate= is to be given to every rank, or to none")
+        self._evaluate()
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        synchronize(self._parameters)
+        for parameter in self._parameters:
+            whole_of(parameter)
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        synchronize(self._parameters)
+        for parameter in self._parameters:
+            self._ranks.set_parameter(parameter)
+        reshard(self._module)
+        synchronize(self._parameters)

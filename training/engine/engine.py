@@ -237,9 +237,6 @@ class Engine(abc.ABC):
         """Return the size of a checkpoint without its header, in bytes."""
         return sum(FP32_BYTES * tensor.numel() for tensor in self.state().values())
 
-    def make_whole(self) -> None:  # noqa: B027 - most engines have it whole
-        """Fetch what other machines of a cluster have of `state`: it is whole until the next contribution."""
-
     def save(self, path: Path) -> Content:
         """Write a checkpoint of the last outer step's weights; raises `OSError`, as `training.base.durable` does.
 

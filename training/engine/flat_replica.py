@@ -37,9 +37,8 @@ from ..outer.copying import copier_for
 from ..outer.drift import RateSums
 from ..outer.fast_weights import FastWeights, TrainedWeights
 from ..outer.outer_state import OuterState, Tried
-from ..outer.partner import Answers, Decoder, PartnerContribution
+from ..outer.partner import Answers, PartnerContribution
 from ..outer.round_end import EndedRound, Movements
-from ..outer.share import Share
 from ..screening.history import Histories
 from ..screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .blocks import Content
@@ -59,7 +58,7 @@ class FlatReplica(Engine):
     """An engine over flat vectors, (n,) fp32: ``theta`` are the fast weights, in the order of ``layout``.
 
     The slow weights begin as a copy of theta. All vectors are on theta's device; inner steps are taken on ``device``.
-    ``trained``: the weights that inner steps move; None means theta. ``share``: what this process does of the work.
+    ``trained``: the weights that inner steps move; None means theta.
     ``partners``: rounds with one partner each of which only the first has inner steps. In the others, screening rules
     ask for the steps before them.
     """
@@ -74,10 +73,8 @@ class FlatReplica(Engine):
         run_id: bytes,
         device: Device,
         trained: TrainedWeights | None = None,
-        share: Share | None = None,
         partners: int = 1,
     ) -> None:
-        share = Share() if share is None else share
         self.device = device
         self.round = 0
         self.steps = 0
@@ -88,18 +85,19 @@ class FlatReplica(Engine):
         self.layout = layout
         self.theta = theta
         """Fast weights, (n,) fp32; where inner steps move other weights, what `FastWeights` says."""
-        self._fast = FastWeights(theta, trained, share)
-        self._outer = OuterState(outer, theta, copier_for(theta.device), share)
-        received = share.empty(theta, layout.largest_fragment(outer.fragments))
-        decoder = Decoder(self._outer.contributor.form, received, self._outer.copier, share)
-        self._partner = PartnerContribution(decoder, rule_of(screening))
+        self._fast = FastWeights(theta, trained)
+        self._outer = OuterState(outer, theta, copier_for(theta.device))
+        received = theta.new_empty(layout.largest_fragment(outer.fragments))
+        self._partner = PartnerContribution(
+            rule_of(screening), self._outer.contributor.form, received, self._outer.copier
+        )
         self._rates = RateSums(outer.fragments)
         self._round_end: EndedRound | None = None
         self._contributed_at = 0  # inner steps taken until the last contribution
         # Fragments of an earlier round than the run's, of which no mean with a member was as good as the member's.
         self._behind: set[int] = set()
         self._partners = partners
-        self._movements = Movements(self._outer, share.zeros(theta) if partners > 1 else None)
+        self._movements = Movements(self._outer, torch.zeros_like(theta) if partners > 1 else None)
         self._snapshots: dict[str, SnapshotMemory] = {}
 
     @property
@@ -384,7 +382,6 @@ class FlatReplica(Engine):
     def save(self, path: Path) -> Content:
         """See `Engine.save`."""
         self._read_what_is_saved()
-        self.make_whole()
         return super().save(path)
 
     def _read_what_is_saved(self) -> None:
@@ -397,7 +394,7 @@ class FlatReplica(Engine):
         if kind not in self._snapshots:
             self._snapshots[kind] = SnapshotMemory(self.vectors(), copier_for(self.device.torch_device))
         self._read_what_is_saved()
-        copies, copied = self._snapshots[kind].fill(self.vectors(), self._outer.share)
+        copies, copied = self._snapshots[kind].fill(self.vectors())
         return Snapshot(self.counters, self._tensors(copies), self.layout, self.run_id, copied)
 
     @torch.no_grad()
@@ -424,7 +421,7 @@ class FlatReplica(Engine):
         self._forget_round_end()
         self._outer.contributor.restart()
         self._rates.restart()
-        self._spread()
+        self._publish()
         self._restart(counters.begun_at)
         return content
 
@@ -439,18 +436,8 @@ class FlatReplica(Engine):
         self._contributed_at = steps
         self._outer.contributor.restart(forgets=True)
         self._rates.restart()
-        self._spread()
-        self._restart(0)
-
-    def _spread(self) -> None:
-        """Give what was loaded to all machines, and to the weights that inner steps move."""
-        self._outer.share.spread(self.vectors() | {FAST: self.theta})
         self._publish()
-
-    def make_whole(self) -> None:
-        """Implement `Engine.make_whole`."""
-        for vector in self.vectors().values():
-            self._outer.share.gather(vector)
+        self._restart(0)
 
     def catch_up(self, round_index: int, first_step: int = 0) -> None:
         """Implement `Engine.catch_up`."""

@@ -46,7 +46,6 @@ class Fitness:
 
 def fitness_of(engine: Engine) -> Fitness:
     """Measure an engine's weights."""
-    engine.make_whole()
     squares: dict[str, float] = {}
     for name, tensor in engine.state().items():
         vector = name.partition("/")[0]

@@ -22,7 +22,6 @@ from farandole.protocol.wire.safetensors import FP32_BYTES
 from ..base.host_memory import available_bytes
 from ..base.parameters import Layout
 from ..outer.copying import Copier, Wait
-from ..outer.share import Share
 from .blocks import Content
 from .checkpoint import Counters, save_checkpoint
 
@@ -68,9 +67,9 @@ class SnapshotMemory:
         copies = {name: place.view(flat.dtype) for (name, flat), place in zip(aligned.items(), places, strict=True)}
         self._copies = {name: copies[name] for name in vectors}
 
-    def fill(self, vectors: Mapping[str, Tensor], share: Share) -> tuple[Mapping[str, Tensor], Sequence[Wait]]:
+    def fill(self, vectors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Sequence[Wait]]:
         """Copy them; what was copied before is overwritten. The copies, and what waits for them."""
-        copied = [share.keep(self._copier, flat, self._copies[name]) for name, flat in vectors.items()]
+        copied = [self._copier.keep(flat, self._copies[name]) for name, flat in vectors.items()]
         return self._copies, copied
 
 

@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from blake3 import blake3
 from torch import Tensor
 
 from farandole.protocol.run.outer_rules import OuterConfig
 from farandole.protocol.run.vectors import SENT
 
 from ..base.workers import in_order
-from .codec import Buffer, bytes_of, bytes_to_fill, form_of
+from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
 from .copying import Copier, Wait
 from .rule import OuterRule, OwnVectors
-from .share import Assembly, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,22 @@ class Contributor:
     longer than filling it.
     """
 
-    def __init__(self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier, share: Share) -> None:
+    def __init__(self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier) -> None:
         self._own = own
         self._copier = copier
-        self._share = share
         self.form = form_of(outer.codec, outer.topk)
         self._rule = rule
         largest = -(-len(own.fast) // outer.fragments)
         self.largest_bytes = self.form.size(largest)
         """Of the largest fragment's contribution."""
-        self._frozen = share.empty(own.fast, largest)
+        self._frozen = own.fast.new_empty(largest)
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
-        self._sent = self._frozen if is_exact else share.empty(own.fast, largest)
+        self._sent = self._frozen if is_exact else own.fast.new_empty(largest)
         self._fills_with_slow = outer.codec == "topk" and outer.sends_far_from_slow
-        self._last = None
+        self._last: Tensor | None = None
         if outer.remembers_sent:
-            self._last = share.made(own.fast, lambda place: rule.contribution(own.piece(place)))
-        self._next_memory = None if self._last is None else share.empty(own.fast, largest)
+            self._last = rule.contribution(own).clone()
+        self._next_memory = None if self._last is None else own.fast.new_empty(largest)
 
     def freeze(self, part: slice) -> Contribution:
         """A contribution of one fragment of the weights, as they are now, to be encoded.
@@ -82,16 +81,7 @@ class Contributor:
         ``progress`` is called with how many of the first bytes of ``out`` are final, every slice. Raises `CodecError`
         if ``out`` is too small or a weight is not finite.
         """
-        assembly = self._share.assemble(frozen.part, bytes_to_fill(self.form, len(frozen.theta), out), progress)
-        try:
-            self._encode_pieces(frozen, assembly)
-        except BaseException:  # for any exception: another rank may be waiting for these bytes
-            assembly.fail()
-            raise
-        return assembly.seal()
-
-    def _encode_pieces(self, frozen: Contribution, assembly: Assembly) -> None:
-        part, target = frozen.part, assembly.target
+        part, target, digest = frozen.part, bytes_to_fill(self.form, len(frozen.theta), out), blake3()
 
         def encode(piece: slice) -> tuple[Wait, slice]:
             place = bytes_of(self.form, piece)
@@ -99,17 +89,21 @@ class Contributor:
             self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
             return self._copier.send(filled, target[place]), place
 
-        pieces = self._share.pieces(part)
+        def add(place: slice) -> None:
+            digest.update(target[place].numpy().data)
+            progress(place.stop)
+
+        pieces = slices(len(frozen.theta))
         if self._copier.is_host:
             for _, place in in_order(encode, pieces):
-                assembly.add(place)
-            return
+                add(place)
+            return digest.digest()
         on_their_way: deque[tuple[Wait, slice]] = deque()
 
         def finish() -> None:
             wait, place = on_their_way.popleft()
             wait()
-            assembly.add(place)
+            add(place)
 
         with self._copier.aside():
             for piece in pieces:
@@ -118,6 +112,7 @@ class Contributor:
                     finish()
             while on_their_way:
                 finish()
+        return digest.digest()
 
     def _encode(self, piece: slice, place: slice, encoded: Tensor) -> None:
         """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode, remember."""
@@ -144,7 +139,7 @@ class Contributor:
         """Remember what a contribution left out, after a partner has used it."""
         if self._last is not None and contribution.memory is not None:
             last = self._last[contribution.part]
-            for piece in self._share.pieces(contribution.part):
+            for piece in slices(len(last)):
                 last[piece] = contribution.memory[piece]
 
     def restart(self, *, forgets: bool = False) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from farandole.protocol.wire.safetensors import FP32_BYTES
 
+from .codec import slices
 from .copying import Copier, copier_for
-from .share import HostWork, Share
 
 
 class TrainedWeights(Protocol):
@@ -46,15 +46,11 @@ class PartialWeights(TrainedWeights, Protocol):
 
 
 class FastWeights:
-    """The flat vector ``flat`` (n,) fp32, and the ``trained`` weights; None: inner steps move the flat vector.
+    """The flat vector ``flat`` (n,) fp32, and the ``trained`` weights; None: inner steps move the flat vector."""
 
-    ``share``: what this process does of the work.
-    """
-
-    def __init__(self, flat: Tensor, trained: TrainedWeights | None, share: Share) -> None:
+    def __init__(self, flat: Tensor, trained: TrainedWeights | None) -> None:
         self.flat = flat
         self._trained = trained
-        self._share = share
         self._copier = copier_for(trained.device) if isinstance(trained, PartialWeights) else Copier()
         self._room = flat.new_empty(0)
         self.is_copy = trained is not None
@@ -105,21 +101,16 @@ class FastWeights:
             finally:
                 self._trained.write_part(before, part)
             return
-        self._swap(part, before, weights)
+        self._swap(before, weights)
         try:
             yield
         finally:
-            self._swap(part, before, weights)
+            self._swap(before, weights)
 
-    def _swap(self, part: slice, one: Tensor, other: Tensor) -> None:
-        self._share.tell_hosts(HostWork.SWAP)
-        swap(self._share, part, one, other)
+    def _swap(self, one: Tensor, other: Tensor) -> None:
+        """Swap the values of two vectors (n,) piece by piece, as a copy of all might have no room; write them."""
+        for piece in slices(len(one)):
+            kept = one[piece].clone()
+            one[piece] = other[piece]
+            other[piece] = kept
         self.write()
-
-
-def swap(share: Share, part: slice, one: Tensor, other: Tensor) -> None:
-    """Swap the values of two vectors (n,) of a part, piece by piece: a copy of all might have no room."""
-    for piece in share.summed(part):
-        kept = one[piece].clone()
-        one[piece] = other[piece]
-        other[piece] = kept

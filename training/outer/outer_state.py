@@ -19,11 +19,11 @@ from farandole.protocol.run.outer_rules import OuterConfig
 from farandole.protocol.run.vectors import DRIFT, SLOW
 
 from ..base.workers import each_piece, one_thread
+from .codec import slices
 from .contribution import Contribution, Contributor
 from .copying import Copier
 from .drift import correct_
 from .rule import Meeting, OwnVectors, rule_of
-from .share import ALONE, OWN_FIRST, OWN_LAST, HostWork, Share
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
@@ -45,21 +45,20 @@ class Tried(enum.IntEnum):
 class OuterState:
     """The outer state of the fast weights ``fast`` (n,) fp32, which `step` moves too.
 
-    The slow weights begin as a copy of them. ``share``: what this process does of the work on them.
+    The slow weights begin as a copy of them.
     """
 
-    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier, share: Share | None = None) -> None:
+    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier) -> None:
         self.settings = settings
         self.copier = copier
-        self.share = share = Share() if share is None else share
-        self.slow = share.copy(fast)
-        self.vectors = {name: share.zeros(fast) for name in (*settings.vectors, *settings.own_vectors)}
-        self.drift = share.zeros(fast) if settings.drift else None
+        self.slow = fast.clone()
+        self.vectors = {name: torch.zeros_like(fast) for name in (*settings.vectors, *settings.own_vectors)}
+        self.drift = torch.zeros_like(fast) if settings.drift else None
         """The drift correction, (n,) fp32 (`farandole.training.outer.drift`)."""
         self._fast = fast
         self._rule = rule_of(settings)
         self._own = OwnVectors(fast, self.slow, self.vectors)
-        self.contributor = Contributor(settings, self._rule, self._own, copier, share)
+        self.contributor = Contributor(settings, self._rule, self._own, copier)
         """Makes the contributions, of the weights and vectors as they are then."""
 
     def step(
@@ -87,8 +86,6 @@ class OuterState:
         fast = self._fast[made.part]
         is_alone = not contributions
         own_place = 0 if is_alone else next(place for place, each in enumerate(contributions) if each is made.sent)
-        order = ALONE if is_alone else OWN_LAST if own_place else OWN_FIRST
-        self.share.begin_step(order, weights, rates, is_late=is_late)
         if is_alone:
             contributions, weights = [self._undistorted(made, whole)], [1.0]
         keeps_own_exact = self.settings.is_lossy and self._rule.keeps_own_exact and not is_alone
@@ -107,10 +104,9 @@ class OuterState:
             else:
                 fast[piece] = own.slow
 
-        each_piece(step, self.share.pieces(made.part), fast)
+        each_piece(step, slices(len(fast)), fast)
         if not is_alone:
             self.contributor.passed_on(made)
-        self.share.end_step()
 
     def _around_own(self, own: OwnVectors, contributions: Sequence[Tensor], own_place: int) -> list[Tensor]:
         """Return ``contributions``, (n,) each, relative to the exact one of this replica; see `step`."""
@@ -128,22 +124,10 @@ class OuterState:
         arXiv 2401.16265, section 3.3, with another yardstick). A checkpoint of a stranger's may have any, and so may
         a round in which the loss went up steeply.
         """
-        self.share.tell_hosts(HostWork.LIMIT_MOMENTUM, movement)
         limit, has_clipped = MAX_MOMENTUM * self.settings.momentum_gain * movement, False
         for momentum in (vector[part] for name, vector in self.vectors.items() if name == "momentum"):
-            has_clipped |= self._clip(momentum, part, limit)
+            has_clipped |= _clip(momentum, limit)
         return has_clipped
-
-    def _clip(self, vector: Tensor, part: slice, limit: float) -> bool:
-        """Scale a part (n,) of a vector to a norm of at most ``limit``; return whether it was more."""
-        with one_thread():
-            square = sum(float(vector[piece] @ vector[piece]) for piece in self.share.summed(part))
-        norm = math.sqrt(self.share.add_up(square)[0])
-        if norm <= limit:
-            return False
-        for piece in self.share.summed(part):
-            vector[piece].mul_(limit / norm) if norm < math.inf else vector[piece].zero_()
-        return True
 
     def limit_drift(self, part: slice, movement: float, rates: float) -> None:
         """Clip the drift correction of a part after a step, so that a round of inner steps adds not too much of it.
@@ -153,22 +137,21 @@ class OuterState:
         """
         if self.drift is None:
             return
-        self._clip(self.drift[part], part, MAX_DRIFT * movement / rates)
+        _clip(self.drift[part], MAX_DRIFT * movement / rates)
 
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
-        self.share.tell_hosts(HostWork.DISTANCE)
         square = 0.0
         with one_thread():
-            for piece in self.share.summed(made.part):
+            for piece in slices(len(made.sent)):
                 moved = self._moved(made, piece)
                 square += float(moved @ moved)
-        return math.sqrt(self.share.add_up(square)[0])
+        return math.sqrt(square)
 
     def movement(self, made: Contribution, out: Tensor) -> None:
         """Write what the inner steps changed of what was sent to ``out`` (n,)."""
         with one_thread():
-            for piece in self.share.summed(made.part):
+            for piece in slices(len(made.sent)):
                 out[piece] = self._moved(made, piece)
 
     def alignment(self, made: Contribution, contribution: Tensor, movement: Tensor | None) -> float:
@@ -176,16 +159,14 @@ class OuterState:
 
         ``movement``: of an earlier round (n,); None: of this one. 0 if either is nothing.
         """
-        self.share.tell_hosts(HostWork.ALIGNMENT)
         product, moved_square, square = 0.0, 0.0, 0.0
         with one_thread():
-            for piece in self.share.summed(made.part):
+            for piece in slices(len(made.sent)):
                 moved = self._moved(made, piece) if movement is None else movement[piece]
                 difference = contribution[piece] - made.sent[piece]
                 product += float(moved @ difference)
                 moved_square += float(moved @ moved)
                 square += float(difference @ difference)
-        product, moved_square, square = self.share.add_up(product, moved_square, square)
         length = math.sqrt(moved_square * square)
         return product / length if length > 0.0 else 0.0
 
@@ -203,7 +184,6 @@ class OuterState:
 
         ``share``: of the difference to ``partner`` (n,), its contribution as received.
         """
-        self.share.tell_hosts(HostWork.FILL, trial, share)
         own = {Tried.TOWARDS: made.theta, Tried.BEFORE: self.slow[made.part], Tried.AS_SENT: made.sent}[trial]
 
         def fill(piece: slice) -> None:
@@ -213,7 +193,7 @@ class OuterState:
             else:
                 out[piece].copy_(own[piece])
 
-        each_piece(fill, self.share.summed(made.part), out)
+        each_piece(fill, slices(len(out)), out)
 
     def distorts(self, made: Contribution) -> bool:
         """Return whether a partner decodes fast weights with the codec's errors."""
@@ -223,7 +203,7 @@ class OuterState:
         """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
         if self._rule.sends_fast_weights:
             return made.theta
-        for piece in self.share.pieces(made.part):
+        for piece in slices(len(made.sent)):
             made.sent[piece] = self._rule.contribution(own.piece(piece))
         return made.sent
 
@@ -235,3 +215,14 @@ class OuterState:
     def state(self) -> dict[str, Tensor]:
         """Return the vectors that every checkpoint of the run has: flat vectors (n,), by name."""
         return {SLOW: self.slow, **{name: self.vectors[name] for name in self.settings.vectors}}
+
+
+def _clip(vector: Tensor, limit: float) -> bool:
+    """Scale a vector (n,) to a norm of at most ``limit``; return whether it was more."""
+    with one_thread():
+        norm = math.sqrt(sum(float(vector[piece] @ vector[piece]) for piece in slices(len(vector))))
+    if norm <= limit:
+        return False
+    for piece in slices(len(vector)):
+        vector[piece].mul_(limit / norm) if norm < math.inf else vector[piece].zero_()
+    return True

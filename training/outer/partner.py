@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ..base.errors import CodecError
@@ -22,7 +21,6 @@ from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
 from .contribution import Contribution
 from .copying import Copier
 from .evaluation_time import EvaluationTime
-from .share import HostWork, Share
 from .topk import TopK
 
 
@@ -47,58 +45,18 @@ class Answers:
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
 
-class Decoder:
-    """Decodes contributions into ``memory`` (n,) fp32; ``share``: what this process does of that."""
-
-    def __init__(self, form: Form, memory: Tensor, copier: Copier, share: Share) -> None:
-        self.form = form
-        self.memory = memory
-        self.copier = copier
-        self.share = share
-
-    def decode(self, own: Contribution, span: slice, encoded: npt.NDArray[np.uint8]) -> CodecError | None:
-        """Decode a span of a partner's contribution for ``own``; returns what is wrong with it.
-
-        ``encoded`` (bytes,) uint8 is the whole contribution, of which this span's bytes have arrived.
-        """
-        problem: CodecError | None = None
-        encoded = self.share.begin_decoding(own.part, span, encoded, bytes_of(self.form, span))
-        for piece in self.share.pieces(own.part, span):
-            values = self.memory[piece]
-            if isinstance(self.form, TopK):
-                values.copy_(own.filling[piece])
-            try:
-                self.form.decode(self.copier.fetch(bytes_to_read(encoded[bytes_of(self.form, piece)])), values)
-            except CodecError as error:
-                problem = error
-                break
-        if self.share.end_decoding(has_failed=problem is not None) and problem is None:
-            return CodecError("a value received is not finite, or too large")  # another process has found it
-        return problem
-
-    def feed(self, rule: ScreeningRule, own: Contribution, span: slice) -> None:
-        """Feed a rule a span that was decoded, as far as this process adds up its sums."""
-        for piece in self.share.summed(own.part, span):
-            rule.feed(own.sent[piece], self.memory[piece])
-
-    def add_up(self, rule: ScreeningRule) -> None:
-        """Set a rule's sums to those of all machines."""
-        self.share.tell_hosts(HostWork.SCREENING)
-        rule.sums[:] = torch.tensor(self.share.add_up(*rule.sums.tolist()), dtype=torch.float64)
-
-
 class PartnerContribution:
-    """The partners' contributions, one per round, each compared with this replica's own.
+    """The partners' contributions, one per round, decoded into ``memory`` (n,) and compared with this replica's own."""
 
-    ``histories`` is what ``rule`` remembers.
-    """
-
-    def __init__(self, decoder: Decoder, rule: ScreeningRule) -> None:
+    def __init__(self, rule: ScreeningRule, form: Form, memory: Tensor, copier: Copier) -> None:
         self.histories = Histories()
+        """What the rule remembers of peers."""
         self.evaluation = EvaluationTime()
         """How many batches a loss is taken on that the rule asks for."""
-        self._decoder = decoder
         self._rule = rule
+        self._form = form
+        self._memory = memory
+        self._copier = copier
         self._own: Contribution | None = None
         self._begin()
 
@@ -125,17 +83,26 @@ class PartnerContribution:
         if address != self._address or available < self._available or self._judged is not None:
             self._begin()
         self._address, self._available = address, available
-        decoder, own = self._decoder, self._own
-        parts = slices(len(own.sent), self._num_taken)
-        arrived = [part for part in parts if bytes_of(decoder.form, part).stop <= available]
-        with decoder.copier.aside(), one_thread():
-            for span in decoder.share.spans(arrived):
-                if self._problem is not None:
+        own = self._own
+        with self._copier.aside(), one_thread():
+            for piece in slices(len(own.sent), self._num_taken):
+                place = bytes_of(self._form, piece)
+                if place.stop > available or self._problem is not None:
                     return
-                self._num_taken = span.stop
-                self._problem = decoder.decode(own, span, source)
-                if self._problem is None:
-                    decoder.feed(self._rule, own, span)
+                self._num_taken = piece.stop
+                try:
+                    self._decode(own, piece, source[place])
+                except CodecError as error:
+                    self._problem = error
+                else:
+                    self._rule.feed(own.sent[piece], self._memory[piece])
+
+    def _decode(self, own: Contribution, piece: slice, encoded: npt.NDArray[np.uint8]) -> None:
+        """Decode a piece of a partner's contribution for ``own`` from its bytes (bytes,) uint8."""
+        values = self._memory[piece]
+        if isinstance(self._form, TopK):
+            values.copy_(own.filling[piece])
+        self._form.decode(self._copier.fetch(bytes_to_read(encoded)), values)
 
     def judge(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
         """Decode the rest and judge the whole contribution. A refusal is remembered at once."""
@@ -143,11 +110,10 @@ class PartnerContribution:
             return _NO_OWN
         size = np.frombuffer(data, dtype=np.uint8).size
         try:
-            check_length(self._decoder.form, len(self._own.sent), size)
+            check_length(self._form, len(self._own.sent), size)
             self.take_in(data, size)
             if self._problem is not None:
                 raise self._problem
-            self._decoder.add_up(self._rule)
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
@@ -163,8 +129,8 @@ class PartnerContribution:
         return verdict if partner.encounter == encounter else self._ask(self._own.sent, encounter, answers)
 
     def _ask(self, own: Tensor, encounter: Encounter, answers: Answers) -> Verdict:
-        self._decoder.copier.join()
-        values = self._decoder.memory[: len(own)]
+        self._copier.join()
+        values = self._memory[: len(own)]
         partner = Partner(
             encounter,
             own,
