@@ -16,7 +16,6 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from .announced import ANNOUNCED_FORM, check_announced
 from .config.setting import setting
-from .lines import LINE_FORM, check_lines
 from .quiet_hours import split_quiet_hours
 
 HOME_VARIABLE = "FARANDOLE_HOME"
@@ -97,16 +96,6 @@ class NodeSettings:
         form=ANNOUNCED_FORM,
         read=check_announced,
         example=["/dns/node.example.org/tcp/4001"],
-        panel="Network",
-    )
-    line: list[str] = setting(
-        [],
-        "Another line to the internet, for exchanges: a SOCKS5 proxy on a machine that has one; repeatable, at most 7. "
-        "`ssh -N -D 1080 HOST` makes one. The bandwidth caps and the monthly budget are for this machine's own line.",
-        placeholder="URL",
-        form=LINE_FORM,
-        read=check_lines,
-        example=["socks5://127.0.0.1:1080"],
         panel="Network",
     )
     bootstrap: list[str] = setting(

@@ -66,8 +66,6 @@ class BulkChannel:
         self.session = session
         self.opened_at = trio.current_time()
         self.idle_since = 0.0
-        self.has_all_lines = False
-        """Whether neither end has another line, as far as is known."""
         self.num_sent = 0
         """Bytes passed to it up to now, whether they have arrived or not."""
         self.num_received = 0

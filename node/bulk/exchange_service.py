@@ -123,7 +123,7 @@ class ExchangeService:
         ``incoming`` is valid only if the result is committed. ``start.deadline`` is of `trio.current_time`.
         """
         exchange = Exchange(start.is_initiator, offer, incoming, on_advance)
-        transport = Transport(start.peer, self.channels, all_lines=True)
+        transport = Transport(start.peer, self.channels)
 
         def open_pipe(pipe: Pipe, stream: Stream) -> BulkPipe:
             return BulkPipe(pipe, stream, transport, self._shaping)

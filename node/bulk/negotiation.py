@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import trio
@@ -49,11 +49,8 @@ from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream, receive
 from ..base.system.features import SHARES_PORTS
 from ..base.system.sockets import share_port
 from ..mesh.reuse import calm
-from .bundle import Bundle
 from .channel import BulkChannel, ChannelError, open_channel
-from .lines import Line, reachable
 from .race import Race, send_all
-from .strands import DIRECT, Place, StrandService, Way
 
 logger = logging.getLogger(__name__)
 
@@ -132,20 +129,18 @@ class BulkService:
         listeners: dict[socket.AddressFamily, trio.socket.SocketType],
         shaping: Shaping,
         reach: PeerReach | None,
-        lines: Sequence[Line] = (),
     ) -> None:
         self._host = host
         self._run_id = run_id
         self._listeners = listeners
         self._shaping = shaping
         self._reach = reach
-        self._idle: OrderedDict[bytes, BulkChannel | Bundle] = OrderedDict()
+        self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._expected: Counter[bytes] = Counter()
         self._races: dict[bytes, Race] = {}  # by session; at most one per peer that is expected, or was asked
         self._unproven: Counter[str] = Counter()
         self._is_closed = False
-        self._strands = StrandService(host, self, lines)
         host.set_handler(BULK_PROTOCOL, self._answer)
 
     # For exchanges
@@ -161,21 +156,14 @@ class BulkService:
             if not self._expected[peer]:
                 del self._expected[peer]
 
-    def expects(self, peer: bytes) -> bool:
-        """Return whether this node expects channels of a peer now."""
-        return bool(self._expected[peer])
-
-    async def acquire(self, peer: bytes, *, all_lines: bool = False) -> BulkChannel | Bundle | None:
+    async def acquire(self, peer: bytes) -> BulkChannel | None:
         """Return a kept or new channel with a peer that expects us; None if there is no way, or none in `OPEN_TIMEOUT`.
 
-        The caller gives the channel back with `release` or `discard`. ``all_lines``: see `Channels.acquire`.
+        The caller gives the channel back with `release` or `discard`.
         """
-        kept_ones = [channel for channel in self._idle.values() if channel.peer == peer]
-        for kept in sorted(kept_ones, key=lambda channel: isinstance(channel, Bundle), reverse=True):
-            if isinstance(kept, Bundle) and not all_lines:
-                continue
+        for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
             if (fit := self.take(peer, kept.session)) is not None:
-                return await self._strands.add(fit) if all_lines else fit
+                return fit
         if self._reach is not None and self._reach.is_out_of_reach(peer):
             return None
         if not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
@@ -184,13 +172,13 @@ class BulkService:
         reason = "no answer, or no way, in time"
         try:
             with trio.move_on_after(OPEN_TIMEOUT):
-                channel = await self.negotiate(peer, secrets.token_bytes(SESSION_BYTES), DIRECT)
+                channel = await self._negotiate(peer)
         except (ChannelError, PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError) as error:
             reason = str(error)
         finally:  # also when the caller's time is up, which may be less
             if channel is None:
                 self._note_failure(peer, reason)
-        return await self._strands.add(channel) if all_lines and channel is not None else channel
+        return channel
 
     def _note_failure(self, peer: bytes, reason: str) -> None:
         count, pause = self._backoff.note_failure(peer, self._path(peer), trio.current_time())
@@ -207,7 +195,7 @@ class BulkService:
         own = (*self._host.observed_ips, *announced_ips(self._host))
         return [*sorted(own), "", *sorted(self._host.remote_addresses(peer))]
 
-    def take(self, peer: bytes, session: bytes) -> BulkChannel | Bundle | None:
+    def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
         """Return the channel that the peer has acquired, by its name; None if it is not here or no longer fit."""
         channel = self._idle.get(session)
         if channel is None or channel.peer != peer:
@@ -218,7 +206,7 @@ class BulkService:
             return None
         return channel
 
-    def release(self, channel: BulkChannel | Bundle) -> None:
+    def release(self, channel: BulkChannel) -> None:
         """Keep a channel without data under way in either direction for the next exchange; close an old one."""
         now = trio.current_time()
         if self._is_closed or now - channel.opened_at > MAX_AGE:
@@ -228,19 +216,19 @@ class BulkService:
         if len(self._idle) > MAX_IDLE:
             self._idle.popitem(last=False)[1].close()
 
-    def discard(self, channel: BulkChannel | Bundle) -> None:
+    def discard(self, channel: BulkChannel) -> None:
         """Close a channel on which something went wrong."""
         channel.close()
 
     # Negotiations
 
-    async def negotiate(self, peer: bytes, session: bytes, way: Way) -> BulkChannel:
-        """Negotiate a channel as the asker, by its name; raises what `acquire` treats as a failure."""
+    async def _negotiate(self, peer: bytes) -> BulkChannel:
+        """Negotiate a channel as the asker; raises what `acquire` treats as a failure."""
         key = X25519PrivateKey.generate()
         channel: BulkChannel | None = None
         try:
-            async with self._observed(way) as observed:
-                proposal = self._propose(session, key, observed, way)
+            async with self._observed() as observed:
+                proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key, observed)
                 stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
                 try:
                     with self._race(proposal, peer) as race:
@@ -248,7 +236,7 @@ class BulkService:
                         theirs = await _receive_proposal(stream)
                         if theirs.session != proposal.session:
                             raise RemoteProtocolError("an answer to another proposal")
-                        channel = await self._run_race(race, stream, theirs, key, way, is_asker=True)
+                        channel = await self._run_race(race, stream, theirs, key, is_asker=True)
                 finally:
                     await close_stream(stream)
         except BaseException:  # also when cancelled while the stream closes: nothing else owns the channel yet
@@ -263,53 +251,40 @@ class BulkService:
             if self._expected[stream.peer]:
                 with trio.move_on_after(OPEN_TIMEOUT):
                     theirs = await _receive_proposal(stream)
-                    place = self._strands.places.get(theirs.session)
-                    way = DIRECT if place is None else place.way
-                    async with self._observed(way) as observed:
-                        if not self._is_busy(stream.peer, theirs.session, place):
-                            await self._take_part(stream, theirs, observed, way, place)
+                    async with self._observed() as observed:
+                        if not self._is_busy(stream.peer, theirs.session):
+                            await self._take_part(stream, theirs, observed)
         except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
             logger.debug("no bulk channel: %s", error)
         finally:
             await close_stream(stream)
 
-    async def _take_part(
-        self, stream: Stream, theirs: Proposal, observed: list[Address], way: Way, place: Place | None
-    ) -> None:
-        """Take part in the negotiation that a peer has begun; ``place``: of a strand."""
-        if place is not None:
-            place.is_tried = True
+    async def _take_part(self, stream: Stream, theirs: Proposal, observed: list[Address]) -> None:
+        """Take part in the negotiation that a peer has begun."""
         key = X25519PrivateKey.generate()
-        proposal = self._propose(theirs.session, key, observed, way)
+        proposal = self._propose(theirs.session, key, observed)
         with self._race(proposal, stream.peer) as race:
             await stream.send_all(frame(encode(proposal), MAX_PROPOSAL_BYTES))
-            channel = await self._run_race(race, stream, theirs, key, way, is_asker=False)
-            if place is None:
-                self.release(channel)
-            elif self._strands.places.get(theirs.session) is place:
-                place.opened = channel
-            else:  # the channel has its strands by now
-                return channel.close()
+            channel = await self._run_race(race, stream, theirs, key, is_asker=False)
+            self.release(channel)
             channel.announce()
 
     @contextlib.asynccontextmanager
-    async def _observed(self, way: Way) -> AsyncIterator[list[Address]]:
+    async def _observed(self) -> AsyncIterator[list[Address]]:
         """Yield the addresses that others see for the listener, if peers have to be asked for them."""
         listener = self._listeners.get(socket.AF_INET)
-        if listener is None or self._reach is None or way.line is not None:
+        if listener is None or self._reach is None:
             yield []
             return
         async with self._reach.observe_port(listener.getsockname()[1]) as observed:
             yield observed
 
-    def _is_busy(self, peer: bytes, session: bytes, place: Place | None) -> bool:
-        """Return whether the peer has a negotiation, or the session's name is in use; ``place``: of a strand."""
-        if place is not None:
-            return session in self._races or place.opened is not None or place.peer != peer
+    def _is_busy(self, peer: bytes, session: bytes) -> bool:
+        """Return whether the peer has a negotiation, or the session's name is in use."""
         return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
 
-    def _propose(self, session: bytes, key: X25519PrivateKey, observed: list[Address], way: Way) -> Proposal:
-        """Make this node's proposal: its half of the keys, and its addresses, if it lets the other end in there.
+    def _propose(self, session: bytes, key: X25519PrivateKey, observed: list[Address]) -> Proposal:
+        """Make this node's proposal: its half of the keys, and its addresses.
 
         The addresses are: the ones that the router forwards; the ones that others have observed for the listener; the
         IP addresses that others see or the host announces, each with the listener's port, since most NATs keep ports if
@@ -324,7 +299,7 @@ class BulkService:
             session=session,
             token=secrets.token_bytes(TOKEN_BYTES),
             key=key.public_key().public_bytes_raw(),
-            addresses=addresses[:MAX_OFFERED] if way.line is None else [],
+            addresses=addresses[:MAX_OFFERED],
         )
 
     @contextlib.contextmanager
@@ -338,7 +313,7 @@ class BulkService:
             race.end()
 
     async def _run_race(
-        self, race: Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, way: Way, is_asker: bool
+        self, race: Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, is_asker: bool
     ) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
         us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
@@ -346,11 +321,8 @@ class BulkService:
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
-            if way.line is not None:
-                addresses = reachable(theirs.addresses)
-                nursery.start_soon(self._dial_through, race, addresses, way.line, nursery.cancel_scope)
             in_use = _direct_ips(self._host.remote_addresses(race.peer))
-            for address in dialable(theirs.addresses, in_use) if way is DIRECT else []:
+            for address in dialable(theirs.addresses, in_use):
                 nursery.start_soon(self._dial, race, address, False)
                 if SHARES_PORTS:
                     nursery.start_soon(self._dial, race, address, True)
@@ -358,11 +330,9 @@ class BulkService:
             nursery.cancel_scope.cancel()
         plain = race.claim()
         if plain is None:
-            raise ChannelError("the peer gave up" if way.line is None else "the line does not reach the peer")
-        shaping = self._shaping if way.line is None else way.line.shaping
-        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, shaping)
-        if way is DIRECT:
-            self._backoff.note_success(race.peer)
+            raise ChannelError("the peer gave up")
+        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, self._shaping)
+        self._backoff.note_success(race.peer)
         return channel
 
     # Connections
@@ -382,34 +352,9 @@ class BulkService:
                 await connection.bind(listener.getsockname())
                 calm(connection)
             await connection.connect(address)
-            await self._greet(race, connection)
-
-    async def _dial_through(
-        self, race: Race, addresses: Sequence[Address], line: Line, scope: trio.CancelScope
-    ) -> None:
-        """Dial the addresses through a proxy; cancel ``scope`` if no connection opens: no other way is tried."""
-        has_opened = False
-
-        async def dial(address: Address) -> None:
-            nonlocal has_opened
-            with contextlib.suppress(OSError):
-                connection = await line.dial(address)
-                race.adopt(connection)
-                has_opened = await self._greet(race, connection) or has_opened
-
-        async with trio.open_nursery() as nursery:
-            for address in addresses:
-                nursery.start_soon(dial, address)
-        if not has_opened:
-            scope.cancel()
-
-    async def _greet(self, race: Race, connection: trio.socket.SocketType) -> bool:
-        """Greet over a connection that this node has dialled; return whether it is the peer's. Raises `OSError`."""
-        await send_all(connection, greeting(race.session, race.their_token))
-        is_greeted = race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES))
-        if is_greeted:
-            race.offer(connection)
-        return is_greeted
+            await send_all(connection, greeting(race.session, race.their_token))
+            if race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES)):
+                race.offer(connection)
 
     async def _admit(self, connection: trio.socket.SocketType, address: str) -> None:
         """Handle an inbound connection: it greets for a running race, or is closed."""
@@ -474,15 +419,10 @@ async def open_bulk(
     run_id: bytes,
     shaping: Shaping | None = None,
     reach: PeerReach | None = None,
-    lines: Sequence[str] = (),
 ) -> AsyncIterator[BulkService]:
-    """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports.
-
-    ``lines``: URLs of proxies (`farandole.node.bulk.lines`).
-    """
-    own_lines = [Line(url) for url in lines]
+    """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports."""
     listeners = _open_listeners(host.bound_ips)
-    service = BulkService(host, run_id, listeners, shaping or Shaping(), reach, own_lines)
+    service = BulkService(host, run_id, listeners, shaping or Shaping(), reach)
     ports = {listener.getsockname()[1] for listener in listeners.values()}
     host.bulk_ports.update(ports)
     try:

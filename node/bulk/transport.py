@@ -48,11 +48,8 @@ class Channels(Protocol[C]):
     def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
         """Let the peer open channels while the block runs."""
 
-    async def acquire(self, peer: bytes, *, all_lines: bool = False) -> C | None:
-        """Return a channel with the peer, or None if there is no way.
-
-        ``all_lines``: over all lines of both ends, for much data at once; else the delay counts.
-        """
+    async def acquire(self, peer: bytes) -> C | None:
+        """Return a channel with the peer, or None if there is no way."""
 
     def take(self, peer: bytes, session: bytes) -> C | None:
         """Return the channel that the peer has acquired, if it is here."""
@@ -67,11 +64,9 @@ class Channels(Protocol[C]):
 class Transport:
     """The bulk channel of one pipe, if one opens; another one when that breaks."""
 
-    def __init__(self, peer: bytes, channels: Channels[Any] | None, *, all_lines: bool = False) -> None:
-        """``all_lines``: see `Channels.acquire`."""
+    def __init__(self, peer: bytes, channels: Channels[Any] | None) -> None:
         self.channel: Channel | None = None
         self._peer = peer
-        self._all_lines = all_lines
         self._channels = channels
 
     def expecting(self) -> contextlib.AbstractContextManager[None]:
@@ -82,7 +77,7 @@ class Transport:
         """Open a channel, for at most until the time ``until``; return its name, or None if there is none."""
         if self._channels is not None:
             with trio.move_on_at(until):
-                self.channel = await self._channels.acquire(self._peer, all_lines=self._all_lines)
+                self.channel = await self._channels.acquire(self._peer)
         return self._name
 
     def take(self, proposed: bytes | None) -> bytes | None:

@@ -73,7 +73,7 @@ async def open_member(
     """
     run_id = decode_manifest(raw_manifest)[1].run_id
     async with (
-        open_bulk(mesh.host, run_id, mesh.shaping, mesh.connectivity, daemon.settings.line) as channels,
+        open_bulk(mesh.host, run_id, mesh.shaping, mesh.connectivity) as channels,
         open_service_nursery() as nursery,
     ):
         member = make_member(daemon, mesh, messenger, raw_manifest, channels)

@@ -25,7 +25,7 @@ from farandole.node.mesh.delimited import encode_delimited, multiaddr_texts, rec
 from farandole.node.mesh.gate import Introduction, IntroductionAnswer, decode_introduction, decode_introduction_answer
 from farandole.node.mesh.multistream import MULTISTREAM, Negotiation
 from farandole.protocol.checkpoints import block_transfer, blocks, sketches
-from farandole.protocol.exchange import exchange_messages, outcomes, pipe, strands
+from farandole.protocol.exchange import exchange_messages, outcomes, pipe
 from farandole.protocol.exchange.bulk import Proposal, decode_proposal
 from farandole.protocol.mesh import checkup, reachability
 from farandole.protocol.mesh.relay import circuit_address, parse_circuit
@@ -182,15 +182,6 @@ def _yamux_talk(*, is_initiator: bool) -> bytes:
     alice.ping(0.0, 1)
     alice.go_away()
     return alice.data_to_send()
-
-
-def place_pieces(data: bytes) -> None:
-    """Take headers of pieces, and note each piece as here at once."""
-    pieces = strands.Pieces(0, 64)
-    for start in range(0, len(data) - strands.HEADER.size + 1, strands.HEADER.size):
-        offset, size = strands.HEADER.unpack(data[start : start + strands.HEADER.size])
-        pieces.claim(offset, size)
-        pieces.arrived(offset)
 
 
 def open_records(data: bytes) -> bytes:
@@ -408,10 +399,6 @@ DECODERS: dict[str, Decoder] = {
     ),
     "sketch-answer": Decoder(sketches.decode_answer, [sketches.encode_answer(bytes(size)) for size in (0, 1_024)]),
     "sketch-question": of(sketches.decode_question, sketches.SketchQuestion),
-    "strand-pieces": Decoder(
-        place_pieces, [b"".join(strands.HEADER.pack(*each) for each in ((8, 8), (0, 8), (60, 4)))]
-    ),
-    "strands": of(strands.decode_strands, strands.Lines | strands.Bound),
     "visitor-pass": of(invitations.decode_pass, invitations.VisitorPass),
     "yamux-dialled": Decoder(lambda data: hear_yamux(data, is_initiator=True), [_yamux_talk(is_initiator=False)]),
     "yamux-accepted": Decoder(lambda data: hear_yamux(data, is_initiator=False), [_yamux_talk(is_initiator=True)]),

@@ -205,7 +205,7 @@ class MemoryChannels:
         finally:
             self.expected.remove(peer)
 
-    async def acquire(self, peer: bytes, *, all_lines: bool = False) -> MemoryChannel | None:
+    async def acquire(self, peer: bytes) -> MemoryChannel | None:
         await trio.lowlevel.checkpoint()
         if self.is_frozen:
             await trio.sleep_forever()

@@ -21,7 +21,6 @@ import trio.testing
 
 from farandole.node.base.figures import size
 from farandole.node.bulk import negotiation as bulk
-from farandole.node.bulk.bundle import Bundle
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
 from farandole.node.bulk.exchange_service import ExchangeResult
 from farandole.node.bulk.negotiation import BulkService, open_bulk
@@ -239,14 +238,13 @@ class FaultyChannels:
     def expecting(self, peer: bytes) -> AbstractContextManager[None]:
         return self._service.expecting(peer)
 
-    async def acquire(self, peer: bytes, *, all_lines: bool = False) -> FaultyChannel | None:
-        return self._faulty(await self._service.acquire(peer, all_lines=all_lines))
+    async def acquire(self, peer: bytes) -> FaultyChannel | None:
+        return self._faulty(await self._service.acquire(peer))
 
     def take(self, peer: bytes, session: bytes) -> FaultyChannel | None:
         return self._faulty(self._service.take(peer, session))
 
-    def _faulty(self, channel: BulkChannel | Bundle | None) -> FaultyChannel | None:
-        assert not isinstance(channel, Bundle), "neither end has another line"
+    def _faulty(self, channel: BulkChannel | None) -> FaultyChannel | None:
         self.num_faulty -= channel is not None
         return FaultyChannel(channel, self._fault if self.num_faulty >= 0 else "") if channel else None
 
@@ -267,8 +265,8 @@ class WatchedChannels:
         self.expecting = service.expecting
         self.release = service.release
 
-    async def acquire(self, peer: bytes, *, all_lines: bool = False) -> BulkChannel | None:
-        return self._watched(await self._service.acquire(peer, all_lines=all_lines))
+    async def acquire(self, peer: bytes) -> BulkChannel | None:
+        return self._watched(await self._service.acquire(peer))
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
         return self._watched(self._service.take(peer, session))
@@ -278,8 +276,7 @@ class WatchedChannels:
         self.discarded.append(channel)
         self._service.discard(channel)
 
-    def _watched(self, channel: BulkChannel | Bundle | None) -> BulkChannel | None:
-        assert not isinstance(channel, Bundle), "neither end has another line"
+    def _watched(self, channel: BulkChannel | None) -> BulkChannel | None:
         if channel is not None:
             self.channels.append(channel)
         return channel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -89,17 +89,16 @@ class Party:
 async def two_parties(
     run_id: bytes = RUN_ID,
     handshake_hash: bytes = MemoryStream.handshake_hash,
-    lines: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> AsyncIterator[tuple[Party, Party]]:
-    """Open Alice and Bob, each with some lines; ``run_id`` and ``handshake_hash`` are Bob's."""
+    """Open Alice and Bob; ``run_id`` and ``handshake_hash`` are Bob's."""
     network: dict[bytes, MemoryHost] = {}
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             hosts = [BulkHost(ALICE, nursery, network), BulkHost(BOB, nursery, network)]
             hosts[1].run_id, hosts[1].handshake_hash = run_id, handshake_hash
             async with (
-                open_bulk(hosts[0], hosts[0].run_id, reach=hosts[0], lines=lines[0]) as first,
-                open_bulk(hosts[1], hosts[1].run_id, reach=hosts[1], lines=lines[1]) as second,
+                open_bulk(hosts[0], hosts[0].run_id, reach=hosts[0]) as first,
+                open_bulk(hosts[1], hosts[1].run_id, reach=hosts[1]) as second,
             ):
                 yield Party(hosts[0], first), Party(hosts[1], second)
             nursery.cancel_scope.cancel()

@@ -21,7 +21,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from farandole.node.base.settings import DEFAULT_LISTEN
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS, open_bulk
-from farandole.node.bulk.strands import DIRECT
 from farandole.node.mesh.host import open_host
 from farandole.protocol.exchange.bulk import Proposal, greeting
 from farandole.protocol.wire.framing import frame
@@ -271,7 +270,7 @@ async def test_wherever_an_attempt_is_cancelled_no_socket_is_left_open() -> None
 
 
 async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
-    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate(), [], DIRECT)
+    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate(), [])
     with bob.service.expecting(ALICE), bob.service._race(proposal, ALICE):
         stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
         await stream.send_all(frame(encode(msgspec.structs.replace(proposal, session=b"2" * 16)), 4_096))

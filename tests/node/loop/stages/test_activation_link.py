@@ -200,7 +200,7 @@ class Channels:
     def expecting(self, peer: bytes) -> Iterator[None]:
         yield
 
-    async def acquire(self, peer: bytes, *, all_lines: bool = False) -> BulkChannel | None:
+    async def acquire(self, peer: bytes) -> BulkChannel | None:
         raise AssertionError("the upstream node opens it")
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
