@@ -23,7 +23,6 @@ from .app.commands.config import config_app
 from .app.commands.daemons import join, relay
 from .app.commands.dial import dial
 from .app.commands.doctor import doctor
-from .app.commands.evaluate import evaluate
 from .app.commands.identity import show_id
 from .app.commands.leave import leave
 from .app.commands.limit import limit
@@ -59,7 +58,6 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
 for command in (join, relay, dial, status, dashboard, peers, sample):
     app.command()(command)
-app.command("eval")(evaluate)
 for command in (doctor, limit, pause, resume, leave, uninstall):
     app.command()(command)
 app.command("reference", hidden=True)(print_reference)

@@ -40,7 +40,6 @@ from .base.requirements import (
     line_shortfall,
     memory_needed,
     memory_shortfall,
-    require_harness,
     unused_inputs,
 )
 from .base.settings import NodeSettings
@@ -90,7 +89,7 @@ async def run_node(settings: NodeSettings) -> int:
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
     console = Console(as_json=settings.log_format == "json")
-    journal = Journal(say=console.say, tell_round=console.tell_round, keep_evaluation=console.keep_evaluation)
+    journal = Journal(say=console.say, tell_round=console.tell_round)
     try:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
@@ -301,8 +300,6 @@ async def _dial(daemon: Daemon, host: Host, address: object) -> str:
 async def be_node(daemon: Daemon) -> None:
     """Join a run, train until asked to leave, and leave."""
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
-    if settings.evaluate:
-        require_harness()
     rest_keeper = RestKeeper(rest, store, settings.quiet_hours, datetime.now, journal.warn)
     stored = await store.get_fact(MANIFEST_FACT)
     stored_network_key = await store.get_fact(NETWORK_KEY_FACT) or b""
@@ -379,7 +376,6 @@ async def be_node(daemon: Daemon) -> None:
                     pipeline=member.pipeline,
                     leases=member.leases,
                     audits=member.audits,
-                    evaluations=member.evaluations,
                     notices=member.notices,
                     nodes_of_stages=member.membership.nodes_of_stages,
                     apart=member.membership.apart,
@@ -395,8 +391,6 @@ def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
     manifest, settings = decode_manifest(raw_manifest)[0], daemon.settings
     shortfalls = [line_shortfall(manifest, settings.upload_mbit, settings.download_mbit)]
     shortfalls += unused_inputs(manifest, settings)
-    if settings.evaluate and not manifest.evaluation.tasks:
-        shortfalls.append("--evaluate has no effect: this run's manifest names no tasks to evaluate it on")
     if settings.trainer == "own":
         needed = memory_needed(manifest, settings)
         shortfalls.append(memory_shortfall(needed, total_bytes(), available_bytes()))

@@ -30,8 +30,6 @@ PATTERNS: Final[dict[str, Sequence[str]]] = {
             "log.*",
             "rounds.jsonl",
             "rounds.jsonl.*",
-            "evaluations.jsonl",
-            "evaluations.jsonl.*",
             "service.log",
             "output",
         ),

@@ -30,9 +30,6 @@ CONSOLE: Final = "farandole.node.ui.console"
 # Of `farandole.node.status.round_log`: two files of some 40,000 rounds each.
 ROUNDS: Final = "farandole.rounds"
 MAX_ROUNDS_BYTES: Final = 16 * 1024 * 1024
-# Of `farandole.node.status.evaluation_log`: two files of some 10,000 reports each.
-EVALUATIONS: Final = "farandole.evaluations"
-MAX_EVALUATIONS_BYTES: Final = 8 * 1024 * 1024
 _ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
@@ -140,7 +137,7 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
     """Log to ``settings.log`` until the context ends. Raises `IdentityError` if the node's folder cannot be used."""
     make_home(settings.home)
     root, ours = logging.getLogger(), logging.getLogger("farandole")
-    rounds, evaluations = logging.getLogger(ROUNDS), logging.getLogger(EVALUATIONS)
+    rounds = logging.getLogger(ROUNDS)
     try:
         handler = _LogFile(settings.log, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     except OSError as error:
@@ -148,28 +145,21 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
             f"cannot write {settings.log}: {error.strerror}; name another folder with --home"
         ) from error
     kept = _LogFile(settings.rounds, maxBytes=MAX_ROUNDS_BYTES, backupCount=1, encoding="utf-8", delay=True)
-    reports = _LogFile(
-        settings.evaluations, maxBytes=MAX_EVALUATIONS_BYTES, backupCount=1, encoding="utf-8", delay=True
-    )
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter())
     previous = root.level, ours.level
     root.setLevel(logging.WARNING)
     ours.setLevel(settings.log_level.upper())
-    for file in (rounds, evaluations):
-        file.setLevel(logging.INFO)
-        file.propagate = False
+    rounds.setLevel(logging.INFO)
+    rounds.propagate = False
     handler.addFilter(Throttle())
     root.addHandler(handler)
     rounds.addHandler(kept)
-    evaluations.addHandler(reports)
     try:
         yield
     finally:
         root.removeHandler(handler)
         rounds.removeHandler(kept)
-        evaluations.removeHandler(reports)
         handler.close()
         kept.close()
-        reports.close()
         root.setLevel(previous[0])
         ours.setLevel(previous[1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Final
 
 from farandole.protocol.planning.best_known import reason_for
@@ -34,16 +33,6 @@ CAPS: Final = ("--upload-mbit", "--download-mbit")
 
 class MemoryTooSmallError(FarandoleError):
     """This machine can never hold the run's model."""
-
-
-class MissingHarnessError(FarandoleError):
-    """The settings ask for evaluations, and lm-evaluation-harness is not installed."""
-
-
-def require_harness() -> None:
-    """Raise `MissingHarnessError` unless lm-evaluation-harness is installed. Importing it would take seconds."""
-    if find_spec("lm_eval") is None:
-        raise MissingHarnessError(f"--evaluate needs the Python package 'lm-eval': {how_to_add('eval')}")
 
 
 def settings_line(settings: Mapping[str, Any]) -> str:

@@ -314,27 +314,6 @@ class NodeSettings:
         panel="Limits",
     )
     validate_every: int = setting(10, "Rounds between measurements on held-out text; 0: never.", unit="rounds", least=0)
-    evaluate: bool = setting(
-        False,
-        "Evaluate this node's checkpoints on the tasks that the run names, in turn with other members. Downloads data "
-        "sets from huggingface.co and uses a core. Needs the Python packages of farandole's extra `eval`.",
-        panel="Run",
-    )
-    evaluate_device: str = setting(
-        "cpu",
-        "With --evaluate: device to evaluate on, as --device; a GPU shares its memory with the trainer.",
-        placeholder="DEVICE",
-        panel="Run",
-    )
-    evaluate_include: Path | None = setting(
-        None,
-        "With --evaluate: folder of more task files, in the form that `farandole eval` takes. They may name Python "
-        "functions, which run with your rights.",
-        placeholder="FOLDER",
-        unset="none",
-        example="tasks",
-        panel="Run",
-    )
     upload_mbit: float = setting(
         0.0,
         "Send no faster than this in total; 0: no cap.",
@@ -438,7 +417,6 @@ class NodeSettings:
     checkpoints = InHome("checkpoints")
     tokens = InHome("tokens")  # the text that this node brings, tokenised (`farandole.training.data.token_cache`)
     dashboard_place = InHome("dashboard.json")  # where the page is, while the daemon runs
-    evaluations = InHome("evaluations.jsonl")  # reports of members (`farandole.node.status.evaluation_log`)
     rounds = InHome("rounds.jsonl")  # the rounds that are over (`farandole.node.status.round_log`)
     log = InHome("log")  # the daemon's
 

@@ -1,4 +1,4 @@
-"""The whole model of weights on this disk, ready to compute: for `farandole sample` and `farandole eval`.
+"""The whole model of weights on this disk, ready to compute: for `farandole sample`.
 
 Torch is imported only when the weights are known to be there, to fit into the memory, and to be of a model that may be
 made here.

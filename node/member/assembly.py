@@ -35,7 +35,6 @@ from ..join.manifests import serve_manifest
 from ..join.start import Start
 from ..join.weights import Weights
 from ..loop.audit_service import AuditKeeper
-from ..loop.evaluation_service import EvaluationKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard
 from ..loop.stages.links import ACTIVATIONS_PROTOCOL, Links
@@ -136,7 +135,6 @@ def make_member(
         pipeline=pipeline,
         leases=leases,
         audits=audits,
-        evaluations=assembly.evaluations(gossip, membership) if manifest.evaluation.tasks else None,
         notices=notices,
         releases=releases,
         credentials=credentials,
@@ -278,18 +276,6 @@ class _Assembly:
             self.daemon.journal,
             others=membership,
             liveness=gossip.liveness,
-        )
-
-    def evaluations(self, gossip: GossipService, membership: Membership) -> EvaluationKeeper:
-        daemon = self.daemon
-        return EvaluationKeeper(
-            self.manifest.evaluation,
-            self.mesh.host.author,
-            gossip,
-            membership,
-            daemon.journal,
-            daemon.rest,
-            daemon.settings,
         )
 
     def preparation(self, membership: Membership, store: _Stored) -> Preparation:

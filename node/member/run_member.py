@@ -16,7 +16,6 @@ from ..base.release_words import release_words
 from ..join.bootstrap import JOIN_TIMEOUT, Reconnector, Target, sync_state
 from ..join.weights import Weights
 from ..loop.audit_service import AuditKeeper
-from ..loop.evaluation_service import EvaluationKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard
 from ..loop.stages.pipeline import PipelineService
@@ -70,7 +69,6 @@ class RunMember:
     pipeline: PipelineService | None
     leases: LeaseKeeper | None
     audits: AuditKeeper | None
-    evaluations: EvaluationKeeper | None
     """None where the run names no tasks."""
     notices: NoticeBoard
     releases: ReleaseWatch
@@ -119,8 +117,6 @@ class RunMember:
             if self.audits is not None:
                 nursery.start_soon(self.audits.run)
                 nursery.start_soon(self._follow_audits, self.audits)
-            if self.evaluations is not None:
-                nursery.start_soon(self.evaluations.run)
             nursery.start_soon(self._follow_wishes)
             nursery.start_soon(remember, self.daemon, host, membership)
             failure = await self._train()

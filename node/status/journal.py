@@ -18,7 +18,6 @@ from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
 from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of
 
-from .evaluation_log import EvaluationRecord
 from .exchange_history import ExchangeHistory
 from .loss_history import LossHistory
 from .round_log import RoundRecord
@@ -35,7 +34,7 @@ class Journal:
     """State, events, warnings, exchanges and losses of one node.
 
     ``say`` prints a line for the person at the terminal, ``clock`` is Unix time. ``tell_round`` prints and keeps the
-    record of a round; without it the round is printed as any other line. ``keep_evaluation`` keeps a member's report.
+    record of a round; without it the round is printed as any other line.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class Journal:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.time,
         tell_round: Callable[[RoundRecord], None] | None = None,
-        keep_evaluation: Callable[[EvaluationRecord], None] = lambda record: None,
     ) -> None:
         self.clock = clock
         self.state = NodeState()
@@ -53,7 +51,6 @@ class Journal:
         self.warnings: deque[str] = deque(maxlen=MAX_WARNINGS)
         self._say = say
         self._tell_round = tell_round
-        self._keep_evaluation = keep_evaluation
         self._told_validation: tuple[int, float] | None = None
         self._failed: list[ExchangeStatus] = []  # exchanges of one round that did
 
@@ -106,11 +103,6 @@ class Journal:
         """Record the validation loss after a round, in nats a token, and in bits per byte where these are known."""
         if not self.losses.add_validation(round_index, loss, bits_per_byte):
             self.warn(f"the loss on held-out text is {loss} after round {round_index}: the replica diverges")
-
-    def record_evaluation(self, record: EvaluationRecord, *, is_own: bool) -> None:
-        """Keep a member's report of an evaluation, and print this node's own."""
-        (self.say if is_own else self.note)(record.line)
-        self._keep_evaluation(record)
 
     def record_exchange(
         self,

@@ -100,22 +100,6 @@ class Event(msgspec.Struct, frozen=True):
     is_warning: bool = False
 
 
-class EvaluationStatus(msgspec.Struct, frozen=True):
-    """A metric of a task at a mark of the run's evaluation, by all members that this node knows to have reported it."""
-
-    mark: int
-    """The round that was evaluated."""
-    task: str
-    metric: str
-    value: float
-    """The median of the members' figures."""
-    stderr: float | None
-    lowest: float
-    highest: float
-    authors: list[str]
-    """Peer ids of the members that measured it; no other member checks a figure."""
-
-
 class RunStatus(msgspec.Struct, frozen=True):
     """The run as a whole."""
 
@@ -136,8 +120,6 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Members whose heartbeats arrive, but that this node has not reached."""
     versions: dict[str, int] = {}
     """Release of farandole -> live members that say they run it, this node included; an empty release is not known."""
-    evaluations: list[EvaluationStatus] = []
-    """Figures of the newest mark that was evaluated, those of most members first."""
 
 
 class PipelineStatus(msgspec.Struct, frozen=True):

@@ -12,14 +12,12 @@ from typing import TextIO
 
 import msgspec
 
-from ..base.logs import EVALUATIONS, ROUNDS, JsonFormatter
+from ..base.logs import ROUNDS, JsonFormatter
 from ..base.system.terminal import without_controls
-from ..status.evaluation_log import EvaluationRecord
 from ..status.round_log import RoundRecord
 
 logger = logging.getLogger(__name__)
 rounds = logging.getLogger(ROUNDS)
-evaluations = logging.getLogger(EVALUATIONS)
 
 
 class Console:
@@ -38,10 +36,6 @@ class Console:
         figures: dict[str, object] = msgspec.structs.asdict(record)
         self.say(record.line, figures)
         rounds.info("%s", json.dumps(figures))
-
-    def keep_evaluation(self, record: EvaluationRecord) -> None:
-        """Append a member's report to the file of evaluations."""
-        evaluations.info("%s", msgspec.json.encode(record).decode())
 
     def complain(self, text: str) -> None:
         """Print why the node ends, as an error."""

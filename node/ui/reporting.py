@@ -20,7 +20,6 @@ from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
 from ..base.release import VERSION
 from ..loop.audit_service import AuditKeeper
-from ..loop.evaluation_service import EvaluationKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard
 from ..loop.pause.pause import Rest
@@ -57,7 +56,6 @@ class Reporter:
     pipeline: PipelineService | None = None
     leases: LeaseKeeper | None = None
     audits: AuditKeeper | None = None
-    evaluations: EvaluationKeeper | None = None
     notices: NoticeBoard | None = None
     nodes_of_stages: Callable[[], Sequence[frozenset[bytes]]] = tuple
     apart: Callable[[], Collection[bytes]] = frozenset
@@ -235,7 +233,6 @@ class Reporter:
             state_root=self.state.root.hex() if self.state is not None else "",
             providers=[len(nodes) for nodes in self.nodes_of_stages()],
             versions=dict(Counter(member.version for member in live).most_common(MAX_VERSIONS)),
-            evaluations=[] if self.evaluations is None else self.evaluations.status(),
         )
 
 

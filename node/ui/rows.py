@@ -21,7 +21,6 @@ from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineSt
 MUCH_DOUBTED: Final = 0.05
 SPARKLINE_WIDTH: Final = 40
 MAX_WARNINGS_SHOWN: Final = 3
-MAX_FIGURES_SHOWN: Final = 4
 
 Emphasis = Literal["", "faint", "strong", "good", "warning", "well", "busy", "trouble"]
 
@@ -64,7 +63,6 @@ def status_rows(status: NodeStatus, now: float) -> list[Row]:
         _last_exchange(status, now),
         _audits(status),
         _run(status),
-        _evaluation(status),
         _releases(status),
         _links(status),
         _reached(status),
@@ -192,18 +190,6 @@ def _run(status: NodeStatus) -> Row:
     losses = f"loss {loss(run.loss_mean)} ({loss(run.loss_min)} to {loss(run.loss_max)})"
     brief = f"loss of all {loss(run.loss_mean)}; {company}\n{speed} tokens/s, {tokens} tokens"
     return Row("the run", f"{company}; {tokens} tokens at {speed}/s; {losses}", brief=brief)
-
-
-def _evaluation(status: NodeStatus) -> Row | None:
-    """Return the row about the newest mark that members have evaluated, with the members that did."""
-    if not (figures := status.run.evaluations):
-        return None
-    shown = [f"{each.task} {each.metric} {each.value:.4g}" for each in figures[:MAX_FIGURES_SHOWN]]
-    more = f", {len(figures) - MAX_FIGURES_SHOWN} more" if len(figures) > MAX_FIGURES_SHOWN else ""
-    authors = list(dict.fromkeys(author[-8:] for each in figures for author in each.authors))
-    by = authors[0] if len(authors) == 1 else f"{len(authors)} members (medians): {', '.join(authors)}"
-    value = f"{', '.join(shown)}{more}, after round {figures[0].mark}, by {by}"
-    return Row("evaluation", value, brief=f"{', '.join(shown[:1])} after round {figures[0].mark}")
 
 
 def _releases(status: NodeStatus) -> Row | None:

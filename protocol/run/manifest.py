@@ -51,18 +51,6 @@ _PeerId = Annotated[str, msgspec.Meta(max_length=64)]
 # 1,000 peer ids of 52 letters, which leave room for the rest of a manifest.
 _Members = Annotated[tuple[_PeerId, ...], msgspec.Meta(min_length=1, max_length=1_000)]
 _UnitInterval = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-# No path: what a run's creator names must not choose a file on a volunteer's disk.
-_TaskName = Annotated[
-    str,
-    msgspec.Meta(
-        min_length=1,
-        max_length=96,
-        pattern=r"\A[0-9A-Za-z_*?!+\[\]-]+\Z",
-        description="a task's name or a pattern in quotes, such as hellaswag or arc_*",
-    ),
-]
-MAX_TASKS = 16
-"""A report of an evaluation has at most 512 bytes, which is room for about as many figures."""
 InnerName = Literal["adamw", "muon"]
 """The inner optimizers."""
 
@@ -264,21 +252,6 @@ class StartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bytes.fromhex(self.run_id)
 
 
-class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tasks of lm-evaluation-harness on which members evaluate the run (`protocol.evaluation.evaluations`)."""
-
-    tasks: Annotated[tuple[_TaskName, ...], msgspec.Meta(max_length=MAX_TASKS)] = ()
-    """Names of tasks, groups or tags, or patterns of them, as in ``farandole eval``; empty: no evaluation."""
-    every_rounds: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 100
-    """Rounds between two marks: the run is evaluated after each multiple of it."""
-    limit: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
-    """Only the first documents of each task; 0: all."""
-    num_fewshot: Annotated[int, msgspec.Meta(ge=0, le=128)] | None = None
-    """Solved examples before each question; null: as each task says."""
-    max_seconds: Annotated[float, msgspec.Meta(ge=10, le=86_400)] = 3_600.0
-    """Longest time of one evaluation. After it the member gives up, and another one may evaluate the mark."""
-
-
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training run. Immutable: another setting is another run."""
 
@@ -308,7 +281,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     audits: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the rounds of each member that others replay (`protocol.rounds.audits`); 0: rounds are not committed
     to. Costs each member about 1.2 times this share of its time, and five checkpoints of its disk."""
-    evaluation: EvaluationConfig = EvaluationConfig()
 
     def __post_init__(self) -> None:
         if problems := _problems(self):
@@ -336,7 +308,7 @@ def _problems(manifest: Manifest) -> list[str]:
     Each begins with the name of its setting, such as ``outer.gamma``.
     """
     problems = []
-    for name in ("data", "inner", "rounds", "pipeline", "evaluation"):
+    for name in ("data", "inner", "rounds", "pipeline"):
         for field, value in msgspec.structs.asdict(getattr(manifest, name)).items():
             if isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{name}.{field} is {value}: it must be a finite number")
@@ -408,8 +380,6 @@ def _problems(manifest: Manifest) -> list[str]:
         )
     if manifest.audits:
         problems += [f"audits = {manifest.audits:g} {problem}" for problem in _problems_of_audits(manifest)]
-    if manifest.evaluation.tasks and model.num_stages > 1:
-        problems.append("evaluation.tasks need whole models, and this one is cut: no member could evaluate it")
     return [*problems, *_problems_of_rounds(manifest)]
 
 
@@ -435,7 +405,7 @@ def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterat
     if manifest.model != ModelConfig(1, 0, 0, 0, 0, 0, external=external):
         yield "model.external has no sizes and no stages: num_layers is 1, the others are 0, and there is nothing else"
     own_affairs = {"tokenizer": TokenizerConfig(), "data": DataConfig(), "inner": InnerConfig(), "audits": 0.0}
-    own_affairs |= {"pipeline": PipelineConfig(), "evaluation": EvaluationConfig()}
+    own_affairs |= {"pipeline": PipelineConfig()}
     for name, default in own_affairs.items():
         if getattr(manifest, name) != default:
             yield f"{name} is set, but in a run for members' own loops each loop chooses it: leave it out"
@@ -489,9 +459,8 @@ def _problems_of_own(model: ModelConfig, own: OwnModel) -> list[str]:
 _LATER: Final[dict[str, tuple[str, ...]]] = {
     "data": ("mask_documents",),
     "rounds": ("far_every", "near_ms"),
-    "evaluation": EvaluationConfig.__struct_fields__,
 }
-"""Settings that are later than a release, by section; a section without others is later as a whole."""
+"""Settings that are later than a release, by section."""
 
 
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -527,7 +496,7 @@ def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManif
         kept = {name: value for name, value in msgspec.structs.asdict(given).items() if name not in names}
         if given == type(given)(**kept):
             fields[section] = kept
-    body = msgspec.msgpack.encode({name: value for name, value in fields.items() if value != {}})
+    body = msgspec.msgpack.encode(fields)
     return SignedManifest(body, public_bytes(creator), sign(creator, _DOMAIN, body))
 
 

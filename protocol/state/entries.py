@@ -57,11 +57,6 @@ NoteName = Annotated[str, msgspec.Meta(min_length=1, max_length=48, pattern=r"\A
 """A name that programs choose, of a note or of a protocol of theirs."""
 KeyPrefix = Annotated[bytes, msgspec.Meta(max_length=PARTNER_BYTES)]
 """The first bytes of a public key: enough to distinguish a run's members, too few to prove anything."""
-MAX_FIGURES = 16
-"""Figures of one evaluation: a figure with names of usual lengths takes some 35 of a payload's 512 bytes."""
-MAX_TASK_CHARS = 96
-MAX_METRIC_CHARS = 64
-"""The longest names of tasks and metrics in an evaluation; lm-evaluation-harness has a few longer tasks' names."""
 LossMicros = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """A loss in millionths of a nat: whole numbers, so that every node computes the same from it."""
 
@@ -82,8 +77,6 @@ class Kind(enum.IntEnum):
     COMMITMENT = 16
     ACCUSATION = 17
     NOTES = 18
-    EVALUATOR = 25
-    EVALUATION = 26
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -247,34 +240,6 @@ class ProgramNotes(Payload, frozen=True):
     ] = ()
 
 
-class Evaluator(Payload, frozen=True):
-    """The author evaluates the run on the manifest's tasks (`farandole.protocol.evaluation.evaluations`)."""
-
-    mark: Small = 0
-    """The mark that the author has leased, and evaluates now; 0: none."""
-
-
-class TaskFigure(msgspec.Struct, frozen=True, array_like=True):
-    """A metric of a task of lm-evaluation-harness, in millionths."""
-
-    task: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TASK_CHARS, pattern=PRINTABLE)]
-    metric: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_METRIC_CHARS, pattern=PRINTABLE)]
-    """As the harness names it; after a comma how answers were read, if there are several ways."""
-    value: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-    """Whole numbers: there is no NaN to compare, and 512 bytes hold more of them."""
-    stderr: Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None = None
-    """None: not known."""
-
-
-class Evaluation(Payload, frozen=True):
-    """The author's figures of its own weights at a mark. Its slot: the number of the mark modulo the slots."""
-
-    mark: Small
-    round: Small
-    """Round of the weights: the first checkpoint of the author from the mark on."""
-    figures: Annotated[tuple[TaskFigure, ...], msgspec.Meta(max_length=MAX_FIGURES)]
-
-
 class Accusation(Payload, frozen=True):
     """A signed commitment that the accuser replayed twice with another result. Others replay it themselves."""
 
@@ -327,17 +292,13 @@ RULES: dict[Kind, Rule] = {
     Kind.ACCUSATION: Rule(Accusation, slots=4, quantum=60, ttl=_DAY, max_bytes=448, is_metered=True, checked=3),
     # The first kind that was later than a release: nodes of that one pass it on unread, so no field is checked.
     Kind.NOTES: Rule(ProgramNotes, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0),
-    # Two more that are later than a release. An evaluator that leaves blocks no other, so an hour is short enough; the
-    # last four marks of an author are there for members that join within a week.
-    Kind.EVALUATOR: Rule(Evaluator, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0),
-    Kind.EVALUATION: Rule(Evaluation, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True, checked=0),
 }
 _SHORT_LATER = Rule(Payload, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0)
 _LONG_LATER = Rule(Payload, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True, checked=0)
-LATER_KINDS: Final[dict[int, Rule]] = dict.fromkeys(range(19, 25), _SHORT_LATER) | {27: _LONG_LATER}
+LATER_KINDS: Final[dict[int, Rule]] = dict.fromkeys(range(19, 26), _SHORT_LATER) | dict.fromkeys((26, 27), _LONG_LATER)
 """Kinds for later releases. A kind that takes a number here keeps its limits, `checked` included, so releases agree on
 which of its entries are valid, and for how long. Each reader of such a kind checks its author's rights itself. They
-hold at most 5 kB an author."""
+hold at most 8 kB an author."""
 ALL_RULES: Final[dict[int, Rule]] = {**LATER_KINDS, **{int(kind): rule for kind, rule in RULES.items()}}
 """The limits of each kind, known or of a later release. There are no others."""
 MAX_SLOTS = sum(rule.slots for rule in ALL_RULES.values())

@@ -63,8 +63,6 @@ OTHERS = {
     "farandole.protocol.mesh.dial_caution.DialBudget.take",
     "farandole.protocol.stages.microbatch_jobs.MicrobatchJobs.take",
     # Messages between two processes of one node.
-    "farandole.protocol.evaluation.evaluation_messages.decode_order",
-    "farandole.protocol.evaluation.evaluation_messages.decode_answer",
 }
 
 

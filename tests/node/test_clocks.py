@@ -20,7 +20,6 @@ READ_IN = {
     "app/doctor/examination.py": "compared with that of others",
     "app/doctor/mesh.py": "compared with that of others",
     "daemon.py": "since when the node runs, shown",
-    "inspect/evaluation.py": "when an evaluation began, in its results",
     "inspect/peek.py": "until when a visit is good",
     "join/address_book.py": "when a peer was reached last, kept from one life to the next",
     "join/own_invite.py": "until when an invite is good",

@@ -20,8 +20,6 @@ from .options import Home
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from farandole.protocol.evaluation.evaluations import CurvePoint
-
     from ...base.settings import NodeSettings
     from ...status.round_log import RoundRecord
     from ...ui.metrics.tracker import ReportedRun
@@ -32,8 +30,6 @@ _LESS_NEEDED: Final = ("seconds", "tokens", "bits/byte", "held out", "at")
 # What is left of the reason of a round without a partner, so that a usual terminal has all columns.
 _REASON_WIDTH: Final = 24
 _GAP: Final = 2
-# Marks whose evaluations are shown without --last.
-_NUM_MARKS: Final = 5
 
 
 def show_metrics(
@@ -55,95 +51,47 @@ def show_metrics(
             "wandb:PROJECT, mlflow:EXPERIMENT or mlflow:URI (extras trackio, wandb, mlflow).",
         ),
     ] = None,
-    evaluations: Annotated[
-        bool, typer.Option("--evaluations", help="Only the run's evaluations by its members, with --csv as CSV.")
-    ] = False,
     once: Annotated[bool, typer.Option("--once", help="With --report: send what is there, and end.")] = False,
 ) -> None:
     """Print this node's rounds: when, with whom, loss, bytes, seconds. Works while the node is stopped, too.
 
-    A narrow terminal shows fewer columns. If the run names tasks, the members' evaluations of it follow: medians where
-    several members measured the same. They report them, and no other member checks them.
+    A narrow terminal shows fewer columns.
 
     Examples: [cyan]farandole run metrics[/cyan]; [cyan]farandole run metrics --csv > rounds.csv[/cyan];
     [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan];
     [cyan]farandole run metrics --report wandb:my-project[/cyan]
     """
     from ...base.settings import NodeSettings
-    from ...status.evaluation_log import newest_curve, read_evaluations, write_curve_csv
     from ...status.round_log import read_rounds, write_csv
 
     if report is not None:
-        if last or as_csv or tensorboard is not None or evaluations:
+        if last or as_csv or tensorboard is not None:
             raise typer.BadParameter("it sends all rounds, and does nothing else", param_hint="--report")
         _report(NodeSettings(home=home), report, is_once=once)
         return
     if once:
         raise typer.BadParameter("of what? Name a tracker with --report", param_hint="--once")
-    settings = NodeSettings(home=home)
-    curve = newest_curve(read_evaluations(settings.evaluations))
-    if evaluations:
-        if tensorboard is not None:
-            raise typer.BadParameter("--tensorboard writes the evaluations too", param_hint="--evaluations")
-        if not curve:
-            raise FarandoleError(f"no evaluation is known here: {settings.evaluations} has none")
-        if as_csv:
-            write_curve_csv(_last_marks(curve, last), sys.stdout)
-        else:
-            _print_curve(_last_marks(curve, last or _NUM_MARKS))
-        return
-    path = settings.rounds
+    path = NodeSettings(home=home).rounds
     records = list(read_rounds(path))
     if not records:
         raise FarandoleError(f"no round is over yet: {path} has none; name another folder with --home")
     newest = records[-last:] if last else records
     if tensorboard is not None:
         tokens_before = sum(record.tokens for record in records[: -len(newest)])
-        _write_events(newest, tokens_before, tensorboard, [each for each in curve if each.mark >= newest[0].round])
+        _write_events(newest, tokens_before, tensorboard)
     elif as_csv:
         write_csv(newest, sys.stdout)
     else:
         _print_table(newest if last else records[-20:], path)
-        if curve:
-            _print_curve(_last_marks(curve, last or _NUM_MARKS))
 
 
-def _last_marks(curve: Sequence[CurvePoint], num_marks: int | None) -> list[CurvePoint]:
-    """Return the points of the last marks; None: of all."""
-    marks = sorted({point.mark for point in curve})[-(num_marks or 0) :]
-    return [point for point in curve if point.mark in marks]
-
-
-def _print_curve(curve: Sequence[CurvePoint]) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    numbers = [Column(name, justify="right", no_wrap=True) for name in ("value", "std. error")]
-    names = [Column(name, overflow="fold") for name in ("task", "metric")]
-    table = Table(Column("round", no_wrap=True), *names, *numbers, "by", box=None, padding=(0, _GAP, 0, 0))
-    for each in curve:
-        by = each.authors[0][-8:]
-        if len(each.authors) > 1:
-            by = f"{len(each.authors)} members, {each.lowest:.4f} to {each.highest:.4f}"
-        error = "" if each.stderr is None else f"{each.stderr:.4f}"
-        table.add_row(str(each.mark), Text(each.task), Text(each.metric), f"{each.value:.4f}", error, by)
-    console = Console(markup=False, highlight=False)
-    console.print(
-        "\nevaluations of the run, as its members report them; --evaluations --csv prints all", soft_wrap=True
-    )
-    console.print(table)
-
-
-def _write_events(
-    records: Iterable[RoundRecord], tokens_before: int, folder: Path, curve: Iterable[CurvePoint]
-) -> None:
+def _write_events(records: Iterable[RoundRecord], tokens_before: int, folder: Path) -> None:
     from ...ui.metrics.figures import figures_of
 
     try:
         from ...ui.metrics.tensorboard import write_events
 
-        path = write_events(figures_of(records, tokens_before), folder, curve)
+        path = write_events(figures_of(records, tokens_before), folder)
     except ImportError as error:
         raise FarandoleError(
             f"a file for TensorBoard needs the Python package tensorboardX: {how_to_add('tensorboard')}"

@@ -27,7 +27,7 @@ prints those of a run. They never change: another setting is another run. What a
 """
 _TOP: Final = ("name", "seed", "admission", "private", "audits")
 # Sections that people write; commands write the others.
-_SECTIONS: Final = ("model", "tokenizer", "data", "inner", "outer", "rounds", "pipeline", "screening", "evaluation")
+_SECTIONS: Final = ("model", "tokenizer", "data", "inner", "outer", "rounds", "pipeline", "screening")
 # What a run file has in place of what the manifest has: key, value, meaning.
 _RUN_FILE: Final = {
     "model": (

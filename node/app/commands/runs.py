@@ -391,7 +391,7 @@ def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) ->
 
     settings: dict[str, Any] = msgspec.to_builtins(manifest)
     if manifest.model.external:
-        for each_members_own in ("tokenizer", "data", "inner", "pipeline", "audits", "evaluation"):
+        for each_members_own in ("tokenizer", "data", "inner", "pipeline", "audits"):
             del settings[each_members_own]
     run_id, creator = signed.run_id.hex(), peer_id_of(signed.creator)
     lines = [f"run {run_id}", f"by  {creator}", *_setting_lines(settings)]

@@ -12,8 +12,6 @@ from .features import HAS_PRIORITIES
 # Of a trainer, and of `farandole sample`, which may run next to one: below interactive programs, and below the mesh
 # process, whose answers others wait for. If trainer and sample share one core, each gets half of it.
 TRAINING_NICENESS: Final = 5
-# Of evaluating a checkpoint during the run: it has hours where a round has a minute.
-EVALUATING_NICENESS: Final = 15
 # Of writing checkpoints. Training goes first: under contention it gets three times as much. At the lowest priority
 # 411 MB took 77 s on a machine under load, longer than a leaving node can wait.
 SAVING_NICENESS: Final = 10

@@ -22,8 +22,6 @@ MAX_POINTS: Final = 512
 MAX_POINTS_A_NODE: Final = 128
 # As many members as the run state has authors.
 MAX_CURVES: Final = 4_096
-# More lines in the chart of evaluations cannot be told apart: those of the tasks that most members report.
-MAX_EVALUATIONS: Final = 3
 # A round of a thousand nodes.
 MAX_EXCHANGES: Final = 512
 
@@ -81,8 +79,6 @@ class RunHistory:
     """(round, this node's loss on held-out text)."""
     throughput: Curve = field(default_factory=lambda: Curve(MAX_POINTS))
     """(Unix seconds, tokens a second of the whole run)."""
-    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Task and metric -> round -> the median of the members' figures, which changes while members report."""
     meetings: deque[NodeMeeting] = field(default_factory=deque)
     """The last `MAX_EXCHANGES`."""
     _known: set[tuple[int, frozenset[str]]] = field(default_factory=set)
@@ -97,13 +93,6 @@ class RunHistory:
             self.mean_loss.add(now, run.loss_mean)
         for round_index, loss in status.validation[-1:]:
             self.validation.add(round_index, loss)
-        for each in run.evaluations:
-            name = f"{each.task} {each.metric}"
-            if name in self.evaluations or len(self.evaluations) < MAX_EVALUATIONS:
-                curve = self.evaluations.setdefault(name, {})
-                curve[each.mark] = each.value
-                if len(curve) > MAX_POINTS:
-                    del curve[min(curve)]
         self._observe_members(status.members, now)
 
     def _observe_members(self, members: Sequence[MemberStatus], now: float) -> None:

@@ -28,7 +28,6 @@ class Overview(msgspec.Struct, frozen=True):
     mean_loss: list[Point]
     throughput: list[Point]
     validation: list[Point]
-    evaluations: dict[str, list[Point]]
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -68,7 +67,6 @@ def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
         mean_loss=history.mean_loss.points,
         throughput=history.throughput.points,
         validation=history.validation.points,
-        evaluations={name: sorted(curve.items()) for name, curve in history.evaluations.items()},
     )
 
 

@@ -97,15 +97,6 @@ def _run(run: RunStatus) -> Iterator[Metric]:
     yield Gauge("farandole_run_tokens_per_second", "Of all live members.", run.tokens_per_second)
     if run.loss_mean is not None:
         yield Gauge("farandole_run_loss", "Mean training loss of the live members.", run.loss_mean)
-    if run.evaluations:
-        yield Gauge("farandole_run_evaluated_round", "Newest round with an evaluation.", run.evaluations[0].mark)
-        about = "Newest figures of the run's tasks, medians of the members that measured them."
-        family = Gauge("farandole_run_evaluation", about, labels=["task", "metric"])
-        reports = Gauge("farandole_run_evaluation_reports", "Members that measured it.", labels=["task", "metric"])
-        for each in run.evaluations:
-            family.add_metric([each.task, each.metric], each.value)
-            reports.add_metric([each.task, each.metric], len(each.authors))
-        yield from (family, reports)
     providers = {str(stage): number for stage, number in enumerate(run.providers)}
     yield _by(Gauge, "farandole_run_stage_providers", "Live members of each stage.", "stage", providers)
 

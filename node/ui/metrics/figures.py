@@ -6,13 +6,9 @@ Names have only characters that all of these take: letters, spaces, slashes.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from farandole.protocol.evaluation.evaluations import curve_of
-
-from ...status.evaluation_log import EvaluationRecord
 from ...status.round_log import RoundRecord
 
 
@@ -27,30 +23,11 @@ class RoundFigures:
     """The known figures by their names."""
 
 
-def figures_of(
-    records: Iterable[RoundRecord],
-    tokens_before: int = 0,
-    evaluations: Sequence[EvaluationRecord] = (),
-    heard_after: float = 0.0,
-) -> Iterator[RoundFigures]:
-    """Yield the figures of each round; the rounds before the first one had ``tokens_before`` tokens in all.
-
-    ``evaluations``: those of the run. Each is shown with the round in which this node heard it, as trackers take no
-    later figures of a round; the ones up to ``heard_after`` (Unix seconds) are left out.
-    """
+def figures_of(records: Iterable[RoundRecord], tokens_before: int = 0) -> Iterator[RoundFigures]:
+    """Yield the figures of each round; the rounds before the first one had ``tokens_before`` tokens in all."""
     for record in records:
         tokens_before += record.tokens
-        values = dict(_values(record, tokens_before))
-        new = {each.evaluation.mark for each in evaluations if heard_after < each.at <= record.at}
-        known = [each.report for each in evaluations if each.evaluation.mark in new and each.at <= record.at]
-        heard_after = record.at
-        values |= {evaluation_name(point.task, point.metric): point.value for point in curve_of(known)}
-        yield RoundFigures(record, tokens_before, values)
-
-
-def evaluation_name(task: str, metric: str) -> str:
-    """Return the name of a figure of an evaluation; characters that a tracker refuses become spaces."""
-    return re.sub(r"[^0-9A-Za-z_/ -]+", " ", f"evaluation/{task}/{metric}").strip()
+        yield RoundFigures(record, tokens_before, dict(_values(record, tokens_before)))
 
 
 def _values(record: RoundRecord, tokens_in_all: int) -> Iterator[tuple[str, float]]:

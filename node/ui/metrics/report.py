@@ -25,7 +25,6 @@ from farandole.training.base.durable import replacing
 from ...base.backoff import pauses
 from ...base.system.files import OWNER_ALONE_FOLDER
 from ...base.system.locking import HeldError, locked_file
-from ...status.evaluation_log import EVALUATIONS_NAME, EvaluationRecord, read_evaluations
 from ...status.round_log import RoundRecord
 from ...status.round_tail import RoundTail
 from .figures import RoundFigures, figures_of
@@ -100,19 +99,18 @@ def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: Repo
         patience.say(f"rounds go to {opened.where}")
         with _open_memory(path.with_name(REPORTS), opened.place) as memory:
             sent = None if opened.is_new else memory.read()
-            tokens, sent_at = (0, 0.0) if sent is None else (sent.tokens_in_all, sent.at)
+            tokens = 0 if sent is None else sent.tokens_in_all
             tail = RoundTail(path)
             records = _after(tail.new(), sent)
             while True:
-                heard = _evaluations(path, run) if records else []
-                rounds = list(figures_of(records, tokens, heard, sent_at))
+                rounds = list(figures_of(records, tokens))
                 for begin in range(0, len(rounds), MAX_BATCH):
                     batch = rounds[begin : begin + MAX_BATCH]
                     patience.until_done(partial(tracker.log, batch))
                     memory.write(batch[-1])
                     report.num_sent += len(batch)
                     patience.say(_line(batch))
-                    tokens, sent_at = batch[-1].tokens_in_all, batch[-1].record.at
+                    tokens = batch[-1].tokens_in_all
                 if patience.is_once or patience.wait(POLL_SECONDS):
                     break
                 records = tail.new()
@@ -124,12 +122,6 @@ def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: Repo
         except TrackerUnreachableError as error:
             patience.say(f"{error}; what was sent is there")
     return report
-
-
-def _evaluations(rounds: Path, run: ReportedRun) -> list[EvaluationRecord]:
-    """Return the evaluations of the run that the node has heard; their file is next to that of its rounds."""
-    records = read_evaluations(rounds.with_name(EVALUATIONS_NAME))
-    return [record for record in records if record.run_id == run.run_id]
 
 
 def _line(batch: Sequence[RoundFigures]) -> str:

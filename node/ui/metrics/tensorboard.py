@@ -15,34 +15,23 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
-from farandole.protocol.evaluation.evaluations import CurvePoint
-
-from .figures import RoundFigures, evaluation_name
+from .figures import RoundFigures
 
 # TensorBoard looks for files with "tfevents" in their names. The name is fixed, so a later file replaces this one.
 FILE_NAME: Final = "events.out.tfevents.0.farandole"
 _VERSION: Final = "brain.Event:2"
 
 
-def write_events(rounds: Iterable[RoundFigures], folder: Path, curve: Iterable[CurvePoint] = ()) -> Path:
-    """Write the rounds, and the run's evaluations, into a file in ``folder``, which is made if it is missing.
-
-    Return its path. Raises `OSError`.
-    """
+def write_events(rounds: Iterable[RoundFigures], folder: Path) -> Path:
+    """Write the rounds into a file in ``folder``, which is made if it is missing; return its path. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
     with closing(RecordWriter(str(path))) as writer:
-        at = 0.0
         for number, figures in enumerate(rounds):
             record = figures.record
-            at = record.at
             if not number:
                 writer.write(Event(wall_time=record.at, file_version=_VERSION).SerializeToString())
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in figures.values.items()]
             event = Event(wall_time=record.at, step=record.round, summary=Summary(value=values))
             writer.write(event.SerializeToString())
-        for point in curve:  # at the mark, whenever it was evaluated
-            name = evaluation_name(point.task, point.metric)
-            summary = Summary(value=[Summary.Value(tag=name, simple_value=point.value)])
-            writer.write(Event(wall_time=at, step=point.mark, summary=summary).SerializeToString())
     return path

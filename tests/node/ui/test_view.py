@@ -8,12 +8,11 @@ import pytest
 from rich.console import Console, RenderableType
 
 from farandole.node.base import figures
-from farandole.node.status.status import EvaluationStatus, NodeStatus, PipelineStatus, TrafficStatus
-from farandole.node.ui.rows import status_rows
+from farandole.node.status.status import NodeStatus, PipelineStatus, TrafficStatus
 from farandole.node.ui.view import members_table, status_screen
 from farandole.protocol.run.releases import ReleaseConflict
 
-from ..statuses import ALICE, BOB, NOW, STATUS
+from ..statuses import BOB, NOW, STATUS
 
 
 def shown(renderable: RenderableType) -> str:
@@ -189,17 +188,3 @@ def test_releases_that_differ_are_named_and_equal_ones_take_no_place() -> None:
     assert "9.8" in table
     conflict = msgspec.structs.replace(STATUS, release_conflict=ReleaseConflict(newer=("9.8",)))
     assert "1 connected peer runs farandole 9.8" in line(conflict, "releases")
-
-
-def test_the_newest_evaluation_is_shown_with_who_measured_it() -> None:
-    assert "evaluation" not in shown(status_screen(STATUS, NOW))
-    one = EvaluationStatus(20, "hellaswag", "acc_norm", 0.3125, 0.01, 0.3125, 0.3125, [BOB])
-    run = msgspec.structs.replace(STATUS.run, evaluations=[one])
-    alone = line(msgspec.structs.replace(STATUS, run=run), "evaluation")
-    assert f"hellaswag acc_norm 0.3125, after round 20, by {BOB[-8:]}" in alone
-    both = msgspec.structs.replace(one, authors=[BOB, ALICE])
-    run = msgspec.structs.replace(STATUS.run, evaluations=[both, *[one] * 5])
-    (several,) = (
-        row for row in status_rows(msgspec.structs.replace(STATUS, run=run), NOW) if row.label == "evaluation"
-    )
-    assert f"2 more, after round 20, by 2 members (medians): {BOB[-8:]}, {ALICE[-8:]}" in several.value

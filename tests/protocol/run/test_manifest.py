@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from farandole.protocol.run.manifest import (
     MAX_MANIFEST_BYTES,
-    EvaluationConfig,
     Manifest,
     SignedManifest,
     decode_manifest,
@@ -124,12 +123,6 @@ def test_a_long_manifest_is_refused_unread() -> None:
         ({"rounds": {"exchange_seconds": 0.0}}, "exchange_seconds"),
         ({"outer": {"fragments": 0}}, "fragments"),
         ({"outer": {"fragments": 65}}, "fragments"),
-        ({"evaluation": {"tasks": ["../task"]}}, "tasks"),
-        ({"evaluation": {"tasks": ["task.yaml"]}}, "tasks"),
-        ({"evaluation": {"tasks": ["a"] * 17}}, "tasks"),
-        ({"evaluation": {"every_rounds": 0}}, "every_rounds"),
-        ({"evaluation": {"max_seconds": float("nan")}}, "evaluation.max_seconds"),
-        ({"evaluation": {"tasks": ["a"]}, "model": {**MODEL, "num_stages": 2}}, "evaluation.tasks"),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(sections: dict[str, Any], words: str) -> None:
@@ -194,16 +187,13 @@ def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id(
 
 def test_a_run_without_later_settings_has_the_same_id_as_before_there_were_any() -> None:
     """Its signed bytes do not have them, so older releases read them, too."""
-    signed = sign_manifest(manifest(seed=7, evaluation={}, rounds={"far_every": 1}), CREATOR)
+    signed = sign_manifest(manifest(seed=7, rounds={"far_every": 1}), CREATOR)
     assert signed.run_id.hex() == "9f22350432f3a0453baf1d549fcd8b39683cf8c31bcec1955675856fd3c3308b"
-    evaluated = sign_manifest(manifest(seed=7, evaluation={"tasks": ["arc_*"], "every_rounds": 10}), CREATOR)
-    assert decode_manifest(evaluated.encode())[0].evaluation == EvaluationConfig(("arc_*",), 10)
-    assert evaluated.run_id != signed.run_id
     two_levels = sign_manifest(manifest(seed=7, rounds={"far_every": 4}), CREATOR)
     assert decode_manifest(two_levels.encode())[0].rounds.far_every == 4
     masked = sign_manifest(manifest(seed=7, data={"mask_documents": True}), CREATOR)
     assert decode_manifest(masked.encode())[0].data.mask_documents
-    assert len({signed.run_id, evaluated.run_id, two_levels.run_id, masked.run_id}) == 4
+    assert len({signed.run_id, two_levels.run_id, masked.run_id}) == 3
 
 
 def test_rules_are_chosen_by_kind() -> None:

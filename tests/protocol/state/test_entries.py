@@ -23,8 +23,6 @@ from farandole.protocol.state.entries import (
     CheckpointNotice,
     Commitment,
     Delta,
-    Evaluation,
-    Evaluator,
     Kind,
     Lease,
     LeasedSlices,
@@ -38,7 +36,6 @@ from farandole.protocol.state.entries import (
     Signed,
     StageLease,
     Suspects,
-    TaskFigure,
     decode_delta,
     encode_body,
     fit_member,
@@ -68,10 +65,6 @@ LARGEST: dict[Kind, Payload] = {
     Kind.ACCUSATION: Accusation(b"a" * 32, bytes(MAX_COMMITMENT_BODY_BYTES), b"s" * 64),
     Kind.REVOCATION: Revocation((b"k" * 32,) * REVOKED_PER_ENTRY),
     Kind.NOTES: ProgramNotes((("n" * 48, b"v" * MAX_NOTE_BYTES),)),
-    Kind.EVALUATOR: Evaluator(2**31 - 1),
-    Kind.EVALUATION: Evaluation(
-        2**31 - 1, 2**31 - 1, (TaskFigure("t" * 96, "m" * 64, -(2**53), 2**53), *[TaskFigure("t", "m", 1)] * 15)
-    ),
 }
 
 

@@ -193,7 +193,7 @@ def test_rows_of_a_stack_have_masks_of_their_own(model: ModelConfig) -> None:
 
 
 def test_a_prompt_is_one_document(model: ModelConfig) -> None:
-    """Sampling and `farandole eval` load the model so; what a prompt yields is the plain forward pass."""
+    """Sampling loads the model so; what a prompt yields is the plain forward pass."""
     run = Manifest("a", model, tokenizer=TokenizerConfig("tokenizers", "0" * 64), data=MASKED)
     plain = sharp(model, separator=None)
     weights = {name: value.detach().numpy() for name, value in plain.named_parameters()}

@@ -42,7 +42,6 @@ const charts = {
   loss: new LineChart(byId("loss"), byId("loss-at"), { xLabel: (value) => `round ${Math.round(value)}`, yLabel: loss }),
   throughput: new LineChart(byId("throughput"), byId("throughput-at"), { ...time, yLabel: (value) => figure(value), fromZero: true }),
   mean: new LineChart(byId("mean"), byId("mean-at"), { ...time, yLabel: loss }),
-  evaluations: new LineChart(byId("evaluations"), byId("evaluations-at"), { xLabel: (value) => `round ${Math.round(value)}`, yLabel: loss }),
 };
 const view = () => ({ range: Number(byId("range").value), smooth: Number(byId("smooth").value), isLog: byId("log").checked });
 
@@ -80,7 +79,6 @@ function showOverview() {
   const shown = { ...view(), isLog: false };
   charts.throughput.draw([{ points: overview.throughput, colour: "own", width: 1.5, name: "tokens/s" }], shown);
   charts.mean.draw([{ points: overview.mean_loss, colour: "own", width: 1.5, name: "mean loss" }], view());
-  showEvaluations(overview.evaluations, rows.find(({ label }) => label === "evaluation"));
   showNode(status, rows);
   showStages(status);
   byId("exchanges").replaceChildren(...[...status.recent_exchanges].reverse().map((exchange) => row([
@@ -89,17 +87,6 @@ function showOverview() {
     size(exchange.bytes_sent), duration(exchange.seconds), exchange.path || "-", duration(now - exchange.ended_at),
   ])));
   byId("warnings").replaceChildren(...(status.warnings.length ? [...status.warnings].reverse() : ["none"]).map((text) => element("li", text)));
-}
-
-function showEvaluations(evaluations, newest) {
-  const names = Object.keys(evaluations), colours = ["own", "held", "many"];
-  byId("evaluations-section").hidden = !names.length;
-  if (!names.length) return;
-  byId("evaluations-now").textContent = newest ? newest.value : "";
-  byId("evaluations-legend").replaceChildren(...names.flatMap((name, index) => [element("span", "", `key ${colours[index]}`), name]));
-  charts.evaluations.draw(names.map((name, index) => (
-    { points: evaluations[name], colour: colours[index], width: 1.5, name }
-  )), { range: 1, smooth: 0, isLog: false });
 }
 
 function showLimits({ upload_mbit: up, download_mbit: down, quiet_hours: hours }) {

@@ -16,10 +16,10 @@ import trio
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect, sync_playwright
 
-from farandole.node.status.status import EvaluationStatus, NodeStatus
+from farandole.node.status.status import NodeStatus
 
 from ....patience import PATIENCE
-from ...statuses import ALICE, BOB, STATUS
+from ...statuses import BOB, STATUS
 from .page import Shown, open_page
 
 SHARE_OF_BLACK = """() => {
@@ -151,14 +151,9 @@ async def test_charts_are_read_under_the_pointer_and_drawn_as_asked(tmp_path: Pa
             page = browser.page
             for number in range(8, 14):
                 members = [msgspec.structs.replace(each, round=number, loss=20.0 / number) for each in STATUS.members]
-                figure = EvaluationStatus(number, "lambada", "acc", number / 20, None, 0.3, 0.8, [ALICE])
-                run = msgspec.structs.replace(STATUS.run, evaluations=[figure])
-                shown.status = msgspec.structs.replace(STATUS, round=number, members=members, run=run)
+                shown.status = msgspec.structs.replace(STATUS, round=number, members=members)
                 expect(page.locator("#headline")).to_contain_text(f"round {number}")
             expect(page.locator("#loss canvas")).to_have_count(1)
-            expect(page.locator("#evaluations canvas")).to_have_count(1)
-            expect(page.locator("#evaluations-legend")).to_have_text("lambada acc")
-            expect(page.locator("#evaluations-now")).to_contain_text("after round 13")
             inside, card = page.locator("#loss canvas").bounding_box(), page.locator("#loss").bounding_box()
             assert inside is not None
             assert card is not None

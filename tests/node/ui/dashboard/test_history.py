@@ -5,10 +5,9 @@ import math
 import msgspec
 import pytest
 
-from farandole.node.status.status import EvaluationStatus, MemberStatus, NodeStatus
+from farandole.node.status.status import MemberStatus, NodeStatus
 from farandole.node.ui.dashboard import history as history_module
-from farandole.node.ui.dashboard.history import MAX_EVALUATIONS, MAX_POINTS_A_NODE, Curve, RunHistory
-from farandole.node.ui.dashboard.views import overview
+from farandole.node.ui.dashboard.history import MAX_POINTS_A_NODE, Curve, RunHistory
 
 from ...statuses import ALICE, BOB, NOW, STATUS
 
@@ -50,20 +49,6 @@ def test_curves_are_of_every_live_node_and_of_the_run() -> None:
     assert history.losses[BOB].points == [(r, 5.0 - r) for r in range(5)]
     assert [x for x, _ in history.mean_loss.points] == [NOW + r for r in range(5)]
     assert [y for _, y in history.throughput.points] == [STATUS.run.tokens_per_second] * 5
-
-
-def test_an_evaluation_is_one_point_though_its_median_changes_and_the_tasks_are_few() -> None:
-    history = RunHistory()
-    for mark, value in ((10, 0.2), (20, 0.3), (20, 0.5)):
-        evaluations = [
-            EvaluationStatus(mark, f"task{number}", "acc", value + number, None, value, value, [ALICE])
-            for number in range(MAX_EVALUATIONS + 2)
-        ]
-        run = msgspec.structs.replace(STATUS.run, evaluations=evaluations)
-        history.observe(msgspec.structs.replace(STATUS, run=run), NOW)
-    points = overview(STATUS, history, NOW).evaluations
-    assert list(points) == [f"task{number} acc" for number in range(MAX_EVALUATIONS)]
-    assert points["task0 acc"] == [(10, 0.2), (20, 0.5)]
 
 
 def test_newcomers_are_seen_though_thousands_came_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from farandole.node.status.status import EvaluationStatus, NodeStatus, PipelineStatus
+from farandole.node.status.status import NodeStatus, PipelineStatus
 from farandole.node.ui.metrics.exposition import metrics_text
 
 from ...statuses import ALICE, STATUS
@@ -81,15 +81,3 @@ async def test_the_page_s_server_gives_them_to_a_scraper_on_this_machine(tmp_pat
         code, kind, body = await trio.to_thread.run_sync(scrape, shown.port)
     assert (code, kind.partition(";")[0]) == (200, "text/plain")
     assert ALICE.encode() in body
-
-
-def test_evaluations_are_by_task_and_metric() -> None:
-    figure = EvaluationStatus(20, "hellaswag", "acc", 0.25, None, 0.2, 0.3, [ALICE, "other"])
-    run = msgspec.structs.replace(RUN, evaluations=[figure, msgspec.structs.replace(figure, task='a "task"')])
-    text = metrics_text(msgspec.structs.replace(FULL, run=run)).decode()
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    found = {sample.labels["task"]: sample.value for sample in families["farandole_run_evaluation"].samples}
-    assert found == {"hellaswag": 0.25, 'a "task"': 0.25}
-    assert families["farandole_run_evaluation_reports"].samples[0].value == 2
-    assert families["farandole_run_evaluated_round"].samples[0].value == 20
-    assert "farandole_run_evaluation" not in metrics_text(FULL).decode()

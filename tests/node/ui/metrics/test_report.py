@@ -10,7 +10,6 @@ import pytest
 
 from farandole.node.app.belongings import belongings_of
 from farandole.node.base.system.locking import locked_file
-from farandole.node.status.evaluation_log import EvaluationRecord
 from farandole.node.ui.metrics.figures import RoundFigures
 from farandole.node.ui.metrics.report import MAX_BATCH, Report, ReportPatience, report_rounds
 from farandole.node.ui.metrics.tracker import (
@@ -22,7 +21,6 @@ from farandole.node.ui.metrics.tracker import (
     reported_run,
 )
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.state.entries import Evaluation, TaskFigure
 from farandole.protocol.wire.errors import FarandoleError
 
 from .conftest import MODEL, SIGNED, NodeFolder, rounds
@@ -238,22 +236,3 @@ def test_names_are_short_and_without_control_characters() -> None:
 def test_a_target_that_names_no_tracker(target: str) -> None:
     with pytest.raises(FarandoleError, match=r"names no tracker: write trackio:PROJECT\|wandb:PROJECT"):
         open_tracker(target)
-
-
-def test_an_evaluation_goes_with_the_round_in_which_it_was_heard_and_once(story: Story) -> None:
-    node, tracker = story.node, story.tracker
-
-    def hear(author: str, at: float, value: int, run_id: str = RUN.run_id) -> None:
-        heard = EvaluationRecord(at, run_id, author, Evaluation(1, 1, (TaskFigure("tiny", "acc", value),)))
-        with (node.path / "evaluations.jsonl").open("ab") as file:
-            file.write(msgspec.json.encode(heard) + b"\n")
-
-    node.add(rounds(0, 1))
-    hear("alice", 1_000.5 + 70, 200_000)
-    hear("alice", 1_000.5 + 70, 900_000, run_id="another")
-    story.report(lambda: node.add(rounds(2, 3)))
-    hear("bob", 1_000.5 + 190, 400_000)
-    node.add(rounds(4, 5))
-    story.report()
-    found = {each.record.round: each.values.get("evaluation/tiny/acc") for each in tracker.kept}
-    assert found == {0: None, 1: None, 2: 0.2, 3: None, 4: pytest.approx(0.3), 5: None}

@@ -16,8 +16,6 @@ from farandole.node.cli import main
 from farandole.node.status.round_log import RoundRecord
 from farandole.node.ui.metrics.figures import figures_of
 from farandole.node.ui.metrics.tensorboard import write_events
-from farandole.protocol.evaluation.evaluations import Report, curve_of
-from farandole.protocol.state.entries import Evaluation, TaskFigure
 
 FIRST = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
 FIRST = msgspec.structs.replace(FIRST, bits_per_byte=1.25)
@@ -87,12 +85,3 @@ def test_without_the_extra_the_command_says_what_to_install(
         main(["run", "metrics", "--home", str(tmp_path), "--tensorboard", str(tmp_path / "runs")])
     assert ended.value.code == Exit.BAD_INPUT
     assert "pip install 'tensorboardX" in capsys.readouterr().err
-
-
-def test_evaluations_are_at_their_marks(tmp_path: Path) -> None:
-    report = Report("12D3", Evaluation(200, 201, (TaskFigure("tiny", "exact_match,strict", 500_000),)))
-    *_, event = events_of(write_events(figures_of([FIRST, LAST]), tmp_path, curve_of([report])))
-    assert (event.step, event.wall_time) == (200, LAST.at)
-    assert [(value.tag, value.simple_value) for value in event.summary.value] == [
-        ("evaluation/tiny/exact_match strict", 0.5)
-    ]

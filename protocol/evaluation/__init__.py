@@ -1,1 +1,0 @@
-"""Evaluations of a run by its members."""

@@ -1,1 +1,0 @@
-"""A model as lm-evaluation-harness asks it."""
