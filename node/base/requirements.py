@@ -18,7 +18,6 @@ from farandole.protocol.planning.planning import STAGES, Machine, changes, plan,
 from farandole.protocol.rounds.pairing import MEETING_SHARE
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.training.base.errors import how_to_add
 
 from .figures import BYTES_PER_MBIT, duration, mbit, size
 from .settings import NodeSettings
