@@ -242,7 +242,7 @@ def compare(
     """
     from farandole.training.base.errors import DataError
 
-    from .compare import MethodComparison, choose_methods, run_compare
+    from .methods.compare import MethodComparison, choose_methods, run_compare
     from .section import Section
 
     if methods == ["list"]:

@@ -12,7 +12,7 @@ import matplotlib.figure
 
 from farandole.node.base.figures import bits_per_byte
 
-from .compare import Result
+from .methods.compare import Result
 from .report import PlayReport
 
 matplotlib.use("Agg")

@@ -231,8 +231,7 @@ def _num_inner(manifest: Manifest) -> int:
 
 def _num_outer(outer: OuterConfig) -> int:
     """Number of flat vectors that outer steps need."""
-    num_vectors = len(outer.vectors) + len(outer.own_vectors)
-    return _NUM_OUTER + num_vectors + outer.remembers_sent + _corrects_drift(outer)
+    return _NUM_OUTER + len(outer.vectors) + outer.remembers_sent + _corrects_drift(outer)
 
 
 def _num_exchanged(outer: OuterConfig, num_parameters: int) -> int:
@@ -243,7 +242,7 @@ def _num_exchanged(outer: OuterConfig, num_parameters: int) -> int:
 
 def _num_saved(outer: OuterConfig) -> int:
     """Number of vectors in a checkpoint."""
-    num_vectors = len(required_vectors(outer)) + len(outer.own_vectors) + len(OPTIMIZER_VECTORS)
+    num_vectors = len(required_vectors(outer)) + len(OPTIMIZER_VECTORS)
     return num_vectors + (outer.fragments > 1) + outer.remembers_sent + _corrects_drift(outer)
 
 

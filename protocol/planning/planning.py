@@ -236,10 +236,9 @@ def _in_little_memory(manifest: Manifest) -> Manifest:
 
 def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Plan:
     """Choose codec and fragments: the first pair with short exchanges, else the first that fits, else the smallest."""
-    is_codec_given = "outer.codec" in given or type(manifest.outer)().is_lossy  # such as SparseLoCo's, which is topk
     found = [
         _timed(variant, machine, given)
-        for codec in _choices(CODECS, manifest.outer.codec, is_codec_given)
+        for codec in _choices(CODECS, manifest.outer.codec, "outer.codec" in given)
         for fragments in _choices(FRAGMENTS, manifest.outer.fragments, "outer.fragments" in given)
         if (variant := _travels(manifest, codec, fragments)) is not None
     ]

@@ -40,17 +40,11 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Names of the vectors that the rule keeps next to the slow weights: one fp32 number for each parameter, zero at
     first. They are part of every checkpoint, and a newcomer downloads them. A name that ends in ``square`` promises
     that no number is negative."""
-    own_vectors: ClassVar[tuple[str, ...]] = ()
-    """Names of further vectors of that kind, which no other replica needs: a newcomer begins with zeros."""
-    sends_far_from_slow: ClassVar[bool] = False
-    """What the codec ``topk`` sends: the elements that are furthest from the sender's slow weights, and receivers take
-    their own slow weights for the rest. If false: those that moved furthest since they were last sent, which the codec
-    remembers, and receivers take what they have sent themselves."""
 
     @property
     def remembers_sent(self) -> bool:
         """Whether the codec keeps a vector of what it has sent."""
-        return self.codec == "topk" and not self.sends_far_from_slow
+        return self.codec == "topk"
 
     @property
     def momentum_gain(self) -> float:
@@ -109,97 +103,11 @@ class NoLoCoConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only
         ]
 
 
-class DiLoCoConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="diloco"):
-    """DiLoCo's step (arXiv 2311.08105): SGD with momentum on the slow weights, by the mean outer gradient of *all*."""
-
-    learning_rate: _Positive = 0.7
-    alpha: _UnitInterval = 0.9
-    """Share of the momentum that an outer step keeps."""
-    momentum: Momentum = "nesterov"
-
-    vectors = ("momentum",)
-
-    @property
-    def momentum_gain(self) -> float:
-        """See `OuterConfig.momentum_gain`."""
-        return 1.0 / (1.0 - self.alpha)
-
-    @property
-    def problems(self) -> list[str]:
-        """Always a problem: no run can use this rule yet. `farandole testnet compare` plays it with a mean over all."""
-        return [
-            *super().problems,
-            "outer.kind is 'diloco': its replicas must share their slow weights, by a mean over all of them, and "
-            "exchanges in pairs let these drift apart; take 'noloco'",
-        ]
-
-
 class PlainConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="plain"):
     """The mean of the fast weights, with no state besides the slow weights."""
 
 
-class GASLoCConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="gasloc"):
-    """GASLoC's step (arXiv 2606.11081): gossip, with momentum on the weights after the local update."""
-
-    learning_rate: _Positive = 0.7
-    """Share of a round's progress that counts: the local update is y = phi + learning_rate (theta - phi)."""
-    pull: _Positive = 1.0
-    """Strength of the gossip: the way from a replica's y to the mean. 1: the mean itself."""
-    gamma: _UnitInterval = 0.5
-    """Share of the last movement of y that is added again."""
-
-    vectors = ("momentum",)
-
-    @property
-    def momentum_gain(self) -> float:
-        """See `OuterConfig.momentum_gain`. ``pull`` acts on the distance between replicas, about a movement."""
-        return (self.gamma * self.learning_rate + self.pull) / (1.0 - self.gamma)
-
-    @property
-    def problems(self) -> list[str]:
-        """Problems of every rule, and a pull at which pairs are unstable: without progress, this is heavy ball."""
-        return super().problems + _pull_problems("pull", self.pull, "gamma", self.gamma)
-
-
-class SparseLoCoConfig(
-    OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="sparseloco"
-):
-    """SparseLoCo's step (arXiv 2508.15706): few elements of the outer gradient, and memory of the rest."""
-
-    codec: Codec = "topk"
-    topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 8
-    """Of each 256 elements, how many are sent. 8 are 3 %, the paper sends 1 to 3 %."""
-    learning_rate: Annotated[float, msgspec.Meta(gt=0, lt=2)] = 1.0
-    beta: _UnitInterval = 0.95
-    """Share of what was not sent that a round keeps."""
-
-    own_vectors = ("residual",)
-    sends_far_from_slow = True
-
-
-class CO2Config(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="co2"):
-    """CO2's step (arXiv 2401.16265): momentum, with a penalty on what arrives late."""
-
-    learning_rate: _Positive = 0.7
-    alpha: _UnitInterval = 0.5
-    """Share of the momentum that an outer step keeps."""
-    gap_penalty: Annotated[float, msgspec.Meta(ge=1, le=100)] = 2.0
-    """The movement of a late outer step is divided by this before it enters the momentum. 1: no penalty."""
-
-    vectors = ("momentum",)
-
-    @property
-    def momentum_gain(self) -> float:
-        """See `OuterConfig.momentum_gain`. The distance to the mean has the distance between replicas in it."""
-        return 2.0 / (1.0 - self.alpha)
-
-    @property
-    def problems(self) -> list[str]:
-        """Problems of every rule, and a learning rate at which pairs are unstable: without progress, it is a pull."""
-        return super().problems + _pull_problems("learning_rate", self.learning_rate, "alpha", self.alpha)
-
-
-OuterRules = NoLoCoConfig | DiLoCoConfig | PlainConfig | GASLoCConfig | SparseLoCoConfig | CO2Config
+OuterRules = NoLoCoConfig | PlainConfig
 """The rules that a manifest may name, by ``kind``."""
 
 # Older manifests name no kind, because there was no choice of rules, and say whether codec errors are fed back, which
@@ -215,17 +123,6 @@ def with_kind(section: object) -> object:
     settings: dict[Any, Any] = {"kind": DEFAULT_KIND, **section}
     settings.pop(_DROPPED, None)
     return settings
-
-
-def _pull_problems(name: str, pull: float, momentum_name: str, alpha: float) -> list[str]:
-    """Return the problem of a strength at which heavy ball pulls the replicas of pairs apart, if it is one."""
-    limit = gamma_limit(alpha)
-    if 0.0 < pull < limit:
-        return []
-    return [
-        f"outer.{name} is {pull:g}, but with {momentum_name} = {alpha:g} pairs are stable only for 0 < {name} < "
-        f"2 (1 - {momentum_name}^2) = {limit:.4g}: beyond, the replicas drift apart"
-    ]
 
 
 _LIMITS: dict[Momentum, str] = {"heavy_ball": "2 (1 - alpha^2)", "nesterov": "its limit"}

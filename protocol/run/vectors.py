@@ -38,10 +38,8 @@ def required_vectors(outer: OuterConfig) -> tuple[str, ...]:
 
 def known_vectors() -> tuple[str, ...]:
     """Return every vector that a checkpoint of any run may have, in the order of checkpoints."""
-    rules = typing.get_args(OuterRules)
-    shared = (vector for rule in rules for vector in rule.vectors)
-    own = (vector for rule in rules for vector in rule.own_vectors)
-    return tuple(dict.fromkeys((SLOW, *shared, *OPTIMIZER_VECTORS, FAST, *own, SENT, DRIFT, *DROPPED)))
+    of_rules = (vector for rule in typing.get_args(OuterRules) for vector in rule.vectors)
+    return tuple(dict.fromkeys((SLOW, *of_rules, *OPTIMIZER_VECTORS, FAST, SENT, DRIFT, *DROPPED)))
 
 
 def is_required(outer: OuterConfig, tensor: str) -> bool:
@@ -61,7 +59,7 @@ def required_bytes(outer: OuterConfig, num_parameters: int) -> int:
 
 def max_checkpoint_bytes(outer: OuterConfig, num_parameters: int) -> int:
     """Return the most bytes that an honest checkpoint of a model of this size takes."""
-    num_vectors = len(required_vectors(outer)) + len(outer.own_vectors) + _NUM_OPTIONAL
+    num_vectors = len(required_vectors(outer)) + _NUM_OPTIONAL
     return num_parameters * num_vectors * FP32_BYTES + MAX_HEADER_BYTES
 
 

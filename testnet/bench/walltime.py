@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from farandole.protocol.run.codec_sizes import encoded_bytes
-from farandole.training.compare.baselines import Method, methods
+from farandole.testnet.methods.baselines import Method, methods
 
 from ..grid import Grid, cell
 from ..plays import play_all

@@ -31,9 +31,7 @@ class Contribution:
     theta: Tensor
     """The fast weights as they were (n,)."""
     sent: Tensor
-    """The contribution as the partner decodes it (n,); `filling` where topk left something out."""
-    filling: Tensor
-    """What a receiver takes for the elements that a partner's topk left out (n,)."""
+    """The contribution as the partner decodes it (n,). Where topk left something out, the partner takes its own."""
     memory: Tensor | None
     """What topk has sent last of every element once a partner has used this contribution (n,)."""
 
@@ -56,7 +54,6 @@ class Contributor:
         self._frozen = own.fast.new_empty(largest)
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
         self._sent = self._frozen if is_exact else own.fast.new_empty(largest)
-        self._fills_with_slow = outer.codec == "topk" and outer.sends_far_from_slow
         self._last: Tensor | None = None
         if outer.remembers_sent:
             self._last = rule.contribution(own).clone()
@@ -73,7 +70,7 @@ class Contributor:
             frozen.copy_(self._own.fast[part])
         self._copier.fork()
         memory = None if self._next_memory is None else self._next_memory[:num_elements]
-        return Contribution(part, frozen, sent, self._own.slow[part] if self._fills_with_slow else sent, memory)
+        return Contribution(part, frozen, sent, memory)
 
     def encode(self, frozen: Contribution, out: Buffer, progress: Callable[[int], None]) -> bytes:
         """Encode what `freeze` gave into ``out``; returns the BLAKE3 of that.
@@ -128,9 +125,6 @@ class Contributor:
             self.form.encode(sent, encoded, self._last[place])
             self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))
             self.form.decode(encoded, sent)
-        elif self._fills_with_slow:
-            self.form.encode(sent, encoded, own.slow)
-            self.form.decode(encoded, sent.copy_(own.slow))
         else:
             self.form.encode(sent, encoded)
             self.form.decode(encoded, sent)

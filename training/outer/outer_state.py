@@ -1,7 +1,7 @@
 """The state of the outer step: a replica's slow weights, its outer rule's vectors, and its contributions.
 
 All are flat fp32 vectors, in addition to the fast weights. A round is `Contributor.freeze`, `Contributor.encode` and
-`step`, in a simulation (`farandole.training.compare.baselines`) as in a node.
+`step`, in a simulation (`farandole.testnet.methods.baselines`) as in a node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .codec import slices
 from .contribution import Contribution, Contributor
 from .copying import Copier
 from .drift import correct_
-from .rule import Meeting, OwnVectors, rule_of
+from .rule import Meeting, OuterRule, OwnVectors, rule_of
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
@@ -45,18 +45,18 @@ class Tried(enum.IntEnum):
 class OuterState:
     """The outer state of the fast weights ``fast`` (n,) fp32, which `step` moves too.
 
-    The slow weights begin as a copy of them.
+    The slow weights begin as a copy of them. ``rule``: one that no run file knows.
     """
 
-    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier) -> None:
+    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier, rule: OuterRule | None = None) -> None:
         self.settings = settings
         self.copier = copier
         self.slow = fast.clone()
-        self.vectors = {name: torch.zeros_like(fast) for name in (*settings.vectors, *settings.own_vectors)}
+        self.vectors = {name: torch.zeros_like(fast) for name in settings.vectors}
         self.drift = torch.zeros_like(fast) if settings.drift else None
         """The drift correction, (n,) fp32 (`farandole.training.outer.drift`)."""
         self._fast = fast
-        self._rule = rule_of(settings)
+        self._rule = rule_of(settings) if rule is None else rule
         self._own = OwnVectors(fast, self.slow, self.vectors)
         self.contributor = Contributor(settings, self._rule, self._own, copier)
         """Makes the contributions, of the weights and vectors as they are then."""
@@ -209,8 +209,7 @@ class OuterState:
 
     def saved(self) -> dict[str, Tensor]:
         """Return this replica's own vectors for a checkpoint, which no other replica needs: (n,), by name."""
-        own = {name: self.vectors[name] for name in self.settings.own_vectors}
-        return own | self.contributor.saved() | ({} if self.drift is None else {DRIFT: self.drift})
+        return self.contributor.saved() | ({} if self.drift is None else {DRIFT: self.drift})
 
     def state(self) -> dict[str, Tensor]:
         """Return the vectors that every checkpoint of the run has: flat vectors (n,), by name."""

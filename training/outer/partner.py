@@ -101,7 +101,7 @@ class PartnerContribution:
         """Decode a piece of a partner's contribution for ``own`` from its bytes (bytes,) uint8."""
         values = self._memory[piece]
         if isinstance(self._form, TopK):
-            values.copy_(own.filling[piece])
+            values.copy_(own.sent[piece])
         self._form.decode(self._copier.fetch(bytes_to_read(encoded)), values)
 
     def judge(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:

@@ -31,7 +31,7 @@ class OwnVectors:
     """The fast weights as they are contributed; a rule only reads them."""
     slow: Tensor
     vectors: Mapping[str, Tensor]
-    """By the names in the settings' ``vectors`` and ``own_vectors``."""
+    """By the names in the settings' ``vectors``."""
 
     def piece(self, piece: slice) -> OwnVectors:
         """A part of the range."""

@@ -55,8 +55,6 @@ _CHOSEN: Final = frozenset(
         *("rounds.round_seconds", "rounds.exchange_seconds", "rounds.overlap"),
     }
 )
-# A rule for comparisons, which no run may have.
-_NOT_FOR_RUNS: Final = "diloco"
 _HEADER: Final = "| key | value | default | meaning |"
 
 
@@ -68,8 +66,7 @@ def run_settings() -> str:
     for section in _SECTIONS:
         field = next(field for field in manifest.fields if field.name == section)
         options = field.type.types if isinstance(field.type, types.UnionType) else [field.type]
-        structs = [struct for struct in map(_struct, options) if struct.tag != _NOT_FOR_RUNS]
-        parts += _section(section, structs, field.default)
+        parts += _section(section, [_struct(option) for option in options], field.default)
     return "\n".join(parts)
 
 

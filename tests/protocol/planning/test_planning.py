@@ -15,7 +15,7 @@ from farandole.protocol.planning.planning import (
     plan,
 )
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, RoundConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig, SparseLoCoConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.presets import PRESETS, preset
 
@@ -111,12 +111,6 @@ def test_a_slower_way_down_counts_as_well() -> None:
     slow = plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4))
 
     assert slow.needs.rate <= USUAL_RATE / 4
-
-
-def test_a_rule_with_a_codec_of_its_own_keeps_it() -> None:
-    completed = complete(manifest("10M", outer=SparseLoCoConfig()), ["outer.kind"])
-    assert completed.outer.codec == "topk"
-    assert completed.outer.topk == SparseLoCoConfig().topk
 
 
 @pytest.mark.parametrize("inner_steps", [0, 10])

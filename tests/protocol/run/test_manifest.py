@@ -202,8 +202,6 @@ def test_rules_are_chosen_by_kind() -> None:
     for section in ({"outer": {"kind": "nobody"}}, {"screening": {"kind": "nobody"}}):
         with pytest.raises(ManifestError, match="nobody"):
             manifest(**section)
-    with pytest.raises(ManifestError, match="must share their slow weights"):
-        manifest(outer={"kind": "diloco"})
 
 
 def test_vectors_of_rules_have_names_of_their_own() -> None:

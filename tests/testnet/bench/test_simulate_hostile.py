@@ -13,7 +13,7 @@ from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules, 
 from farandole.testnet.bench import simulate_hostile
 from farandole.testnet.bench.members import STRICT, manifest_of
 from farandole.testnet.bench.simulate_hostile import HostileOutcome, HostileRun, play
-from farandole.testnet.compare import MODEL
+from farandole.testnet.methods.compare import MODEL
 
 
 def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1) -> HostileOutcome:

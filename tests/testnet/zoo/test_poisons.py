@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farandole.protocol.run.manifest import InnerConfig, Manifest
-from farandole.testnet.compare import MODEL
+from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo.member_attacks import ATTACKS, AttackView
 from farandole.testnet.zoo.poisons import POISONS, trigger_success
 from farandole.training.engine.learner import Learner, build_learner

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterRules, PlainConfig, SparseLoCoConfig
+from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterRules, PlainConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import ExternalEngine, Turns
 from farandole.training.engine.engine import Engine
@@ -28,7 +28,6 @@ OUTER = [
     NoLoCoConfig(codec="topk"),
     NoLoCoConfig(fragments=3),
     PlainConfig(),
-    SparseLoCoConfig(),
 ]
 EACH_RULE = pytest.mark.parametrize("outer", OUTER, ids=lambda outer: f"{outer.kind}-{outer.codec}-{outer.fragments}")
 

@@ -10,10 +10,10 @@ import torch
 
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.testnet.methods.baselines import Method
+from farandole.testnet.methods.stacked import Trial, train_stacked
 from farandole.training.base.device import CONTEXT_BYTES, choose_device, limit_memory
 from farandole.training.base.memory import is_out_of_memory
-from farandole.training.compare.baselines import Method
-from farandole.training.compare.stacked import Trial, train_stacked
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe

@@ -180,7 +180,7 @@ def test_a_compiled_model_has_the_mask(
 
 
 def test_rows_of_a_stack_have_masks_of_their_own(model: ModelConfig) -> None:
-    """`farandole.training.compare.stacked` calls the model so."""
+    """`farandole.testnet.methods.stacked` calls the model so."""
     module = sharp(model)
     rows = torch.stack([WINDOW, WINDOW.flip(1), WINDOW.roll(3, 1)])  # (N, 1, T)
     parameters = {name: value.detach() for name, value in module.named_parameters()}

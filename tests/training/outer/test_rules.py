@@ -8,13 +8,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import GASLoCConfig, OuterConfig, OuterRules
+from farandole.protocol.run.outer_rules import OuterConfig, OuterRules
 from farandole.protocol.run.vectors import required_vectors
 from farandole.training.engine.learner import Learner
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica, copy_without
+from ..conftest import ALICE, BOB, MakeReplica
 
 RULES: list[OuterConfig] = [rule() for rule in typing.get_args(OuterRules)]
 every_rule = pytest.mark.parametrize("settings", RULES, ids=lambda settings: settings.kind)
@@ -43,26 +43,17 @@ def meet(alice: Learner, bob: Learner, fragment: int = 0) -> None:
     bob.apply(of_alice, Encounter(ALICE, 100, 300), own_first=False)
 
 
-def all_vectors(settings: OuterConfig) -> tuple[str, ...]:
-    """The slow weights, and what the rule keeps."""
-    return (*required_vectors(settings), *settings.own_vectors)
-
-
 def copies(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: flat.clone() for name, flat in vectors.items()}
 
 
 def at_first(settings: OuterConfig, fast: Tensor, slow: Tensor) -> OwnVectors:
     """A replica with a state of its own, that its rule has not moved yet."""
-    return OwnVectors(
-        fast, slow.clone(), {name: torch.zeros_like(slow) for name in (*settings.vectors, *settings.own_vectors)}
-    )
+    return OwnVectors(fast, slow.clone(), {name: torch.zeros_like(slow) for name in settings.vectors})
 
 
 @every_rule
 def test_partners_in_one_state_take_one_step_to_the_bit(settings: OuterConfig) -> None:
-    if isinstance(settings, GASLoCConfig):  # its momentum is of a replica's own movement, so it is left out
-        settings = replace(settings, gamma=0.0)
     rule = rule_of(settings)
     slow, *fast = torch.randn(3, 1_000, generator=torch.Generator().manual_seed(0))
     members = [at_first(settings, theta, slow) for theta in fast]
@@ -74,8 +65,7 @@ def test_partners_in_one_state_take_one_step_to_the_bit(settings: OuterConfig) -
 
     assert torch.equal(members[0].slow, members[1].slow)
     assert not torch.equal(members[0].slow, slow)
-    if not isinstance(settings, GASLoCConfig):
-        assert all(torch.equal(members[0].vectors[name], members[1].vectors[name]) for name in settings.vectors)
+    assert all(torch.equal(members[0].vectors[name], members[1].vectors[name]) for name in settings.vectors)
 
 
 @every_rule
@@ -98,7 +88,7 @@ def test_its_state_is_in_checkpoints_and_newcomers_get_it(
 ) -> None:
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
     meet(alice, bob)
-    assert all(bool(alice.vectors()[name].any()) for name in all_vectors(settings))
+    assert all(bool(alice.vectors()[name].any()) for name in required_vectors(settings))
 
     alice.save(tmp_path / "checkpoint")
     again = make_replica(ALICE, rule=settings)
@@ -107,25 +97,8 @@ def test_its_state_is_in_checkpoints_and_newcomers_get_it(
     for node in (alice, again):
         node.learn()
         node.apply(None)
-    assert again.vectors().keys() == alice.vectors().keys() >= set(all_vectors(settings))
+    assert again.vectors().keys() == alice.vectors().keys() >= set(required_vectors(settings))
     assert all(torch.equal(flat, again.vectors()[name]) for name, flat in alice.vectors().items())
-
-
-@every_rule
-def test_a_newcomer_begins_without_the_vectors_that_only_their_owner_needs(
-    make_replica: MakeReplica, settings: OuterConfig, tmp_path: Path
-) -> None:
-    alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
-    meet(alice, bob)
-    alice.save(tmp_path / "whole")
-    path = tmp_path / "whole"
-    for name in settings.own_vectors:
-        path = copy_without(path, name, tmp_path / f"without {name}")
-
-    bob.load(path)
-
-    assert all(torch.equal(alice.vectors()[name], bob.vectors()[name]) for name in required_vectors(settings))
-    assert not any(bool(bob.vectors()[name].any()) for name in settings.own_vectors)
 
 
 @every_rule
@@ -151,6 +124,6 @@ def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeRepl
     meet(alice, bob, fragment=1)
 
     part = alice.layout.fragment(1, 3)
-    for name in all_vectors(settings):
+    for name in required_vectors(settings):
         moved = (alice.vectors()[name] != before[name]).nonzero().flatten()
         assert part.start <= int(moved.min()) <= int(moved.max()) < part.stop

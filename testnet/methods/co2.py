@@ -10,7 +10,7 @@ Source: the authors' code (github.com/weigao266/fairscale-CO2, `_perform_local_o
 fairscale/experimental/nn/data_parallel/gossip/co2.py), with its signs turned. There Lambda is a constant,
 ``co2_gap_penalty``; the paper computes it in each round, by a formula that was not at hand. Here Lambda is the
 constant ``gap_penalty`` for steps that are late at this replica, and 1 for the others, as they have no gap. The
-paper's other means, momentum clipping, holds for all rules (`OuterState.limit_momentum`).
+paper's other means, momentum clipping, is left out.
 
 As the mean is of weights, it pulls replicas with other slow weights together, so pairs can use it: without late steps
 this is `noloco` with heavy ball and beta = gamma = learning_rate, and has its limit of stability.
@@ -20,9 +20,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import CO2Config
+from farandole.protocol.run.outer_rules import OuterConfig
+from farandole.training.outer.rule import Meeting, OuterRule, OwnVectors
 
-from .rule import Meeting, OuterRule, OwnVectors
+
+class CO2Config(OuterConfig, frozen=True, kw_only=True, tag_field="kind", tag="co2"):
+    """Settings of CO2."""
+
+    learning_rate: float = 0.7
+    alpha: float = 0.5
+    """Share of the momentum that an outer step keeps."""
+    gap_penalty: float = 2.0
+    """The movement of a late outer step is divided by this before it enters the momentum. 1: no penalty."""
+
+    vectors = ("momentum",)
 
 
 class CO2(OuterRule):
@@ -45,6 +56,3 @@ class CO2(OuterRule):
             movement.div_(self._settings.gap_penalty)
         momentum.mul_(self._settings.alpha).add_(movement)
         own.slow.add_(self._settings.learning_rate * momentum)
-
-
-RULE = CO2

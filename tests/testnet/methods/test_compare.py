@@ -9,8 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from farandole.node.base.exits import Exit
-from farandole.testnet import cli, compare
-from farandole.testnet.compare import (
+from farandole.testnet import cli
+from farandole.testnet.methods import compare
+from farandole.testnet.methods.baselines import Method, methods
+from farandole.testnet.methods.compare import (
     TUNING_SEED,
     MethodComparison,
     Result,
@@ -28,10 +30,9 @@ from farandole.testnet.compare import (
 from farandole.testnet.plot import plot_comparison
 from farandole.testnet.section import Section, SectionError
 from farandole.training.base.errors import DataError
-from farandole.training.compare.baselines import Method, methods
 from farandole.training.data.dataset import Text
 
-from ..token_arrays import array_of
+from ...token_arrays import array_of
 
 
 def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

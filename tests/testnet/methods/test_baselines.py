@@ -6,14 +6,15 @@ import torch
 from msgspec.structs import asdict
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.outer_rules import Codec, DiLoCoConfig, Momentum, NoLoCoConfig, OuterConfig
-from farandole.training.compare.baselines import Ensemble, Method, methods, train
+from farandole.protocol.run.outer_rules import Codec, Momentum, NoLoCoConfig, OuterConfig
+from farandole.testnet.methods.baselines import Ensemble, Method, methods, rule_for, train
+from farandole.testnet.methods.diloco import DiLoCoConfig
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
-from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
+from farandole.training.outer.rule import Meeting, OwnVectors
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import RUN_ID, MakeReplica
+from ...training.conftest import RUN_ID, MakeReplica
 
 PLAIN = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4)
 
@@ -79,7 +80,7 @@ def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(
     start = Ensemble(model, PLAIN, 1, seed=1).phi
 
     expected = OwnVectors(start.clone(), start, {"momentum": torch.zeros_like(start)})
-    rule = rule_of(outer)
+    rule = rule_for(outer)
     contributions = [rule.contribution(replace(expected, fast=theta[None])) for theta in apart.theta]
     rule.step(expected, Meeting(contributions, [0.25] * 4))
 

@@ -1,6 +1,6 @@
 """Many ensembles as one tensor: comparisons on a GPU, where one small replica keeps few of its units busy.
 
-A *trial* is one ensemble of `farandole.training.compare.baselines`: a seed, a learning rate and R replicas. The
+A *trial* is one ensemble of `farandole.testnet.methods.baselines`: a seed, a learning rate and R replicas. The
 replicas of a method's trials are rows of one tensor (N, W), and every operation takes all of them at once: the model by
 `torch.func.vmap`, the inner optimizer, codecs and outer rules by the node's own functions, which are elementwise or
 follow blocks, of which a row has a whole number (its last elements belong to no parameter and stay zeros). The results
@@ -26,17 +26,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.outer_rules import Codec, OuterConfig
+from farandole.training.base.errors import TrainingError
+from farandole.training.base.parameters import layout_of
+from farandole.training.data.dataset import Sampler
+from farandole.training.inner.muon import matrices_of, orthogonalised, rms_factor
+from farandole.training.inner.optimizer import CLIP_EPSILON, adamw_, learning_rate
+from farandole.training.model.model import build_model
+from farandole.training.outer.codec import BLOCK, form_of
+from farandole.training.outer.drift import RateSums, correct_
+from farandole.training.outer.rule import Meeting, OwnVectors
 
-from ..base.errors import TrainingError
-from ..base.parameters import layout_of
-from ..data.dataset import Sampler
-from ..inner.muon import matrices_of, orthogonalised, rms_factor
-from ..inner.optimizer import CLIP_EPSILON, adamw_, learning_rate
-from ..model.model import build_model
-from ..outer.codec import BLOCK, form_of
-from ..outer.drift import RateSums, correct_
-from ..outer.rule import Meeting, OwnVectors, rule_of
-from .baselines import Method, groups_of, play
+from .baselines import Method, groups_of, play, rule_for
 
 # Inner steps before the graph is captured: libraries take their memory in the first ones.
 _WARMUP_STEPS: Final = 3
@@ -129,7 +129,7 @@ class Stack:
 
     @torch.no_grad()
     def spreads(self) -> list[float]:
-        """Return each trial's spread (`farandole.training.compare.baselines.Ensemble.spread`)."""
+        """Return each trial's spread (`farandole.testnet.methods.baselines.Ensemble.spread`)."""
         by_trial = self.theta.view(self._num_trials, -1, self.theta.size(1))[..., : self._num_elements]
         deviation = by_trial.std(1, correction=0).mean(1)
         spreads: list[float] = (deviation / by_trial.mean(1).square().mean(1).sqrt()).tolist()
@@ -277,11 +277,11 @@ class _Outer:
 
     def __init__(self, settings: OuterConfig, theta: Tensor) -> None:
         self._settings = settings
-        self._rule = rule_of(settings)
+        self._rule = rule_for(settings)
         self._form = form_of(settings.codec)
         self._theta = theta
         self._slow = theta.flatten().clone()
-        self._vectors = {name: torch.zeros_like(self._slow) for name in (*settings.vectors, *settings.own_vectors)}
+        self._vectors = {name: torch.zeros_like(self._slow) for name in settings.vectors}
         self.drift = torch.zeros_like(theta) if settings.drift else None
         """The drift correction times the row's factor of the rate (N, W): these factors cancel in its formula."""
         self.rates = RateSums(1)
@@ -336,7 +336,7 @@ def train_stacked(
     device: torch.device,
     progress: Callable[[int, Stack], None] = lambda step, stack: None,
 ) -> Stack:
-    """Train all trials of one method for ``steps`` inner steps (`farandole.training.compare.baselines.train` of each).
+    """Train all trials of one method for ``steps`` inner steps (`farandole.testnet.methods.baselines.train` of each).
 
     All must have equally many samplers, an even number where pairs are met. Raises `TrainingError` as `Stack` does.
     """

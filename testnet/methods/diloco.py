@@ -14,9 +14,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import DiLoCoConfig
+from farandole.protocol.run.outer_rules import Momentum, OuterConfig
+from farandole.training.outer.rule import Meeting, OuterRule, OwnVectors
 
-from .rule import Meeting, OuterRule, OwnVectors
+
+class DiLoCoConfig(OuterConfig, frozen=True, kw_only=True, tag_field="kind", tag="diloco"):
+    """Settings of DiLoCo."""
+
+    learning_rate: float = 0.7
+    alpha: float = 0.9
+    """Share of the momentum that an outer step keeps."""
+    momentum: Momentum = "nesterov"
+
+    vectors = ("momentum",)
 
 
 class DiLoCo(OuterRule):
@@ -40,6 +50,3 @@ class DiLoCo(OuterRule):
             own.slow.add_(momentum)
         else:
             own.slow.add_(progress.add_(self._settings.alpha * momentum))
-
-
-RULE = DiLoCo

@@ -29,20 +29,20 @@ from rich.console import Console
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.presets import num_parameters, preset
+from farandole.testnet.methods.baselines import Ensemble, Method, methods, train
+from farandole.testnet.methods.stacked import Stack, Trial, train_stacked
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.durable import replacing
 from farandole.training.base.errors import DataError
-from farandole.training.compare.baselines import Ensemble, Method, methods, train
-from farandole.training.compare.stacked import Stack, Trial, train_stacked
 from farandole.training.data.batches import joined
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.sources import Reader, sources_of, stdlib_sources
 from farandole.training.data.token_cache import Found
 
-from .grid import Grid
-from .plays import play_all
-from .section import Section, compose
-from .setting import setting
+from ..grid import Grid
+from ..plays import play_all
+from ..section import Section, compose
+from ..setting import setting
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32, vocabulary=256)

@@ -5,35 +5,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import SparseLoCoConfig
-from farandole.training.outer.contribution import Contribution
-from farandole.training.outer.copying import Copier
-from farandole.training.outer.outer_state import OuterState
+from farandole.testnet.methods.sparseloco import SparseLoCo, SparseLoCoConfig
 
 BLOCKS, BLOCK = 2, 256
 SETTINGS = SparseLoCoConfig(topk=8, learning_rate=0.9, beta=0.8)
 
 
-class Replica:
-    """An outer state with its fast weights (n,)."""
+class Replica(SparseLoCo):
+    """One with the settings of these tests."""
 
     def __init__(self, start: Tensor) -> None:
-        self.fast = start.clone()
-        self.state = OuterState(SETTINGS, self.fast, Copier())
+        super().__init__(SETTINGS, start.clone())
 
-    def contribute(self, progress: Tensor) -> tuple[Contribution, Tensor]:
+    def contribute_after(self, progress: Tensor) -> None:
         self.fast += progress
-        made = self.state.contributor.freeze(slice(0, len(self.fast)))
-        encoded = bytearray(self.state.contributor.form.size(len(self.fast)))
-        self.state.contributor.encode(made, encoded, lambda ready: None)
-        return made, torch.frombuffer(encoded, dtype=torch.uint8)
+        self.contribute(slice(0, len(self.fast)))
 
-    def step(self, made: Contribution, others: Sequence[Tensor]) -> None:
-        contributions = [made.sent]
-        for encoded in others:
-            contributions.append(made.filling.clone())
-            self.state.contributor.form.decode(encoded, contributions[-1])
-        self.state.step(made, contributions, [1 / len(contributions)] * len(contributions), is_late=False)
+    def step_with(self, senders: Sequence[SparseLoCo]) -> None:
+        received = [each.decoded(self.filling) for each in senders]
+        self.step(received, [1 / len(received)] * len(received), 0.0, is_late=False)
 
 
 def largest(block: list[float], k: int) -> list[int]:
@@ -65,14 +55,15 @@ def test_with_shared_slow_weights_it_is_the_papers_algorithm() -> None:
         unsent -= sent
         phi = phi + 0.9 * sent.mean(0)
 
-        made = [replica.contribute(each) for replica, each in zip(replicas, progress, strict=True)]
-        for replica, (own, _) in zip(replicas, made, strict=True):
-            replica.step(own, [encoded for each, encoded in made if each is not own])
+        for replica, each in zip(replicas, progress, strict=True):
+            replica.contribute_after(each)
+        for replica in replicas:
+            replica.step_with(replicas)
 
         for replica, each in zip(replicas, unsent, strict=True):
-            torch.testing.assert_close(replica.state.slow.double(), phi, rtol=0, atol=1e-5)
-            torch.testing.assert_close(replica.state.vectors["residual"].double(), each, rtol=0, atol=1e-5)
-            assert torch.equal(replica.fast, replica.state.slow)
+            torch.testing.assert_close(replica.slow.double(), phi, rtol=0, atol=1e-5)
+            torch.testing.assert_close(replica.residual.double(), each, rtol=0, atol=1e-5)
+            assert torch.equal(replica.fast, replica.slow)
 
 
 def test_pairs_pull_their_slow_weights_together_where_they_send() -> None:
@@ -80,27 +71,28 @@ def test_pairs_pull_their_slow_weights_together_where_they_send() -> None:
     replicas = [Replica(start) for start in torch.randn(8, BLOCK, generator=generator)]
 
     def spread() -> float:
-        return float(torch.stack([replica.state.slow for replica in replicas]).std(0).mean())
+        return float(torch.stack([replica.slow for replica in replicas]).std(0).mean())
 
     before = spread()
     for _ in range(300):
         order = torch.randperm(8, generator=generator).tolist()
         for first, second in zip(order[::2], order[1::2], strict=True):
             pair = [replicas[first], replicas[second]]
-            made = [each.contribute(0.01 * torch.randn(BLOCK, generator=generator)) for each in pair]
-            pair[0].step(made[0][0], [made[1][1]])
-            pair[1].step(made[1][0], [made[0][1]])
+            for each in pair:
+                each.contribute_after(0.01 * torch.randn(BLOCK, generator=generator))
+            for each in pair:
+                each.step_with(pair)
 
     assert spread() < 0.2 * before  # differences alone would leave all of it
 
 
 def test_a_replica_that_is_alone_keeps_nothing_back() -> None:
     replica = Replica(torch.randn(BLOCK, generator=torch.Generator().manual_seed(2)))
-    start = replica.state.slow.clone()
+    start = replica.slow.clone()
     progress = torch.full((BLOCK,), 0.1)
-    made, _ = replica.contribute(progress)
+    replica.contribute_after(progress)
 
-    replica.state.step(made, (), (), is_late=False)
+    replica.step((), (), 0.0, is_late=False)
 
-    torch.testing.assert_close(replica.state.slow, start + 0.9 * progress)
-    assert not bool(replica.state.vectors["residual"].any())
+    torch.testing.assert_close(replica.slow, start + 0.9 * progress)
+    assert not bool(replica.residual.any())

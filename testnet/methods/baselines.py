@@ -22,29 +22,25 @@ from torch import Tensor
 
 from farandole.protocol.run.codec_sizes import encoded_bytes
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
-from farandole.protocol.run.outer_rules import (
-    CO2Config,
-    Codec,
-    DiLoCoConfig,
-    GASLoCConfig,
-    NoLoCoConfig,
-    OuterConfig,
-    PlainConfig,
-    SparseLoCoConfig,
-)
+from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig, OuterConfig, PlainConfig
 from farandole.protocol.wire.safetensors import FP32_BYTES
+from farandole.training.base.parameters import bind_, layout_of
+from farandole.training.data.batches import draw
+from farandole.training.data.dataset import Sampler
+from farandole.training.inner.optimizer import InnerOptimizer
+from farandole.training.model.model import build_model, language_loss
+from farandole.training.outer.codec import bytes_to_read
+from farandole.training.outer.contribution import Contribution
+from farandole.training.outer.copying import Copier
+from farandole.training.outer.drift import RateSums
+from farandole.training.outer.outer_state import OuterState
+from farandole.training.outer.rule import OuterRule, rule_of
+from farandole.training.outer.topk import TopK
 
-from ..base.parameters import bind_, layout_of
-from ..data.batches import draw
-from ..data.dataset import Sampler
-from ..inner.optimizer import InnerOptimizer
-from ..model.model import build_model, language_loss
-from ..outer.codec import bytes_to_read
-from ..outer.contribution import Contribution
-from ..outer.copying import Copier
-from ..outer.drift import RateSums
-from ..outer.outer_state import OuterState
-from ..outer.topk import TopK
+from .co2 import CO2, CO2Config
+from .diloco import DiLoCo, DiLoCoConfig
+from .gasloc import GASLoC, GASLoCConfig
+from .sparseloco import SparseLoCo, SparseLoCoConfig
 
 _NOLOCO = NoLoCoConfig()
 # Elements, a multiple of all blocks, from which the bytes of one are computed.
@@ -163,6 +159,80 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
     )
 
 
+def rule_for(settings: OuterConfig) -> OuterRule:
+    """Return the outer rule of these settings, of a run's or of a method's own."""
+    match settings:
+        case CO2Config():
+            return CO2(settings)
+        case DiLoCoConfig():
+            return DiLoCo(settings)
+        case GASLoCConfig():
+            return GASLoC(settings)
+    return rule_of(settings)
+
+
+class Outer(Protocol):
+    """The outer state of one replica: its slow weights and its contribution."""
+
+    slow: Tensor
+    """The slow weights (n,)."""
+    drift: Tensor | None
+    """The drift correction (n,)."""
+
+    @property
+    def filling(self) -> Tensor:
+        """What this replica takes for the elements that it does not receive (n,)."""
+
+    def contribute(self, part: slice) -> None:
+        """Make the contribution of a part of the parameters, for the next `step`."""
+
+    def decoded(self, filling: Tensor) -> Tensor:
+        """Return the contribution as a replica with this ``filling`` decodes it (n,)."""
+
+    def step(self, received: Sequence[Tensor], shares: Sequence[float], rates: float, *, is_late: bool) -> None:
+        """Take the outer step with the contributions of a group, its own among them; none: alone.
+
+        ``rates``: the sum of the learning rates of the inner steps before the contribution. ``is_late``: inner steps
+        were taken since.
+        """
+
+
+class OuterReplica:
+    """The outer state of one replica, whose fast weights are ``fast`` (n,), by the node's code."""
+
+    def __init__(self, settings: OuterConfig, fast: Tensor) -> None:
+        self._state = OuterState(settings, fast, Copier(), rule=rule_for(settings))
+        self._form = self._state.contributor.form
+        self.slow, self.drift = self._state.slow, self._state.drift
+        self._made: Contribution | None = None
+        self._encoded = bytearray()
+
+    def contribute(self, part: slice) -> None:
+        """See `Outer.contribute`."""
+        self._made = self._state.contributor.freeze(part)
+        self._encoded = bytearray(self._form.size(len(self._made.theta)))
+        self._state.contributor.encode(self._made, self._encoded, lambda bytes_ready: None)
+
+    @property
+    def filling(self) -> Tensor:
+        """See `Outer.filling`."""
+        assert self._made is not None, "it has contributed"
+        return self._made.sent
+
+    def decoded(self, filling: Tensor) -> Tensor:
+        """See `Outer.decoded`."""
+        if filling is self.filling or not isinstance(self._form, TopK):
+            return self.filling
+        values = filling.clone()
+        self._form.decode(bytes_to_read(np.frombuffer(self._encoded, dtype=np.uint8)), values)
+        return values
+
+    def step(self, received: Sequence[Tensor], shares: Sequence[float], rates: float, *, is_late: bool) -> None:
+        """See `Outer.step`."""
+        assert self._made is not None, "it has contributed"
+        self._state.step(self._made, received, shares, is_late=is_late, rates=rates)
+
+
 class Ensemble:
     """``num_replicas`` replicas of one model with equal initial weights and one outer rule; (N, P) fp32, on the CPU."""
 
@@ -177,14 +247,17 @@ class Ensemble:
         self.layout = layout_of(self.modules[0], outer.codec)
         for row, module in enumerate(self.modules):
             bind_(module, self.layout, self.theta[row], self.gradient[row])
-        self._outer = [OuterState(outer, row, Copier()) for row in self.theta]
+        self._fragments = outer.fragments
+        self._outer: list[Outer] = [
+            SparseLoCo(outer, row) if isinstance(outer, SparseLoCoConfig) else OuterReplica(outer, row)
+            for row in self.theta
+        ]
         self._optimizers = [
             InnerOptimizer(inner, module, self.layout, row, gradient, state.drift)
             for row, gradient, module, state in zip(self.theta, self.gradient, self.modules, self._outer, strict=True)
         ]
         self._rates = RateSums(outer.fragments)
         self._rates_sent = 0.0  # of the contributions
-        self._sent: list[tuple[Contribution, bytearray]] = []
 
     @property
     def phi(self) -> Tensor:
@@ -204,13 +277,10 @@ class Ensemble:
     @torch.no_grad()
     def contribute(self, fragment: int = 0) -> None:
         """Make every replica's contribution of a fragment, for the next `outer_step`."""
-        self._sent, self._rates_sent = [], self._rates.since(fragment)
+        self._rates_sent = self._rates.since(fragment)
         self._rates.settle(fragment, self._rates.total)
-        for state in self._outer:
-            made = state.contributor.freeze(self.layout.fragment(fragment, state.settings.fragments))
-            encoded = bytearray(state.contributor.form.size(len(made.theta)))
-            state.contributor.encode(made, encoded, lambda bytes_ready: None)
-            self._sent.append((made, encoded))
+        for replica in self._outer:
+            replica.contribute(self.layout.fragment(fragment, self._fragments))
 
     @torch.no_grad()
     def outer_step(self, groups: Sequence[Sequence[int]], *, is_late: bool = False) -> None:
@@ -221,17 +291,9 @@ class Ensemble:
         for rows in groups:
             shares = [1 / len(rows)] * len(rows) if len(rows) > 1 else []
             for row in rows:
-                received = [self._received(row, other) for other in rows] if len(rows) > 1 else []
-                self._outer[row].step(self._sent[row][0], received, shares, is_late=is_late, rates=self._rates_sent)
-
-    def _received(self, row: int, sender: int) -> Tensor:
-        """Return a sender's contribution as a replica decodes it."""
-        form, (made, encoded) = self._outer[row].contributor.form, self._sent[sender]
-        if row == sender or not isinstance(form, TopK):
-            return made.sent
-        values = self._sent[row][0].filling.clone()
-        form.decode(bytes_to_read(np.frombuffer(encoded, dtype=np.uint8)), values)
-        return values
+                replica = self._outer[row]
+                received = [self._outer[other].decoded(replica.filling) for other in rows] if shares else []
+                replica.step(received, shares, self._rates_sent, is_late=is_late)
 
     @torch.no_grad()
     def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> Tensor:
@@ -252,7 +314,7 @@ class Ensemble:
 
 
 class Trainee(Protocol):
-    """What `play` trains: an `Ensemble`, or several as one (`farandole.training.compare.stacked`)."""
+    """What `play` trains: an `Ensemble`, or several as one (`farandole.testnet.methods.stacked`)."""
 
     def inner_step(self, tokens: npt.NDArray[np.int64]) -> None:
         """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""

@@ -23,9 +23,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import GASLoCConfig
+from farandole.protocol.run.outer_rules import OuterConfig
+from farandole.training.outer.rule import Meeting, OuterRule, OwnVectors
 
-from .rule import Meeting, OuterRule, OwnVectors
+
+class GASLoCConfig(OuterConfig, frozen=True, kw_only=True, tag_field="kind", tag="gasloc"):
+    """Settings of GASLoC."""
+
+    learning_rate: float = 0.7
+    """Share of a round's progress that counts: the local update is y = phi + learning_rate (theta - phi)."""
+    pull: float = 1.0
+    """Strength of the gossip: the way from a replica's y to the mean. 1: the mean itself."""
+    gamma: float = 0.5
+    """Share of the last movement of y that is added again."""
+
+    vectors = ("momentum",)
 
 
 class GASLoC(OuterRule):
@@ -48,6 +60,3 @@ class GASLoC(OuterRule):
         carried = (updated - own.slow).add_(momentum).mul_(self._settings.gamma)
         own.slow.copy_(((1.0 - pull) * updated).add_(pull * meeting.mean()).add_(carried))
         momentum.copy_(own.slow - updated)
-
-
-RULE = GASLoC

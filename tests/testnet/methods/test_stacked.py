@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.outer_rules import CO2Config, Codec, DiLoCoConfig, GASLoCConfig, NoLoCoConfig, PlainConfig
+from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig, PlainConfig
+from farandole.testnet.methods.baselines import Method, train
+from farandole.testnet.methods.co2 import CO2Config
+from farandole.testnet.methods.diloco import DiLoCoConfig
+from farandole.testnet.methods.gasloc import GASLoCConfig
+from farandole.testnet.methods.stacked import Trial, train_stacked
 from farandole.training.base.errors import TrainingError
-from farandole.training.compare.baselines import Method, train
-from farandole.training.compare.stacked import Trial, train_stacked
 from farandole.training.data.dataset import Sampler, Text
 
 INNER = InnerConfig(

@@ -1,1 +1,0 @@
-"""Baselines that `testnet compare` trains."""
