@@ -44,10 +44,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-lint-platforms: $(STAMP) ## Type-check what runs on volunteers' machines as Windows and macOS would (2 minutes)
-	for system in win32 darwin; do \
-	  $(BIN)/mypy --platform $$system --cache-dir .mypy_cache/$$system $(addprefix src/farandole/,node protocol training) || exit; \
-	done
+lint-platforms: $(STAMP) ## Type-check what runs on volunteers' machines as macOS would (1 minute)
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin $(addprefix src/farandole/,node protocol training)
 
 unit: $(STAMP)
 	@.ci/packages

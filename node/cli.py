@@ -90,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     with a note of where to report them.
     """
     show_all_characters()
+    if sys.platform == "win32":
+        typer.echo("error: native Windows is not supported: install farandole in WSL2 (docs/install.md)", err=True)
+        sys.exit(Exit.BAD_INPUT)
     try:
         whole_app()(args=with_whole_invites(sys.argv[1:] if arguments is None else arguments))
     except FarandoleError as error:

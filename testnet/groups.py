@@ -1,30 +1,19 @@
-"""A process and its children as a group: start it, stop it for a while, end it.
-
-Where there are process groups (not on Windows) these are used. Elsewhere no process can be stopped for a while, so
-faults that need it are refused; and a process is killed without its children: a trainer ends when its daemon does.
-"""
+"""A process and its children as a group: start it, stop it for a while, end it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import trio
-
 from farandole.protocol.wire.errors import FarandoleError
 
-OF_ITS_OWN: Final[dict[str, Any]] = {}
+OF_ITS_OWN: Final[dict[str, Any]] = {"start_new_session": True}
 """What `subprocess` is told when it starts the first of a group."""
-if sys.platform == "win32":
-    OF_ITS_OWN["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP
-else:
-    OF_ITS_OWN["start_new_session"] = True
 
 
 class GroupError(FarandoleError):
@@ -34,39 +23,22 @@ class GroupError(FarandoleError):
 def kill_group(group: int) -> None:
     """Kill the group at once; do nothing if it is gone."""
     with contextlib.suppress(OSError):
-        if sys.platform == "win32":
-            os.kill(group, signal.SIGTERM)  # on Windows no process can postpone it
-        else:
-            os.killpg(group, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
 
 
 def freeze(pid: int, *, whole_group: bool = True) -> None:
     """Stop the process, and its group, until `thaw`; do nothing if it is gone."""
-    if sys.platform == "win32":
-        raise GroupError("this system cannot stop processes for a while: play a scenario without such faults")
     _send(pid, signal.SIGSTOP, whole_group)
 
 
 def thaw(pid: int, *, whole_group: bool = True) -> None:
     """Continue the process, and its group; do nothing if it is gone."""
-    if sys.platform != "win32":
-        _send(pid, signal.SIGCONT, whole_group)
+    _send(pid, signal.SIGCONT, whole_group)
 
 
 def _send(pid: int, number: signal.Signals, whole_group: bool) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if sys.platform != "win32" and whole_group:
-            os.killpg(pid, number)
-        else:
-            os.kill(pid, number)
-
-
-def ask_to_end(process: trio.Process) -> None:
-    """Ask a process, which must be the first of a group, to end in order."""
-    if sys.platform == "win32":
-        process.send_signal(signal.CTRL_BREAK_EVENT)
-    else:
-        process.terminate()
+        (os.killpg if whole_group else os.kill)(pid, number)
 
 
 def limit_files(group: int, most: int | None) -> None:

@@ -19,7 +19,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.status.status import NodeStatus
 from farandole.node.store.folder import CheckpointFolder
 
-from .groups import OF_ITS_OWN, ask_to_end, freeze, kill_group, limit_files, thaw
+from .groups import OF_ITS_OWN, freeze, kill_group, limit_files, thaw
 from .leash import Leash
 from .record import NodeRecord
 
@@ -220,7 +220,7 @@ class NodeProcess:
             return
         self.is_expected_to_end = True
         self.thaw()
-        ask_to_end(process)
+        process.terminate()
         with trio.move_on_after(STOP_TIMEOUT):
             await self.wait_ended()
             return

@@ -9,7 +9,7 @@ import signal
 import pytest
 from hypothesis import settings
 
-from farandole.node.base.system.features import WITHOUT_VARIABLE
+from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE
 
 from . import template
 
@@ -33,7 +33,7 @@ def pytest_collection_finish() -> None:
     """Set up what processes started by tests inherit, and hide all present objects from the garbage collector."""
     # A test waits for its trainers, which must not yield to other tests: with four tests at once on two cores they got
     # a seventh of a core. A process that runs tests reads the variable at its start, which is earlier.
-    os.environ.setdefault(WITHOUT_VARIABLE, "priorities")
+    os.environ.setdefault(KEEP_PRIORITY_VARIABLE, "1")
     template.install()
     # Tests and their imports stay until the end: the garbage collector need not scan them each time.
     gc.freeze()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..base.system.endpoint import socket_place
+from ..base.system.unix_socket import socket_path
 
 _SOCKETS: Final = ("control", "trainer", "programs")
 # What -> patterns below a node's folder. The lock is the last: it is held during the removal.
@@ -109,7 +109,7 @@ def _found(home: Path, patterns: Sequence[str]) -> Iterator[Path]:
 
 def _far_sockets(home: Path) -> list[Path]:
     """Return the sockets that are elsewhere because this folder's path is too long for one."""
-    paths = (socket_place(home / f"{name}.sock") for name in _SOCKETS)
+    paths = (socket_path(home / f"{name}.sock") for name in _SOCKETS)
     return [path for path in paths if path.parent != home.absolute()]
 
 

@@ -1,6 +1,6 @@
 """The control API: how the CLI and scripts talk to the daemon on this machine.
 
-A socket for its owner alone (`farandole.node.base.system.endpoint`); one JSON object a line:
+A socket for its owner alone (`farandole.node.base.system.unix_socket`); one JSON object a line:
 
     {"method": "status", "params": {}}  ->  {"ok": ...}  or  {"error": {"code": "...", "message": "..."}}
 """
@@ -19,7 +19,7 @@ import trio
 from farandole.protocol.wire.errors import FarandoleError
 
 from .doors import serve_door
-from .system.endpoint import bound_endpoint, connect
+from .system.unix_socket import bound_socket, connect
 
 # Requests name a method and a few settings.
 MAX_REQUEST_BYTES: Final = 64 * 1024
@@ -89,9 +89,8 @@ async def serve_control(
                 with trio.fail_after(REQUEST_TIMEOUT + 5.0):
                     await connection.send_all(await answer(line, handlers))
 
-    unauthorized = _refusal(ControlError("unauthorized", "say the token of this node's folder first"))
-    with bound_endpoint(path) as endpoint:
-        await serve_door(endpoint, serve, MAX_CONNECTIONS, unauthorized, task_status)
+    with bound_socket(path) as listener:
+        await serve_door(listener, serve, MAX_CONNECTIONS, task_status)
 
 
 async def _receive_line(stream: trio.SocketStream, buffer: bytearray) -> bytes | None:
@@ -114,11 +113,7 @@ async def answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
         result = msgspec.json.encode(await _handle(line, handlers))
         return msgspec.json.encode(_Response(ok=msgspec.Raw(result))) + b"\n"
     except ControlError as error:
-        return _refusal(error)
-
-
-def _refusal(error: ControlError) -> bytes:
-    return msgspec.json.encode(_Response(error=_ErrorBody(error.code, str(error)))) + b"\n"
+        return msgspec.json.encode(_Response(error=_ErrorBody(error.code, str(error)))) + b"\n"
 
 
 async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:

@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import sync_file
 
-from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, open_binary, others_may, user_id
-from .system.locking import HeldError, locked_file
+from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, HeldError, locked_file, open_private, others_may
 
 KEY_BYTES = 32
 # A node's private files, which may already exist with a wider mode.
@@ -52,7 +51,7 @@ def keep_private(home: Path) -> None:
     make_home(home)
     with contextlib.suppress(OSError):
         is_nodes = (home / "store.sqlite").exists() or not any(home.iterdir())
-        if is_nodes and others_may(home) and home.stat().st_uid == user_id():
+        if is_nodes and others_may(home) and home.stat().st_uid == os.getuid():
             home.chmod(OWNER_ALONE_FOLDER)
     for name in _PRIVATE:
         for path in home.glob(name):
@@ -87,7 +86,7 @@ def _create_key(path: Path) -> None:
     """Write a new key under another name and link it into place, so that a crash leaves a whole key or none."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        with os.fdopen(open_binary(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        with os.fdopen(open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(Ed25519PrivateKey.generate().private_bytes_raw())
             file.flush()
             sync_file(file.fileno())

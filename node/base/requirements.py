@@ -21,7 +21,7 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from .figures import BYTES_PER_MBIT, duration, mbit, size
 from .settings import NodeSettings
-from .system.nvidia import has_nvidia_driver
+from .system.processes import has_nvidia_driver
 
 # A run that has more parameters to a stage than machines have memory for can be cut so that it fits these.
 _USUAL: Final = Machine(USUAL_RATE, USUAL_RATE, memory=USUAL_MEMORY)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import trio
 
 from .nurseries import own_error
-from .system.signals import STOP_SIGNALS
+from .system.children import STOP_SIGNALS
 
 T = TypeVar("T")
 

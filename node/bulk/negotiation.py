@@ -46,7 +46,6 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
-from ..base.system.features import SHARES_PORTS
 from ..base.system.sockets import share_port
 from ..mesh.reuse import calm
 from .channel import BulkChannel, ChannelError, open_channel
@@ -324,8 +323,7 @@ class BulkService:
             in_use = _direct_ips(self._host.remote_addresses(race.peer))
             for address in dialable(theirs.addresses, in_use):
                 nursery.start_soon(self._dial, race, address, False)
-                if SHARES_PORTS:
-                    nursery.start_soon(self._dial, race, address, True)
+                nursery.start_soon(self._dial, race, address, True)
             await (race.await_choice() if is_asker else race.choose())
             nursery.cancel_scope.cancel()
         plain = race.claim()

@@ -17,7 +17,7 @@ from .admission import Site, site_of
 # 600 bytes; one Noise message is at most 65,537.
 MAX_HANDSHAKE_BYTES: Final = 64 * 1024
 # One read: nearly two Noise messages. Its buffer is allocated before it is known how much has arrived. From 128 KiB on
-# (`base.system.allocator.MMAP_THRESHOLD`) each buffer is a new mapping, and a small read takes three times as long.
+# (`base.system.tuning.MMAP_THRESHOLD`) each buffer is a new mapping, and a small read takes three times as long.
 READ_BYTES: Final = 120 * 1024
 
 

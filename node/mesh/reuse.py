@@ -6,14 +6,11 @@ import socket
 
 import trio
 
-from ..base.system.features import SHARES_PORTS
 from ..base.system.sockets import prefer_congestion_control, share_port
 
 
 async def connect_from(local: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:
     """Return a TCP connection from a listening socket's address; raise `OSError` if it fails."""
-    if not SHARES_PORTS:
-        raise OSError("this system cannot dial from a port that listens")
     family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
     connection = trio.socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -29,7 +29,7 @@ from farandole.training.base.errors import TrainingError, UnfitWeightsError
 from farandole.training.cluster.external import INTERRUPT_SECONDS, ExternalEngine, LoopEnded, Measure, Turns
 from farandole.training.cluster.ranks import ALONE, Order, Ranks
 
-from ..base.system.endpoint import connect
+from ..base.system.unix_socket import connect
 from ..trainer.channel import TrainerSocket
 from ..trainer_process.process import StopAsked, TrainerProcess
 

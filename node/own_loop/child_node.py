@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from farandole.protocol.wire.errors import FarandoleError
 
@@ -88,17 +88,13 @@ class ChildNode:
             return
         make_home(self._home)
         keep_private(self._home)
-        # Ctrl-C at the terminal is for the loop, which ends the node.
-        apart: dict[str, Any] = {"start_new_session": True}
-        if sys.platform == "win32":
-            apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "farandole.node", "join", *self._join, "--home", str(self._home)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                **apart,
+                start_new_session=True,  # Ctrl-C at the terminal is for the loop, which ends the node
             )
         self._mark.touch()
 

@@ -48,7 +48,7 @@ from ..base.bandwidth import Shaping
 from ..base.doors import serve_door
 from ..base.nurseries import open_service_nursery
 from ..base.streams import read_exactly
-from ..base.system.endpoint import bound_endpoint
+from ..base.system.unix_socket import bound_socket
 from ..mesh.host import Host
 from ..mesh.libp2p_stream import Libp2pStream
 
@@ -329,8 +329,8 @@ async def _await_end(connection: trio.SocketStream, scope: trio.CancelScope | No
 @contextlib.asynccontextmanager
 async def open_programs(path: Path, service: ProgramService) -> AsyncIterator[None]:
     """Listen at ``path`` for programs of this node's owner within the block; the caller holds the home's lock."""
-    with bound_endpoint(path) as endpoint:
+    with bound_socket(path) as listener:
         async with open_service_nursery() as nursery:
             nursery.start_soon(service.keep_notes)
-            await nursery.start(serve_door, endpoint, service.serve, MAX_CONNECTIONS)
+            await nursery.start(serve_door, listener, service.serve, MAX_CONNECTIONS)
             yield

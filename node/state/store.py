@@ -28,7 +28,7 @@ from farandole.protocol.state.writer import MAX_SPANS, Mark
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import sync_file, sync_folder
 
-from ..base.system.files import open_binary, write_at
+from ..base.system.files import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +145,9 @@ class Store:
 
         def work() -> None:
             data, is_new = b"".join(lines), not self._mark_path.exists()
-            descriptor = open_binary(self._mark_path, os.O_WRONLY | os.O_CREAT)
+            descriptor = open_private(self._mark_path, os.O_WRONLY | os.O_CREAT)
             try:
-                if write_at(descriptor, data, 0) != len(data):
+                if os.pwrite(descriptor, data, 0) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 sync_file(descriptor)
             finally:

@@ -7,19 +7,19 @@ import time
 
 import trio
 
-from ..base.system.proc import count_descriptors, resident_bytes
+from ..base.system.processes import count_descriptors, resident_bytes
 from .status import Resources
 
 
 def measure_resources(trainer_pid: int | None) -> Resources | None:
-    """Measure this process, in which trio runs, and its trainer; None where the system does not (macOS, Windows)."""
-    memory, descriptors = resident_bytes(os.getpid()), count_descriptors()
-    if memory is None or descriptors is None:
+    """Measure this process, in which trio runs, and its trainer; None where the system keeps that secret."""
+    memory = resident_bytes(os.getpid())
+    if memory is None:
         return None
     return Resources(
         memory=memory,
         trainer_memory=None if trainer_pid is None else resident_bytes(trainer_pid),
-        descriptors=descriptors,
+        descriptors=count_descriptors(),
         tasks=trio.lowlevel.current_statistics().tasks_living,
         processor_seconds=time.process_time(),
     )

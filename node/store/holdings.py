@@ -12,7 +12,7 @@ from pathlib import Path
 
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, block_range
 
-from ..base.system.files import open_binary
+from ..base.system.files import open_private
 from .partial_file import read
 
 
@@ -29,7 +29,7 @@ class Holding:
     @classmethod
     def open(cls, path: Path, signed: SignedIndex, index: Index) -> Holding:
         """Open as much of the checkpoint as the file has. Blocks for a moment; raises `OSError`."""
-        descriptor = open_binary(path, os.O_RDONLY)
+        descriptor = open_private(path, os.O_RDONLY)
         try:
             size = os.fstat(descriptor).st_size
             num_held = index.num_blocks if size >= index.size else size // BLOCK_BYTES

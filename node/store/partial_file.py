@@ -17,7 +17,7 @@ from typing import Final
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
 from farandole.training.base.durable import replacing, sync_file, sync_folder
 
-from ..base.system.files import open_binary, read_at, write_at
+from ..base.system.files import open_private
 from .disk_space import Room
 
 PARTIAL_SUFFIX: Final = ".part"
@@ -30,7 +30,7 @@ class PartialFile:
         """Open it, or create it, readable and writable by its owner alone."""
         self.path = path
         self.index = index
-        self._file = FileIO(open_binary(path, os.O_RDWR | os.O_CREAT), "r+")
+        self._file = FileIO(open_private(path, os.O_RDWR | os.O_CREAT), "r+")
         try:
             self._file.truncate(index.size)
         except BaseException:  # for any exception: no other code would close it
@@ -68,7 +68,7 @@ class PartialFile:
             return False
         position = block * BLOCK_BYTES
         while data:
-            num_written = write_at(self._file.fileno(), data, position)
+            num_written = os.pwrite(self._file.fileno(), data, position)
             data, position = data[num_written:], position + num_written
         return True
 
@@ -112,9 +112,9 @@ class PartialFile:
 
 def read(descriptor: int, start: int, end: int) -> bytes:
     """Read a part of a file, which must have it; raises `OSError`."""
-    data = read_at(descriptor, end - start, start)
+    data = os.pread(descriptor, end - start, start)
     while len(data) < end - start:
-        more = read_at(descriptor, end - start - len(data), start + len(data))
+        more = os.pread(descriptor, end - start - len(data), start + len(data))
         if not more:
             raise OSError(errno.EIO, f"the file ends before byte {end}")
         data += more

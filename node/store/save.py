@@ -22,7 +22,7 @@ import msgspec
 from farandole.protocol.trainer.trainer_messages import Saved
 from farandole.training.base.durable import sync_folder
 
-from ..base.system.priority import SAVING_NICENESS, lower_thread_priority
+from ..base.system.tuning import SAVING_NICENESS, lower_thread_priority
 from .folder import KEPT, CheckpointFolder, index_of
 
 if TYPE_CHECKING:

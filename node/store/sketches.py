@@ -29,7 +29,7 @@ from farandole.training.engine.sketch import Read, Sketcher, header_of
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame
-from ..base.system.files import open_binary
+from ..base.system.files import open_private
 from .holdings import Holding
 from .partial_file import read
 
@@ -127,7 +127,7 @@ async def sketch_file(read: Read, size: int, seed: bytes) -> bytes:
 
 async def sketch_path(path: Path, seed: bytes) -> bytes:
     """Compute the sketch of the file at a path. See `sketch_file`."""
-    descriptor = await trio.to_thread.run_sync(open_binary, path, os.O_RDONLY)
+    descriptor = await trio.to_thread.run_sync(open_private, path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
         return await sketch_file(lambda start, end: read(descriptor, start, end), size, seed)

@@ -1,6 +1,6 @@
 """The socket at which a loop of this node's owner attaches, instead of a trainer process that the node starts.
 
-The node listens on a socket for its owner alone (`farandole.node.base.system.endpoint`). A loop that connects waits
+The node listens on a socket for its owner alone (`farandole.node.base.system.unix_socket`). A loop that connects waits
 there until the node wants a trainer. Then the node sends `Prepare`, and continues as with a process of its own.
 One loop trains at a time; another one is dismissed with the reason. When a loop ends, for any reason, the node waits
 for the next one.
@@ -20,8 +20,8 @@ from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.doors import serve_door
 from ..base.nurseries import open_service_nursery
-from ..base.system.endpoint import bound_endpoint
 from ..base.system.memory import open_shared_memory, remove_leftovers
+from ..base.system.unix_socket import bound_socket
 from .trainer import STOP_TIMEOUT, Trainer, TrainerError, TrainerMemory, TrainerStream
 
 logger = logging.getLogger(__name__)
@@ -143,10 +143,10 @@ async def _dismiss(stream: TrainerStream, reason: messages.Dismiss) -> None:
 async def open_script_door(path: Path) -> AsyncIterator[ScriptDoor]:
     """Listen at ``path`` for loops of this node's owner; the caller holds the home's lock."""
     door = ScriptDoor()
-    with bound_endpoint(path) as endpoint:
+    with bound_socket(path) as listener:
         try:
             async with open_service_nursery() as nursery:
-                await nursery.start(serve_door, endpoint, door.let_in, MAX_WAITING)
+                await nursery.start(serve_door, listener, door.let_in, MAX_WAITING)
                 yield door
         finally:  # once no further loop is let in
             with trio.CancelScope(shield=True):  # it closes a socket, and waits for nothing

@@ -23,11 +23,9 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser
 
-from ..base.system.children import ask_where, start_child
-from ..base.system.files import read_at
+from ..base.system.children import ask_where, signal_name, start_child
 from ..base.system.memory import SharedFile, counted_size, map_shared_memory, open_shared_memory, remove_leftovers
-from ..base.system.oom_kills import count_oom_kills
-from ..base.system.signals import signal_name
+from ..base.system.processes import count_oom_kills
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +200,7 @@ class ChildTrainer(Trainer):
         code = None
         with trio.move_on_after(STOP_TIMEOUT):
             code = await self._process.wait()
-        if traceback := read_at(self._tracebacks.descriptor, MAX_TRACEBACK_BYTES, 0):
+        if traceback := os.pread(self._tracebacks.descriptor, MAX_TRACEBACK_BYTES, 0):
             logger.error("the trainer's last words:\n%s", traceback.decode(errors="replace"))
         if self._condemned_for:
             return TrainerError(self._condemned_for)
@@ -219,7 +217,7 @@ class ChildTrainer(Trainer):
     async def condemn(self, reason: str) -> None:
         """Kill a trainer that hangs, and log where it hung."""
         self._condemned_for = reason
-        await ask_where(self._process)
+        ask_where(self._process)
         await trio.sleep(TRACEBACK_SECONDS)
         self._process.kill()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,16 @@ from farandole.protocol.run.manifest import decode_body
 from farandole.protocol.trainer.trainer_messages import Failed, Prepare
 from farandole.training.base.errors import UnfitWeightsError
 
-from ..base.system.allocator import give_free_memory_back, keep_memory
-from ..base.system.collector import importing_for_good
+from ..base.system.children import ignore_stop_signals, tell_where
 from ..base.system.memory import open_shared
-from ..base.system.parent import connect_to_parent
-from ..base.system.priority import TRAINING_NICENESS, lower_priority
-from ..base.system.proc import write_proc
-from ..base.system.signals import ignore_stop_signals, tell_where
+from ..base.system.processes import write_proc
+from ..base.system.tuning import (
+    TRAINING_NICENESS,
+    give_free_memory_back,
+    importing_for_good,
+    keep_memory,
+    lower_priority,
+)
 from ..trainer.channel import TrainerSocket
 
 if TYPE_CHECKING:
@@ -33,7 +37,7 @@ def main() -> None:
     parent, tracebacks = sys.argv[1:]
     # Ctrl-C, and a service manager's SIGTERM to the whole group, are for the daemon, which stops us in its own time.
     ignore_stop_signals()
-    with connect_to_parent(parent) as connection:
+    with socket.socket(fileno=int(parent)) as connection:
         tell_where(open_shared(tracebacks))
         lower_priority(TRAINING_NICENESS)
         keep_memory()

@@ -21,7 +21,7 @@ from farandole.training.engine.engine import Engine
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.snapshot import Snapshot
 
-from ..base.system.priority import SAVING_NICENESS, lower_thread_priority
+from ..base.system.tuning import SAVING_NICENESS, lower_thread_priority
 
 FOLDER: Final = "starts"
 

@@ -56,7 +56,7 @@ class HivemindMemberPeer:
         """
         for folder in folders:
             site.addsitedir(folder)  # with its .pth files, by which a development installation is found
-        from farandole.node.base.system.priority import TRAINING_NICENESS
+        from farandole.node.base.system.tuning import TRAINING_NICENESS
         from farandole.protocol.run.manifest import manifest_from_dict
         from farandole.training.data.dataset import build_sampler
         from farandole.training.model.model import build_model

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from farandole.node.base.system.priority import TRAINING_NICENESS
+from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict
 from farandole.training.data.dataset import build_sampler
 from farandole.training.model.model import build_model

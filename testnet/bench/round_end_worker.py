@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from farandole.node.base.system.priority import TRAINING_NICENESS, lower_priority
+from farandole.node.base.system.tuning import TRAINING_NICENESS, lower_priority
 from farandole.protocol.run.manifest import manifest_from_dict
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.screening.rule import Encounter

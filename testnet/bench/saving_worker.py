@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from farandole.node.base.system.priority import TRAINING_NICENESS
+from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.save import Saver
 from farandole.protocol.run.manifest import manifest_from_dict

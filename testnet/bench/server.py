@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import trio
 
-from farandole.node.base.system.collector import importing_for_good
 from farandole.node.base.system.memory import map_shared_memory
+from farandole.node.base.system.tuning import importing_for_good
 
 # Requests are lines of a few hundred bytes.
 MAX_REQUEST_BYTES: Final = 65_536

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from farandole.node.base.system.priority import TRAINING_NICENESS
+from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.protocol.run.manifest import manifest_from_dict
 from farandole.training.base.device import choose_device
 from farandole.training.data.dataset import build_sampler

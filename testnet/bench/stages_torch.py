@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from farandole.node.base.system.priority import TRAINING_NICENESS
+from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.protocol.run.cut import layers_of
 from farandole.protocol.run.manifest import ModelConfig, manifest_from_dict
 from farandole.training.base.device import choose_device

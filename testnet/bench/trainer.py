@@ -15,8 +15,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from farandole.node.base.system.allocator import keep_memory
 from farandole.node.base.system.memory import SharedCounter
+from farandole.node.base.system.tuning import keep_memory
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import LOOK_INTERVAL
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Final
 
@@ -54,8 +53,6 @@ def targets_of(environment: Mapping[str, str] = os.environ) -> dict[bytes, str]:
 
 def tame(niceness: int = 0) -> None:
     """Limit this process and its children: processor time, files, and for floods the priority."""
-    if sys.platform == "win32":
-        raise HostileError("hostile members need a system whose processes can be limited, which Windows is not")
     import resource
 
     os.nice(niceness)

@@ -72,12 +72,7 @@ def sync_file(descriptor: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make creations, renames and removals in a folder durable; raises `OSError`.
-
-    On Windows it does nothing: Windows does not support it, and NTFS has a journal.
-    """
-    if sys.platform == "win32":
-        return
+    """Make creations, renames and removals in a folder durable; raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         sync_file(descriptor)

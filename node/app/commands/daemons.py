@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from ...base.settings import NodeSettings
-from ...base.system.collector import importing_for_good
+from ...base.system.tuning import importing_for_good
 from .options import stray_variables, takes_settings
 from .output import say_warnings, split_source, unquoted
 
@@ -78,7 +78,7 @@ def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *argumen
 
     from ...base.identity import keep_private
     from ...base.logs import logging_to_file
-    from ...base.system.allocator import give_memory_back
+    from ...base.system.tuning import give_memory_back
 
     give_memory_back()
     keep_private(settings.home)

@@ -48,8 +48,8 @@ def sample(
     """
     from farandole.training.model.sampling import Sampling
 
-    from ...base.system.priority import TRAINING_NICENESS, lower_thread_priority
     from ...base.system.terminal import without_controls
+    from ...base.system.tuning import TRAINING_NICENESS, lower_thread_priority
     from ...inspect.sample import prepare_sample
 
     if folder is None:

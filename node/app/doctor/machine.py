@@ -25,7 +25,7 @@ from ...base.identity import KEY_BYTES, IdentityInUseError, locked
 from ...base.requirements import MemoryTooSmallError, memory_needed, memory_shortfall
 from ...base.settings import NodeSettings
 from ...base.system.files import others_may
-from ...base.system.nvidia import has_nvidia_driver
+from ...base.system.processes import has_nvidia_driver
 from ...base.system.sockets import NO_IPV6
 from ...store.disk_space import used_bytes
 from .causes import found

@@ -65,9 +65,7 @@ def _label(name: str) -> str:
 
 
 def _domain() -> str:
-    from ...base.system.files import user_id  # with what ``--help`` does not need
-
-    return f"gui/{user_id()}"
+    return f"gui/{os.getuid()}"
 
 
 def _errors(home: Path) -> Path:

@@ -1,1 +1,1 @@
-"""Differences between operating systems, and replacements for missing features."""
+"""What depends on the operating system: Linux and macOS."""

@@ -1,8 +1,8 @@
 """Memory that two processes share: a file, mapped by both.
 
-Where a child inherits descriptors it is a file without a name, which cannot be left behind: the kernel frees it with
-its last user, kill -9 included. On Linux it is a memfd and never touches a disk. Elsewhere it has a name in a folder of
-its own, under which the child opens it; files of a killed process are removed when the next one begins.
+For a child it is a file without a name, which cannot be left behind: the kernel frees it with its last user, kill -9
+included. On Linux it is a memfd and never touches a disk. For another process it has a name in a folder of its own on
+macOS; files of a killed process are removed when the next one begins.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from .features import HAS_MEMFD, HAS_PROC, INHERITS_DESCRIPTORS
-from .files import open_binary
+from .files import open_private
 
 COUNTER_BYTES: Final = 8
 _COUNT_BITS: Final = 48  # a contribution has less than 2**44 bytes
 MAX_EPOCHS: Final = 1 << (64 - _COUNT_BITS)
 _SUFFIX: Final = ".shared"
+HAS_MEMFD: Final = hasattr(os, "memfd_create")
+"""Files without a name, in memory."""
 _MEMFD_NAME: Final = "farandole-"
-# On Windows: keep it in memory as long as there is room.
-_SHORT_LIVED: Final = getattr(os, "O_SHORT_LIVED", 0)
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ def open_shared_memory(name: str, folder: Path, *, is_inherited: bool = True) ->
 
     ``folder``: private folder for the file if it must have a name; made if needed. Raises `OSError`.
     """
-    if not is_inherited and sys.platform == "linux" and HAS_MEMFD and HAS_PROC:
+    if not is_inherited and sys.platform == "linux" and HAS_MEMFD:
         with open_shared_memory(name, folder) as shared:
             yield SharedFile(shared.descriptor, f"/proc/{os.getpid()}/fd/{shared.descriptor}")
         return
-    if not is_inherited or not INHERITS_DESCRIPTORS:
+    if not is_inherited:
         with _named(folder / f"{name}-{secrets.token_hex(8)}{_SUFFIX}") as shared:
             yield shared
         return
@@ -68,13 +67,12 @@ def open_shared_memory(name: str, folder: Path, *, is_inherited: bool = True) ->
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[SharedFile]:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = open_binary(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SHORT_LIVED)
+    descriptor = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         yield SharedFile(descriptor, str(path))
     finally:
         os.close(descriptor)
-        with contextlib.suppress(OSError):  # still mapped, which keeps it on Windows: the next process removes it
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -88,7 +86,7 @@ def open_shared(place: str) -> int:
     """Open the file that `SharedFile.place` names, as a process reads it from its command line. Raises `OSError`."""
     if place.startswith("/proc/") and not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
         raise FileNotFoundError(f"{place} is no shared memory: this process and the node see different processes")
-    return int(place) if place.isdigit() else open_binary(Path(place), os.O_RDWR)
+    return int(place) if place.isdigit() else open_private(Path(place), os.O_RDWR)
 
 
 class Count(NamedTuple):

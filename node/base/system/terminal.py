@@ -15,7 +15,7 @@ _TURNING: Final = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"
 
 
 def show_all_characters() -> None:
-    """Print characters that a terminal lacks (Windows' old code pages) as ? instead of raising an error."""
+    """Print characters that a terminal lacks as ? instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,7 +1,6 @@
-"""The control API's listening socket as a file, in the node's home folder or, where that is too long, in a private one.
+"""Sockets at which programs of this node's owner connect: files in its home folder, or elsewhere if that is too long.
 
-The file system's permissions are the authentication, and two nodes never clash. One of two modules with the same two
-functions (`farandole.node.base.system.endpoint`).
+The file system's permissions are the authentication, and two nodes never clash.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import hashlib
 import os
 import socket
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,17 +19,18 @@ import trio
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from .endpoint import Endpoint
-
-assert sys.platform != "win32"
-
 # sockaddr_un holds 108 bytes with the final zero on Linux, 104 on macOS.
 MAX_SOCKET_PATH_BYTES: Final = 103
 
 
 @contextlib.contextmanager
-def bound(path: Path) -> Iterator[Endpoint]:
-    """Bind a socket with mode 0600 within the block, and remove it afterwards."""
+def bound_socket(path: Path) -> Iterator[trio.socket.SocketType]:
+    """Bind a socket for ``path`` with mode 0600 within the block, and remove it afterwards.
+
+    The caller holds the home's lock: a socket that is already there belongs to a dead process and is replaced. Raises
+    `FarandoleError` and `OSError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     real = socket_path(path)
     _make_private(real.parent)
     real.unlink(missing_ok=True)
@@ -40,14 +39,17 @@ def bound(path: Path) -> Iterator[Endpoint]:
         if real != path.absolute():
             _record_of(path).write_text(str(real), encoding="utf-8")
         try:
-            yield Endpoint(trio.socket.from_stdlib_socket(listener))
+            yield trio.socket.from_stdlib_socket(listener)
         finally:
             real.unlink(missing_ok=True)
             _record_of(path).unlink(missing_ok=True)
 
 
-def connected(path: Path, timeout: float) -> socket.socket:
-    """Connect to it."""
+def connect(path: Path, timeout: float) -> socket.socket:
+    """Connect to the `bound_socket` for ``path``; ``timeout`` in seconds is the connection's too.
+
+    Raises `OSError`: `FileNotFoundError` and `ConnectionError` if no process listens.
+    """
     record = _record_of(path)
     real = Path(record.read_text(encoding="utf-8")) if record.exists() else socket_path(path)
     if not stat.S_ISSOCK(real.stat().st_mode):

@@ -2,14 +2,13 @@
 
 For the GPU it runs ``nvidia-smi pmon``, which comes with every NVIDIA driver and distinguishes compute from graphics. A
 desktop is always on the GPU, so graphics counts from `GRAPHICS_PERCENT` on, and compute always: it holds memory there.
-On Linux the rest is read from ``/sys`` and ``/proc``. Elsewhere the battery comes from psutil, if it is installed, and
+On Linux the rest is read from ``/sys`` and ``/proc``. Elsewhere the battery comes from psutil, and
 the share of the cores is unknown.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import shutil
 import subprocess
 import sys
@@ -19,9 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
+import psutil
 import trio
-
-from ...base.system.processes import may_exist
 
 # More than a desktop, a browser or a film uses: a game.
 GRAPHICS_PERCENT: Final = 25
@@ -87,7 +85,7 @@ def gpu_users(processes: Collection[GpuProcess], own: Collection[int]) -> tuple[
     In a container the driver gives process numbers of the host. Such a number means nothing here, so it is skipped; it
     may as well be our own trainer.
     """
-    users = [p for p in processes if p.pid not in own and p.is_in_earnest and may_exist(p.pid)]
+    users = [p for p in processes if p.pid not in own and p.is_in_earnest and psutil.pid_exists(p.pid)]
     return tuple(f"{process.name} (process {process.pid})" for process in users[:MAX_NAMED])
 
 
@@ -129,8 +127,9 @@ def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
 
 def is_on_battery(system: Path = Path("/sys")) -> bool | None:
     """Return whether the machine runs on its battery; None if it has none, or this is unknown."""
-    if not sys.platform.startswith("linux"):
-        return _ask_psutil()
+    if sys.platform != "linux":
+        battery = psutil.sensors_battery()
+        return None if battery is None or battery.power_plugged is None else not battery.power_plugged
     supplies = [_supply(path) for path in sorted((system / "class" / "power_supply").glob("*"))]
     # Batteries of devices do not count: a mouse, or a telephone that is being charged.
     batteries = [supply for supply in supplies if supply["type"] == "Battery" and supply["scope"] != "Device"]
@@ -148,14 +147,6 @@ def _supply(path: Path) -> Mapping[str, str]:
         with contextlib.suppress(OSError):
             said[name] = (path / name).read_text().strip()
     return said
-
-
-def _ask_psutil() -> bool | None:
-    try:
-        battery = importlib.import_module("psutil").sensors_battery()
-    except (ImportError, AttributeError, OSError):
-        return None
-    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,13 @@ from typing import Final
 
 import trio
 
-from ...base.system.proc import read_proc
+from ...base.system.processes import read_proc
 from .router import MappingError
 
 # Flags in Linux's table for a route that is up and leads through a gateway (linux/route.h).
 _UP_BY_GATEWAY: Final = 0x0003
 # The command on macOS and the BSDs; it answers from memory.
 _ROUTE_COMMAND: Final = ("/sbin/route", "-n", "get", "default")
-_WINDOWS_ROUTE_COMMAND: Final = ("route", "print", "-4", "0.0.0.0")
 ROUTE_TIMEOUT: Final = 3.0
 
 
@@ -58,12 +57,9 @@ async def _default_route() -> str | None:
     try:
         if sys.platform == "linux":
             return gateway_of_linux(read_proc("net/route") or "")
-        is_windows = sys.platform == "win32"
-        command = _WINDOWS_ROUTE_COMMAND if is_windows else _ROUTE_COMMAND
         with trio.fail_after(ROUTE_TIMEOUT):
-            done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
-        told = done.stdout.decode(errors="replace")
-        return gateway_of_windows(told) if is_windows else gateway_of_bsd(told)
+            done = await trio.run_process(_ROUTE_COMMAND, capture_stdout=True, capture_stderr=True, check=False)
+        return gateway_of_bsd(done.stdout.decode(errors="replace"))
     except (OSError, trio.TooSlowError):
         return None
 
@@ -78,13 +74,6 @@ def gateway_of_linux(routes: str) -> str | None:
         if int(fields[3], 16) & _UP_BY_GATEWAY == _UP_BY_GATEWAY:
             found.append((int(fields[6]), socket.inet_ntoa(struct.pack("=I", int(fields[2], 16)))))
     return min(found)[1] if found else None
-
-
-def gateway_of_windows(told: str) -> str | None:
-    """Parse the output of ``route print -4 0.0.0.0``, in any language: the gateway with the smallest metric."""
-    address = r"(\d{1,3}(?:\.\d{1,3}){3})"
-    routes = re.findall(rf"(?m)^\s*0\.0\.0\.0\s+0\.0\.0\.0\s+{address}\s+{address}\s+(\d{{1,6}})\s*$", told)
-    return min(routes, key=lambda route: int(route[2]))[0] if routes else None
 
 
 def gateway_of_bsd(told: str) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...base.system.files import open_binary
+from ...base.system.files import open_private
 
 
 class PageAddress(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ def find_place(place_file: Path) -> PageAddress | None:
 def stored_place(place_file: Path, place: PageAddress) -> Iterator[PageAddress]:
     """Store the page's address within the block, in a file that is private to its owner from the start."""
     place_file.unlink(missing_ok=True)
-    with os.fdopen(open_binary(place_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+    with os.fdopen(open_private(place_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(msgspec.json.encode(place))
     try:
         yield place

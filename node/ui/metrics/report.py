@@ -23,8 +23,7 @@ import msgspec
 from farandole.training.base.durable import replacing
 
 from ...base.backoff import pauses
-from ...base.system.files import OWNER_ALONE_FOLDER
-from ...base.system.locking import HeldError, locked_file
+from ...base.system.files import OWNER_ALONE_FOLDER, HeldError, locked_file
 from ...status.round_log import RoundRecord
 from ...status.round_tail import RoundTail
 from .figures import RoundFigures, figures_of

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Final
 
-_TERMINAL: Final = "CONIN$" if os.name == "nt" else "/dev/tty"
+_TERMINAL: Final = "/dev/tty"
 _STANDARD_INPUT: Final = 0
 
 

@@ -8,7 +8,6 @@ import stat
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ import trio
 
 from farandole.node.base import control, doors
 from farandole.node.base.control import ControlError, NoNodeError, call, serve_control
-from farandole.node.base.system import endpoint
-from farandole.node.base.system.unix_socket import MAX_SOCKET_PATH_BYTES, socket_path
+from farandole.node.base.system.unix_socket import MAX_SOCKET_PATH_BYTES, bound_socket, connect, socket_path
 
 from ...patience import PATIENCE
 
@@ -39,14 +37,8 @@ async def fail(params: dict[str, Any]) -> object:
 HANDLERS = {"echo": echo, "refuse": refuse, "fail": fail}
 
 
-@pytest.fixture(params=[True, False], ids=["unix-socket", "port"])
-def has_unix_sockets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(endpoint, "HAS_UNIX_SOCKETS", request.param)
-    return bool(request.param)
-
-
 @pytest.fixture
-async def home(has_unix_sockets: bool, tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Path]:
+async def home(tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Path]:
     await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
     yield tmp_path
     nursery.cancel_scope.cancel()
@@ -60,7 +52,7 @@ async def ask(home: Path, method: str, **params: Any) -> Any:
 async def raw(home: Path, sent: bytes) -> list[dict[str, Any]]:
     """Return the server's answers to these bytes, until it or their end closes the connection."""
     with trio.fail_after(PATIENCE):
-        connection = await trio.to_thread.run_sync(endpoint.connect, home / "control.sock", 5.0)
+        connection = await trio.to_thread.run_sync(connect, home / "control.sock", 5.0)
         return await said_to(connection, sent)
 
 
@@ -92,12 +84,11 @@ async def test_a_moment_without_descriptors_ends_neither_the_node_nor_its_contro
             return await self._accept()
 
     @contextmanager
-    def starved(path: Path) -> Iterator[endpoint.Endpoint]:
-        with endpoint.bound_endpoint(path) as bound:
-            listener: Any = Listener(bound.listener)
-            yield replace(bound, listener=listener)
+    def starved(path: Path) -> Iterator[Listener]:
+        with bound_socket(path) as bound:
+            yield Listener(bound)
 
-    monkeypatch.setattr(control, "bound_endpoint", starved)
+    monkeypatch.setattr(control, "bound_socket", starved)
     monkeypatch.setattr(doors, "ACCEPT_PAUSE", 0.0)
     await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
     assert await ask(tmp_path, "echo", tokens=3) == {"tokens": 3}
@@ -109,68 +100,23 @@ async def test_a_call_comes_back_with_the_answer(home: Path) -> None:
     assert await ask(home, "echo", tokens=3, names=["a", "b"]) == {"tokens": 3, "names": ["a", "b"]}
 
 
-async def test_what_leads_to_it_is_for_its_owner_alone(home: Path, has_unix_sockets: bool) -> None:
-    place = home / ("control.sock" if has_unix_sockets else "control.port")
+async def test_what_leads_to_it_is_for_its_owner_alone(home: Path) -> None:
+    place = home / "control.sock"
     assert list(home.iterdir()) == [place]
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
-@pytest.mark.parametrize(
-    "first",
-    [
-        b"",
-        b"\n",
-        b'{"method": "echo"}\n',
-        b"a token\n",
-        b"POST / HTTP/1.1\r\nHost: rebound.example\r\nContent-Length: 19\r\n\r\n",
-    ],
-)
-async def test_on_a_port_nothing_is_obeyed_without_the_token(home: Path, first: bytes) -> None:
-    port = json.loads((home / "control.port").read_bytes())["port"]
-    connection = await trio.to_thread.run_sync(socket.create_connection, ("127.0.0.1", port))
-    try:
-        answers = await said_to(connection, first + b'{"method": "echo"}\n' * 2)
-    except trio.BrokenResourceError:  # closed while data were unread
-        answers = []
-    assert [answer["error"]["code"] for answer in answers] in ([], ["unauthorized"])
-
-
-@pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
-async def test_a_token_of_before_is_no_token(home: Path, tmp_path: Path, nursery: trio.Nursery) -> None:
-    before = (home / "control.port").read_bytes()
-    again = tmp_path / "again"
-    await nursery.start(serve_control, again / "control.sock", HANDLERS)
-    now = json.loads((again / "control.port").read_bytes())
-    (again / "control.port").write_bytes(json.dumps({**json.loads(before), "port": now["port"]}).encode())
-    with pytest.raises(ControlError, match="token"):
-        await ask(again, "echo")
-
-
-@pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
-async def test_who_is_silent_on_a_port_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "TOKEN_TIMEOUT", 0.01)
-    port = json.loads((home / "control.port").read_bytes())["port"]
-    with trio.fail_after(PATIENCE):
-        stream = await trio.open_tcp_stream("127.0.0.1", port)
-        async with stream:
-            assert await stream.receive_some() == b""
-
-
-@pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
-async def test_another_programs_answer_is_told_from_a_node(home: Path, nursery: trio.Nursery) -> None:
+async def test_another_programs_answer_is_told_from_a_node(tmp_path: Path, nursery: trio.Nursery) -> None:
     async def babble(stream: trio.SocketStream) -> None:
-        await stream.receive_some()
-        await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        async with stream:
+            await stream.receive_some()
+            await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
-    (listener,) = await nursery.start(partial(trio.serve_tcp, babble, 0, host="127.0.0.1"))
-    place = home / "control.port"
-    place.write_text(json.dumps({"port": listener.socket.getsockname()[1], "token": "a"}))
-    with pytest.raises(NoNodeError, match="is no node"):
-        await ask(home, "echo")
-    place.write_text("{}")
-    with pytest.raises(NoNodeError, match="no node runs"):
-        await ask(home, "echo")
+    with bound_socket(tmp_path / "control.sock") as listener:
+        await nursery.start(doors.serve_door, listener, babble, 1)
+        with pytest.raises(NoNodeError, match="is no node"):
+            await ask(tmp_path, "echo")
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_refusal_keeps_its_code_and_message(home: Path) -> None:
@@ -220,7 +166,7 @@ async def test_a_slow_handler_times_out(autojump_clock: trio.abc.Clock) -> None:
     assert answer["error"]["code"] == "timeout"
 
 
-async def test_no_node(has_unix_sockets: bool, tmp_path: Path) -> None:
+async def test_no_node(tmp_path: Path) -> None:
     with pytest.raises(NoNodeError, match=r"no node runs in .*farandole join INVITE"):
         await ask(tmp_path, "echo")
 

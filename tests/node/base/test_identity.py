@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from farandole.node.base.identity import IdentityError, IdentityInUseError, keep_private, load_or_create_key, locked
-from farandole.node.base.system import features, files, locking
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import (
     SMALL_ORDER_KEYS,
@@ -38,14 +37,6 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(IdentityError, match="chmod 600"):
         load_or_create_key(path)
-
-
-def test_where_files_have_no_modes_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "HAS_FILE_MODES", False)
-    path = tmp_path / "key"
-    key = load_or_create_key(path)
-    path.chmod(0o666)
-    assert public_bytes(load_or_create_key(path)) == public_bytes(key)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +89,7 @@ def test_a_damaged_key_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == b"short"
 
 
-@pytest.mark.parametrize("without", ["", "file-locks,positioned-io"])
-def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(
-    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(features.WITHOUT_VARIABLE, without)
-    if without:
-        monkeypatch.setattr(locking, "HAS_FILE_LOCKS", False)
-        monkeypatch.setattr(files, "HAS_POSITIONED_IO", False)
+def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     hold = (
         "from farandole.node.base.identity import locked; from pathlib import Path\n"

@@ -13,7 +13,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.exits import Exit
-from farandole.node.base.system.oom_kills import count_oom_kills
+from farandole.node.base.system.processes import count_oom_kills
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict, sign_manifest
 from farandole.protocol.trainer import trainer_messages as messages

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -20,7 +18,6 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.control import serve_control
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
-from farandole.node.base.system import endpoint
 from farandole.node.mesh.host import Host
 from farandole.node.programs import service as service_module
 from farandole.node.programs.local import MeshError
@@ -407,21 +404,3 @@ def _index_of(contents: bytes) -> FileIndex:
 async def test_without_a_node_the_error_says_so(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match="no node runs in"):
         await program(lambda: Mesh(home=tmp_path))
-
-
-async def test_who_is_not_the_owner_is_served_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "HAS_UNIX_SOCKETS", False)
-    async with node(tmp_path / "a", Notes(), up=0, down=0):
-        port = json.loads((tmp_path / "a" / "programs.port").read_bytes())["port"]
-
-        def intrude() -> bytes:
-            with socket.create_connection(("127.0.0.1", port), PATIENCE) as stranger:
-                stranger.sendall(b"x" * 65 + b"\n")
-                with suppress(ConnectionResetError):  # closed while bytes were unread
-                    return stranger.recv(100)
-                return b""
-
-        assert await program(intrude) == b""
-        mesh = await mesh_at(tmp_path / "a")
-        await program(lambda: mesh.note("offer", b"by the owner"))
-        await program(mesh.close)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 
-from farandole.node.base.system import endpoint, memory
-from farandole.node.base.system.endpoint import connect
+from farandole.node.base.system import memory
 from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory
+from farandole.node.base.system.unix_socket import connect
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer.script import ANOTHER, open_script_door
 from farandole.node.trainer.trainer import TrainerError
@@ -25,12 +24,11 @@ SIZE = 64
 PREPARED = messages.Prepared("cpu", 16, SIZE, b"l" * 32, 0, 0, 0)
 
 
-@pytest.fixture(params=["linux", "elsewhere"])
+@pytest.fixture(params=["Linux", "macOS"])
 def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the door's path; in the case "elsewhere" the door is a port, and shared memory has a name."""
-    if request.param == "elsewhere":
-        monkeypatch.setattr(endpoint, "HAS_UNIX_SOCKETS", False)
-        monkeypatch.setattr(memory, "HAS_PROC", False)
+    """Return the door's path; in the case "macOS" shared memory has a name."""
+    if request.param == "macOS":
+        monkeypatch.setattr(memory, "HAS_MEMFD", False)
     return tmp_path / "trainer.sock"
 
 
@@ -155,17 +153,3 @@ async def test_a_loop_that_trains_is_told_why_it_is_stopped(path: Path) -> None:
                 assert isinstance(await hear(loop), messages.Prepare)
                 door.dismissal = "the node leaves the run"
             assert await hear(loop) == messages.Dismiss("the node leaves the run", is_over=True)
-
-
-@pytest.mark.parametrize("path", ["elsewhere"], indirect=True)
-async def test_without_the_token_nothing_is_let_in(path: Path) -> None:
-    async with open_script_door(path) as door:
-        place = msgspec.json.decode(path.with_suffix(".port").read_bytes())
-        with socket.create_connection(("127.0.0.1", place["port"]), PATIENCE) as stranger:
-            stranger.sendall(b"x" * len(place["token"]) + b"\n")
-            assert await trio.to_thread.run_sync(stranger.recv, 1) == b""
-        assert not door.has_loop
-        _, connection = a_loop(path)
-        with connection, trio.fail_after(PATIENCE):
-            await door.wait()
-            assert door.has_loop

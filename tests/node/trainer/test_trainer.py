@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,8 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.system.features import HAS_PRIORITIES, HAS_PROC, WITHOUT_VARIABLE
 from farandole.node.base.system.memory import SharedCounter
-from farandole.node.base.system.priority import TRAINING_NICENESS
+from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE, TRAINING_NICENESS
 from farandole.node.loop.pause.idle_probe import cpu_times
 from farandole.node.store.folder import CheckpointFolder, index_of, saved_round
 from farandole.node.trainer import trainer as trainer_module
@@ -77,7 +77,7 @@ async def test_gpu_memory_cannot_be_bounded_where_there_is_no_gpu(prepare: Calla
     assert caught.value.cause == "setup"
 
 
-@pytest.mark.skipif(not HAS_PROC, reason="reads a process's time in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's time in /proc")
 async def test_training_takes_no_more_cores_than_it_has_threads(
     prepare: Callable[..., messages.Prepare], manifest: Manifest
 ) -> None:
@@ -554,11 +554,10 @@ async def test_what_cannot_be_set_up_is_said_in_words(prepare: Callable[..., mes
         assert caught.value.cause == "setup"
 
 
-@pytest.mark.skipif(not HAS_PRIORITIES, reason="Windows has no nice(2)")
 async def test_a_trainer_gives_way_to_other_programs(
     prepare: Callable[..., messages.Prepare], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(WITHOUT_VARIABLE, "")
+    monkeypatch.delenv(KEEP_PRIORITY_VARIABLE)
     async with open_trainer(prepare(), None) as trainer:
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, trainer.pid) == min(own + TRAINING_NICENESS, 19)

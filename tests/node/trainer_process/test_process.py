@@ -19,7 +19,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
-from farandole.node.base.system.priority import SAVING_NICENESS
+from farandole.node.base.system.tuning import SAVING_NICENESS
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.engines import make_engine

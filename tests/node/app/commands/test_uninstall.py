@@ -15,7 +15,7 @@ from farandole.node.app.commands.uninstall import INSTALL_MARK
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import InHome, NodeSettings
-from farandole.node.base.system import endpoint
+from farandole.node.base.system.unix_socket import bound_socket
 
 Run = Callable[..., tuple[int, str, str]]
 MADE = (
@@ -166,23 +166,18 @@ def test_nothing_of_a_real_node_is_foreign(tmp_path: Path) -> None:
         assert belongings_of(home).others == []
 
 
-@pytest.mark.parametrize("has_unix_sockets", [True, False])
-def test_sockets_are_known_to_be_a_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_unix_sockets: bool
-) -> None:
-    """Where there are no Unix sockets, a file has the port; nothing of them is in another folder."""
+def test_sockets_are_known_to_be_a_nodes(tmp_path: Path) -> None:
     from farandole.node.app.belongings import belongings_of
 
-    monkeypatch.setattr(endpoint, "HAS_UNIX_SOCKETS", has_unix_sockets)
     home = tmp_path / ("long" * 30)
     home.mkdir()
     (home / "key").touch()
-    with endpoint.bound_endpoint(home / "control.sock"):
+    with bound_socket(home / "control.sock"):
         belongings = belongings_of(home)
         places = belongings.files["sockets"]
         assert belongings.others == []
-        assert home / ("control.path" if has_unix_sockets else "control.port") in places
-        assert len([path for path in places if path.parent != home]) == has_unix_sockets
+        assert home / "control.path" in places
+        assert len([path for path in places if path.parent != home]) == 1
 
 
 def test_every_file_that_settings_name_is_known_to_be_a_nodes(tmp_path: Path) -> None:

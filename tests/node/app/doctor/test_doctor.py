@@ -376,13 +376,6 @@ def test_a_key_that_others_can_read(tmp_path: Path) -> None:
     assert finding.remedy == f"chmod 600 {tmp_path / 'key'}"
 
 
-def test_where_files_have_no_modes_a_key_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.node.base.system.files.HAS_FILE_MODES", False)  # as on Windows
-    load_or_create_key(tmp_path / "key")
-    (tmp_path / "key").chmod(0o666)
-    assert check_key(tmp_path / "key").cause == "key-fine"
-
-
 def test_keys_that_are_missing_broken_or_no_file(tmp_path: Path) -> None:
     key = tmp_path / "key"
     assert check_key(key).cause == "key-missing"

@@ -10,8 +10,8 @@ import pytest
 
 PEAKS = """
 import os, sys
-from farandole.node.base.system.allocator import give_memory_back
-from farandole.node.base.system.proc import resident_bytes
+from farandole.node.base.system.tuning import give_memory_back
+from farandole.node.base.system.processes import resident_bytes
 
 if sys.argv[1] == "back":
     give_memory_back()
@@ -29,7 +29,7 @@ print(resident_bytes(os.getpid()) - before)
 
 TEMPORARIES = """
 import resource, sys
-from farandole.node.base.system.allocator import keep_memory
+from farandole.node.base.system.tuning import keep_memory
 
 if sys.argv[1] == "keep":
     keep_memory()
@@ -45,8 +45,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 FREED_BETWEEN = """
 import os, sys
-from farandole.node.base.system.allocator import give_free_memory_back, keep_memory
-from farandole.node.base.system.proc import resident_bytes
+from farandole.node.base.system.tuning import give_free_memory_back, keep_memory
+from farandole.node.base.system.processes import resident_bytes
 
 keep_memory()
 before = resident_bytes(os.getpid())

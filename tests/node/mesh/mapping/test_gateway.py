@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from farandole.node.mesh.mapping.gateway import gateway_of_bsd, gateway_of_linux, gateway_of_windows
+from farandole.node.mesh.mapping.gateway import gateway_of_bsd, gateway_of_linux
 
 HEADER = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 
@@ -26,20 +26,3 @@ def test_of_macos_what_route_says() -> None:
     assert gateway_of_bsd(told) == "192.168.1.1"
     assert gateway_of_bsd("    gateway: fe80::1%en0\n") is None
     assert gateway_of_bsd("route: writing to routing socket: not in table\n") is None
-
-
-def test_of_windows_the_default_route_with_the_smallest_metric() -> None:
-    told = """
-IPv4-Routentabelle
-===========================================================================
-Aktive Routen:
-     Netzwerkziel    Netzwerkmaske          Gateway    Schnittstelle Metrik
-          0.0.0.0          0.0.0.0      192.168.1.1     192.168.1.23     35
-          0.0.0.0          0.0.0.0    192.168.1.254     192.168.1.24     25
-===========================================================================
-Ständige Routen:
-  Keine
-"""
-    assert gateway_of_windows(told) == "192.168.1.254"
-    assert gateway_of_windows("          0.0.0.0          0.0.0.0   Auf Verbindung     10.8.0.2     25\n") is None
-    assert gateway_of_windows("") is None

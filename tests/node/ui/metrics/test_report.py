@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from farandole.node.app.belongings import belongings_of
-from farandole.node.base.system.locking import locked_file
+from farandole.node.base.system.files import locked_file
 from farandole.node.ui.metrics.figures import RoundFigures
 from farandole.node.ui.metrics.report import MAX_BATCH, Report, ReportPatience, report_rounds
 from farandole.node.ui.metrics.tracker import (
