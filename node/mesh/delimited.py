@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
-from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.streams import Stream, read_exactly
 from .known_addresses import MAX_ADDRESS_BYTES, MAX_ADDRESSES, is_multiaddr
+from .libp2p_parts import encode_varint_prefixed
 
 M = TypeVar("M", bound=Message)
 

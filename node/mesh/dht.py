@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import trio
-from libp2p.kad_dht.pb.kademlia_pb2 import Message
 
 from farandole.protocol.mesh.kademlia import (
     BUCKET_SIZE,
@@ -35,6 +34,7 @@ from farandole.protocol.wire.token_bucket import PeerMeters
 from ..base.errors import PeerUnreachableError
 from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
 from .known_addresses import MAX_ADDRESSES
+from .libp2p_parts import DhtMessage as Message
 
 if TYPE_CHECKING:
     from .host import Host

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 import trio
-from libp2p.identity.identify.pb.identify_pb2 import Identify
 
 from farandole.protocol.run.releases import Software, software_of
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -16,6 +15,7 @@ from ..base.errors import PeerUnreachableError
 from ..base.release import VERSION
 from .addresses import multiaddr_of
 from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
+from .libp2p_parts import Identify
 from .libp2p_stream import Libp2pStream
 
 if TYPE_CHECKING:

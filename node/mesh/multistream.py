@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Container
 from typing import Final
 
 import trio
-from libp2p.utils.varint import encode_delim
 
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 from .delimited import read_delimited
+from .libp2p_parts import encode_delim
 
 MULTISTREAM: Final = "/multistream/1.0.0"
 # A message is a protocol id; go-libp2p allows 1,024 bytes too.

@@ -7,14 +7,10 @@ takes longer than decrypting it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
-if TYPE_CHECKING:
-    from libp2p.abc import ISecureConn
-    from libp2p.security.noise.io import NoiseTransportReadWriter
-    from libp2p.security.secure_session import SecureSession
-
-    from .raw_link import RawLink
+from .libp2p_parts import ISecureConn, NoiseTransportReadWriter, SecureSession
+from .raw_link import RawLink
 
 LENGTH_BYTES: Final = 2
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId, Status, StopMessage
 
 from farandole.protocol.mesh.relay import (
     HOP_PROTOCOL,
@@ -31,6 +30,7 @@ from ..base.errors import PeerUnreachableError
 from .addresses import distance_class
 from .circuit import Circuit
 from .delimited import encode_delimited, multiaddr_texts, receive_message
+from .libp2p_parts import HopMessage, PeerId, RelayStatus, StopMessage
 
 if TYPE_CHECKING:
     from .host import Host
@@ -109,7 +109,7 @@ class RelayClient:
         try:
             await stream.send_all(encode_delimited(question))
             answer = await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
-            if answer.type != HopMessage.STATUS or answer.status != Status.OK:
+            if answer.type != HopMessage.STATUS or answer.status != RelayStatus.OK:
                 raise PeerUnreachableError(f"the relay {short_name(relay)} refuses (status {answer.status})")
         except BaseException:  # also when cancelled: the relay must not keep a circuit that no task uses
             stream.reset()
@@ -161,7 +161,7 @@ class RelayClient:
                 if not request.HasField("type") or request.type != StopMessage.CONNECT:
                     raise RemoteProtocolError("a relay answers what nobody asked")
                 public_key_of_bytes(request.peer.id)  # refuses a peer without a name in farandole
-                await stream.send_all(encode_delimited(StopMessage(type=StopMessage.STATUS, status=Status.OK)))
+                await stream.send_all(encode_delimited(StopMessage(type=StopMessage.STATUS, status=RelayStatus.OK)))
             circuit = Circuit(stream, self._reservations[relay].address)
             try:
                 muxed = await self._host.upgrader.accept(circuit)

@@ -8,23 +8,25 @@ to its proposal of a multiplexer.
 from __future__ import annotations
 
 import logging
-import os
 from typing import Final, cast
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from libp2p.abc import IRawConnection, ISecureConn
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
-from libp2p.peer.id import ID
-from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
-from libp2p.security.noise.transport import Transport
 
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import SMALL_ORDER_KEYS, peer_id_bytes, peer_id_of, public_key_of_bytes
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError, StrangerError
+from .libp2p_parts import (
+    ID,
+    IRawConnection,
+    ISecureConn,
+    Noise,
+    PeerIDMismatchesPubkey,
+    create_new_key_pair,
+    create_new_x25519_key_pair,
+)
 from .multistream import NEGOTIATION_TIMEOUT, Negotiation
 from .noise_session import NoiseSession
 from .raw_link import RawLink
@@ -37,10 +39,6 @@ YAMUX: Final = "/yamux/1.0.0"
 # From a socket to an authenticated, multiplexed connection. Five round trips at 400 ms fit twice.
 HANDSHAKE_TIMEOUT = 5.0
 REFUSED_KEY: Final = "farandole: your peer id is refused, peers here need Ed25519 keys"
-
-# The library logs every fault of every peer, at any level; the important ones are logged here.
-if "LIBP2P_DEBUG" not in os.environ:
-    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
 
 class RefusedKeyError(PeerUnreachableError):
@@ -60,7 +58,7 @@ class Upgrader:
         """``network_key``: the key of a private run; empty: connections are standard libp2p."""
         self.network_key = network_key
         pair = create_new_key_pair(key.private_bytes_raw())
-        self._noise = Transport(pair, noise_privkey=create_new_x25519_key_pair().private_key)
+        self._noise = Noise(pair, noise_privkey=create_new_x25519_key_pair().private_key)
         self._shaping = shaping
         self._budget = budget
 

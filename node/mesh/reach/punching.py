@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import trio
-from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 
 from farandole.protocol.mesh.punching import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, offer, targets
 from farandole.protocol.mesh.reachability import Address
@@ -31,6 +30,7 @@ from ...base.errors import PeerUnreachableError
 from ..addresses import multiaddr_of
 from ..delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
 from ..dial_plan import dial_target
+from ..libp2p_parts import HolePunch
 from .dialback import ANSWER_TIMEOUT, NUM_OBSERVERS, OBSERVE_TIMEOUT, Dialback
 from .reachability import Reachability
 

@@ -14,11 +14,6 @@ from typing import TYPE_CHECKING
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.peer.envelope import Envelope, make_unsigned
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, StopMessage, Voucher
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status as WireStatus
-from libp2p.relay.circuit_v2.resources import RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE
 
 from farandole.protocol.mesh.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, RelayTable, Status
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -29,6 +24,20 @@ from ...base.errors import PeerUnreachableError
 from ..admission import site_of
 from ..delimited import encode_delimited, multiaddr_bytes, receive_message
 from ..known_addresses import MAX_ADDRESSES
+from ..libp2p_parts import (
+    RELAY_RSVP_DOMAIN,
+    VOUCHER_PAYLOAD_TYPE,
+    Envelope,
+    HopMessage,
+    Limit,
+    PeerId,
+    RelayStatus,
+    Reservation,
+    StopMessage,
+    Voucher,
+    create_new_key_pair,
+    make_unsigned,
+)
 
 if TYPE_CHECKING:
     from ..host import Host
@@ -105,7 +114,7 @@ class RelayServer:
     ) -> None:
         answer = HopMessage(
             type=HopMessage.STATUS,
-            status=WireStatus.ValueType(status),
+            status=RelayStatus.ValueType(status),
             reservation=reservation,
             limit=limit,
         )
@@ -175,7 +184,7 @@ class RelayServer:
                 request = StopMessage(type=StopMessage.CONNECT, peer=peer_id, limit=limit)
                 await stream.send_all(encode_delimited(request))
                 answer = await receive_message(stream, StopMessage, MAX_MESSAGE_BYTES)
-            if answer.type != StopMessage.STATUS or answer.status != WireStatus.OK:
+            if answer.type != StopMessage.STATUS or answer.status != RelayStatus.OK:
                 raise PeerUnreachableError(f"it refuses (status {answer.status})")
         except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             stream.reset()

@@ -1,0 +1,93 @@
+"""The parts of py-libp2p that a node uses: Noise's handshake, the protobuf messages, peer ids and varints.
+
+Python runs a package before any module of it, and the packages of libp2p import everything: QUIC, TLS certificates,
+HTTP and DNS clients, 0.3 s of a processor at each start and 26 MB. So the packages that do are in place while their
+modules are imported, but have not run. Only this module imports libp2p.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec, module_from_spec
+from typing import Final
+
+# Packages that import what no node needs; each after the one that it is in.
+_PACKAGES: Final = (
+    "libp2p",
+    "libp2p.identity",
+    "libp2p.identity.identify",
+    "libp2p.kad_dht",
+    "libp2p.relay",
+    "libp2p.relay.circuit_v2",
+    "libp2p.security",
+    "libp2p.transport",
+    "libp2p.transport.quic",
+)
+
+
+@contextmanager
+def _packages_not_run() -> Iterator[None]:
+    """Put the packages in place for as long as the block runs; whoever imports one later gets all of it."""
+    added: list[str] = []
+    for name in _PACKAGES:
+        if name not in sys.modules and (spec := find_spec(name)) is not None:
+            sys.modules[name] = module_from_spec(spec)
+            added.append(name)
+    yield
+    for name in added:
+        del sys.modules[name]
+
+
+with _packages_not_run():
+    from libp2p.abc import IRawConnection, ISecureConn
+    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
+    from libp2p.identity.identify.pb.identify_pb2 import Identify
+    from libp2p.kad_dht.pb.kademlia_pb2 import Message as DhtMessage
+    from libp2p.peer.envelope import Envelope, make_unsigned
+    from libp2p.peer.id import ID
+    from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, StopMessage, Voucher
+    from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status as RelayStatus
+    from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
+    from libp2p.relay.circuit_v2.resources import RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE
+    from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
+    from libp2p.security.noise.io import NoiseTransportReadWriter
+    from libp2p.security.noise.transport import Transport as Noise
+    from libp2p.security.secure_session import SecureSession
+    from libp2p.utils.varint import encode_delim, encode_varint_prefixed
+
+# The library logs every fault of every peer, at any level; the important ones are logged in this package.
+if "LIBP2P_DEBUG" not in os.environ:
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+
+__all__ = [
+    "ID",
+    "RELAY_RSVP_DOMAIN",
+    "VOUCHER_PAYLOAD_TYPE",
+    "DhtMessage",
+    "Envelope",
+    "HolePunch",
+    "HopMessage",
+    "IRawConnection",
+    "ISecureConn",
+    "Identify",
+    "Limit",
+    "Noise",
+    "NoiseTransportReadWriter",
+    "PeerIDMismatchesPubkey",
+    "PeerId",
+    "RelayStatus",
+    "Reservation",
+    "SecureSession",
+    "StopMessage",
+    "Voucher",
+    "create_new_key_pair",
+    "create_new_x25519_key_pair",
+    "encode_delim",
+    "encode_varint_prefixed",
+    "make_unsigned",
+]
