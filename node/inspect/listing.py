@@ -54,7 +54,7 @@ def local_checkpoints(folder: Path) -> list[LocalCheckpoint]:
 
 
 def _look_at(path: Path) -> LocalCheckpoint | None:
-    """Read its header; `farandole checkpoint verify` reads all of it. None: a node has just removed it."""
+    """Read its header, not its values. None: a node has just removed it."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:

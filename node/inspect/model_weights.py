@@ -21,7 +21,7 @@ from ..base.figures import count
 from ..base.settings import NodeSettings
 from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import MANIFEST_NAME, read_folder
-from ..store.consolidated.hf_import import open_hf_weights
+from ..store.consolidated.hf_folder import open_hf_weights
 from ..store.consolidated.tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 from ..store.folder import CheckpointFolder
 from ..store.run_file import manifest_of

@@ -30,7 +30,7 @@ from farandole.protocol.wire.identity import short_name
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
-from ..store.consolidated.merge import consolidate
+from ..store.consolidated.folder import consolidate
 from ..store.consolidated.tensors import ConsolidatedError, check_is_new, open_tensors
 from ..store.fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from ..store.partial_file import has_begun

@@ -28,9 +28,8 @@ from farandole.training.base.durable import replacing
 
 from ..base.errors import JoinError, PeerUnreachableError
 from ..status.status import NO_START
-from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder
+from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder, verify_hashes
 from ..store.consolidated.tensors import ConsolidatedError
-from ..store.consolidated.verify import verify_hashes
 from ..store.fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from ..store.holdings import Holding
 from .bootstrap import reachable_providers

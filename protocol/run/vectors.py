@@ -36,12 +36,6 @@ def required_vectors(outer: OuterConfig) -> tuple[str, ...]:
     return (SLOW, *outer.vectors)
 
 
-def known_vectors() -> tuple[str, ...]:
-    """Return every vector that a checkpoint of any run may have, in the order of checkpoints."""
-    of_rules = (vector for rule in typing.get_args(OuterRules) for vector in rule.vectors)
-    return tuple(dict.fromkeys((SLOW, *of_rules, *OPTIMIZER_VECTORS, FAST, SENT, DRIFT, *DROPPED)))
-
-
 def is_required(outer: OuterConfig, tensor: str) -> bool:
     """Return whether a newcomer needs this tensor."""
     return tensor.partition("/")[0] in required_vectors(outer)

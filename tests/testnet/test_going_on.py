@@ -14,8 +14,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.exits import Exit
-from farandole.node.store.consolidated.folder import read_folder
-from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.consolidated.folder import consolidate, read_folder
 from farandole.protocol.run.manifest import SignedManifest, decode_manifest, sign_manifest
 from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.vectors import required_vectors

@@ -1,4 +1,4 @@
-"""``farandole checkpoint``: take a whole model out of a run, check it, pass it on, go on from it."""
+"""``farandole checkpoint``: take a whole model out of a run, pass it on, go on from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_MERGED: Final = 16
 
 checkpoint_app = typer.Typer(
-    help="Look at checkpoints; take a whole model out of a run, check it, pass it on, go on from it.",
+    help="Look at checkpoints; take a whole model out of a run, pass it on, go on from it.",
     no_args_is_help=True,
 )
 
@@ -117,33 +117,6 @@ def pull_model(
     print_answer(as_json, {"folder": str(to), "id": name}, f"{to} holds the model; its id is {name}")
 
 
-@checkpoint_app.command("verify")
-def verify_checkpoint(
-    path: Annotated[Path, typer.Argument(metavar="FOLDER|FILE", help="Folder of a model, or one file of it.")],
-    as_json: AsJson = False,
-) -> None:
-    """Check hashes, names, shapes and every value; exit code 0 only if all is well.
-
-    Examples: [cyan]farandole checkpoint verify model[/cyan];
-    [cyan]farandole checkpoint verify ~/.farandole/checkpoints/stage-0-round-41.safetensors[/cyan]
-    """
-    import msgspec
-
-    from ...base.figures import count, size
-    from ...store.consolidated.verify import verify
-
-    verified = verify(path)
-    held = f"{verified.num_tensors} tensors ({', '.join(verified.vectors)}), {size(verified.size)}, all finite"
-    if verified.id:
-        text = (
-            f"{path} is whole: {held}, hashes right; round {verified.round}, {verified.inner_steps} inner steps, "
-            f"{count(verified.tokens or 0)} tokens; id {verified.id}"
-        )
-    else:
-        text = f"{path} is well in itself: {held}; what it should hold, only a folder or an index says"
-    print_answer(as_json, msgspec.to_builtins(verified), text)
-
-
 @checkpoint_app.command("resume")
 def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, as_json: AsJson = False) -> None:
     """Make a new run that goes on from a checkpoint: with other stages, nodes, codec or length, the model the same.
@@ -219,7 +192,7 @@ def export_model(
     Example: [cyan]farandole checkpoint export model --to model-hf[/cyan]
     """
     from ...store.consolidated.folder import read_folder
-    from ...store.consolidated.hf_export import export_hf
+    from ...store.consolidated.hf_folder import export_hf
 
     names = export_hf(read_folder(folder), to, tokenizer)
     print_answer(as_json, {"folder": str(to), "files": names}, f"{to} holds {', '.join(names)}")

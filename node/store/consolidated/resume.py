@@ -21,7 +21,7 @@ from farandole.protocol.wire.errors import ManifestError
 
 from ..run_file import manifest_of
 from .folder import MANIFEST_NAME, NO_RUN, Consolidated, WeightCounters, write_folder
-from .hf_import import open_hf_weights
+from .hf_folder import open_hf_weights
 
 # A [model] table with one of these defines the model again; without, it gives changes only, such as the cut into
 # stages.

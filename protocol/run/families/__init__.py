@@ -2,8 +2,8 @@
 
 Field names and defaults match transformers' ``config.json`` (5.23; `transformers.LlamaConfig`, `GPT2Config`), reduced
 to what decides the model's shape, its first weights and what it computes. Other settings of a file are handled where it
-is read (`farandole.node.store.hf_file`). A manifest states every field, so that the defaults of an installed version of
-transformers do not matter. Nothing here is code, or names any: the code is transformers' own, which
+is read (`farandole.node.store.run_file`). A manifest states every field, so that the defaults of an installed version
+of transformers do not matter. Nothing here is code, or names any: the code is transformers' own, which
 `farandole.training.model.families` calls.
 
 There is no dropout: a microbatch whose stage is lost is computed again by another node, and must come out the same.

@@ -16,8 +16,7 @@ from farandole.node.join.downloads import Downloads
 from farandole.node.join.start import Start
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START
-from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated, read_folder
-from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated, consolidate, read_folder
 from farandole.node.store.consolidated.resume import resumed_manifest
 from farandole.node.store.provider import Conditions
 from farandole.node.store.weight_files import WeightFiles

@@ -11,8 +11,7 @@ from torch import nn
 
 import farandole
 from farandole.node.own_loop.create import start_of
-from farandole.node.store.consolidated.folder import read_folder
-from farandole.node.store.consolidated.verify import verify_hashes
+from farandole.node.store.consolidated.folder import read_folder, verify_hashes
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.wire.errors import ManifestError

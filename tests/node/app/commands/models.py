@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from farandole.node.state.store import MANIFEST_FACT, open_store
-from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.consolidated.folder import consolidate
 from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.run.outer_rules import NoLoCoConfig

@@ -19,7 +19,7 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.system.terminal import without_controls
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, read_folder
-from farandole.node.store.consolidated.hf_export import export_hf
+from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import SignedManifest, sign_manifest

@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, Consolidated, read_folder
-from farandole.node.store.consolidated.hf_export import export_hf
-from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, Consolidated, consolidate, read_folder
+from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.resume import import_model, resumed_manifest
 from farandole.node.store.consolidated.tensors import ConsolidatedError
-from farandole.node.store.consolidated.verify import verify
 from farandole.protocol.run.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
 from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.vectors import required_vectors
@@ -150,7 +148,7 @@ def test_an_imported_model_is_the_same_and_goes_out_again(
     assert (manifest.start.run, manifest.start.inner_steps, manifest.model.num_stages) == (bytes(32), 0, 2)
     pulled = read_folder(tmp_path / "ours")
     assert (pulled.id, pulled.signed) == (manifest.start.checkpoint, signed)
-    assert verify(tmp_path / "ours").vectors == ("slow",)
+    assert all(name.startswith("slow/") for name in load_file(pulled.checkpoint))
 
     export_hf(pulled, tmp_path / "back")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")

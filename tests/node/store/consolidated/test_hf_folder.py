@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.node.store.consolidated.folder import read_folder
-from farandole.node.store.consolidated.hf_export import export_hf
-from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.consolidated.folder import consolidate, read_folder
+from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.run.outer_rules import NoLoCoConfig

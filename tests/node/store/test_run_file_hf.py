@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from farandole.node.base.config.toml_file import read_toml
-from farandole.node.store.hf_file import MAX_CONFIG_BYTES
-from farandole.node.store.run_file import manifest_of, manifest_of_file
+from farandole.node.store.run_file import MAX_CONFIG_BYTES, manifest_of, manifest_of_file
 from farandole.protocol.run.cut import stage_parameters
 from farandole.protocol.run.families.gpt2 import GPT2Config
 from farandole.protocol.run.families.llama import DefaultRope, LinearRope, Llama3Rope, LlamaConfig

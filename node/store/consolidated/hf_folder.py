@@ -1,0 +1,340 @@
+"""Hugging Face folders: a consolidated checkpoint is written as one, and the weights of one start a run.
+
+A written folder, for `transformers` and all programs that read its files, has the slow weights, in fp32, as
+safetensors; the configuration of the family in which transformers computes the same; the tokenizer; a page about the
+model's origin. A folder that is read may have any family that `farandole.node.store.run_file` knows. Only safetensors
+are read: a ``.bin`` is a pickle, which is code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from farandole.protocol.run.cut import shapes_of
+from farandole.protocol.run.families import HFConfig
+from farandole.protocol.run.families.llama import DefaultRope, LlamaConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.wire.safetensors import Shape, parse_tensors
+from farandole.training.base.errors import DataError
+from farandole.training.data.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
+
+from .folder import Consolidated
+from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, shards, write_file, write_tensors
+
+# The names of parameters in transformers
+#
+# farandole's own model is Llama's (RMSNorm, rotary embeddings on halves, SwiGLU, tied embeddings). The only difference:
+# here one matrix holds queries, keys and values, and another holds the gate and the projection that it multiplies.
+
+# `farandole.training.model.model`: ROTARY_BASE and NORM_EPSILON, which are constants there.
+_ROTARY_BASE = 10_000.0
+_NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one of our parameters."""
+
+    name: str
+    first: int
+    """The first row."""
+    shape: Shape
+    """The shape of the part: its first number is the number of rows."""
+
+
+def config_of(model: ModelConfig) -> HFConfig:
+    """Return the settings of the family that computes the same in transformers; else raise `ConsolidatedError`."""
+    if model.own is not None or model.external is not None:
+        maker = "its members' loops" if model.own is None else model.own.function
+        raise ConsolidatedError(
+            f"the model is one's own, made by {maker}: transformers knows none like it. Its weights are in "
+            "checkpoint.safetensors, by the names slow/..."
+        )
+    if model.hf is not None:
+        return model.hf
+    return LlamaConfig(
+        vocab_size=model.vocabulary,
+        hidden_size=model.width,
+        intermediate_size=model.hidden,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_heads,
+        head_dim=model.width // model.num_heads,
+        max_position_embeddings=model.context,
+        rope_parameters=DefaultRope(_ROTARY_BASE),
+        rms_norm_eps=_NORM_EPSILON,
+        tie_word_embeddings=True,
+    )
+
+
+def parts_of(manifest: Manifest) -> dict[str, Part]:
+    """Return the part of our parameters for each name in transformers, in the order in which they are written."""
+    if manifest.model.hf is not None:  # the names are transformers' own
+        return {name: Part(name, 0, shape) for name, shape in shapes_of(manifest.model).items()}
+    model = manifest.model
+    width, hidden = model.width, model.hidden
+    parts = {"model.embed_tokens.weight": Part("embedding.weight", 0, (model.vocabulary, width))}
+    for index in range(model.num_layers):
+        theirs, ours = f"model.layers.{index}", f"layers.{index}"
+        for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            rows = Part(f"{ours}.attention.qkv.weight", number * width, (width, width))
+            parts[f"{theirs}.self_attn.{name}.weight"] = rows
+        parts[f"{theirs}.self_attn.o_proj.weight"] = Part(f"{ours}.attention.out.weight", 0, (width, width))
+        for number, name in enumerate(("gate_proj", "up_proj")):
+            rows = Part(f"{ours}.mlp.gate_up.weight", number * hidden, (hidden, width))
+            parts[f"{theirs}.mlp.{name}.weight"] = rows
+        parts[f"{theirs}.mlp.down_proj.weight"] = Part(f"{ours}.mlp.down.weight", 0, (width, hidden))
+        parts[f"{theirs}.input_layernorm.weight"] = Part(f"{ours}.attention_norm.weight", 0, (width,))
+        parts[f"{theirs}.post_attention_layernorm.weight"] = Part(f"{ours}.mlp_norm.weight", 0, (width,))
+    parts["model.norm.weight"] = Part("norm.weight", 0, (width,))
+    return parts
+
+
+def config_json(config: HFConfig, *, end_token: int | None) -> dict[str, Any]:
+    """Return a ``config.json``: the configuration, and values for what transformers would otherwise default."""
+    return {
+        "architectures": [config.architecture],
+        "dtype": "float32",
+        "bos_token_id": end_token,
+        "eos_token_id": end_token,
+        **msgspec.to_builtins(config),
+        **config.older_settings,
+    }
+
+
+# The default of transformers' `save_pretrained` until version 5; many hosts and file systems limit larger files.
+MAX_SHARD_BYTES: Final = 5 * 10**9
+
+
+def export_hf(
+    folder: Consolidated, to: Path, tokenizer: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[str]:
+    """Write the folder ``to``, all of it or nothing; return the names of its files.
+
+    ``tokenizer`` is the file that the run's manifest names by its hash, if it does; without it the folder has none.
+    Raises `ConsolidatedError`.
+    """
+    manifest = folder.manifest
+    config = config_of(manifest.model)
+    loaded = _load_tokenizer(manifest, tokenizer)
+    end_token = None if loaded is None else loaded.separator
+    parts = parts_of(manifest)
+    num_bytes = sum(4 * math.prod(part.shape) for part in parts.values())
+    with new_folder(to, num_bytes) as temporary, open_tensors(folder.checkpoint) as file:
+        _write_weights(temporary, file, parts, max_shard_bytes)
+        write_json(temporary / "config.json", config_json(config, end_token=end_token))
+        write_json(temporary / "generation_config.json", {"bos_token_id": end_token, "eos_token_id": end_token})
+        _write_tokenizer(temporary, loaded, tokenizer)
+        write_file(temporary / "README.md", _card(folder, loaded).encode())
+        return sorted(path.name for path in temporary.iterdir())
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a value as indented JSON."""
+    write_file(path, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def _write_weights(to: Path, file: TensorFile, parts: dict[str, Part], max_shard_bytes: int) -> None:
+    def tensor_of(name: str) -> Floats:
+        part = parts[name]
+        whole = file.read(f"{SLOW}/{part.name}")
+        return whole[part.first : part.first + part.shape[0]]
+
+    shapes = {name: part.shape for name, part in parts.items()}
+    files = shards(shapes, max_shard_bytes)
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        total = sum(4 * math.prod(shape) for shape in shapes.values())
+        places = {tensor: name for name, shard in zip(names, files, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_json(to / "model.safetensors.index.json", index)
+    for name, shard in zip(names, files, strict=True):
+        write_tensors(to / name, {"format": "pt"}, shard, tensor_of)
+
+
+# Tokens
+
+
+def _load_tokenizer(manifest: Manifest, path: Path | None) -> Tokenizer | None:
+    """Return the run's tokenizer, or None if it is a file that was not given."""
+    if path is None and manifest.tokenizer.kind != "bytes":
+        return None
+    if path is not None and manifest.tokenizer.kind == "bytes":
+        raise ConsolidatedError("the run's tokens are bytes: it has no tokenizer file")
+    try:
+        return load_tokenizer(manifest.tokenizer, path)
+    except DataError as error:
+        raise ConsolidatedError(str(error)) from error
+
+
+def _write_tokenizer(to: Path, tokenizer: Tokenizer | None, path: Path | None) -> None:
+    if tokenizer is None:
+        return
+    settings: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+    }
+    if path is None:
+        write_json(to / "tokenizer.json", byte_level_tokenizer())
+    else:
+        write_file(to / "tokenizer.json", path.read_bytes())
+        if (name := tokenizer.decode([tokenizer.separator])) in SEPARATORS:
+            settings["eos_token"] = name
+    write_json(to / "tokenizer_config.json", settings)
+
+
+def byte_level_tokenizer() -> dict[str, object]:
+    """Return a ``tokenizer.json`` whose 256 tokens are the bytes: byte-level BPE (GPT-2) without any merge.
+
+    No token is special, not even NUL, which ends a document: a special token is matched in a text by its characters,
+    and NUL's character here, U+0100, is two bytes in a text.
+    """
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
+            "merges": [],
+        },
+    }
+
+
+def _byte_letters() -> list[str]:
+    """Return the character that stands for each byte: itself if it is visible, else one from U+0100 on.
+
+    `bytes_to_unicode` of GPT-2's encoder (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+    """
+    letters, hidden = [], itertools.count(0x100)
+    for byte in range(256):
+        is_seen = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
+        letters.append(chr(byte) if is_seen else chr(next(hidden)))
+    return letters
+
+
+# The page
+
+
+def _card(folder: Consolidated, tokenizer: Tokenizer | None) -> str:
+    manifest, index = folder.manifest, folder.index
+    num_parameters = sum(math.prod(shape) for shape in folder.shapes.values())
+    match manifest.tokenizer.kind, tokenizer:
+        case "bytes", _:
+            tokens = (
+                "Tokens 0 to 255 are bytes: UTF-8 text as it is, one token a byte, and NUL (token 0) after each\n"
+                "document. `tokenizer.json` says the same to `tokenizers`; without it, `list(text.encode())` does."
+            )
+        case _, None:
+            tokens = (
+                f"Its tokenizer is the file with SHA-256 `{manifest.tokenizer.sha256}`, which is not in this folder."
+            )
+        case _:
+            tokens = "Its tokenizer is `tokenizer.json`."
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- farandole
+---
+
+# {manifest.name}
+
+{num_parameters:,} parameters, trained by volunteers with farandole: {index.inner_steps:,} inner steps and
+{index.tokens:,} tokens a replica, up to round {index.round:,} of run `{index.run_id.hex()}`. Contexts of
+{manifest.model.context:,} tokens.
+
+These are the slow weights of checkpoint `{folder.id.hex()}`, in fp32.
+
+{tokens}
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(".")
+```
+"""
+
+
+# Weights of a folder, for continued pre-training
+
+MAX_INDEX_BYTES: Final = 16 * 1024 * 1024
+# The files of a model of some hundred billion parameters.
+MAX_FILES: Final = 1_024
+
+_FILE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+\.safetensors$", max_length=128)]]
+
+
+@contextlib.contextmanager
+def open_hf_weights(folder: Path, manifest: Manifest) -> Iterator[Callable[[str], Floats]]:
+    """Open a function that reads one of the folder's weights by our name, while the block runs.
+
+    Raises `ConsolidatedError` unless the folder has all weights of the manifest's model, in its shapes.
+    """
+    parse = partial(parse_tensors, is_skipped=_is_buffer)
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(open_tensors(folder / name, parse, "safetensors file of weights"))
+            for name in _file_names(folder)
+        ]
+        places = {name: file for file in files for name in file.shapes}
+        found = {name: _find(folder, name, shape, places) for name, shape in shapes_of(manifest.model).items()}
+        yield lambda name: found[name][0].read(found[name][1])
+
+
+def _file_names(folder: Path) -> list[str]:
+    index = folder / _INDEX
+    if not index.exists():
+        if not (folder / _FILE).exists():
+            raise ConsolidatedError(f"{folder} needs its weights as {_FILE}, or as several files with {_INDEX}")
+        return [_FILE]
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise ConsolidatedError(f"{index} has more than {MAX_INDEX_BYTES} bytes")
+    try:
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConsolidatedError(f"{index} says not which file has which weights: {error}") from error
+    if len(names) > MAX_FILES:
+        raise ConsolidatedError(f"{index} names {len(names)} files; at most {MAX_FILES} are read")
+    return sorted(names)
+
+
+def _is_buffer(name: str) -> bool:
+    """Return whether a name is no parameter but follows from the configuration: causal masks, rotary frequencies."""
+    return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
+
+
+def _find(folder: Path, name: str, shape: Shape, places: dict[str, TensorFile]) -> tuple[TensorFile, str]:
+    # Files of a model without its head leave out the prefix of the whole model's parameter names.
+    bare = name.removeprefix("transformer.").removeprefix("model.")
+    theirs = name if name in places else bare
+    if theirs not in places:
+        raise ConsolidatedError(f"{folder} has no weights {name}, which its configuration asks for")
+    if (held := places[theirs].shapes[theirs]) != shape:
+        raise ConsolidatedError(f"{folder}: {name} has the shape {held}, its configuration makes it {shape}")
+    return places[theirs], theirs
