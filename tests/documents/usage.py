@@ -45,6 +45,7 @@ PROGRAMS = {
     "source": None,
     "ssh": "needs another machine",
     "systemctl": "changes the system",
+    "lm_eval": "is not installed with farandole",
     "loginctl": "changes the system",
     "journalctl": "needs systemd",
     "timedatectl": "changes the system",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ...base.settings import NodeSettings
     from ...status.round_log import RoundRecord
-    from ...ui.metrics.tracker import ReportedRun
+    from ...ui.metrics.trackers import ReportedRun
 
 _COLUMNS: Final = ("at", "round", "loss", "held out", "bits/byte", "tokens", "seconds", "outer step with")
 # Left out, in this order, where the terminal is too narrow for all.
@@ -48,7 +48,7 @@ def show_metrics(
         typer.Option(
             metavar="TRACKER:PROJECT",
             help="Send each round to an experiment tracker when it is over, until Ctrl-C: trackio:PROJECT, "
-            "wandb:PROJECT, mlflow:EXPERIMENT or mlflow:URI (extras trackio, wandb, mlflow).",
+            "wandb:PROJECT (extras trackio, wandb).",
         ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="With --report: send what is there, and end.")] = False,
@@ -86,11 +86,9 @@ def show_metrics(
 
 
 def _write_events(records: Iterable[RoundRecord], tokens_before: int, folder: Path) -> None:
-    from ...ui.metrics.figures import figures_of
+    from ...ui.metrics.figures import figures_of, write_events
 
     try:
-        from ...ui.metrics.tensorboard import write_events
-
         path = write_events(figures_of(records, tokens_before), folder)
     except ImportError as error:
         raise FarandoleError(
@@ -107,18 +105,18 @@ def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
 
     from ...base.interrupts import gently_interruptible
     from ...ui.metrics.report import ReportPatience, report_rounds
-    from ...ui.metrics.tracker import open_tracker
+    from ...ui.metrics.trackers import open_tracker
 
     run = _reported_run(settings)
     tracker = open_tracker(target)
     try:
         with gently_interruptible() as interruption:
             patience = ReportPatience(interruption.wait, partial(typer.echo, err=True), Random(), is_once)
-            report = report_rounds(settings.rounds, tracker, run, patience)
+            num_sent = report_rounds(settings.rounds, tracker, run, patience)
     except OSError as error:
         raise FarandoleError(f"cannot report: {error}") from error
     again = "" if is_once else "; the same command goes on from there"
-    typer.echo(f"{report.num_sent} round{'' if report.num_sent == 1 else 's'} sent{again}")
+    typer.echo(f"{num_sent} round{'' if num_sent == 1 else 's'} sent{again}")
 
 
 def _reported_run(settings: NodeSettings) -> ReportedRun:
@@ -128,7 +126,7 @@ def _reported_run(settings: NodeSettings) -> ReportedRun:
 
     from ...base.identity import load_or_create_key
     from ...state.store import MANIFEST_FACT, read_fact
-    from ...ui.metrics.tracker import reported_run
+    from ...ui.metrics.trackers import reported_run
 
     raw = read_fact(settings.store, MANIFEST_FACT)
     if raw is None or not settings.key.exists():

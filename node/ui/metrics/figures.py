@@ -1,15 +1,22 @@
-"""The figures of a round that other programs plot: the one list of their names.
+"""The figures of a round that other programs plot: the one list of their names, and a file of them for TensorBoard.
 
-TensorBoard and the trackers show them (`farandole.node.ui.metrics.tensorboard`, `farandole.node.ui.metrics.report`).
-Names have only characters that all of these take: letters, spaces, slashes.
+Trackers show them too (`farandole.node.ui.metrics.report`). Names have only characters that all of these take: letters,
+spaces, slashes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from ...status.round_log import RoundRecord
+
+# TensorBoard looks for files with "tfevents" in their names. The name is fixed, so a later file replaces this one.
+FILE_NAME: Final = "events.out.tfevents.0.farandole"
+_VERSION: Final = "brain.Event:2"
 
 
 @dataclass(frozen=True)
@@ -50,3 +57,26 @@ def _values(record: RoundRecord, tokens_in_all: int) -> Iterator[tuple[str, floa
         yield "exchange/megabytes received", record.bytes_received / 1e6
         yield "exchange/clip", record.clip
         yield "exchange/inner steps late", float(record.late_steps)
+
+
+def write_events(rounds: Iterable[RoundFigures], folder: Path) -> Path:
+    """Write a file of TensorBoard events into ``folder``, which is made if it is missing; return the file's path.
+
+    Each figure is a scalar at the round's index and the time when it ended. Raises `OSError`, and `ImportError` without
+    the extra ``tensorboard``; TensorBoard itself is needed only to look at the file.
+    """
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.record_writer import RecordWriter
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILE_NAME
+    with closing(RecordWriter(str(path))) as writer:
+        for number, figures in enumerate(rounds):
+            record = figures.record
+            if not number:
+                writer.write(Event(wall_time=record.at, file_version=_VERSION).SerializeToString())
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in figures.values.items()]
+            event = Event(wall_time=record.at, step=record.round, summary=Summary(value=values))
+            writer.write(event.SerializeToString())
+    return path

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,9 @@ from farandole.training.base.durable import replacing
 
 from ...base.backoff import pauses
 from ...base.system.files import OWNER_ALONE_FOLDER, HeldError, locked_file
-from ...status.round_log import RoundRecord
-from ...status.round_tail import RoundTail
+from ...status.round_log import RoundRecord, decode_round
 from .figures import RoundFigures, figures_of
-from .tracker import ReportedRun, Tracker, TrackerError, TrackerUnreachableError
+from .trackers import ReportedRun, Tracker, TrackerError, TrackerUnreachableError
 
 REPORTS: Final = "reports"
 POLL_SECONDS: Final = 2.0
@@ -47,13 +47,6 @@ class LastSent(msgspec.Struct, frozen=True):
     at: float
     """When it ended, Unix seconds."""
     tokens_in_all: int
-
-
-@dataclass
-class Report:
-    """What a report has done so far."""
-
-    num_sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,13 +79,14 @@ class _EndedError(Exception):
     """The report must end, and what is left to send is for a later one."""
 
 
-def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: ReportPatience) -> Report:
+def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: ReportPatience) -> int:
     """Send the rounds in a file, and then each that is added, until ``patience.wait`` returns True.
 
-    With ``patience.is_once``, send what is there and return. The tracker is finished in any case. Raises `TrackerError`
-    if the tracker refuses, or another process reports to the same place; `OSError` if a file fails.
+    Return the number of rounds sent. With ``patience.is_once``, send what is there and return. The tracker is finished
+    in any case. Raises `TrackerError` if the tracker refuses, or another process reports to the same place; `OSError`
+    if a file fails.
     """
-    report = Report()
+    num_sent = 0
     try:
         opened = patience.until_done(partial(tracker.start, run))
         patience.say(f"rounds go to {opened.where}")
@@ -107,7 +101,7 @@ def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: Repo
                     batch = rounds[begin : begin + MAX_BATCH]
                     patience.until_done(partial(tracker.log, batch))
                     memory.write(batch[-1])
-                    report.num_sent += len(batch)
+                    num_sent += len(batch)
                     patience.say(_line(batch))
                     tokens = batch[-1].tokens_in_all
                 if patience.is_once or patience.wait(POLL_SECONDS):
@@ -120,7 +114,7 @@ def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: Repo
             tracker.finish()
         except TrackerUnreachableError as error:
             patience.say(f"{error}; what was sent is there")
-    return report
+    return num_sent
 
 
 def _line(batch: Sequence[RoundFigures]) -> str:
@@ -171,3 +165,59 @@ def _open_memory(folder: Path, place: str) -> Iterator[_Memory]:
             yield _Memory(path, place)
     except HeldError as error:
         raise TrackerError(f"another process (pid {error}) sends this node's rounds there") from error
+
+
+class RoundTail:
+    """Reads a file of rounds from its beginning, and then what is new in it.
+
+    The file is rotated when it is full (`farandole.node.base.logs`). It is not kept open: on some systems an open file
+    cannot be renamed, and following the rounds must not disturb the node.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """``path``: the file; it need not exist yet."""
+        self._path = path
+        self._older = path.with_name(f"{path.name}.1")
+        self._inode: int | None = None
+        """Of the file that has been read up to `_position`."""
+        self._position = 0
+
+    def new(self) -> list[RoundRecord]:
+        """Return the rounds that have been written since the last call; at the first call all, oldest first.
+
+        A line without its end is left for a later call. Raises `OSError`.
+        """
+        if self._inode is None:
+            self._inode = _inode(self._older) or _inode(self._path)
+        found = []
+        newest = _inode(self._path)
+        if self._inode != newest:  # it was rotated: the rest of it is in the older file
+            found += self._read(self._older)
+            if newest is None:
+                return found
+            self._inode, self._position = newest, 0
+        return found + self._read(self._path)
+
+    def _read(self, path: Path) -> list[RoundRecord]:
+        """Return the rounds after the position, which moves, if this is the file that it belongs to."""
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode:
+                return []
+            if found.st_size < self._position:  # someone has cut it
+                self._position = 0
+            file.seek(self._position)
+            *lines, _ = file.read().split(b"\n")
+        self._position += sum(len(line) + 1 for line in lines)
+        return [record for record in map(decode_round, lines) if record is not None]
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None

@@ -14,8 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
 from farandole.node.status.round_log import RoundRecord
-from farandole.node.ui.metrics.figures import figures_of
-from farandole.node.ui.metrics.tensorboard import write_events
+from farandole.node.ui.metrics.figures import figures_of, write_events
 
 FIRST = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
 FIRST = msgspec.structs.replace(FIRST, bits_per_byte=1.25)
@@ -79,7 +78,6 @@ def test_without_the_extra_the_command_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rounds.jsonl").write_bytes(msgspec.json.encode(FIRST) + b"\n")
-    monkeypatch.delitem(sys.modules, "farandole.node.ui.metrics.tensorboard")
     monkeypatch.setitem(sys.modules, "tensorboardX.proto.event_pb2", None)
     with pytest.raises(SystemExit) as ended:
         main(["run", "metrics", "--home", str(tmp_path), "--tensorboard", str(tmp_path / "runs")])

@@ -11,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -98,44 +97,6 @@ json.dump(runs, sys.stdout, default=str)
         return kept
 
 
-class Mlflow(Place):
-    library = "mlflow"
-    files = ("mlflow.db*",)
-
-    @property
-    def target(self) -> str:  # type: ignore[override]  # the others' are the same in every folder
-        return f"mlflow:{self._uri}"
-
-    @property
-    def _uri(self) -> str:
-        return f"sqlite:///{self.folder / 'mlflow.db'}"
-
-    def runs(self) -> list[Kept]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # MLflow's own
-            return self._runs()
-
-    def _runs(self) -> list[Kept]:
-        from mlflow import MlflowClient
-
-        client = MlflowClient(tracking_uri=self._uri)
-        experiment = client.get_experiment_by_name("farandole")
-        return [self._kept(client, run) for run in client.search_runs([experiment.experiment_id])]
-
-    def _kept(self, client: Any, run: Any) -> Kept:
-        assert {"mlflow.user", "mlflow.source.name", "mlflow.source.git.commit"} & set(run.data.tags) == set()
-        assert run.info.status == "FINISHED"
-        kept = Kept(run.info.run_name, dict(run.data.params), {})
-        for name in run.data.metrics:
-            for metric in client.get_metric_history(run.info.run_id, name):
-                logged = kept.rounds.setdefault(metric.step, [{}])
-                place = next((each for each in logged if name not in each), None)
-                if place is None:
-                    logged.append(place := {})
-                place[name] = metric.value
-        return kept
-
-
 class Wandb(Place):
     library = "wandb"
     target = "wandb:mine"
@@ -185,7 +146,7 @@ class Wandb(Place):
                 parts = b""
 
 
-@pytest.fixture(params=[Trackio, Wandb, Mlflow], ids=lambda kind: str(kind.library))
+@pytest.fixture(params=[Trackio, Wandb], ids=lambda kind: str(kind.library))
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     kind: type[Place] = request.param
     if find_spec(kind.library) is None:
@@ -200,7 +161,7 @@ def command(node: NodeFolder, place: Place, *options: str) -> list[str]:
 
 def environment(place: Place) -> dict[str, str]:
     """Return an environment in which nothing that this machine knows leads to a tracker elsewhere."""
-    foreign = ("WANDB_", "MLFLOW_", "TRACKIO_", "HF_")
+    foreign = ("WANDB_", "TRACKIO_", "HF_")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | place.environment
 
 
@@ -247,9 +208,8 @@ def test_a_missing_library_is_named(
             main(["run", "metrics", "--home", str(node.path), *arguments])
         return ended.value.code, capsys.readouterr().err
 
-    for name in ("trackio", "wandb", "mlflow"):
+    for name in ("trackio", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.delitem(sys.modules, f"farandole.node.ui.metrics.{name}", raising=False)
         code, said = run("--report", f"{name}:mine")
         assert code == Exit.BAD_INPUT
         assert how_to_add(name) in said

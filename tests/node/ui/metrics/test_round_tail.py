@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from farandole.node.status.round_log import RoundRecord
-from farandole.node.status.round_tail import RoundTail
+from farandole.node.ui.metrics.report import RoundTail
 
 ROUND = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
 LINE = msgspec.json.encode(ROUND)
