@@ -22,12 +22,12 @@ from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
-from ..join.downloads import Downloads
 from ..state.gossip import GossipService
 from ..status.status import AuditStatus
-from ..store.fetch import ask_for_index, fetch_checkpoint
-from ..store.provider import DonorBusyError
-from ..store.starts import Starts
+from ..transfers.donor import DonorBusyError
+from ..transfers.downloads import Downloads
+from ..transfers.fetch import ask_for_index, fetch_checkpoint
+from ..transfers.starts import Starts
 from .pause.pause import Rest
 
 logger = logging.getLogger(__name__)

@@ -30,10 +30,7 @@ from ..base.nurseries import open_service_nursery
 from ..bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from ..bulk.negotiation import open_bulk
 from ..bulk.transport import Channels
-from ..join.downloads import Downloads
 from ..join.manifests import serve_manifest
-from ..join.start import Start
-from ..join.weights import Weights
 from ..loop.audit_service import AuditKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard
@@ -49,13 +46,16 @@ from ..state.membership import Membership
 from ..state.messenger import Messenger
 from ..state.release_watch import ReleaseWatch
 from ..store.disk_space import Room
-from ..store.holdings import Holding
 from ..store.own_model import require_trainable_model
-from ..store.provider import Conditions
-from ..store.serve import BlockService
-from ..store.sketches import SketchService
-from ..store.starts import Starts
 from ..store.weight_files import WeightFiles
+from ..transfers.donor import Conditions
+from ..transfers.downloads import Downloads
+from ..transfers.holdings import Holding
+from ..transfers.serve import BlockService
+from ..transfers.sketches import SketchService
+from ..transfers.start import Start
+from ..transfers.starts import Starts
+from ..transfers.weights import Weights
 from .parts import Daemon, Mesh
 from .preparation import Preparation
 from .run_member import RunMember

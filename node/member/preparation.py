@@ -12,11 +12,11 @@ from farandole.protocol.state.entries import Progress
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor
 
-from ..join.start import Start
-from ..join.weights import Weights
 from ..loop.stages.stage_service import wait_quiet
 from ..state.membership import Membership
 from ..state.store import StoreError
+from ..transfers.start import Start
+from ..transfers.weights import Weights
 from .parts import Daemon
 
 TOKENS_FACT: Final = "tokens"

@@ -14,7 +14,6 @@ from ..base.errors import JoinError
 from ..base.release import VERSION
 from ..base.release_words import release_words
 from ..join.bootstrap import JOIN_TIMEOUT, Reconnector, Target, sync_state
-from ..join.weights import Weights
 from ..loop.audit_service import AuditKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard
@@ -30,6 +29,7 @@ from ..state.release_watch import ReleaseWatch
 from ..state.store import StoreError
 from ..store.disk_space import save_seconds
 from ..trainer.trainer import TrainerError
+from ..transfers.weights import Weights
 from .parts import Daemon, Mesh
 from .preparation import TOKENS_FACT, Preparation
 from .stage_record import STAGE_FACT, StageRecord

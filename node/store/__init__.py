@@ -1,1 +1,1 @@
-"""Checkpoints on disk: saving, serving, fetching, and consolidated models."""
+"""A node's files: its checkpoints, consolidated models, run files."""

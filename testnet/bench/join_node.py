@@ -21,11 +21,11 @@ from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.mesh.host import open_host
-from farandole.node.store.fetch import FetchProgress, fetch_checkpoint
 from farandole.node.store.folder import index_of
-from farandole.node.store.holdings import Holding
-from farandole.node.store.provider import Conditions
-from farandole.node.store.serve import BlockService
+from farandole.node.transfers.donor import Conditions
+from farandole.node.transfers.fetch import FetchProgress, fetch_checkpoint
+from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
 from farandole.protocol.run.outer_rules import NoLoCoConfig

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import open_messenger
-from farandole.node.store.holdings import Holding
-from farandole.node.store.provider import Conditions
-from farandole.node.store.serve import BlockService
-from farandole.node.store.sketches import SketchService
+from farandole.node.transfers.donor import Conditions
+from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.serve import BlockService
+from farandole.node.transfers.sketches import SketchService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.run.manifest import Manifest

@@ -14,9 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.app.commands.leave import LEAVE_TIMEOUT
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.settings import NodeSettings
-from farandole.node.join import downloads
 from farandole.node.join.address_book import AddressBook
-from farandole.node.join.weights import WEIGHTS_TIMEOUT
 from farandole.node.loop.pause.pause import Rest
 from farandole.node.member.assembly import make_member
 from farandole.node.member.parts import Daemon, Mesh
@@ -24,14 +22,16 @@ from farandole.node.member.run_member import FAREWELL_TIMEOUT, RunMember, leave_
 from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files
-from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.folder import CheckpointFolder
+from farandole.node.transfers import downloads
+from farandole.node.transfers.fetch import Fetched, FetchError
+from farandole.node.transfers.weights import WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.identity import public_bytes
 
-from .store.files import signed_index_of
+from .transfers.files import signed_index_of
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))

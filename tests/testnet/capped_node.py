@@ -13,14 +13,14 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.mesh.host import open_host
-from farandole.node.store.fetch import ask_for_index, fetch_checkpoint
-from farandole.node.store.holdings import Holding
-from farandole.node.store.provider import Conditions
-from farandole.node.store.serve import BlockService
+from farandole.node.transfers.donor import Conditions
+from farandole.node.transfers.fetch import ask_for_index, fetch_checkpoint
+from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.wire.identity import public_key_of
 
-from ..node.store.files import RUN, checkpoint_bytes, hold
+from ..node.transfers.files import RUN, checkpoint_bytes, hold
 
 NUM_ELEMENTS = 3_000_000  # 48 MB: half a minute at 12 Mbit/s
 

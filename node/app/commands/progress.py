@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from ...store.fetch import FetchProgress
+    from ...transfers.fetch import FetchProgress
 
 
 @contextmanager

@@ -24,9 +24,9 @@ from farandole.protocol.stages.stage_choice import (
 )
 
 from ...base.errors import JoinError
-from ...join.weights import Weights
 from ...state.membership import Membership
 from ...status.journal import Journal
+from ...transfers.weights import Weights
 
 DECIDE_INTERVAL: Final = 1.0
 # A lease lives for three minutes (`protocol.entries`).

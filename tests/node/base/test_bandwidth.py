@@ -31,10 +31,10 @@ from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.bulk.channel import BulkChannel, open_channel
 from farandole.node.bulk.exchange_session import SILENT_FOR
 from farandole.node.mesh.host import open_host
-from farandole.node.store.fetch import fetch_checkpoint
-from farandole.node.store.holdings import Holding
-from farandole.node.store.provider import Conditions
-from farandole.node.store.serve import MAX_SERVED, BlockService
+from farandole.node.transfers.donor import Conditions
+from farandole.node.transfers.fetch import fetch_checkpoint
+from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.serve import MAX_SERVED, BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.exchange.bulk import Secrets
 from farandole.protocol.run.manifest import RoundConfig
@@ -42,7 +42,7 @@ from farandole.protocol.wire.record_layer import HEADER_BYTES, OVERHEAD_BYTES, R
 
 from ..hosts import LOOPBACK
 from ..sockets import tcp_pair
-from ..store.files import RUN, checkpoint_bytes, hold
+from ..transfers.files import RUN, checkpoint_bytes, hold
 
 PATIENCE = 30.0
 RATES = [2_000.0, 125_000.0, 1_250_000.0, 12_500_000.0, 1.25e9]

@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 
 from farandole.node.inspect import pull as pulling
 from farandole.node.inspect.pull import Pull, PullError
-from farandole.node.store.fetch import Fetched, FetchError
-from farandole.node.store.partial_file import partial_path
-from farandole.node.store.provider import Conditions
+from farandole.node.transfers.donor import Conditions
+from farandole.node.transfers.fetch import Fetched, FetchError
+from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.epochs.epoch_progress import EpochProgress
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest
@@ -27,8 +27,8 @@ from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.identity import public_bytes
 
 from ..store.consolidated.runs import KEY, MODELS, decoded, manifest_for
-from ..store.files import KEY as AUTHOR
-from ..store.files import checkpoint_bytes, index_of
+from ..transfers.files import KEY as AUTHOR
+from ..transfers.files import checkpoint_bytes, index_of
 
 ANN, BOB = b"a" * 32, b"b" * 32
 SIGNED = manifest_for(MODELS["own"])

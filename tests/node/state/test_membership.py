@@ -20,7 +20,7 @@ from farandole.protocol.state.clock_votes import ClockSkew
 from farandole.protocol.state.entries import RULES, Beat, CheckpointNotice, Kind, Member, Payload, StageLease, Suspects
 from farandole.protocol.state.liveness import Liveness
 
-from ..store.files import index_of
+from ..transfers.files import index_of
 
 
 def make_membership(journal: Journal, gossip: Any, state: Any = None, host: Any = None) -> Membership:

@@ -30,8 +30,8 @@ from ..base.streams import Stream, receive_frame
 from ..bulk.exchange_service import ExchangeService
 from ..bulk.pipe import BulkPipe, Patience, Whole
 from ..bulk.transport import Transport
+from .donor import Conditions
 from .holdings import Holding
-from .provider import Conditions
 
 # A question and its answer, if no fresh checkpoint has to be saved for it.
 ANSWER_TIMEOUT: Final = 10.0

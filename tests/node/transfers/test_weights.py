@@ -8,23 +8,23 @@ import trio.testing
 
 from farandole.node.base.errors import JoinError
 from farandole.node.base.streams import DIAL_TIMEOUT
-from farandole.node.join import downloads
-from farandole.node.join.weights import (
+from farandole.node.transfers import downloads
+from farandole.node.transfers.donor import (
+    DonorError,
+)
+from farandole.node.transfers.partial_file import partial_path
+from farandole.node.transfers.weights import (
     MAX_ASKED,
     SEED_AFTER,
     WEIGHTS_RETRY,
     WEIGHTS_TIMEOUT,
 )
-from farandole.node.store.partial_file import partial_path
-from farandole.node.store.provider import (
-    DonorError,
-)
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.mesh.records import checkpoint_key, shard_key
 from farandole.protocol.state.entries import CheckpointNotice
 
-from ..store.files import KEY, RUN
 from .donors import ANN, BOB, CYD, DAN, EVE, ME, World
+from .files import KEY, RUN
 
 
 async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(

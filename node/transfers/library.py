@@ -23,11 +23,11 @@ from farandole.protocol.wire.identity import public_bytes
 from farandole.training.base.durable import replacing
 
 from ..state.membership import Membership
-from .consolidated.tensors import ConsolidatedError, open_tensors
-from .folder import index_of
+from ..store.consolidated.tensors import ConsolidatedError, open_tensors
+from ..store.folder import index_of
+from ..store.weight_files import WeightFiles
 from .holdings import Holding
 from .partial_file import PARTIAL_SUFFIX
-from .weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 

@@ -27,14 +27,14 @@ from farandole.protocol.wire.identity import short_name
 from farandole.training.base.durable import replacing
 
 from ..base.errors import JoinError, PeerUnreachableError
+from ..join.bootstrap import reachable_providers
 from ..status.status import NO_START
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder, verify_hashes
 from ..store.consolidated.tensors import ConsolidatedError
-from ..store.fetch import FetchProgress, ask_for_index, fetch_checkpoint
-from ..store.holdings import Holding
-from .bootstrap import reachable_providers
 from .downloads import Downloads
+from .fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from .giving import TELL_INTERVAL
+from .holdings import Holding
 
 # Between two looks at which nodes have it, while none has.
 RETRY_SECONDS: Final = 1.0

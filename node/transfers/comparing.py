@@ -30,8 +30,8 @@ from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from ..store.sketches import ask_for_sketch, sketch_path
 from .downloads import Downloads
+from .sketches import ask_for_sketch, sketch_path
 
 # For a member to be dialled and to save its weights, and for each byte of these: to read it from a slow disk, to sketch
 # it in 2 s a gigabyte, and to wait for another newcomer's sketch.

@@ -17,14 +17,14 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host
 from farandole.node.store import disk_space as room_module
-from farandole.node.store import fetch as fetching
-from farandole.node.store import serve as giving
 from farandole.node.store.disk_space import Room, used_bytes
-from farandole.node.store.fetch import Fetched, FetchError, FetchProgress, ask_for_index, fetch_checkpoint
-from farandole.node.store.holdings import Holding
-from farandole.node.store.partial_file import PartialFile, partial_path
-from farandole.node.store.provider import Conditions, DonorError
-from farandole.node.store.serve import BlockService
+from farandole.node.transfers import fetch as fetching
+from farandole.node.transfers import serve as giving
+from farandole.node.transfers.donor import Conditions, DonorError
+from farandole.node.transfers.fetch import Fetched, FetchError, FetchProgress, ask_for_index, fetch_checkpoint
+from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.partial_file import PartialFile, partial_path
+from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints import download
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, num_blocks

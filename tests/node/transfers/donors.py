@@ -14,21 +14,21 @@ import trio.testing
 
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
-from farandole.node.join import comparing, downloads
-from farandole.node.join.downloads import Downloads
-from farandole.node.join.weights import (
-    Weights,
-)
 from farandole.node.status.journal import Journal
-from farandole.node.store.fetch import Fetched
-from farandole.node.store.holdings import Holding
-from farandole.node.store.partial_file import partial_path
-from farandole.node.store.provider import (
+from farandole.node.store.weight_files import WeightFiles
+from farandole.node.transfers import comparing, downloads
+from farandole.node.transfers.donor import (
     Conditions,
     DonorBusyError,
     DonorError,
 )
-from farandole.node.store.weight_files import WeightFiles
+from farandole.node.transfers.downloads import Downloads
+from farandole.node.transfers.fetch import Fetched
+from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.partial_file import partial_path
+from farandole.node.transfers.weights import (
+    Weights,
+)
 from farandole.protocol.checkpoints import sketches
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
@@ -38,7 +38,7 @@ from farandole.protocol.state.believing import Credit
 from farandole.protocol.state.entries import CheckpointNotice
 
 from ...training.engine.test_sketch import sketch_of
-from ..store.files import KEY, RUN, checkpoint_bytes, index_of
+from .files import KEY, RUN, checkpoint_bytes, index_of
 
 MODEL = ModelConfig(num_layers=3, width=16, num_heads=2, hidden=32, context=16, vocabulary=256, num_stages=3)
 ME, ANN, BOB, CYD, DAN, EVE = (bytes([number]) * 32 for number in range(6))

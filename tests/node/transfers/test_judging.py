@@ -11,8 +11,8 @@ import trio
 import trio.testing
 
 from farandole.node.base.errors import JoinError
-from farandole.node.join import comparing
-from farandole.node.join.weights import (
+from farandole.node.transfers import comparing
+from farandole.node.transfers.weights import (
     CONTACT_INTERVAL,
     CONTACT_TIMEOUT,
     DISPUTED_AFTER,
@@ -100,7 +100,7 @@ async def test_a_file_of_another_round_than_its_index_says_is_not_taken(
     world.by_peer = {(ANN, 1): (ANN, 29)}
     index = world.index
     monkeypatch.setattr(world, "index", lambda peer, stage: msgspec.structs.replace(index(peer, stage), round=28))
-    monkeypatch.setattr("farandole.node.join.weights.WEIGHTS_TIMEOUT", 10.0)
+    monkeypatch.setattr("farandole.node.transfers.weights.WEIGHTS_TIMEOUT", 10.0)
     with pytest.raises(JoinError, match="step 4"):
         await world.weights.obtain()
     assert "lied about the round" in "\n".join(world.said)

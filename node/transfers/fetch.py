@@ -2,7 +2,7 @@
 
 `farandole.protocol.checkpoints.download` decides what to ask of which donor; this module does the I/O. The header comes
 first, since it says where the wanted tensors are. Their blocks follow, and each is verified before it is written to its
-place. A fetch that was interrupted resumes when it is started again (`farandole.node.store.partial_file`).
+place. A fetch that was interrupted resumes when it is started again (`farandole.node.transfers.partial_file`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from farandole.protocol.wire.safetensors import header_size, parse_header
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
+from .donor import AbsentError, Conditions, DonorBusyError, DonorError, Taking, open_taking
 from .partial_file import PartialFile, partial_path, remove_partials
-from .provider import AbsentError, Conditions, DonorBusyError, DonorError, Taking, open_taking
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from farandole.protocol.checkpoints import blocks
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Saved
 
-from .consolidated.tensors import ConsolidatedError
+from ..store.consolidated.tensors import ConsolidatedError
 from .holdings import Holding
 from .library import open_own
 

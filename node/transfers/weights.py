@@ -31,14 +31,14 @@ from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import JoinError, PeerUnreachableError
+from ..join.bootstrap import reachable_providers
 from ..status.journal import Journal
-from ..store.fetch import Fetched, FetchProgress, Show
-from ..store.library import Library
-from ..store.partial_file import has_partial, partial_path
-from .bootstrap import reachable_providers
 from .comparing import Comparison, open_comparison
 from .downloads import Downloads
+from .fetch import Fetched, FetchProgress, Show
 from .giving import CopyKeeper, Giving
+from .library import Library
+from .partial_file import has_partial, partial_path
 
 # How long a newcomer to a run that is under way looks for a member that gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0

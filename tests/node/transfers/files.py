@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.store.holdings import Holding
+from farandole.node.transfers.holdings import Holding
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, hash_block, sign_index
 from farandole.protocol.wire.identity import public_bytes
 

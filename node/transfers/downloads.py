@@ -16,13 +16,13 @@ from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
+from ..join.bootstrap import reachable_providers
 from ..mesh.host import Host
 from ..state.membership import Membership
 from ..status.journal import Journal
-from ..store.fetch import Fetched, Show, ask_for_index, fetch_checkpoint
-from ..store.provider import Conditions
 from ..store.weight_files import WeightFiles
-from .bootstrap import reachable_providers
+from .donor import Conditions
+from .fetch import Fetched, Show, ask_for_index, fetch_checkpoint
 
 # The assumed rate of a line until a download has been measured, bytes a second: 10 Mbit/s.
 USUAL_RATE: Final = 1.25e6

@@ -26,13 +26,13 @@ from ..base.figures import duration
 from ..state.membership import Membership
 from ..status.journal import Journal
 from ..store.disk_space import save_seconds
-from ..store.holdings import Holding
-from ..store.library import Library
-from ..store.provider import DonorBusyError, fresh_save_timeout
+from .donor import DonorBusyError, fresh_save_timeout
 from .downloads import Downloads
+from .holdings import Holding
+from .library import Library
 
-# A newcomer that asks for weights waits for the answer (`store.provider.ANSWER_TIMEOUT`); a save must be shorter. For a
-# large checkpoint both ends wait longer (`store.provider.fresh_save_timeout`).
+# A newcomer that asks for weights waits for the answer (`transfers.donor.ANSWER_TIMEOUT`); a save must be shorter. For
+# a large checkpoint both ends wait longer (`transfers.donor.fresh_save_timeout`).
 FRESH_SAVE_TIMEOUT: Final = 6.0
 # An announcement of a held checkpoint lives for a day (`farandole.protocol.state.entries`), and a copy of a stage that
 # no node holds any more may have to wait longer than that for a node.

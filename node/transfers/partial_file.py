@@ -18,7 +18,7 @@ from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, Selection,
 from farandole.training.base.durable import replacing, sync_file, sync_folder
 
 from ..base.system.files import open_private
-from .disk_space import Room
+from ..store.disk_space import Room
 
 PARTIAL_SUFFIX: Final = ".part"
 

@@ -11,15 +11,15 @@ import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
-from farandole.node.join import start as starting
-from farandole.node.join.downloads import Downloads
-from farandole.node.join.start import Start
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated, consolidate, read_folder
 from farandole.node.store.consolidated.resume import resumed_manifest
-from farandole.node.store.provider import Conditions
 from farandole.node.store.weight_files import WeightFiles
+from farandole.node.transfers import start as starting
+from farandole.node.transfers.donor import Conditions
+from farandole.node.transfers.downloads import Downloads
+from farandole.node.transfers.start import Start
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
 from farandole.protocol.run.outer_rules import NoLoCoConfig

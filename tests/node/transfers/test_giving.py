@@ -12,28 +12,34 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.join import downloads
-from farandole.node.join.downloads import Downloads
-from farandole.node.join.giving import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyKeeper, Giving
 from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files
-from farandole.node.store.fetch import Fetched, FetchError
-from farandole.node.store.partial_file import partial_path
-from farandole.node.store.provider import (
+from farandole.node.store.weight_files import WeightFiles
+from farandole.node.transfers import downloads
+from farandole.node.transfers.donor import (
     ANSWER_TIMEOUT,
     MAX_FRESH_SAVE,
     Conditions,
     fresh_save_timeout,
 )
-from farandole.node.store.weight_files import WeightFiles
+from farandole.node.transfers.downloads import Downloads
+from farandole.node.transfers.fetch import Fetched, FetchError
+from farandole.node.transfers.giving import (
+    FRESH_SAVE_TIMEOUT,
+    PASS_OVER_SECONDS,
+    SLOW_COPY_INTERVAL,
+    CopyKeeper,
+    Giving,
+)
+from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.state.entries import RULES, Kind
 from farandole.protocol.trainer import trainer_messages as messages
 
-from ..store.files import RUN, index_of
 from .donors import ANN, BOB, ME, MODEL, World, content_of
+from .files import RUN, index_of
 
 
 async def test_the_next_stages_newest_weights_are_kept_told_and_given(

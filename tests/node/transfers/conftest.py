@@ -1,4 +1,4 @@
-"""Fixtures of the tests of joining."""
+"""Fixtures of the tests of transfers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame
 from ..bulk.pipe import BulkPipe, Patience
 from ..bulk.transport import Channels, Transport
-from .disk_space import Room, save_seconds
+from ..store.disk_space import Room, save_seconds
 
 # A question and its answer.
 ANSWER_TIMEOUT: Final = 10.0

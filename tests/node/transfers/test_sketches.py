@@ -15,9 +15,9 @@ import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host
-from farandole.node.store import sketches as sketching
-from farandole.node.store.holdings import Holding
-from farandole.node.store.sketches import PEER_BURST, REST, SketchService, ask_for_sketch, sketch_path
+from farandole.node.transfers import sketches as sketching
+from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.sketches import PEER_BURST, REST, SketchService, ask_for_sketch, sketch_path
 from farandole.protocol.checkpoints.sketches import SKETCH_PROTOCOL, SketchQuestion, encode_answer, values_of
 from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.safetensors import encode_header

@@ -12,9 +12,9 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.store.fetch import LOST, ask_for_index
-from farandole.node.store.provider import Conditions, DonorError, open_taking
-from farandole.node.store.serve import BlockService
+from farandole.node.transfers.donor import Conditions, DonorError, open_taking
+from farandole.node.transfers.fetch import LOST, ask_for_index
+from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import (
     MAX_WANTED,
     BlockQuestion,

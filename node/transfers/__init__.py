@@ -1,0 +1,1 @@
+"""Transfers of checkpoints: fetching and serving their blocks, copies for others, weights for the trainer."""
