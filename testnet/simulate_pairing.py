@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
-from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
-from farandole.protocol.exchange.outcomes import Outcomes
+from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Outcomes
 from farandole.protocol.rounds import pairing_events, pairing_messages, training_events
 from farandole.protocol.rounds.pairing import Pairing
 from farandole.protocol.rounds.pairing_backoff import MeetingLimit

@@ -16,9 +16,8 @@ from typing import Any
 
 import trio
 
-from farandole.protocol.exchange.exchange import Exchange
-from farandole.protocol.exchange.exchange_messages import Offer, peek_offer
-from farandole.protocol.exchange.outcomes import (
+from farandole.protocol.exchange.exchange import (
+    Exchange,
     Outcome,
     Outcomes,
     Resolution,
@@ -28,6 +27,7 @@ from farandole.protocol.exchange.outcomes import (
     encode_resolve,
     resolve_parser,
 )
+from farandole.protocol.exchange.exchange_messages import Offer, peek_offer
 from farandole.protocol.exchange.pipe import Pipe
 from farandole.protocol.rounds.pairing_events import StartExchange
 from farandole.protocol.wire.errors import RemoteProtocolError

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Exchange
+from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Exchange, Outcomes, Step
 from farandole.protocol.exchange.exchange_messages import (
     Aborted,
     Accepted,
@@ -23,8 +23,6 @@ from farandole.protocol.exchange.exchange_messages import (
     Offer,
     reason_of,
 )
-from farandole.protocol.exchange.exchange_steps import Step
-from farandole.protocol.exchange.outcomes import Outcomes
 from farandole.protocol.exchange.pipe import Pipe
 from farandole.protocol.rounds.pairing_events import StartExchange
 from farandole.protocol.wire.errors import RemoteProtocolError

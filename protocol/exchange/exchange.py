@@ -28,25 +28,73 @@ separates the two from the decision until the deadline, the initiator may have c
 alone. Then only one side has taken an average: the next exchanges pull the two together as they do any two replicas. An
 initiator that dies loses its outcomes; restarted from its checkpoint it has not committed, and answers so.
 
-The messages are in `exchange_messages`, the states and `TRANSITIONS` in `exchange_steps`, `Resolve` and `Outcomes` in
-`outcomes`.
+The messages of a session are in `exchange_messages`; the table of its steps, `TRANSITIONS`, is below, and so are
+`Resolve` and `Outcomes`.
 """
 
 from __future__ import annotations
 
+import enum
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Literal
+
+import msgspec
 
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
-from ..wire.messagepack import encode
-from .exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Control, Offer, decode_control
-from .exchange_steps import AGREED_FIELDS, REQUIRES, SENT_OF, TRANSITIONS, Role, Sent, Step
-from .pipe import BULK_FROM, Pipe
+from ..wire.framing import FrameParser, frame
+from ..wire.messagepack import MessageDecoder, Session, encode
+from .exchange_messages import MAX_CONTROL_BYTES, Aborted, Accepted, Commit, Committed, Control, Offer, decode_control
+from .pipe import BULK_FROM, Pipe, TransferReceived
 
 # Shares of the time from the start of a session to its deadline. Contributions are received and screened until the
 # first, the initiator decides until the second, a responder without news asks from the third, both go on at 1.
 DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.7, 0.8, 0.9
 # The pipe's name for either contribution.
 CONTRIBUTION = 0
+
+
+# The pipe decides how the contributions move (`farandole.protocol.exchange.pipe_steps` has its table). An exchange
+# needs one fact about that for each partner: the other side has its contribution, whole and with its hash.
+class Step(enum.Enum):
+    """The step of one partner, by what it has sent."""
+
+    OFFERING = "offering"
+    MOVING = "sending its contribution"
+    JUDGING = "judging"  # the other has its contribution, and it screens the other's
+    ACCEPTED = "accepted"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+INITIATOR, RESPONDER = True, False
+# What moves a partner on: a message that it sends, or its contribution, which the pipe reports (`TransferReceived`).
+Moving = type[Control | TransferReceived]
+_BOTH: dict[Step, dict[Moving, Step]] = {
+    Step.OFFERING: {Offer: Step.MOVING, Aborted: Step.ABORTED},
+    Step.MOVING: {TransferReceived: Step.JUDGING, Aborted: Step.ABORTED},
+    Step.COMMITTED: {},
+    Step.ABORTED: {},
+}
+# Role -> step of the sender -> what it sends -> its next step. After its Accepted a responder cannot back out.
+TRANSITIONS: dict[bool, dict[Step, dict[Moving, Step]]] = {
+    INITIATOR: _BOTH | {Step.JUDGING: {Commit: Step.COMMITTED, Aborted: Step.ABORTED}, Step.ACCEPTED: {}},
+    RESPONDER: _BOTH
+    | {
+        Step.JUDGING: {Accepted: Step.ACCEPTED, Aborted: Step.ABORTED},
+        Step.ACCEPTED: {Committed: Step.COMMITTED},
+    },
+}
+# What a sender sends -> the step in which the other side must be. Either side may abort at any step of the other, and
+# an initiator offers first.
+REQUIRED: dict[tuple[bool, Moving], Step] = {
+    (INITIATOR, Commit): Step.ACCEPTED,
+    (RESPONDER, Offer): Step.MOVING,
+    (RESPONDER, Accepted): Step.JUDGING,  # it has sent everything
+    (RESPONDER, Committed): Step.COMMITTED,
+}
+# Fields of an offer that must be equal in both; otherwise there is no session.
+AGREED_FIELDS = ("version", "run_id", "session", "stage", "layout", "codec", "size")
 
 
 class Exchange:
@@ -80,13 +128,13 @@ class Exchange:
     def ours(self) -> Step:
         """Return this side's step."""
         is_delivered = self._ours is Step.MOVING and self.pipe.outgoing.settled == self.offer.size
-        return TRANSITIONS[self._role(True)][self._ours][Sent.CONTRIBUTION] if is_delivered else self._ours
+        return TRANSITIONS[self.is_initiator][self._ours][TransferReceived] if is_delivered else self._ours
 
     @property
     def theirs(self) -> Step:
         """Return the partner's step."""
         is_here = self._theirs is Step.MOVING and self.pipe.incoming.settled == self.offer.size
-        return TRANSITIONS[self._role(False)][self._theirs][Sent.CONTRIBUTION] if is_here else self._theirs
+        return TRANSITIONS[not self.is_initiator][self._theirs][TransferReceived] if is_here else self._theirs
 
     @property
     def is_whole(self) -> bool:
@@ -97,7 +145,7 @@ class Exchange:
     @property
     def can_abort(self) -> bool:
         """Return whether this side may still end the session on its own."""
-        return Sent.ABORTED in TRANSITIONS[self._role(True)][self.ours]
+        return Aborted in TRANSITIONS[self.is_initiator][self.ours]
 
     @property
     def is_in_doubt(self) -> bool:
@@ -140,16 +188,78 @@ class Exchange:
             if getattr(theirs, field) != getattr(self.offer, field):
                 raise RemoteProtocolError(f"the partner's offer is of another {field.replace('_', ' ')}")
 
-    def _role(self, is_us: bool) -> Role:
-        return "initiator" if self.is_initiator is is_us else "responder"
-
     def _moved(self, message: Control, by_us: bool) -> Step:
         """Return the step to which a message takes its sender."""
-        role, sent = self._role(by_us), SENT_OF[type(message)]
+        role, sent = self.is_initiator is by_us, type(message)
         step, other = (self.ours, self.theirs) if by_us else (self.theirs, self.ours)
-        required = REQUIRES[role].get(sent)
         after = TRANSITIONS[role][step].get(sent)
-        if after is None or (required is not None and other not in required):
+        if after is None or REQUIRED.get((role, sent), other) is not other:
             error = LocalProtocolError if by_us else RemoteProtocolError
-            raise error(f"{sent.value} while its sender is {step.value} and the other {other.value}")
+            raise error(f"{sent.__name__} while its sender is {step.value} and the other {other.value}")
         return after
+
+
+# Outcomes of an initiator's sessions, and the messages to query them.
+
+# Sessions whose outcome an initiator remembers. It has one a round, and peers ask about it for exchange_seconds.
+MAX_OUTCOMES = 1_024
+
+
+Outcome = Literal["undecided", "committed", "aborted"]
+
+
+class Outcomes:
+    """The initiator's decisions on its newest `MAX_OUTCOMES` sessions, for responders in doubt."""
+
+    def __init__(self) -> None:
+        self._outcomes: OrderedDict[bytes, tuple[bytes, Outcome]] = OrderedDict()
+
+    def begin(self, session: bytes, peer: bytes) -> None:
+        """Note that a session with this peer is under way, undecided."""
+        self._outcomes[session] = (peer, "undecided")
+        if len(self._outcomes) > MAX_OUTCOMES:
+            self._outcomes.popitem(last=False)
+
+    def decide(self, session: bytes, committed: bool) -> bool:
+        """Decide a session; the first decision holds. Returns whether the session is committed."""
+        peer, outcome = self._outcomes.get(session, (b"", "aborted"))
+        if outcome == "undecided":
+            outcome = "committed" if committed else "aborted"
+            self._outcomes[session] = (peer, outcome)
+        return outcome == "committed"
+
+    def answer(self, session: bytes, peer: bytes) -> Outcome:
+        """Return the outcome for a peer that asks about a session. An unknown session was never committed."""
+        partner, outcome = self._outcomes.get(session, (peer, "aborted"))
+        if partner != peer:
+            raise RemoteProtocolError("a question about a session of two others")
+        return outcome
+
+
+class Resolve(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The question of a responder in doubt to its initiator, on a separate stream."""
+
+    session: Session
+
+
+class Resolution(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The answer; after ``undecided`` the responder asks again."""
+
+    outcome: Outcome
+
+
+MAX_RESOLVE_BYTES = 64
+
+
+def encode_resolve(message: Resolve | Resolution) -> bytes:
+    """Encode the frame of a question or its answer."""
+    return frame(encode(message), MAX_RESOLVE_BYTES)
+
+
+def resolve_parser() -> FrameParser:
+    """Make a parser that cuts a stream of questions and answers into frames."""
+    return FrameParser(MAX_RESOLVE_BYTES)
+
+
+decode_resolve = MessageDecoder[Resolve](Resolve, "a question about a session")
+decode_resolution = MessageDecoder[Resolution](Resolution, "an answer about a session")

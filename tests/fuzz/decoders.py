@@ -25,7 +25,7 @@ from farandole.node.mesh.delimited import encode_delimited, multiaddr_texts, rec
 from farandole.node.mesh.gate import Introduction, IntroductionAnswer, decode_introduction, decode_introduction_answer
 from farandole.node.mesh.multistream import MULTISTREAM, Negotiation
 from farandole.protocol.checkpoints import block_transfer, blocks, sketches
-from farandole.protocol.exchange import exchange_messages, outcomes, pipe
+from farandole.protocol.exchange import exchange, exchange_messages, pipe
 from farandole.protocol.exchange.bulk import Proposal, decode_proposal
 from farandole.protocol.mesh import checkup, reachability
 from farandole.protocol.mesh.relay import circuit_address, parse_circuit
@@ -362,8 +362,8 @@ DECODERS: dict[str, Decoder] = {
     ),
     "manifest-body": Decoder(read_manifest, [_MANIFEST], ManifestError),
     "multistream": Decoder(negotiate, [b"\x13" + MULTISTREAM.encode() + b"\n\x03/x\n\x03/b\n"]),
-    "outcome-question": of(outcomes.decode_resolve, outcomes.Resolve),
-    "outcome-answer": of(outcomes.decode_resolution, outcomes.Resolution),
+    "outcome-question": of(exchange.decode_resolve, exchange.Resolve),
+    "outcome-answer": of(exchange.decode_resolution, exchange.Resolution),
     "pairing": of(pairing_messages.decode_message, pairing_messages.Message),
     "peer-id": Decoder(public_key_of_bytes, [_PEER]),
     "peer-id-text": Decoder(

@@ -8,6 +8,7 @@ from blake3 import blake3
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from farandole.protocol.exchange.exchange import decode_resolution, decode_resolve
 from farandole.protocol.exchange.exchange_messages import (
     MAX_CONTROL_BYTES,
     Accepted,
@@ -15,7 +16,6 @@ from farandole.protocol.exchange.exchange_messages import (
     Offer,
     peek_offer,
 )
-from farandole.protocol.exchange.outcomes import decode_resolution, decode_resolve
 from farandole.protocol.exchange.pipe import BULK_FROM, Received, Reroute, Route, Sealed, TransferReceived
 from farandole.protocol.exchange.pipe_steps import MAX_ROUTES, RouteStep
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError

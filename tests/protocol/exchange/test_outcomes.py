@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.exchange.outcomes import (
+from farandole.protocol.exchange.exchange import (
     MAX_OUTCOMES,
     Outcomes,
     Resolution,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.exchange.exchange import Exchange
+from farandole.protocol.exchange.exchange import TRANSITIONS, Exchange, Step
 from farandole.protocol.exchange.exchange_messages import (
     Aborted,
     Accepted,
@@ -13,7 +13,6 @@ from farandole.protocol.exchange.exchange_messages import (
     peek_offer,
     reason_of,
 )
-from farandole.protocol.exchange.exchange_steps import TRANSITIONS, Step
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
