@@ -632,4 +632,7 @@ class _Exchange:
         if self.start.is_initiator:
             node.outcomes.decide(session, committed=False)  # unless it is decided already
         node.world.beliefs.setdefault(session, {})[node.name] = is_committed
-        node.handle(training_events.ExchangeOver(self.start, is_committed, is_broken=not is_committed))
+        start = self.start
+        node.handle(
+            pairing_events.ExchangeEnded(session, start.peer, is_committed, not is_committed, round=start.round)
+        )

@@ -29,7 +29,7 @@ from farandole.protocol.exchange.exchange import (
 )
 from farandole.protocol.exchange.exchange_messages import Offer, peek_offer
 from farandole.protocol.exchange.pipe import Pipe
-from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.bandwidth import Shaping
@@ -50,34 +50,6 @@ MAX_UNCLAIMED_PER_PEER = 4
 CLAIM_TIMEOUT = 5.0
 # One question to an initiator, dial included, and the pause before the next one.
 RESOLVE_TIMEOUT, RESOLVE_INTERVAL = 5.0, 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeResult:
-    """The result of a session for this node."""
-
-    session: bytes
-    partner: bytes
-    round: int
-    """This node's own round."""
-    committed: bool
-    """Whether to use the partner's contribution; then all of it is in the incoming memory."""
-    reason: str
-    """Why it was not committed, for people; empty if it was."""
-    bytes_sent: int
-    """Bytes on the stream, framing included, and on the channel."""
-    bytes_received: int
-    seconds: float
-    partner_round: int
-    partner_tokens: int
-    partner_size: int
-    """Bytes of the contribution received; 0, like the two above, if it was not committed."""
-    path: str
-    """The string "bulk" if the contributions moved, or were to move, over a bulk channel, else "stream"."""
-    partner_digest: bytes = b""
-    """BLAKE3 of that contribution."""
-    is_broken: bool = False
-    """Whether it was not committed, and neither side refused a contribution."""
 
 
 class ExchangeService:
@@ -115,7 +87,7 @@ class ExchangeService:
         incoming: memoryview,
         judge: Judge,
         on_advance: Callable[[int], None] | None = None,
-    ) -> ExchangeResult:
+    ) -> ExchangeEnded:
         """Exchange contributions as `Pairing` has asked; return by ``start.deadline``.
 
         ``offer`` describes ``outgoing``; the partner's contribution is received into ``incoming`` and then judged;
@@ -153,12 +125,13 @@ class ExchangeService:
             reason = too_slow(offer.size, seconds, session.bulk.bytes_sent, session.bulk.bytes_received)
         is_committed = session.is_committed
         partner = exchange.partner_offer if is_committed else None
-        return ExchangeResult(
-            session=start.session,
-            partner=start.peer,
-            round=start.round,
-            committed=is_committed,
+        return ExchangeEnded(
+            start.session,
+            start.peer,
+            is_committed,
+            is_broken=not is_committed and not session.is_refused,
             reason="" if is_committed else reason,
+            round=start.round,
             bytes_sent=session.bulk.bytes_sent if session.bulk else 0,
             bytes_received=session.bulk.bytes_received if session.bulk else 0,
             seconds=seconds,
@@ -167,7 +140,6 @@ class ExchangeService:
             partner_size=partner.size if partner else 0,
             partner_digest=exchange.pipe.received_digest if partner else b"",
             path="stream" if exchange.pipe.channel is None else "bulk",
-            is_broken=not is_committed and not session.is_refused,
         )
 
     def give_up(self, reason: str) -> None:

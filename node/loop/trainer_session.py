@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import trio
 
 from farandole.protocol.exchange.exchange_messages import Offer
-from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.rounds.training_loop import LoopConfig
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.system.memory import SharedCounter
-from ..bulk.exchange_service import ExchangeResult, ExchangeService
+from ..bulk.exchange_service import ExchangeService
 from ..bulk.exchange_session import Outgoing
 from ..trainer.trainer import Trainer, TrainerError
 
@@ -53,7 +54,7 @@ class TrainerSession:
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contribution: tuple[messages.Contributed, Outgoing] | None = None
         self._verdict: trio.MemorySendChannel[messages.Screened] | None = None
-        self.clip = 1.0
+        self._clip = 1.0
         """How far the mean moves towards the contribution that was judged last."""
         self._encoded = SharedCounter(trainer.outgoing)
         self._arrived = SharedCounter(trainer.incoming)
@@ -78,7 +79,7 @@ class TrainerSession:
         assert self._contribution is not None, "what is encoded was contributed"
         self._contribution[1].seal(report.digest)
 
-    async def exchange(self, start: StartExchange) -> ExchangeResult:
+    async def exchange(self, start: StartExchange) -> ExchangeEnded:
         """Exchange both contributions, and have the partner's judged."""
         assert self._contribution is not None, "an exchange follows a contribution"
         contributed, outgoing = self._contribution
@@ -96,7 +97,9 @@ class TrainerSession:
         self._num_exchanges = number = self._num_exchanges + 1
         arrive = partial(self._arrived.store, number)
         arrive(0)
-        return await self._exchanges.run(start, offer, outgoing, incoming, _Judge(self, start.peer), arrive)
+        self._clip = 1.0
+        ended = await self._exchanges.run(start, offer, outgoing, incoming, _Judge(self, start.peer), arrive)
+        return replace(ended, clip=self._clip) if ended.committed else ended
 
     async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
         """Have the trainer judge what was received; return None, or why it is refused."""
@@ -107,7 +110,7 @@ class TrainerSession:
             judged = await verdict.receive()
         finally:
             self._verdict = None
-        self.clip = judged.clip
+        self._clip = judged.clip
         self._on_judged(peer, judged)
         return judged.reason or None
 

@@ -363,32 +363,13 @@ class Training:
         self._surroundings.note_suspicion(peer, judged.is_suspect)
 
     async def _exchange(self, session: TrainerSession, start: pairing.StartExchange) -> None:
-        result = await session.exchange(start)
-        self._journal.record_exchange(
-            start.round,
-            start.peer,
-            "committed" if result.committed else f"failed: {result.reason}",
-            sent=result.bytes_sent,
-            received=result.bytes_received,
-            seconds=result.seconds,
-            path=result.path,
-            clip=session.clip if result.committed else 1.0,
-        )
-        if result.committed:
-            self._surroundings.on_committed(start.peer)
+        ended = await session.exchange(start)
+        self._journal.record_exchange(ended)
+        if ended.committed:
+            self._surroundings.on_committed(ended.peer)
             if self._surroundings.audits is not None:
-                self._surroundings.audits.note_received(start.peer, result.partner_round, result.partner_digest)
-        self.handle(
-            machine.ExchangeOver(
-                start,
-                result.committed,
-                result.is_broken,
-                result.partner_size,
-                result.partner_tokens,
-                result.reason,
-                has_counted=session.clip > 0.0,
-            )
-        )
+                self._surroundings.audits.note_received(ended.peer, ended.partner_round, ended.partner_digest)
+        self.handle(ended)
 
 
 def show(journal: Journal, output: machine.Output) -> None:
@@ -401,7 +382,7 @@ def show(journal: Journal, output: machine.Output) -> None:
         case machine.Say(text, how):
             {"say": journal.say, "warn": journal.warn, "note": journal.note}[how](text)
         case pairing.GoAlone(round_index, reason):
-            journal.record_exchange(round_index, None, f"alone: {reason}")
+            journal.record_alone(round_index, reason)
         case machine.RoundOver(contributed, late_steps):
             journal.finish_round(contributed, late_steps)
         case messages.Validated(round_index, loss, bits_per_byte=bits):

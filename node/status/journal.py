@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
 from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of
@@ -104,29 +105,29 @@ class Journal:
         if not self.losses.add_validation(round_index, loss, bits_per_byte):
             self.warn(f"the loss on held-out text is {loss} after round {round_index}: the replica diverges")
 
-    def record_exchange(
-        self,
-        round_index: int,
-        partner: bytes | None,
-        verdict: str,
-        *,
-        sent: int = 0,
-        received: int = 0,
-        seconds: float = 0.0,
-        path: str = "",
-        clip: float = 1.0,
-    ) -> None:
-        """Record the end of an exchange, or a round without one (``partner`` None)."""
-        name = peer_id_of(partner) if partner else ""
-        at = self.clock()
-        exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, at, path, clip)
+    def record_exchange(self, ended: ExchangeEnded) -> None:
+        """Record the end of an exchange."""
+        exchange = ExchangeStatus(
+            ended.round,
+            peer_id_of(ended.peer),
+            "committed" if ended.committed else f"failed: {ended.reason}",
+            ended.bytes_sent,
+            ended.bytes_received,
+            ended.seconds,
+            self.clock(),
+            ended.path,
+            ended.clip,
+        )
         self.exchanges.add(exchange)
-        if partner and verdict != "committed":
-            self._failed = [*(other for other in self._failed if other.round == round_index), exchange]
-            self._note_failure(name, round_index, verdict)
+        if not ended.committed:
+            self._failed = [*(other for other in self._failed if other.round == ended.round), exchange]
+            self._note_failure(exchange.partner, ended.round, ended.reason)
 
-    def _note_failure(self, name: str, round_index: int, verdict: str) -> None:
-        reason = verdict.removeprefix("failed: ")
+    def record_alone(self, round_index: int, reason: str) -> None:
+        """Record a round whose outer step is taken without a partner."""
+        self.exchanges.add(ExchangeStatus(round_index, "", f"alone: {reason}", 0, 0, 0.0, self.clock()))
+
+    def _note_failure(self, name: str, round_index: int, reason: str) -> None:
         if reason.startswith(REFUSED_HERE):
             return  # a warning has said so already, with the reason
         if reason.startswith(REFUSED_THERE):

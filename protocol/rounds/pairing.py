@@ -265,7 +265,7 @@ class Pairing:
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
-        if end.committed and end.has_counted:
+        if end.committed and end.clip > 0.0:
             self._order.note_success(end.peer)
         else:
             self._order.note_failure(end.peer)

@@ -64,12 +64,27 @@ class ExchangeEnded:
     session: bytes
     peer: bytes
     committed: bool
+    """Whether to use the partner's contribution; then all of it is in the incoming memory."""
     is_broken: bool = False
-    """The exchange failed without a refusal: another peer may do."""
+    """It was not committed, and neither side refused a contribution: another peer may do."""
     reason: str = ""
-    """Why it was not committed, for people."""
-    has_counted: bool = True
-    """Whether anything of the partner's contribution was averaged."""
+    """Why it was not committed, for people; empty if it was."""
+    round: int = 0
+    """This node's own."""
+    partner_round: int = 0
+    """Round, tokens and bytes of the partner's contribution; 0 if it was not committed."""
+    partner_tokens: int = 0
+    partner_size: int = 0
+    partner_digest: bytes = b""
+    """BLAKE3 of that contribution."""
+    bytes_sent: int = 0
+    """Bytes on the stream, framing included, and on the channel."""
+    bytes_received: int = 0
+    seconds: float = 0.0
+    path: str = ""
+    """``bulk`` if the contributions moved, or were to move, over a bulk channel, else ``stream``."""
+    clip: float = 1.0
+    """How far the mean moves towards the partner's contribution; 0: nothing of it is averaged."""
 
 
 @dataclass(frozen=True, slots=True)

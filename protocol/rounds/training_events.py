@@ -49,23 +49,6 @@ class TrainerEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeOver:
-    """An exchange has ended."""
-
-    start: pairing.StartExchange
-    is_committed: bool
-    is_broken: bool = False
-    """It was not committed, and no contribution was refused: another partner may do."""
-    partner_size: int = 0
-    """Bytes of the partner's contribution."""
-    partner_tokens: int = 0
-    reason: str = ""
-    """Why it was not committed, for people."""
-    has_counted: bool = True
-    """Whether anything of the partner's contribution is averaged."""
-
-
-@dataclass(frozen=True, slots=True)
 class OthersMoved:
     """The other nodes are in this round, as far as this node believes them; 0: unknown."""
 
@@ -128,7 +111,6 @@ Event = (
     | TrainerReady
     | TrainerReport
     | TrainerEnded
-    | ExchangeOver
     | OthersMoved
     | RestChanged
     | LeaveAsked
@@ -139,6 +121,7 @@ Event = (
     | RunStopped
     | RoundDrained
     | Measured
+    | pairing.ExchangeEnded
     | pairing.MessageReceived
     | pairing.PeerLost
     | pairing.PeersChanged

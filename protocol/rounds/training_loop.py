@@ -48,7 +48,6 @@ from .training_events import (
     EndTrainer,
     Enter,
     Event,
-    ExchangeOver,
     GiveUpExchange,
     KillTrainer,
     LeaveAsked,
@@ -185,7 +184,7 @@ class TrainingLoop:
             case RestartAsked() if life is not None:
                 self._stop_trainer()
                 self._tell_pairing(pairing.Stopped(), now)
-            case ExchangeOver() if life is not None:
+            case pairing.ExchangeEnded() if life is not None:
                 self._end_exchange(life, event, now)
             case _ if life is not None and isinstance(event, TrainerReport):
                 self._hear(life, event, now)
@@ -568,22 +567,19 @@ class TrainingLoop:
         self._show(life, "outer step", f"outer step of round {alone.round} alone: {alone.reason}")
         self._tell(messages.TakeOuterStep(alone.round))
 
-    def _end_exchange(self, life: _Life, over: ExchangeOver, now: float) -> None:
+    def _end_exchange(self, life: _Life, ended: pairing.ExchangeEnded, now: float) -> None:
         """Take the outer step with the partner's contribution; otherwise seek another partner, or take it alone."""
-        start, life.exchange = over.start, None
-        is_overlapped = self.training.round != start.round
-        self._change(partner=peer_id_of(start.peer) if over.is_committed else "")
-        if over.is_committed:
-            self._show(life, "outer step", f"outer step of round {start.round}")
-            self._tell(messages.TakeOuterStep(start.round, start.peer, over.partner_size, over.partner_tokens))
+        life.exchange = None
+        is_overlapped = self.training.round != ended.round
+        self._change(partner=peer_id_of(ended.peer) if ended.committed else "")
+        if ended.committed:
+            self._show(life, "outer step", f"outer step of round {ended.round}")
+            self._tell(messages.TakeOuterStep(ended.round, ended.peer, ended.partner_size, ended.partner_tokens))
         elif is_overlapped:  # pairing is in the next round, and does not ask for this
-            self._go_alone(life, pairing.GoAlone(start.round, pairing.failure(over.reason)))
-        if over.is_broken and not is_overlapped:
-            self._show(life, "pairing", f"the exchange of round {start.round} broke", "another partner")
-            self._outputs.append(Say(f"another partner is sought for round {start.round}", "note"))
-        ended = pairing.ExchangeEnded(
-            start.session, start.peer, over.is_committed, over.is_broken, over.reason, over.has_counted
-        )
+            self._go_alone(life, pairing.GoAlone(ended.round, pairing.failure(ended.reason)))
+        if ended.is_broken and not is_overlapped:
+            self._show(life, "pairing", f"the exchange of round {ended.round} broke", "another partner")
+            self._outputs.append(Say(f"another partner is sought for round {ended.round}", "note"))
         self._tell_pairing(ended, now)
         if self.state is LoopState.LEAVING:
             self._save_and_end(life, now)

@@ -14,10 +14,10 @@ import trio
 from farandole.node.base.control import serve_control
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.memory import SharedCounter
-from farandole.node.bulk.exchange_service import ExchangeResult, ExchangeService
+from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.exchange_session import Judge, Outgoing
 from farandole.protocol.exchange.exchange_messages import Offer
-from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.run.outer_rules import Codec
 
 from .link import TrainerLink
@@ -51,7 +51,7 @@ async def exchange_with(
     codec: Codec = "fp32",
     judge: Judge | None = None,
     on_advance: Callable[[int], None] | None = None,
-) -> ExchangeResult:
+) -> ExchangeEnded:
     """Run one session of `ExchangeService.run`, named by the round; without ``judge`` nothing is refused."""
     session = round_index.to_bytes(16, "big")
     deadline = trio.current_time() + EXCHANGE_SECONDS
@@ -69,7 +69,7 @@ async def exchange_with(
     return await exchanges.run(start, offer, outgoing, incoming, judge or Lenient(), on_advance)
 
 
-def check_committed(result: ExchangeResult) -> None:
+def check_committed(result: ExchangeEnded) -> None:
     """Raise `ConnectionError` unless the exchange was committed."""
     if not result.committed:
         raise ConnectionError(f"an exchange was not committed: {result.reason}")

@@ -16,12 +16,12 @@ from blake3 import blake3
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.channel import ChannelError
-from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeResult, ExchangeService
+from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.transport import Channels
 from farandole.protocol.exchange.exchange_messages import Offer
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
-from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.wire.incoming import Incoming
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one with the smaller key initiates
@@ -248,7 +248,7 @@ class Party:
         self.outgoing = Outgoing.whole(memoryview(self.contribution), blake3(self.contribution).digest())
         self.refuses: str | None = None
         self.taken_in: list[int] = []
-        self.results: list[ExchangeResult] = []
+        self.results: list[ExchangeEnded] = []
         self.offer = offer_of(self.contribution, round=seed, tokens=100 * seed)
 
     async def refusal(self, size: int, tokens: int) -> str | None:
@@ -279,7 +279,7 @@ class Party:
         self.results.append(result)
 
     @property
-    def result(self) -> ExchangeResult:
+    def result(self) -> ExchangeEnded:
         (result,) = self.results
         return result
 

@@ -11,13 +11,13 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.bulk.exchange_service import ExchangeResult, ExchangeService
+from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
 from farandole.protocol.exchange.exchange_messages import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
-from farandole.protocol.rounds.pairing_events import StartExchange
+from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.run.outer_rules import Codec
 
 from .hosts import LOOPBACK
@@ -36,7 +36,7 @@ class Node:
     exchanges: ExchangeService
     outgoing: bytearray = field(default_factory=bytearray)
     incoming: bytearray = field(default_factory=bytearray)
-    results: list[ExchangeResult] = field(default_factory=list)
+    results: list[ExchangeEnded] = field(default_factory=list)
 
     async def exchange(
         self,

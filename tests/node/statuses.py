@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farandole.node.status.status import ExchangeStatus, MemberStatus, NodeStatus, RunStatus
+from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.wire.identity import peer_id_of
 
 ALICE = "12D3KooWPexrH79BHenTqWcGfyd8U9ZzX9LYthJM72n2PH1jRzfK"
@@ -77,3 +78,27 @@ STATUS = NodeStatus(
     warnings=["the trainer died; starting it again"],
     paths={"bulk": 5, "stream": 1},
 )
+
+
+def ended(
+    round_index: int,
+    peer: bytes,
+    failure: str = "",
+    *,
+    bytes_sent: int = 0,
+    bytes_received: int = 0,
+    seconds: float = 0.0,
+    path: str = "",
+) -> ExchangeEnded:
+    """Return an exchange of a round, committed unless there is a ``failure``."""
+    return ExchangeEnded(
+        bytes(16),
+        peer,
+        not failure,
+        reason=failure,
+        round=round_index,
+        bytes_sent=bytes_sent,
+        bytes_received=bytes_received,
+        seconds=seconds,
+        path=path,
+    )

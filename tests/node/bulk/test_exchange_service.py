@@ -35,8 +35,8 @@ async def test_both_have_the_others_exact_bytes(
     await meet(alice, bob)
     assert_committed(alice, bob)
     assert alice.result.reason == ""
-    assert (alice.result.partner, alice.result.partner_round, alice.result.partner_tokens) == (BOB, 2, 200)
-    assert (bob.result.partner, bob.result.partner_round, bob.result.partner_tokens) == (ALICE, 1, 100)
+    assert (alice.result.peer, alice.result.partner_round, alice.result.partner_tokens) == (BOB, 2, 200)
+    assert (bob.result.peer, bob.result.partner_round, bob.result.partner_tokens) == (ALICE, 1, 100)
     assert bob.result.partner_size == SIZE
     assert alice.result.bytes_sent == bob.result.bytes_received > SIZE
 

@@ -22,11 +22,11 @@ import trio.testing
 from farandole.node.base.figures import size
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
-from farandole.node.bulk.exchange_service import ExchangeResult
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.protocol.exchange.exchange_messages import Commit
 from farandole.protocol.exchange.pipe import BULK_FROM, CHUNK_KIND, CONTROL_KIND, MESSAGE_KIND
 from farandole.protocol.exchange.pipe_steps import MAX_ROUTES
+from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.wire.incoming import Incoming
 
 from ..parties import (
@@ -124,7 +124,7 @@ class FaultyHost(MemoryHost):
         return FaultyStream(stream, self.stage, self.fault) if "exchange" in protocol else stream
 
 
-def assert_unharmed(honest: Party, mallory: Party, result: ExchangeResult, must_fail: bool) -> None:
+def assert_unharmed(honest: Party, mallory: Party, result: ExchangeEnded, must_fail: bool) -> None:
     """A committed contribution is whole. The caller owns the memory from now on: the next check finds it unchanged."""
     assert not (must_fail and result.committed)
     if result.committed:
@@ -295,7 +295,7 @@ class RealPair:
         self.honest = Party(hosts[other], 2, LARGE, self.watched)
         self.carol = Party(hosts[CAROL], 3, LARGE, channels[CAROL])
 
-    async def meet(self, deadline: float) -> ExchangeResult:
+    async def meet(self, deadline: float) -> ExchangeEnded:
         """Let both exchange, Mallory without a hurry; return the honest side's result."""
         async with trio.open_nursery() as meeting:
             meeting.start_soon(self.mallory.exchange, self.honest.host.author, deadline)

@@ -14,7 +14,6 @@ import trio
 import trio.testing
 
 from farandole.node.base.system.memory import SharedCounter, counted_size
-from farandole.node.bulk.exchange_service import ExchangeResult
 from farandole.node.bulk.exchange_session import Judge, Outgoing
 from farandole.node.loop import training as training_module
 from farandole.node.loop.pause.pause import BY_HAND, Rest
@@ -23,7 +22,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.trainer.trainer import TrainerError
 from farandole.protocol.exchange.exchange_messages import Offer
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
-from farandole.protocol.rounds.pairing_events import MessageReceived, StartExchange, State
+from farandole.protocol.rounds.pairing_events import ExchangeEnded, MessageReceived, StartExchange, State
 from farandole.protocol.rounds.pairing_messages import Agree, Propose, Ready, decode_message, encode_message
 from farandole.protocol.rounds.training_loop import (
     EXCHANGE_GRACE,
@@ -177,7 +176,7 @@ class Story:
         incoming: memoryview,
         judge: Judge,
         on_advance: Callable[[int], None],
-    ) -> ExchangeResult:
+    ) -> ExchangeEnded:
         """Run an exchange that fails after a while, or is committed if the test says so."""
         self.exchanges.append(start)
         self.outgoing, self.judge, self.on_advance = outgoing, judge, on_advance
@@ -187,8 +186,10 @@ class Story:
         except trio.Cancelled:
             self.num_cancelled += 1
             raise
-        made = start.session, start.peer, start.round, self.is_committed, "", 0, 0, 1.0, 0, 0, 0, "stream"
-        return ExchangeResult(*made, is_broken=not self.is_committed)
+        is_broken = not self.is_committed
+        return ExchangeEnded(
+            start.session, start.peer, self.is_committed, is_broken, round=start.round, seconds=1.0, path="stream"
+        )
 
     def give_up(self, reason: str) -> None:
         self.given_up.set()

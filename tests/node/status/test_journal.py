@@ -11,15 +11,15 @@ from farandole.node.status.status import NodeStatus
 from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
-from ..statuses import STATUS
+from ..statuses import STATUS, ended
 
 
 def test_committed_exchanges_are_counted_by_their_path() -> None:
     journal = Journal(say=lambda text: None)
     for path in ("bulk", "stream", "bulk"):
-        journal.record_exchange(0, b"b" * 32, "committed", path=path)
-    journal.record_exchange(1, b"b" * 32, "failed: too slow", path="bulk")
-    journal.record_exchange(2, None, "alone: nobody is there")
+        journal.record_exchange(ended(0, b"b" * 32, path=path))
+    journal.record_exchange(ended(1, b"b" * 32, "too slow", path="bulk"))
+    journal.record_alone(2, "nobody is there")
     assert journal.exchanges.paths == {"bulk": 2, "stream": 1}
     assert (journal.exchanges.num_committed, journal.exchanges.num_failed, journal.exchanges.num_alone) == (3, 1, 1)
 
@@ -28,7 +28,7 @@ def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.Monk
     monkeypatch.setattr("farandole.node.status.exchange_history.MAX_PARTNERS", 2)
     journal = Journal(say=lambda text: None)
     for peer in (b"a", b"a", b"b", b"c", b"d"):
-        journal.record_exchange(0, peer * 32, "committed")
+        journal.record_exchange(ended(0, peer * 32))
     assert journal.exchanges.partners == {peer_id_of(b"a" * 32): 2, peer_id_of(b"d" * 32): 1}
     assert journal.exchanges.num_committed == 5
 
@@ -55,10 +55,10 @@ def test_what_happened_is_kept_in_words_and_is_bounded() -> None:
 def test_why_an_exchange_failed_is_told_once() -> None:
     journal = Journal(say=lambda text: None)
     bob = b"b" * 32
-    journal.record_exchange(1, bob, "failed: refused: the norm is off")  # the refusing node has warned of it
-    journal.record_exchange(2, bob, "failed: the partner aborted: refused: the norm is off")
-    journal.record_exchange(3, bob, "failed: the partner died")
-    journal.record_exchange(4, None, "alone: no peer is free")
+    journal.record_exchange(ended(1, bob, "refused: the norm is off"))  # the refusing node has warned of it
+    journal.record_exchange(ended(2, bob, "the partner aborted: refused: the norm is off"))
+    journal.record_exchange(ended(3, bob, "the partner died"))
+    journal.record_alone(4, "no peer is free")
     name = short_name(bob)
     assert [event.text for event in journal.events] == [
         f"{name} refused this node's contribution: the norm is off",

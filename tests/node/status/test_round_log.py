@@ -19,6 +19,8 @@ from farandole.node.ui.console import Console
 from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of
 
+from ..statuses import ended
+
 BOB = b"b" * 32
 NAME = peer_id_of(BOB)
 
@@ -27,9 +29,11 @@ def played(journal: Journal, num_rounds: int, bits_per_byte: float | None = None
     """Play rounds with Bob; every third is alone, and every fourth is measured on held-out text."""
     for number in range(num_rounds):
         if number % 3 == 2:
-            journal.record_exchange(number, None, "alone: nobody is there")
+            journal.record_alone(number, "nobody is there")
         else:
-            journal.record_exchange(number, BOB, "committed", sent=4_000_000, received=8, seconds=0.5, path="bulk")
+            journal.record_exchange(
+                ended(number, BOB, bytes_sent=4_000_000, bytes_received=8, seconds=0.5, path="bulk")
+            )
         loss = 4.0 - number / 10
         journal.finish_round(Contributed(number, 8, 640, 640, 5, 5, 640, loss, 2.5, 0, 1.0), late_steps=0)
         if number % 4 == 0:
@@ -72,11 +76,15 @@ def test_what_failed_exchanges_sent_is_counted_in_their_round() -> None:
     journal = Journal(say=lambda text: None, tell_round=rounds.append)
     why = "127 MB did not fit into 30 s at 20 Mbit/s up"
     for number in (0, 1):
-        journal.record_exchange(number, BOB, f"failed: {why}", sent=75_000_000, received=9, seconds=21.0, path="bulk")
+        journal.record_exchange(
+            ended(number, BOB, why, bytes_sent=75_000_000, bytes_received=9, seconds=21.0, path="bulk")
+        )
         if number == 0:
-            journal.record_exchange(number, None, f"alone: the exchange failed: {why}")
+            journal.record_alone(number, f"the exchange failed: {why}")
         else:
-            journal.record_exchange(number, BOB, "committed", sent=127_000_000, received=8, seconds=2.0, path="bulk")
+            journal.record_exchange(
+                ended(number, BOB, bytes_sent=127_000_000, bytes_received=8, seconds=2.0, path="bulk")
+            )
         journal.finish_round(Contributed(number, 8, 640, 640, 5, 5, 640, 4.0, 2.5, 0, 1.0), late_steps=0)
     alone, second_try = rounds
 
@@ -172,12 +180,12 @@ def test_the_table_fits_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, columns: set[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    why = "alone: the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
+    why = "the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
     with logging_to_file(NodeSettings(home=tmp_path)):
         console = Console(as_json=True)
         journal = Journal(say=console.say, tell_round=console.tell_round)
         played(journal, 5)
-        journal.record_exchange(5, None, why)
+        journal.record_alone(5, why)
         journal.finish_round(Contributed(5, 8, 640, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
     capsys.readouterr()
     with pytest.raises(SystemExit):
@@ -187,7 +195,7 @@ def test_the_table_fits_the_terminal(
     assert len(rows) == 6
     assert all(len(line) <= width for line in (header, *rows))
     assert f"{NAME[-8:]}, 4.00 MB, 0.5 s" in rows[0]
-    assert why in rows[5] if width == 200 else rows[5].rstrip().endswith("…")
+    assert f"alone: {why}" in rows[5] if width == 200 else rows[5].rstrip().endswith("…")
 
 
 def test_the_partner_of_a_long_exchange_is_shown_whole(
@@ -198,7 +206,7 @@ def test_the_partner_of_a_long_exchange_is_shown_whole(
         console = Console(as_json=True)
         journal = Journal(say=console.say, tell_round=console.tell_round)
         played(journal, 5)
-        journal.record_exchange(5, BOB, "committed", sent=82_100_000, received=8, seconds=3_599.0, path="bulk")
+        journal.record_exchange(ended(5, BOB, bytes_sent=82_100_000, bytes_received=8, seconds=3_599.0, path="bulk"))
         journal.finish_round(Contributed(5, 8, 640, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
     capsys.readouterr()
     with pytest.raises(SystemExit):

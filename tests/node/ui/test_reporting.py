@@ -25,6 +25,7 @@ from farandole.protocol.wire.identity import peer_id_of
 from farandole.testnet.bench.crowd import Crowd
 
 from ..hosts import LOOPBACK, host_at_loopback
+from ..statuses import ended
 
 RUN_ID = b"r" * 32
 NUM_MEMBERS = 1_000
@@ -50,9 +51,8 @@ async def reporter_of(journal: Journal, num_members: int) -> AsyncIterator[tuple
 async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> None:
     journal = Journal(say=lambda text: None)
     for round_index in range(3 * MAX_PARTNERS_REMEMBERED):
-        journal.record_exchange(
-            round_index, round_index.to_bytes(32, "big"), "committed", sent=1, received=1, seconds=1
-        )
+        peer = round_index.to_bytes(32, "big")
+        journal.record_exchange(ended(round_index, peer, bytes_sent=1, bytes_received=1, seconds=1))
         journal.note("x" * 10_000)
     async with (
         reporter_of(journal, NUM_MEMBERS) as (reporter, host, crowd),
@@ -74,8 +74,8 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
 async def test_a_link_says_how_the_last_exchange_over_it_went() -> None:
     journal = Journal(say=lambda text: None, clock=lambda: 5.0)
     bob = b"b" * 32
-    journal.record_exchange(1, bob, "committed", sent=3_000_000, received=1_000_000, seconds=2.0)
-    journal.record_exchange(2, bob, "failed: the partner aborted: refused: its norm is off")
+    journal.record_exchange(ended(1, bob, bytes_sent=3_000_000, bytes_received=1_000_000, seconds=2.0))
+    journal.record_exchange(ended(2, bob, "the partner aborted: refused: its norm is off"))
     async with reporter_of(journal, 1) as (reporter, _, _):
         (link,) = reporter.links()
     assert (link.path, link.round_trip_seconds, link.committed) == ("", None, 1)

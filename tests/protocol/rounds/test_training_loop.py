@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from farandole.protocol.rounds import pairing_messages as pairing
 from farandole.protocol.rounds.pairing import Pairing
 from farandole.protocol.rounds.pairing_events import (
+    ExchangeEnded,
     GoAlone,
     MessageReceived,
     PeerLost,
@@ -30,7 +31,6 @@ from farandole.protocol.rounds.training_events import (
     EndTrainer,
     Enter,
     Event,
-    ExchangeOver,
     GiveUpExchange,
     KillTrainer,
     LeaveAsked,
@@ -416,7 +416,8 @@ class Walk(RuleBasedStateMachine):
     def end_exchange(self, end: str) -> None:
         start, self.exchange = self.exchange, None
         assert start is not None
-        over = ExchangeOver(start, end == "committed", end == "broken", 64, 8)
+        is_committed, is_broken = end == "committed", end == "broken"
+        over = ExchangeEnded(start.session, start.peer, is_committed, is_broken, round=start.round, partner_size=64)
         if self.trainer is not None and self.trainer.phase == "ready":
             self.handle(over)
 

@@ -47,7 +47,7 @@ def test_after_a_failure_or_a_contribution_that_counted_for_nothing_others_are_a
         machine = Pairing(ALICE, BOXED, random.Random(seed))
         machine.handle(PeersChanged(frozenset((BOB, CAROL))), 0.0)
         machine.handle(RoundStarted(7), 0.0)
-        machine.handle(ExchangeEnded(MIDDLE, BOB, has_committed, has_counted=False), 1.0)
+        machine.handle(ExchangeEnded(MIDDLE, BOB, has_committed, clip=0.0), 1.0)
         machine.handle(RoundStarted(8), 100.0)
         outputs = machine.handle(TimerFired(), 100.0 + 40 * PROPOSE_UNTIL)
         assert [out.peer for out in outputs if isinstance(out, SendMessage)] == [CAROL]
