@@ -369,7 +369,7 @@ def test_an_honest_author_is_never_put_off() -> None:
     """A newcomer gets all its slots at once; then come a heartbeat a second, and a lease and membership every five."""
     state = RunState(RUN_ID, CREATOR)
     slots = [(kind, index) for kind, rule in RULES.items() if not rule.is_metered for index in range(rule.slots)]
-    assert len(slots) == 18
+    assert len(slots) == 17
     assert len(slots) < SHORT_LIVED_BURST
     for second in range(600):
         now = NOW + second
