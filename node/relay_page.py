@@ -1,7 +1,9 @@
 """A run's public page, which a relay writes into a folder: `farandole relay --page FOLDER`.
 
-The page is files, so a web server, or a host of static pages, serves it, and no request reaches the relay. A visitor
-(`farandole.node.inspect.peek`) reads the run state; the relay itself stays a member of no run.
+The page is the dashboard's own (`farandole.node.ui.dashboard`) in its public mode: it shows a file with the run instead
+of asking a node, and has nothing that concerns one node, and no buttons. A web server, or a host of static pages,
+serves the folder, so no request reaches the relay. A visitor (`farandole.node.inspect.peek`) reads the run state; the
+relay itself stays a member of no run.
 """
 
 from __future__ import annotations
@@ -11,92 +13,107 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 import trio
 
 from farandole.protocol.run.invite import MAX_ADDRESSES, Invite, encode_invite
-from farandole.protocol.state.board import Board, BoardError
+from farandole.protocol.state.entries import Kind, Notice
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import replacing
 
 from .base.backoff import pauses
 from .base.bandwidth import Shaping
 from .base.settings import DEFAULT_LISTEN, NodeSettings
-from .inspect.observe import observe
 from .inspect.peek import VISIT_SECONDS, Visit, open_visit
 from .status.journal import Journal
-from .status.public_run import Point, PublicRun
-from .ui.dashboard.history import MAX_POINTS, Curve
-from .ui.public_page import public_page
+from .status.status import MemberStatus, RunStatus
+from .ui.dashboard.app import PAGE, page_file
+from .ui.dashboard.history import RunHistory
+from .ui.dashboard.views import PublicView, public_view
+from .ui.reporting import members_of, run_status
 
 logger = logging.getLogger(__name__)
 
-INDEX_FILE, BOARD_FILE, RUN_FILE = "index.html", "board.json", "run.json"
+RUN_FILE: Final = "run.json"
+"""What the page shows, a `PublicView`: for programs too, and for the curves after a restart."""
 # Heartbeats of a large run are as far apart.
 WRITE_INTERVAL: Final = 30.0
 # Until the next visit if one fails: it grows to the second.
 FIRST_PAUSE, MAX_PAUSE = 10.0, 600.0
 # A visitor's pass is good for `VISIT_SECONDS`.
 REVISIT_AFTER: Final = VISIT_SECONDS / 2
-
-
-class _Record(msgspec.Struct, frozen=True):
-    """The contents of `RUN_FILE`: for programs, and for the curves after a restart."""
-
-    run: PublicRun
-    losses: Annotated[list[Point], msgspec.Meta(max_length=MAX_POINTS)]
-    """(Unix seconds, mean training loss of the live members in nats a token)."""
-    throughput: Annotated[list[Point], msgspec.Meta(max_length=MAX_POINTS)]
-    """(Unix seconds, tokens a second of the whole run)."""
+_COMMANDS: Final = {"pause": "paused by its creator", "stop": "stopped by its creator"}
+# The web server may be another user.
+_FILE_MODE, _FOLDER_MODE = 0o644, 0o755
 
 
 class PublicPage:
-    """The files of one run's page. Raises `FarandoleError` if the folder has another run's page, or cannot be read."""
+    """The files of one run's page. Raises `FarandoleError` if the folder has another run's page, or cannot be used."""
 
     def __init__(self, folder: Path, run_id: bytes) -> None:
         self._folder = folder
-        self.board = Board(run_id)
-        self._losses, self._throughput = Curve(MAX_POINTS), Curve(MAX_POINTS)
+        self._run_id = run_id
+        self._history = RunHistory()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._read(run_id)
+            self._read()
+            for name, _ in PAGE.values():
+                data = page_file(name)
+                if name == "index.html":
+                    data = data.replace(b"<body>", b'<body class="public">')
+                self._write(name, data)
         except OSError as error:
             raise FarandoleError(f"the page's folder cannot be used: {error}") from error
 
-    def _read(self, run_id: bytes) -> None:
-        """Read what an earlier relay has written, as far as it is whole."""
+    def _read(self) -> None:
+        """Read the curves that an earlier relay has written."""
         try:
-            board = Board.decode((self._folder / BOARD_FILE).read_bytes())
-            record = msgspec.json.decode((self._folder / RUN_FILE).read_bytes(), type=_Record)
+            before = msgspec.json.decode((self._folder / RUN_FILE).read_bytes(), type=PublicView).overview
         except FileNotFoundError:
             return
-        except (BoardError, msgspec.MsgspecError) as error:
+        except msgspec.MsgspecError as error:
             logger.warning("the page in %s begins anew: %s", self._folder, error)
             return
-        if board.run_id != run_id:
-            raise FarandoleError(f"{self._folder} has the page of run {board.run_id.hex()[:16]}: name another folder")
-        self.board = board
-        for curve, points in ((self._losses, record.losses), (self._throughput, record.throughput)):
+        if before.run.run_id != self._run_id.hex():
+            raise FarandoleError(f"{self._folder} has the page of run {before.run.run_id[:16]}: name another folder")
+        history = self._history
+        for curve, points in ((history.mean_loss, before.mean_loss), (history.throughput, before.throughput)):
             for at, value in points:
                 curve.add(at, value)
 
-    def write(self, run: PublicRun) -> None:
-        """Add the present moment to the curves, and write all files. Raises `OSError`."""
-        if run.loss is not None:
-            self._losses.add(run.at, run.loss)
-        self._throughput.add(run.at, run.tokens_per_second)
-        record = _Record(run, self._losses.points, self._throughput.points)
-        files = {
-            BOARD_FILE: self.board.encode(),
-            RUN_FILE: msgspec.json.encode(record) + b"\n",
-            INDEX_FILE: public_page(run, self._losses.points, self._throughput.points, BOARD_FILE).encode(),
-        }
-        for name, data in files.items():
-            with replacing(self._folder / name) as file:
-                file.write(data)
-            (self._folder / name).chmod(0o644)  # the web server may be another user
+    def write(self, members: list[MemberStatus], run: RunStatus, notice: str, now: float) -> None:
+        """Add the present moment to the curves, and write the run's file. Raises `OSError`."""
+        self._history.observe(run, members, (), now)
+        self._write(RUN_FILE, msgspec.json.encode(public_view(run, members, notice, self._history, now)) + b"\n")
+
+    async def show(self, visit: Visit) -> None:
+        """Write what a visitor sees now, without the members' addresses. Raises `OSError`."""
+        gossip, live = visit.gossip, visit.live()
+        known = members_of(gossip.state, gossip.liveness, live, trio.current_time())
+        members = [msgspec.structs.replace(member, addresses=[]) for _, member in known]
+        members.sort(key=lambda member: (-member.tokens, member.peer_id))
+        run = run_status(self._run_id, visit.manifest.name, gossip.state, members)
+        await trio.to_thread.run_sync(self.write, members, run, _notice(visit), time.time())
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._folder / name
+        if path.parent != self._folder:
+            path.parent.mkdir(exist_ok=True)
+            path.parent.chmod(_FOLDER_MODE)
+        with replacing(path) as file:
+            file.write(data)
+        path.chmod(_FILE_MODE)
+
+
+def _notice(visit: Visit) -> str:
+    """Return what the creator's newest notice says; empty if there is none."""
+    notices = list(visit.gossip.state.entries(Kind.NOTICE))
+    if not notices:
+        return ""
+    newest: Notice = max(notices, key=lambda entry: entry.written_at).payload
+    return ": ".join(part for part in (_COMMANDS.get(newest.action, ""), newest.text) if part)
 
 
 async def publish(settings: NodeSettings, invite: Invite, own: list[str], page: PublicPage, journal: Journal) -> None:
@@ -122,9 +139,8 @@ async def publish(settings: NodeSettings, invite: Invite, own: list[str], page: 
 async def _write_often(visit: Visit, page: PublicPage, journal: Journal) -> None:
     has_failed = False
     while True:
-        run = observe(visit, page.board, time.time())
         try:
-            await trio.to_thread.run_sync(page.write, run)
+            await page.show(visit)
             has_failed = False
         except OSError as error:
             if not has_failed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -168,7 +168,8 @@ class Reporter:
         now = trio.current_time()
         if self._seen is None or len(self._seen[1]) <= MANY_MEMBERS or now - self._seen[0] >= MEMBERS_AGE:
             members = self._members(now)
-            self._seen = now, members, self._run(members)
+            providers = [len(nodes) for nodes in self.nodes_of_stages()]
+            self._seen = now, members, run_status(self.run_id, self.run_name, self.state, members, providers)
         return self._seen[1:]
 
     def _members(self, now: float) -> list[MemberStatus]:
@@ -179,20 +180,40 @@ class Reporter:
         live = liveness.present(now)
         connected = self.host.connected
         apart = self.apart()
-        partners = {author[:PARTNER_BYTES]: author for author in state.authors}
         members = []
-        for author in state.authors:
-            member = state.payload(author, Member)
-            if member is None:
-                continue
-            beat = state.payload(author, Beat) or Beat(0, 0, None, 0)
-            progress = state.payload(author, Progress)
-            partner = partners.get(beat.partner)
-            shown = MemberStatus(
+        for author, member in members_of(state, liveness, live, now):
+            shown = msgspec.structs.replace(
+                member,
+                is_heard=author in heard - live and not member.has_left,
+                is_self=author == self.host.author,
+                is_connected=author in connected,
+                path=self.host.path(author) if author in connected else "",
+                version=VERSION if author == self.host.author else member.version,
+                is_apart=author in apart,
+            )
+            members.append(_as_of_now(shown, self.journal.state) if shown.is_self else shown)
+        members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
+        return members[:MAX_MEMBERS_SHOWN]
+
+
+def members_of(
+    state: RunState, liveness: Liveness, live: Collection[bytes], now: float
+) -> Iterator[tuple[bytes, MemberStatus]]:
+    """Yield the members' keys, and what the run state says of them; not how this node reaches them."""
+    partners = {author[:PARTNER_BYTES]: author for author in state.authors}
+    for author in state.authors:
+        member = state.payload(author, Member)
+        if member is None:
+            continue
+        beat = state.payload(author, Beat) or Beat(0, 0, None, 0)
+        progress = state.payload(author, Progress)
+        partner = partners.get(beat.partner)
+        yield (
+            author,
+            MemberStatus(
                 peer_id=peer_id_of(author),
                 is_live=author in live and not member.left,
-                is_heard=author in heard - live and not member.left,
-                is_self=author == self.host.author,
+                is_self=False,
                 has_left=member.left,
                 stage=member.stage,
                 round=beat.round,
@@ -202,38 +223,39 @@ class Reporter:
                 loss=None if beat.loss is None else beat.loss / LOSS_SCALE,
                 device=member.device,
                 addresses=list(member.addresses),
-                is_connected=author in connected,
-                path=self.host.path(author) if author in connected else "",
+                is_connected=False,
+                path="",
                 last_seen_seconds=liveness.seconds_since(author, now),
                 is_paused=member.is_paused,
                 last_partner=peer_id_of(partner) if partner else "",
-                version=VERSION if author == self.host.author else member.version,
-                is_apart=author in apart,
-            )
-            members.append(_as_of_now(shown, self.journal.state) if shown.is_self else shown)
-        members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
-        return members[:MAX_MEMBERS_SHOWN]
-
-    def _run(self, members: list[MemberStatus]) -> RunStatus:
-        live = [member for member in members if member.is_live]
-        num_heard = sum(member.is_heard for member in members)
-        losses = [member.loss for member in live if member.loss is not None]
-        gone_tokens = self.state.total_progress().tokens if self.state is not None else 0
-        return RunStatus(
-            run_id=self.run_id.hex(),
-            name=self.run_name,
-            members_live=len(live),
-            members_heard=num_heard,
-            members_gone=len(members) - len(live) - num_heard,
-            tokens=max(gone_tokens, sum(member.tokens for member in members)),
-            tokens_per_second=sum(member.tokens_per_second for member in live),
-            loss_mean=sum(losses) / len(losses) if losses else None,
-            loss_min=min(losses, default=None),
-            loss_max=max(losses, default=None),
-            state_root=self.state.root.hex() if self.state is not None else "",
-            providers=[len(nodes) for nodes in self.nodes_of_stages()],
-            versions=dict(Counter(member.version for member in live).most_common(MAX_VERSIONS)),
+                version=member.version,
+            ),
         )
+
+
+def run_status(
+    run_id: bytes, name: str, state: RunState | None, members: Sequence[MemberStatus], providers: Sequence[int] = ()
+) -> RunStatus:
+    """Return the run as a whole, by its members; ``providers``: live members of each stage."""
+    live = [member for member in members if member.is_live]
+    num_heard = sum(member.is_heard for member in members)
+    losses = [member.loss for member in live if member.loss is not None]
+    gone_tokens = state.total_progress().tokens if state is not None else 0
+    return RunStatus(
+        run_id=run_id.hex(),
+        name=name,
+        members_live=len(live),
+        members_heard=num_heard,
+        members_gone=len(members) - len(live) - num_heard,
+        tokens=max(gone_tokens, sum(member.tokens for member in members)),
+        tokens_per_second=sum(member.tokens_per_second for member in live),
+        loss_mean=sum(losses) / len(losses) if losses else None,
+        loss_min=min(losses, default=None),
+        loss_max=max(losses, default=None),
+        state_root=state.root.hex() if state is not None else "",
+        providers=list(providers),
+        versions=dict(Counter(member.version for member in live).most_common(MAX_VERSIONS)),
+    )
 
 
 def _as_of_now(member: MemberStatus, state: NodeState) -> MemberStatus:

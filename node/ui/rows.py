@@ -15,7 +15,7 @@ import msgspec
 from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, size, sparkline
 from ..base.release_words import release_words, releases
 from ..status.round_log import more_steps
-from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus
+from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, RunStatus
 
 # Share of an epoch from which on doubted slices are shown: there are always some of members that have just come.
 MUCH_DOUBTED: Final = 0.05
@@ -62,7 +62,7 @@ def status_rows(status: NodeStatus, now: float) -> list[Row]:
         _exchanges(status),
         _last_exchange(status, now),
         _audits(status),
-        _run(status),
+        run_row(status.run),
         _releases(status),
         _links(status),
         _reached(status),
@@ -182,8 +182,8 @@ def _audits(status: NodeStatus) -> Row | None:
     return Row("audits", _joined("; not met: ", done, avoided), "warning" if avoided else "")
 
 
-def _run(status: NodeStatus) -> Row:
-    run = status.run
+def run_row(run: RunStatus) -> Row:
+    """Return the row about the run as a whole."""
     heard = f"{run.members_heard} only heard of, " if run.members_heard else ""
     company = f"{run.members_live} live, {heard}{run.members_gone} gone"
     tokens, speed = count(run.tokens), count(run.tokens_per_second)

@@ -4,139 +4,99 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections.abc import Callable
-from html.parser import HTMLParser
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.exits import Exit
-from farandole.node.relay_page import BOARD_FILE, INDEX_FILE, RUN_FILE, PublicPage
-from farandole.node.status.public_run import PublicMember, PublicRun
-from farandole.node.ui.public_page import MAX_ROWS_SHOWN, public_page
+from farandole.node.relay_page import RUN_FILE, PublicPage
+from farandole.node.status.status import RunStatus
+from farandole.node.ui.dashboard.app import PAGE
+from farandole.node.ui.reporting import run_status
 from farandole.protocol.run.invite import Invite, encode_invite
-from farandole.protocol.state.board import Board
-from farandole.protocol.state.entries import Kind, Progress
-from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.errors import FarandoleError
 
 from ..patience import PATIENCE
 from .daemons import PACE, joined, started
 from .small_runs import small_manifest, write_run
+from .statuses import STATUS
+from .ui.dashboard.test_browser import CHROMIUM, open_browser
 
 RUN = b"r" * 32
 HOSTILE = "<script>alert(1)</script>\"'&"
-
-
-def run_at(at: float, loss: float | None = 2.5, **changes: Any) -> PublicRun:
-    members = [PublicMember("12D3KooWabcdefgh", "live", 3_000, 12, 950.0, HOSTILE)]
-    run = PublicRun(
-        name=HOSTILE,
-        run_id=RUN.hex(),
-        parameters=41_000,
-        at=at,
-        live=1,
-        round=12,
-        tokens=3_000,
-        tokens_per_second=950.0,
-        loss=loss,
-        notice=HOSTILE,
-        members=members,
-    )
-    return msgspec.structs.replace(run, **changes)
-
-
-class Tags(HTMLParser):
-    """The tags of a page, and whether they are balanced."""
-
-    VOID = frozenset({"meta", "polyline", "line"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.open: list[str] = []
-        self.links: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_what_members_write_cannot_add_anything_to_the_page() -> None:
-    page = public_page(run_at(1e9), [(1e9, 3.0), (1e9 + 60, 2.5)], [(1e9, 900.0), (1e9 + 60, 950.0)], BOARD_FILE)
-    tags = Tags(page)
-    assert tags.open == []
-    assert "script" not in tags.seen
-    assert tags.links == [BOARD_FILE]
-    assert "default-src &#x27;none&#x27;" in page or "default-src 'none'" in page
-    assert page.count("&lt;script&gt;") >= 4, "the name, the notice, and the device are shown as text"
-
-
-def test_a_page_without_any_figure_is_a_page_too() -> None:
-    page = public_page(run_at(1e9, None, members=[], tokens=0, live=0), [], [], BOARD_FILE)
-    assert Tags(page).open == []
-    assert page.count("no curve yet") == 2
-
-
-def test_a_large_run_shows_the_first_rows_and_counts_the_others() -> None:
-    members = [PublicMember(f"{number:016d}", "gone", 1, 1, 0.0, "") for number in range(MAX_ROWS_SHOWN + 7)]
-    page = public_page(run_at(1e9, members=members), [], [], BOARD_FILE)
-    assert page.count("<tr>") == MAX_ROWS_SHOWN + 1
-    assert "and 7 more in the file" in page
-
-
-def signed_progress(run: bytes, tokens: int) -> Board:
-    writer, board = Writer(Ed25519PrivateKey.generate(), run), Board(run)
-    writer.marked(((0, 1_750_000_100),))
-    board.note([writer.write(Kind.PROGRESS, 0, Progress(1, 1, tokens, 0, 0), 1_750_000_000.0)])
-    return board
+MEMBER = msgspec.structs.replace(STATUS.members[0], device=HOSTILE, is_live=True, is_self=False, addresses=[])
 
 
 def written(folder: Path) -> PublicPage:
     page = PublicPage(folder, RUN)
-    page.board = signed_progress(RUN, 77)
-    page.write(run_at(1e9, 3.0))
-    page.write(run_at(1e9 + 60, 2.0))
+    for number, loss in enumerate((3.0, 2.0)):
+        page.write([MEMBER], run_of(loss), HOSTILE, 1e9 + 60 * number)
     return page
+
+
+def run_of(loss: float) -> RunStatus:
+    member = msgspec.structs.replace(MEMBER, loss=loss)
+    return run_status(RUN, HOSTILE, None, [member])
 
 
 def test_it_goes_on_where_it_was_after_a_restart(tmp_path: Path) -> None:
     written(tmp_path / "page")
     page = PublicPage(tmp_path / "page", RUN)
-    assert page.board.tokens == 77
-    page.write(run_at(1e9 + 120, 1.5))
-    record = json.loads((tmp_path / "page" / RUN_FILE).read_bytes())
-    assert record["losses"] == [[1e9, 3.0], [1e9 + 60, 2.0], [1e9 + 120, 1.5]]
-    assert (tmp_path / "page" / INDEX_FILE).stat().st_mode & 0o777 == 0o644
+    page.write([MEMBER], run_of(1.5), "", 1e9 + 120)
+    shown = json.loads((tmp_path / "page" / RUN_FILE).read_bytes())["overview"]
+    assert shown["mean_loss"] == [[1e9, 3.0], [1e9 + 60, 2.0], [1e9 + 120, 1.5]]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "page").rglob("*")}
+    assert (modes["index.html"], modes[RUN_FILE], modes["vendor"]) == (0o644, 0o644, 0o755)
 
 
-@pytest.mark.parametrize("name", [BOARD_FILE, RUN_FILE])
-def test_damaged_files_begin_anew(tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_begins_anew(tmp_path: Path) -> None:
     written(tmp_path)
-    (tmp_path / name).write_bytes(b"{")
-    page = PublicPage(tmp_path, RUN)
-    assert page.board.tokens == 0
-    page.write(run_at(1e9))
-    assert PublicPage(tmp_path, RUN).board.tokens == 0
+    (tmp_path / RUN_FILE).write_bytes(b"{")
+    PublicPage(tmp_path, RUN).write([MEMBER], run_of(1.5), "", 1e9)
+    assert json.loads((tmp_path / RUN_FILE).read_bytes())["overview"]["mean_loss"] == [[1e9, 1.5]]
+
+
+def test_what_members_write_is_in_no_file_that_a_browser_runs(tmp_path: Path) -> None:
+    written(tmp_path)
+    assert HOSTILE in msgspec.json.decode((tmp_path / RUN_FILE).read_bytes())["overview"]["headline"]["remedy"]
+    others = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != RUN_FILE]
+    assert len(others) == len(PAGE)
+    assert not any(b"alert(1)" in path.read_bytes() for path in others)
+    assert b"script-src 'self'" in (tmp_path / "index.html").read_bytes()
 
 
 def test_the_page_of_another_run_is_not_overwritten(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(FarandoleError, match="name another folder"):
         PublicPage(tmp_path, b"o" * 32)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: on Debian, apt install chromium")
+def test_a_browser_shows_the_run_and_nothing_of_a_node(tmp_path: Path) -> None:
+    """Served as plain files; what members write is shown as text."""
+    written(tmp_path)
+    handler = partial(QuietFiles, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with open_browser(f"http://127.0.0.1:{server.server_port}/") as browser:
+            page = browser.page
+            assert page.inner_text("#headline").startswith("1 live")
+            assert page.inner_text("#remedy") == HOSTILE
+            assert HOSTILE in page.inner_text("#members")
+            assert not any(page.locator(each).is_visible() for each in ("#controls", "#limits", "#node", "#exchanges"))
+            assert browser.problems == []
+        server.shutdown()
+
+
+class QuietFiles(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -147,16 +107,18 @@ async def until(condition: Callable[[], bool]) -> None:
             await trio.sleep(0.1)
 
 
-async def test_a_relay_writes_a_runs_page_and_whoever_has_its_board_can_check_it(tmp_path: Path, texts: Path) -> None:
+async def test_a_relay_writes_a_runs_page(tmp_path: Path, texts: Path) -> None:
     run = write_run(tmp_path, small_manifest())
     folder = tmp_path / "page"
 
     def shows_the_member() -> bool:
         try:
-            found = json.loads((folder / RUN_FILE).read_bytes())["run"]
+            found = json.loads((folder / RUN_FILE).read_bytes())
         except FileNotFoundError:
             return False
-        return bool(found["live"] == 1 and found["members"][0]["state"] == "live")
+        members = found["members"]["members"]
+        assert not any(member["reach"] for member in members), "no address is shown, nor of which kind it is"
+        return bool(found["overview"]["run"]["members_live"] == 1 and members[0]["state"] == "live")
 
     async with joined(tmp_path / "node", str(tmp_path / "run.manifest"), "--data", str(texts), *PACE) as node:
         await node.says("round 1")
@@ -164,8 +126,6 @@ async def test_a_relay_writes_a_runs_page_and_whoever_has_its_board_can_check_it
             await relay.says("public page")
             await until(shows_the_member)
             assert await relay.end(signal.SIGTERM) == Exit.OK
-        assert "<script" not in (folder / INDEX_FILE).read_text()
-        assert Board.decode((folder / BOARD_FILE).read_bytes()).run_id == run.run_id
         (folder / RUN_FILE).unlink()
         async with started(tmp_path / "relay", "relay", "--page", str(folder)) as relay:  # without an invite
             await until(shows_the_member)

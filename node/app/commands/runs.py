@@ -231,33 +231,6 @@ def show_members(home: Home, as_json: AsJson = False) -> None:
     print_answer(as_json, rows, "\n".join(lines) or "no member is known yet")
 
 
-@run_app.command("board")
-def show_board(
-    board: Annotated[
-        Path, typer.Argument(metavar="FILE", help="board.json of a run's public page.", exists=True, dir_okay=False)
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Check that each member has signed its count of tokens, and that the counts add up.
-
-    The members have counted themselves: a signature proves who said it, not that it is so.
-
-    Example: [cyan]farandole run board board.json[/cyan]
-    """
-    import msgspec
-
-    from farandole.protocol.state.board import MAX_FILE_BYTES, Board, BoardError
-
-    if board.stat().st_size > MAX_FILE_BYTES:
-        raise BoardError(f"{board} is larger than any board: at most {MAX_FILE_BYTES:,} bytes")
-    checked = Board.decode(board.read_bytes())
-    rows = checked.rows
-    lines = [f"{row.peer_id}  {row.tokens:>20,} tokens  {row.rounds:>10,} rounds" for row in rows]
-    lines.append(f"run {checked.run_id.hex()}: {len(rows)} members signed {checked.tokens:,} tokens in all")
-    answer = {"run_id": checked.run_id.hex(), "tokens": checked.tokens, "members": msgspec.to_builtins(rows)}
-    print_answer(as_json, answer, "\n".join(lines))
-
-
 @run_app.command("revoke")
 def revoke(home: Home, who: Who) -> None:
     """Remove members from a run of invited members, and those whom they invited; or make an invite useless.

@@ -52,7 +52,7 @@ _HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_PAGE: Final = {
+PAGE: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
@@ -82,14 +82,14 @@ class Dashboard:
         """Record the run's history, until cancelled."""
         while True:
             status = self.status()
-            self.history.observe(status, self.clock())
+            self.history.observe(status.run, status.members, status.validation, self.clock())
             await trio.sleep(OVERVIEW_INTERVAL if len(status.members) <= SMALL_RUN else MEMBERS_INTERVAL)
 
     def application(self) -> Starlette:
         """Return the ASGI application."""
         return Starlette(
             routes=[
-                *(Route(path, _file(*served)) for path, served in _PAGE.items()),
+                *(Route(path, _file(*served)) for path, served in PAGE.items()),
                 Route("/api/overview", self._with_token(self._overview)),
                 Route("/api/members", self._with_token(self._members)),
                 Route("/metrics", self._metrics),
@@ -115,7 +115,7 @@ class Dashboard:
         return _json(overview(self.status(), self.history, self.clock()))
 
     async def _members(self, request: Request) -> Response:
-        return _json(members_view(self.status(), self.history))
+        return _json(members_view(self.status().members, self.history))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
@@ -137,7 +137,7 @@ class Dashboard:
                 yield _event("overview", overview(status, self.history, self.clock()))
                 if len(status.members) <= SMALL_RUN or now >= members_at:
                     members_at = now + MEMBERS_INTERVAL
-                    yield _event("members", members_view(status, self.history))
+                    yield _event("members", members_view(status.members, self.history))
                 await trio.sleep(OVERVIEW_INTERVAL)
         finally:
             self._num_listeners -= 1
@@ -198,8 +198,13 @@ def _refusal(request: Request) -> Response | None:
     return None
 
 
+def page_file(name: str) -> bytes:
+    """Return a file of the page."""
+    return files(__package__).joinpath("page", name).read_bytes()
+
+
 def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    body = files(__package__).joinpath("page", name).read_bytes()
+    body = page_file(name)
 
     async def serve(request: Request) -> Response:
         return Response(body, media_type=media_type, headers=_HEADERS)

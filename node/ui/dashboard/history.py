@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ...status.status import MemberStatus, NodeStatus
+from ...status.status import MemberStatus, RunStatus
 
 # On a page 600 pixels wide more points than these cannot be distinguished.
 MAX_POINTS: Final = 512
@@ -85,15 +85,14 @@ class RunHistory:
     """Round and peer ids of these."""
     _last_rounds: dict[str, int] = field(default_factory=dict)
 
-    def observe(self, status: NodeStatus, now: float) -> None:
-        """Take in one status; ``now`` is Unix seconds."""
-        run = status.run
+    def observe(self, run: RunStatus, members: Sequence[MemberStatus], validation: Sequence[Point], now: float) -> None:
+        """Take in the present moment; ``now`` is Unix seconds."""
         self.throughput.add(now, run.tokens_per_second)
         if run.loss_mean is not None:
             self.mean_loss.add(now, run.loss_mean)
-        for round_index, loss in status.validation[-1:]:
+        for round_index, loss in validation[-1:]:
             self.validation.add(round_index, loss)
-        self._observe_members(status.members, now)
+        self._observe_members(members, now)
 
     def _observe_members(self, members: Sequence[MemberStatus], now: float) -> None:
         if len(self._last_rounds) >= MAX_CURVES:  # nodes that the run has forgotten make room

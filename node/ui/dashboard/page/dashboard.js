@@ -5,6 +5,9 @@ import { qrcode } from "./vendor/qrcode.js";
 // A page of the table: whatever the run's size, so much is drawn of it and no more.
 const ROWS = 100;
 const byId = (id) => document.getElementById(id);
+// The page is also a file of a run's public page: then it shows a file with the run, and nothing of one node.
+const isPublic = document.body.classList.contains("public");
+const RELOAD_SECONDS = 30;
 let overview = null;
 let membersView = { members: [], curves: {}, meetings: [] };
 let firstRow = 0;
@@ -60,27 +63,31 @@ function row(values, className) {
 }
 
 function showOverview() {
-  const { status, now, headline, rows } = overview;
+  const { run, headline, summary, now } = overview;
   byId("headline").textContent = headline.text;
   byId("headline").className = headline.level;
   byId("remedy").textContent = headline.remedy;
   byId("remedy").hidden = !headline.remedy;
-  byId("run").textContent = `${status.run.name}${status.run.run_id ? ` (run ${status.run.run_id.slice(0, 16)})` : ""}`;
-  byId("summary").textContent = rows.find(({ label }) => label === "the run").value;
-  showLimits(status);
-  showSteps(status);
-  document.title = `${headline.level === "trouble" ? "! " : ""}${status.run.name || "farandole"} ${loss(status.loss)}`;
-  byId("loss-now").textContent = status.loss === null ? "" : `${loss(status.loss)} here, ${loss(status.run.loss_mean)} on average`;
-  const heldOut = overview.validation.at(-1)?.[1];
-  const bits = status.bits_per_byte === null ? "" : ` (${loss(status.bits_per_byte)} bits per byte)`;
-  byId("held-now").textContent = heldOut === undefined ? "" : `, ${loss(heldOut)}${bits}`;
-  byId("throughput-now").textContent = `${figure(status.run.tokens_per_second)} tokens/s`;
-  byId("mean-now").textContent = loss(status.run.loss_mean);
+  byId("run").textContent = `${run.name}${run.run_id ? ` (run ${run.run_id.slice(0, 16)})` : ""}`;
+  byId("summary").textContent = isPublic ? `${summary}; written ${new Date(now * 1000).toLocaleString()}` : summary;
+  document.title = `${headline.level === "trouble" ? "! " : ""}${run.name || "farandole"} ${loss(isPublic ? run.loss_mean : overview.status.loss)}`;
+  byId("throughput-now").textContent = `${figure(run.tokens_per_second)} tokens/s`;
+  byId("mean-now").textContent = loss(run.loss_mean);
   const shown = { ...view(), isLog: false };
   charts.throughput.draw([{ points: overview.throughput, colour: "own", width: 1.5, name: "tokens/s" }], shown);
   charts.mean.draw([{ points: overview.mean_loss, colour: "own", width: 1.5, name: "mean loss" }], view());
+  if (!isPublic) showOwn(overview);
+}
+
+function showOwn({ status, run, rows, validation, now }) {
+  showLimits(status);
+  showSteps(status);
+  byId("loss-now").textContent = status.loss === null ? "" : `${loss(status.loss)} here, ${loss(run.loss_mean)} on average`;
+  const heldOut = validation.at(-1)?.[1];
+  const bits = status.bits_per_byte === null ? "" : ` (${loss(status.bits_per_byte)} bits per byte)`;
+  byId("held-now").textContent = heldOut === undefined ? "" : `, ${loss(heldOut)}${bits}`;
   showNode(status, rows);
-  showStages(status);
+  showStages(run, status.stage);
   byId("exchanges").replaceChildren(...[...status.recent_exchanges].reverse().map((exchange) => row([
     String(exchange.round), exchange.partner ? brief(exchange.partner) : "-",
     element("td", exchange.verdict, exchange.verdict.startsWith("alone") ? "" : exchange.verdict === "committed" ? "committed" : "failed"),
@@ -106,7 +113,7 @@ function showSteps({ phase }) {
 }
 
 function showNode(status, rows) {
-  byId("node").replaceChildren(...rows.filter(({ label }) => label !== "the run").map(({ label, value, emphasis }) => {
+  byId("node").replaceChildren(...rows.map(({ label, value, emphasis }) => {
     const pair = document.createElement("div");
     pair.append(element("dt", label), element("dd", value, emphasis));
     return pair;
@@ -117,11 +124,10 @@ function showNode(status, rows) {
   byId("invite").hidden = status.phase === "relaying"; // it is in no run
 }
 
-function showStages(status) {
-  const providers = status.run.providers;
+function showStages({ providers }, own) {
   byId("stages-section").hidden = providers.length < 2;
   byId("stages").replaceChildren(...providers.map((number, stage) =>
-    element("li", `${number} live${stage === status.stage ? ", this node among them" : ""}${number ? "" : ": nobody holds it"}`)));
+    element("li", `${number} live${stage === own ? ", this node among them" : ""}${number ? "" : ": nobody holds it"}`)));
 }
 
 function showMembers() {
@@ -130,7 +136,7 @@ function showMembers() {
   const lines = Object.entries(curves)
     .map(([peer, points]) => (own && peer === own.peer_id ? { points, colour: "own", width: 2, name: "this node" } : { points, colour: "many", width: 1 }))
     .sort((one, other) => one.width - other.width);
-  if (overview?.validation.length > 1) lines.push({ points: overview.validation, colour: "held", width: 2, name: "held-out" });
+  if (overview?.validation?.length > 1) lines.push({ points: overview.validation, colour: "held", width: 2, name: "held-out" });
   charts.loss.draw(lines, view());
   const live = members.filter((member) => member.state === "live" || member.state === "this node");
   const fade = Math.max(30, 2 * roundSeconds(meetings));
@@ -260,15 +266,30 @@ function redraw() {
 }
 
 
-const events = new EventSource(`events?token=${encodeURIComponent(token)}`);
-events.addEventListener("overview", (event) => { overview = JSON.parse(event.data); showOverview(); });
-events.addEventListener("members", (event) => { membersView = JSON.parse(event.data); showMembers(); });
-events.addEventListener("error", async () => {
-  let trouble = "the node does not answer: it has left, or was stopped";
+async function reload() {
   try {
-    const response = await fetch("api/overview", { headers: { Authorization: `Bearer ${token}` } });
-    if (!response.ok) trouble = (await response.json()).error;
-  } catch { /* it does not answer */ }
-  byId("headline").textContent = trouble;
-  byId("headline").className = "trouble";
-});
+    const response = await fetch("run.json", { cache: "no-cache" });
+    ({ overview, members: membersView } = await response.json());
+    redraw();
+  } catch { /* what is shown says when it was written */ }
+}
+
+function listen() {
+  const events = new EventSource(`events?token=${encodeURIComponent(token)}`);
+  events.addEventListener("overview", (event) => { overview = JSON.parse(event.data); showOverview(); });
+  events.addEventListener("members", (event) => { membersView = JSON.parse(event.data); showMembers(); });
+  events.addEventListener("error", async () => {
+    let trouble = "the node does not answer: it has left, or was stopped";
+    try {
+      const response = await fetch("api/overview", { headers: { Authorization: `Bearer ${token}` } });
+      if (!response.ok) trouble = (await response.json()).error;
+    } catch { /* it does not answer */ }
+    byId("headline").textContent = trouble;
+    byId("headline").className = "trouble";
+  });
+}
+
+if (isPublic) {
+  reload();
+  setInterval(reload, RELOAD_SECONDS * 1000);
+} else listen();

@@ -72,7 +72,7 @@ async def test_the_overview_says_what_the_status_says(tmp_path: Path) -> None:
     assert overview["headline"]["level"] == "well"
     rows = {row["label"]: (row["value"], row["emphasis"]) for row in overview["rows"]}
     assert rows["doing"] == ("training for 3.0 s: inner steps of round 7", "good")
-    assert rows["the run"][0].startswith("3 live, 1 gone")
+    assert overview["summary"].startswith("3 live, 1 gone")
     assert "warning" not in rows
     assert overview["status"]["peer_id"] == ALICE
     assert overview["status"]["members"] == []

@@ -23,13 +23,17 @@ def in_round(round_index: int, alices: str = "", bobs: str = "", loss: float = 2
     return msgspec.structs.replace(STATUS, members=[member(ALICE, alices), member(BOB, bobs)])
 
 
+def observe(history: RunHistory, status: NodeStatus, now: float) -> None:
+    history.observe(status.run, status.members, status.validation, now)
+
+
 def test_a_meeting_is_seen_once_though_both_tell_of_it() -> None:
     history = RunHistory()
-    history.observe(in_round(1), NOW)
-    history.observe(in_round(2, alices=BOB), NOW + 1)
-    history.observe(in_round(2, alices=BOB, bobs=ALICE), NOW + 2)
-    history.observe(in_round(3, alices=BOB, bobs=ALICE), NOW + 3)
-    history.observe(in_round(4), NOW + 4)
+    observe(history, in_round(1), NOW)
+    observe(history, in_round(2, alices=BOB), NOW + 1)
+    observe(history, in_round(2, alices=BOB, bobs=ALICE), NOW + 2)
+    observe(history, in_round(3, alices=BOB, bobs=ALICE), NOW + 3)
+    observe(history, in_round(4), NOW + 4)
 
     assert [(meeting.round, meeting.at) for meeting in history.meetings] == [(2, NOW + 1), (3, NOW + 3)]
     assert {history.meetings[0].one, history.meetings[0].other} == {ALICE, BOB}
@@ -37,14 +41,14 @@ def test_a_meeting_is_seen_once_though_both_tell_of_it() -> None:
 
 def test_what_a_node_did_before_it_was_seen_is_no_meeting_of_now() -> None:
     history = RunHistory()
-    history.observe(in_round(7, alices=BOB, bobs=ALICE), NOW)
+    observe(history, in_round(7, alices=BOB, bobs=ALICE), NOW)
     assert not history.meetings
 
 
 def test_curves_are_of_every_live_node_and_of_the_run() -> None:
     history = RunHistory()
     for round_index in range(5):
-        history.observe(in_round(round_index, loss=5.0 - round_index), NOW + round_index)
+        observe(history, in_round(round_index, loss=5.0 - round_index), NOW + round_index)
 
     assert history.losses[BOB].points == [(r, 5.0 - r) for r in range(5)]
     assert [x for x, _ in history.mean_loss.points] == [NOW + r for r in range(5)]
@@ -58,7 +62,7 @@ def test_newcomers_are_seen_though_thousands_came_before(monkeypatch: pytest.Mon
         members = [msgspec.structs.replace(one, peer_id=f"{generation}{number}") for number in range(3)]
         for round_index in (1, 2):
             now = [msgspec.structs.replace(each, round=round_index, last_partner=BOB) for each in members]
-            history.observe(msgspec.structs.replace(STATUS, members=now), NOW)
+            observe(history, msgspec.structs.replace(STATUS, members=now), NOW)
         assert set(history.losses) == {f"{generation}0", f"{generation}1"}
         assert history.meetings[-1].one == f"{generation}1"
 
