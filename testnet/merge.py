@@ -32,9 +32,9 @@ def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path
     """
     torch.set_num_threads(1)
     replica = build_learner(manifest, run_id=run_id, author=bytes(32), device="cpu")
-    spread = merge_checkpoints(checkpoints, replica.layout, run_id, out)
+    spread = merge_checkpoints(checkpoints, replica.checkpoint.layout, run_id, out)
     loss_start = replica.evaluate(VALIDATION_BATCHES)
-    replica.load(out)
+    replica.checkpoint.load(out)
     loss = replica.evaluate(VALIDATION_BATCHES)
     bits_start, bits = (replica.bits_per_byte(each, VALIDATION_BATCHES) for each in (loss_start, loss))
     return Merged(loss_start, loss, spread, bits_start, bits)

@@ -15,19 +15,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from torch import nn
 
 from farandole.protocol.run.manifest import Manifest, decode_body
 from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.trainer.trainer_messages import Dismiss, Failed, Prepare
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import TrainingError, UnfitWeightsError
-from farandole.training.cluster.external import INTERRUPT_SECONDS, ExternalEngine, LoopEnded, Measure, Turns
-from farandole.training.cluster.ranks import ALONE, Order, Ranks
+from farandole.training.cluster.external import INTERRUPT_SECONDS, ExternalEngine, Loop, LoopEnded, Turns
+from farandole.training.cluster.ranks import Order
 
 from ..base.system.unix_socket import connect
 from ..trainer.channel import TrainerSocket
@@ -60,19 +57,6 @@ if hasattr(os, "register_at_fork"):
 
 class NodeError(FarandoleError):
     """The node is gone, or refuses this loop; the message says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """The parts of a user's loop."""
-
-    model: nn.Module
-    recipe: str = ""
-    evaluate: Measure | None = None
-    tokens_per_byte: float | None = None
-    """Of the text that ``evaluate`` measures; None: not known."""
-    tokens_per_step: int | None = None
-    ranks: Ranks = ALONE
 
 
 class Attachment:
@@ -163,12 +147,12 @@ class Attachment:
     @property
     def round(self) -> int:
         """Outer steps taken."""
-        return 0 if self.engine is None else self.engine.round
+        return 0 if self.engine is None else self.engine.totals.round
 
     @property
     def tokens(self) -> int:
         """Tokens trained on."""
-        return 0 if self.engine is None else self.engine.tokens
+        return 0 if self.engine is None else self.engine.totals.tokens
 
     def report(self, loss: float) -> None:
         """Show the loss of a step."""
@@ -276,14 +260,6 @@ class Attachment:
         if external is not None and loop.recipe and external.recipe != recipe_hash(loop.recipe):
             raise TrainingError("the recipe differs from the one that the run was made with: ask its creator")
         self.engine = ExternalEngine(
-            loop.model,
-            manifest,
-            self.turns,
-            run_id=prepare.run_id,
-            evaluate=loop.evaluate,
-            tokens_per_byte=loop.tokens_per_byte,
-            tokens_per_step=loop.tokens_per_step,
-            ranks=loop.ranks,
-            allowed_models=prepare.allowed_models,
+            loop, manifest, self.turns, run_id=prepare.run_id, allowed_models=prepare.allowed_models
         )
         return TrainerProcess(channel, prepare, manifest, self.engine)

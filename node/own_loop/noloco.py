@@ -15,13 +15,14 @@ from torch import nn
 from farandole.protocol.run.invite import decode_invite, is_invite
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.wire.errors import ManifestError
+from farandole.training.cluster.external import Loop
 from farandole.training.cluster.ranks import Follower, open_ranks
 
 from ..base.control import call
 from ..base.settings import NodeSettings, default_home
 from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import MANIFEST_NAME
-from .attachment import Attachment, Loop, NodeError
+from .attachment import Attachment, NodeError
 from .child_node import ChildNode, await_node, run_of_node
 from .create import start_of
 

@@ -28,8 +28,7 @@ from .folder import KEPT, CheckpointFolder, index_of
 if TYPE_CHECKING:
     from farandole.training.engine.blocks import Content
     from farandole.training.engine.checkpoint import Counters
-    from farandole.training.engine.engine import Engine
-    from farandole.training.engine.snapshot import Snapshot
+    from farandole.training.engine.snapshot import Checkpoint, Snapshot
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -67,12 +66,12 @@ class Saver:
         self._newest = Saved(counters.round, counters.steps, counters.tokens, str(path), content.size, content.hashes)
         return self._newest
 
-    def save(self, source: Engine | Snapshot, note: str = "") -> None:
+    def save(self, source: Checkpoint | Snapshot, note: str = "") -> None:
         """Save now, in this thread, and report it with ``note``."""
         self.wait()
         self._report(msgspec.structs.replace(self._write(source), note=note))
 
-    def save_behind(self, source: Engine | Snapshot) -> None:
+    def save_behind(self, source: Checkpoint | Snapshot) -> None:
         """Save in a separate thread; ``source`` must not change until the report."""
         self.wait()
         self._writing = threading.Thread(target=self._work, args=(source,), name="checkpoint", daemon=True)
@@ -84,13 +83,13 @@ class Saver:
             self._writing.join()
             self._writing = None
 
-    def _work(self, source: Engine | Snapshot) -> None:
+    def _work(self, source: Checkpoint | Snapshot) -> None:
         lower_thread_priority(SAVING_NICENESS)
         saved = self._write(source)
         with contextlib.suppress(OSError):  # the mesh process is gone: the trainer notices that too, and ends
             self._report(saved)
 
-    def _write(self, source: Engine | Snapshot) -> Saved:
+    def _write(self, source: Checkpoint | Snapshot) -> Saved:
         counters, began_at = source.counters, time.monotonic()
         try:
             path = self._make_way(counters)
@@ -110,7 +109,7 @@ class Saver:
         index_of(path).unlink(missing_ok=True)
         return path
 
-    def _explain(self, error: Exception, source: Engine | Snapshot) -> str:
+    def _explain(self, error: Exception, source: Checkpoint | Snapshot) -> str:
         """Explain what is wrong, what is needed, and what to do."""
         folder, size = self._folder.path, f"{source.num_bytes / 1e6:,.1f} MB"
         reason, remedy = str(error) or repr(error), ""

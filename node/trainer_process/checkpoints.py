@@ -49,20 +49,20 @@ class Checkpoints:
         elif resumed is None:
             self._engine.begin_anew()
         with contextlib.suppress(OSError, ValueError), self._folder.histories.open("rb") as file:
-            self._engine.histories = Histories.decode(file.read(MAX_BYTES))
+            self._engine.round_end.histories = Histories.decode(file.read(MAX_BYTES))
         return resumed, problem
 
     def _adopt(self, fetched: Path, prepare: Prepare, manifest: Manifest) -> Saved:
         """Continue from a peer's checkpoint, unless it is worse than this node's own weights."""
         initial, own = self._known_standings(prepare, manifest)
         try:
-            content = self._engine.load(fetched)
+            content = self._engine.checkpoint.load(fetched)
             if reason := why_unfit(fitness_of(self._engine), initial, own):
                 raise CheckpointError(reason)
         except CheckpointError as error:
             fetched.unlink()
             raise UnfitWeightsError(f"a peer's weights are unfit: {error}") from error
-        return self._saver.adopt(fetched, content, self._engine.counters)
+        return self._saver.adopt(fetched, content, self._engine.checkpoint.counters)
 
     def _known_standings(self, prepare: Prepare, manifest: Manifest) -> tuple[Fitness, Fitness | None]:
         """Return the fitness of the run's initial weights, and of this node's own, if it has any."""
@@ -79,11 +79,11 @@ class Checkpoints:
         problems: list[str] = []
         for path in self._folder.files():
             try:
-                content = self._engine.load(path, known_hashes(path, self._engine.run_id))
+                content = self._engine.checkpoint.load(path, known_hashes(path, self._engine.checkpoint.run_id))
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
-            return self._saver.note(path, content, self._engine.counters), "; ".join(problems)
+            return self._saver.note(path, content, self._engine.checkpoint.counters), "; ".join(problems)
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self._folder.path} can be loaded ({'; '.join(problems)}). Restore them, or "
@@ -93,7 +93,7 @@ class Checkpoints:
 
     def _start_from(self, path: Path, steps: int, tokens: int) -> None:
         try:
-            self._engine.start_from(path, steps, tokens)
+            self._engine.checkpoint.start_from(path, steps, tokens)
         except CheckpointError as error:
             with contextlib.suppress(OSError):
                 path.unlink()  # its bytes were right once: they are right again after another download
@@ -105,22 +105,22 @@ class Checkpoints:
     def save(self, *, is_last: bool) -> None:
         """Save a checkpoint; a full disk or a failed fsync causes a warning and does not stop training."""
         self._save_histories()
-        engine, newest = self._engine, self._saver.newest
-        if newest is not None and engine.is_in(newest.round, newest.inner_steps):
+        checkpoint, newest = self._engine.checkpoint, self._saver.newest
+        if newest is not None and checkpoint.is_in(newest.round, newest.inner_steps):
             self._report(newest)
         elif is_last:
-            self._saver.save(engine)
+            self._saver.save(checkpoint)
         else:
             try:
-                snapshot = engine.snapshot()
+                snapshot = checkpoint.snapshot()
             except MemoryError as error:
-                self._saver.save(engine, f"there is no memory for a snapshot ({error}): training waited for the save")
+                self._saver.save(checkpoint, f"no memory for a snapshot ({error}): training waited for the save")
             else:
                 self._saver.save_behind(snapshot)
 
     def _save_histories(self) -> None:
         """Save the histories; a disk error is ignored, because the checkpoint's own save reports it."""
-        if encoded := self._engine.histories.encode():
+        if encoded := self._engine.round_end.histories.encode():
             with contextlib.suppress(OSError):
                 self._folder.path.mkdir(parents=True, exist_ok=True)
                 with replacing(self._folder.histories) as file:

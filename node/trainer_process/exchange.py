@@ -4,9 +4,9 @@ A contribution is sent while it is encoded, and the partner's is decoded while i
 counters in the memory that both processes share (`farandole.node.base.system.memory.SharedCounter`). A count of an
 earlier exchange is ignored: each exchange has a number of its own, the counter's epoch.
 
-If the engine supports it, a side thread does this work while the next round's inner steps are taken. On a GPU it
-encodes, on a stream of its own; if averaging is done in the host's memory, it also judges and averages. Calls that must
-come between two inner steps are handed over (`farandole.training.engine.between_steps.BetweenSteps`).
+If `RoundEnd.aside` allows it, a side thread does this work while the next round's inner steps are taken
+(`farandole.training.outer.side_thread`). On a GPU it encodes, on a stream of its own; if averaging is done in the
+host's memory, it also judges and averages.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from functools import partial
 import msgspec
 
 from farandole.protocol.trainer import trainer_messages as messages
-from farandole.training.engine.between_steps import BetweenSteps
-from farandole.training.engine.engine import Engine
+from farandole.training.outer.round_end import Aside, RoundEnd
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
-from .side_thread import SideThread
 
 _draw = random.SystemRandom().random
 
 
 class EngineExchange:
-    """The exchanges of one engine, one after the other. ``report`` may be called from another thread.
+    """The exchanges of one replica, one after the other. ``report`` may be called from another thread.
 
     All calls come from the thread that takes inner steps.
     """
@@ -37,18 +35,19 @@ class EngineExchange:
     def __init__(
         self,
         prepare: messages.Prepare,
-        engine: Engine,
+        round_end: RoundEnd,
         report: Callable[[messages.Report], None],
         draw: Callable[[], float] = _draw,
     ) -> None:
         self._digest = b""
         self._author = prepare.author
-        self._engine = engine
+        self._round_end = round_end
+        self.side_thread = round_end.side_thread
         self._report = report
         self._draw = draw
         self._chance = 1.0  # of the newest contribution's exchange
         self._is_suspected = self._is_near = False  # the partner that was screened last
-        size = counted_size(engine.contribution_bytes)
+        size = counted_size(round_end.contribution_bytes)
         outgoing, incoming = (map_shared_memory(place, size) for place in (prepare.outgoing, prepare.incoming))
         self._outgoing, self._incoming = memoryview(outgoing), memoryview(incoming)
         self._encoded, self._arrived = SharedCounter(outgoing), SharedCounter(incoming)
@@ -57,10 +56,8 @@ class EngineExchange:
         self._takes_steps = True
         self.claim = 0
         """The tokens that the newest contribution's offer claims."""
-        engine.between_steps = BetweenSteps()
-        self.side_thread = SideThread(engine.between_steps)
         for memory in (self._outgoing, self._incoming):
-            engine.pin(memory)
+            round_end.pin(memory)
 
     def contribute(self, round_index: int, fragment: int, *, takes_steps: bool) -> int:
         """Freeze the round's contribution; returns its size in bytes. `encode` comes next.
@@ -69,19 +66,23 @@ class EngineExchange:
         partner claims: it could claim any number, and get a larger share than this node.
         """
         self.side_thread.settle()
-        self._size = self._engine.contribution(fragment)
+        self._size = self._round_end.contribution(fragment)
         self._chance = self._draw()
-        self._takes_steps, self.claim = takes_steps, self._engine.claim(takes_steps=takes_steps)
+        self._takes_steps, self.claim = takes_steps, self._round_end.claim(takes_steps=takes_steps)
         self._encoded.store(round_index, 0)
         self._taken = self._arrived.read()  # an earlier exchange's count, which is void
         return self._size
 
     def encode(self, round_index: int) -> None:
         """Encode the contribution, while the mesh process sends the encoded part; report `Encoded`."""
-        self.side_thread.do(partial(self._encode, round_index), is_aside=self._engine.encodes_aside)
+        self._do(partial(self._encode, round_index), Aside.ENCODING)
+
+    def _do(self, work: Callable[[], None], needed: Aside) -> None:
+        """Do work in the side thread, if at least this is done there, or now."""
+        self.side_thread.do(work, is_aside=self._round_end.aside >= needed)
 
     def _encode(self, round_index: int) -> None:
-        self._digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
+        self._digest = self._round_end.encode(self._outgoing, partial(self._encoded.store, round_index))
         self._report(messages.Encoded(round_index, self._digest))
 
     def digest(self) -> bytes:
@@ -97,31 +98,29 @@ class EngineExchange:
         self.side_thread.look()
         arrived = self._arrived.read()
         if arrived != self._taken and not self.side_thread.is_busy:
-            self.side_thread.do(
-                partial(self._take_in, self._size, arrived, self._taken), is_aside=self._engine.averages_aside
-            )
+            self._do(partial(self._take_in, self._size, arrived, self._taken), Aside.ALL)
             self._taken = arrived
 
     def _take_in(self, size: int, arrived: Count, taken: Count) -> None:
         self._forget_earlier(arrived, taken)
-        self._engine.take_in(self._incoming[:size], arrived.value)
+        self._round_end.take_in(self._incoming[:size], arrived.value)
 
     def _forget_earlier(self, arrived: Count, taken: Count) -> None:
         """Discard the decoded part of an earlier exchange than that of what has ``arrived``."""
         if arrived.epoch != taken.epoch:
-            self._engine.take_in(self._incoming, 0)
+            self._round_end.take_in(self._incoming, 0)
 
     def screen(self, command: messages.Screen) -> None:
         """Judge the partner's contribution; report `Screened`."""
         arrived = Count(command.number % MAX_EPOCHS, command.size)
-        self.side_thread.do(partial(self._screen, command, arrived, self._taken), is_aside=self._engine.averages_aside)
+        self._do(partial(self._screen, command, arrived, self._taken), Aside.ALL)
         self._taken = arrived
 
     def _screen(self, command: messages.Screen, arrived: Count, taken: Count) -> None:
         self._forget_earlier(arrived, taken)
         self._is_suspected, self._is_near = command.is_suspected, command.is_near
         encounter = self._encounter(command.partner, command.partner_tokens)
-        verdict = self._engine.screen(self._incoming[: command.size], encounter)
+        verdict = self._round_end.screen(self._incoming[: command.size], encounter)
         if isinstance(verdict, Refuse):
             judged = messages.Screened(verdict.reason, command.number, clip=0.0)
         else:
@@ -130,13 +129,13 @@ class EngineExchange:
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
         """Take the outer step with the partner's contribution, or alone; report `OuterStepTaken`."""
-        self.side_thread.do(partial(self._take_outer_step, command), is_aside=self._engine.averages_aside)
+        self._do(partial(self._take_outer_step, command), Aside.ALL)
 
     def _take_outer_step(self, command: messages.TakeOuterStep) -> None:
         partner = self._incoming[: command.partner_size] if command.partner_size else None
         encounter = self._encounter(command.partner, command.partner_tokens)
         # Both partners must add in one order, so that they round alike: the lesser key comes first.
-        late = self._engine.apply(partner, encounter, own_first=self._author < command.partner)
+        late = self._round_end.apply(partner, encounter, own_first=self._author < command.partner)
         self._report(messages.OuterStepTaken(command.round, late))
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:

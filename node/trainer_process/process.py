@@ -137,24 +137,24 @@ class TrainerProcess:
         self._round = _Round(messages.Train(0, 0), 0, 0, 0.0, 0.0, 0.0)
         self._checkpoints = Checkpoints(prepare, engine, channel.send)
         resumed, problem = self._checkpoints.begin(prepare, manifest)
-        self._exchange = EngineExchange(prepare, engine, channel.send)
+        self._exchange = EngineExchange(prepare, engine.round_end, channel.send)
         self._recorder = recorder_of(prepare, manifest, engine, channel.send)
         channel.send(
             messages.Prepared(
                 device=engine.device.description,
-                num_parameters=engine.layout.num_elements,
-                contribution_bytes=engine.contribution_bytes,
-                layout=engine.layout.hash,
-                round=engine.round,
-                inner_steps=engine.steps,
-                tokens=engine.tokens,
+                num_parameters=engine.checkpoint.layout.num_elements,
+                contribution_bytes=engine.round_end.contribution_bytes,
+                layout=engine.checkpoint.layout.hash,
+                round=engine.totals.round,
+                inner_steps=engine.totals.steps,
+                tokens=engine.totals.tokens,
                 activation_bytes=engine.activation_bytes,
                 num_slices=0 if engine.slices is None else engine.slices.num_slices,
                 corpus=b"" if engine.slices is None else engine.slices.corpus,
                 resumed=resumed,
                 problem=problem,
                 has_loss=engine.measures_loss,
-                begun_at=engine.begun_at,
+                begun_at=engine.checkpoint.counters.begun_at,
                 pid=os.getpid(),
             )
         )
@@ -167,7 +167,7 @@ class TrainerProcess:
         """Wait for the next new command; postponed ones are skipped."""
         while True:
             self._exchange.take_in()
-            does_wait = self._engine.awaits_outer_step or self._exchange.side_thread.is_busy
+            does_wait = self._engine.round_end.awaits_outer_step or self._exchange.side_thread.is_busy
             command = self._channel.poll(LOOK_INTERVAL if does_wait else None)
             if command is not None:
                 return command
@@ -211,14 +211,14 @@ class TrainerProcess:
 
     def _train(self, command: messages.Train) -> None:
         engine, pace = self._engine, self._pace
-        if not engine.awaits_outer_step:
-            if command.round > engine.round and not self._has_trained:
+        if not engine.round_end.awaits_outer_step:
+            if command.round > engine.totals.round and not self._has_trained:
                 engine.catch_up(command.round, 0 if self._manifest.start is None else self._manifest.start.inner_steps)
-            engine.round = command.round
+            engine.totals.round = command.round
         self._has_trained = True
         now = time.monotonic()
         pace.begin()
-        self._round = begun = _Round(command, engine.steps, engine.tokens, pace.busy_seconds, now, now)
+        self._round = begun = _Round(command, engine.totals.steps, engine.totals.tokens, pace.busy_seconds, now, now)
         if self._recorder is not None:
             self._recorder.begin()
         loss = None
@@ -227,22 +227,22 @@ class TrainerProcess:
             loss = engine.mean_loss()
             self._report_slices()
         seconds = time.monotonic() - begun.began_at
-        while engine.awaits_outer_step:
+        while engine.round_end.awaits_outer_step:
             self._exchange.take_in()  # which may end the waiting
-            if engine.awaits_outer_step and (urgent := self._channel.poll(LOOK_INTERVAL)) is not None:
+            if engine.round_end.awaits_outer_step and (urgent := self._channel.poll(LOOK_INTERVAL)) is not None:
                 self._obey(urgent)
-        engine.round = command.round
+        engine.totals.round = command.round
         size = self._exchange.contribute(command.round, self._fragment, takes_steps=command.takes_steps)
         skipped_before, self._num_skipped = self._num_skipped, engine.num_skipped
         self._channel.send(
             messages.Contributed(
                 round=command.round,
                 size=size,
-                tokens_this_round=engine.tokens_contributed,
+                tokens_this_round=engine.round_end.tokens_contributed,
                 tokens_claimed=self._exchange.claim,
-                inner_steps_this_round=engine.steps - begun.steps,
-                inner_steps=engine.steps,
-                tokens=engine.tokens,
+                inner_steps_this_round=engine.totals.steps - begun.steps,
+                inner_steps=engine.totals.steps,
+                tokens=engine.totals.tokens,
                 loss=loss,
                 seconds=seconds,
                 fragment=self._fragment,
@@ -293,7 +293,7 @@ class TrainerProcess:
             self._pace.end_pause()
             if is_over:
                 return True
-            if self._engine.steps - self._round.steps == self._round.command.max_steps:
+            if self._engine.totals.steps - self._round.steps == self._round.command.max_steps:
                 return True
         if self._engine.is_idle:
             self._report_slices()
@@ -342,8 +342,8 @@ class TrainerProcess:
                 self.handle(command)
             case messages.DrawSlices() | messages.Ping() | messages.Save():  # inner steps do not touch the slow weights
                 self.handle(command)
-            case messages.Screen() | messages.TakeOuterStep() if self._engine.awaits_outer_step:  # of the round before
-                self.handle(command)
+            case messages.Screen() | messages.TakeOuterStep() if self._engine.round_end.awaits_outer_step:
+                self.handle(command)  # it is for the round before
             case messages.Stop() | messages.Dismiss():
                 raise StopAsked(command)
             case _:
@@ -360,11 +360,11 @@ class TrainerProcess:
         self._channel.send(
             messages.Progress(
                 round=begun.command.round,
-                inner_steps=engine.steps,
-                inner_steps_this_round=engine.steps - begun.steps,
-                tokens=engine.tokens,
+                inner_steps=engine.totals.steps,
+                inner_steps_this_round=engine.totals.steps - begun.steps,
+                tokens=engine.totals.tokens,
                 loss=engine.mean_loss(),
-                tokens_per_second=(engine.tokens - begun.tokens) / (now - begun.began_at),
+                tokens_per_second=(engine.totals.tokens - begun.tokens) / (now - begun.began_at),
                 device_memory=engine.device.memory(),
             )
         )
@@ -380,7 +380,7 @@ class TrainerProcess:
         try:
             loss = self._engine.evaluate(num_batches)
             bits = self._engine.bits_per_byte(loss, num_batches)
-            validated = messages.Validated(self._engine.round, loss, bits_per_byte=bits)
+            validated = messages.Validated(self._engine.totals.round, loss, bits_per_byte=bits)
         except DataError as error:
-            validated = messages.Validated(self._engine.round, 0.0, f"no validation: {error}")
+            validated = messages.Validated(self._engine.totals.round, 0.0, f"no validation: {error}")
         self._channel.send(validated)

@@ -53,11 +53,11 @@ class Recorder:
         """Record the start of a round, before its inner steps."""
         self.wait()
         try:
-            snapshot = self._learner.start()
+            snapshot = self._learner.checkpoint.start()
         except MemoryError:
             self._start = None
             return
-        self._begun_at = self._learner.begun_at
+        self._begun_at = self._learner.replica.optimizer.begun_at
         self._work = self._thread.submit(self._write, snapshot)
 
     def wait(self) -> None:
@@ -86,16 +86,16 @@ class Recorder:
 
     def _tell(self, round_index: int, fragment: int, contribution: bytes) -> None:
         learner, start = self._learner, self._start
-        if start is None or start.round != round_index or learner.steps == start.inner_steps:
+        if start is None or start.round != round_index or learner.totals.steps == start.inner_steps:
             return
         recorded = Recorded(
             round=round_index,
             first_step=start.inner_steps,
-            steps=learner.steps - start.inner_steps,
+            steps=learner.totals.steps - start.inner_steps,
             begun_at=self._begun_at,
             microbatch=learner.microbatch_size,
             fragment=fragment,
-            end=learner.optimizer_digest(),
+            end=learner.replica.optimizer.digest(),
             contribution=contribution,
             corpus=learner.sampler.corpus or bytes(CORPUS_BYTES),
             build=self._build,

@@ -154,7 +154,7 @@ def trainer(
         recomputes=recomputes,
     )
 
-    return MeasuredLoop(learner.learn, learner.contribution)
+    return MeasuredLoop(learner.learn, learner.round_end.contribution)
 
 
 @torch.no_grad()

@@ -317,7 +317,7 @@ def play_hivemind(
 def measured(manifest: Manifest, samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with their losses on held-out text, in nats a token."""
     learner = build_learner(manifest, run_id=bytes(32), author=bytes(32), device="cpu")
-    weights = dict(learner.module.named_parameters())
+    weights = dict(learner.replica.module.named_parameters())
     found = []
     for sample in samples:
         saved = load_file(sample.weights)

@@ -38,10 +38,13 @@ class RoundEndTrainer:
         self._learner = build_learner(manifest_from_dict(manifest), run_id=RUN_ID, author=bytes(32), device=device)
         self._path = Path(path)
         self._learner.learn()
-        self._outgoing, self._incoming = (bytearray(self._learner.contribution_bytes) for _ in range(2))
+        self._outgoing, self._incoming = (bytearray(self._learner.round_end.contribution_bytes) for _ in range(2))
         for memory in (self._outgoing, self._incoming):
-            self._learner.pin(memoryview(memory))
-        return {"num_parameters": self._learner.layout.num_elements, "device": self._learner.device.description}
+            self._learner.round_end.pin(memoryview(memory))
+        return {
+            "num_parameters": self._learner.checkpoint.layout.num_elements,
+            "device": self._learner.device.description,
+        }
 
     def play(self) -> dict[str, Any]:
         """End a round with a partner whose contribution equals this one; return each part's seconds, and the memory."""
@@ -52,12 +55,12 @@ class RoundEndTrainer:
         incoming = memoryview(self._incoming)[:size]
         with self._timing("copy"):
             incoming[:] = memoryview(self._outgoing)[:size]
-        self._time("decode", lambda: learner.take_in(incoming, size))
-        self._time("judge", lambda: learner.screen(incoming, _PARTNER))
-        self._time("outer step", lambda: learner.apply(incoming, _PARTNER))
-        saved = self._time("save", lambda: learner.save(self._path))
-        self._time("load", lambda: learner.load(self._path, saved.hashes))
-        weights = learner.theta.cpu()
+        self._time("decode", lambda: learner.round_end.take_in(incoming, size))
+        self._time("judge", lambda: learner.round_end.screen(incoming, _PARTNER))
+        self._time("outer step", lambda: learner.round_end.apply(incoming, _PARTNER))
+        saved = self._time("save", lambda: learner.checkpoint.save(self._path))
+        self._time("load", lambda: learner.checkpoint.load(self._path, saved.hashes))
+        weights = learner.round_end.weights.flat.cpu()
         other = torch.empty_like(weights)
         other.fill_(0.0)  # its pages are mapped before the copy is timed
         self._time("copy of the weights", lambda: other.copy_(weights))
@@ -70,8 +73,8 @@ class RoundEndTrainer:
         }
 
     def _encode(self) -> int:
-        size = self._learner.contribution()
-        self._learner.encode(memoryview(self._outgoing)[:size])
+        size = self._learner.round_end.contribution()
+        self._learner.round_end.encode(memoryview(self._outgoing)[:size])
         return size
 
     def _time(self, part: str, call: Callable[[], Result]) -> Result:

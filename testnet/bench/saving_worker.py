@@ -48,13 +48,16 @@ class SavingTrainer:
         self._saver = Saver(self._folder, lambda saved: self._reports.append((time.monotonic(), saved)))
         self._save = {
             "none": lambda: None,
-            "behind": lambda: self._saver.save_behind(self._learner.snapshot()),
-            "in place": lambda: self._saver.save(self._learner),
+            "behind": lambda: self._saver.save_behind(self._learner.checkpoint.snapshot()),
+            "in place": lambda: self._saver.save(self._learner.checkpoint),
             "torch": self._torch_save,
         }[way]
         self._take_step()  # one-time allocations happen here
         self._meter = UsageMeter([])
-        return {"num_parameters": self._learner.layout.num_elements, "device": self._learner.device.description}
+        return {
+            "num_parameters": self._learner.checkpoint.layout.num_elements,
+            "device": self._learner.device.description,
+        }
 
     def play(self, steps: int) -> dict[str, Any]:
         """Run a round (a save, inner steps, an outer step); return its duration and the save's, until durable."""
@@ -65,7 +68,7 @@ class SavingTrainer:
             held = time.monotonic() - began_at
             for _ in range(steps):
                 self._take_step()
-            self._learner.apply(None)
+            self._learner.round_end.apply(None)
             self._synchronize()
             seconds = time.monotonic() - began_at
             self._saver.wait()
@@ -87,11 +90,11 @@ class SavingTrainer:
     def _torch_save(self) -> None:
         temporary, path = self._folder.path / "torch.tmp", self._folder.path / "torch"
         with temporary.open("wb") as file:
-            torch.save(self._learner.vectors(), file)
+            torch.save(self._learner.checkpoint.vectors(), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_folder(self._folder.path)
-        counters = self._learner.counters
+        counters = self._learner.checkpoint.counters
         saved = Saved(counters.round, counters.steps, counters.tokens, str(path), path.stat().st_size)
         self._reports.append((time.monotonic(), saved))

@@ -114,8 +114,8 @@ class _Member:
         self.learner: Learner = build_learner(run.manifest, run_id=run_id, author=self.key, device="cpu")
         if self.is_hostile:
             self.learner.loss = POISONS.get(run.attack, self.learner.loss)
-        self.initial = self.learner.slow_weights()
-        self.memory = bytearray(self.learner.contribution_bytes)
+        self.initial = self.learner.round_end.slow_weights()
+        self.memory = bytearray(self.learner.round_end.contribution_bytes)
         self.contribution = b""
         self.sent: Tensor = self.initial  # (n,), before the codec
         self.chance = 1.0
@@ -130,7 +130,7 @@ class _Member:
             self.learner.learn()
 
     def contribute(self, fragment: int) -> None:
-        size, _ = self.learner.contribute(self.memory, fragment)
+        size, _ = self.learner.round_end.contribute(self.memory, fragment)
         self.contribution = bytes(memoryview(self.memory)[:size])
 
     def suspects_as_told(self, others: Sequence[_Member]) -> Suspects:
@@ -172,7 +172,7 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
         num_partners = run.manifest.rounds.partners
         for meeting in range(round_index * num_partners, (round_index + 1) * num_partners):
             for member in present:
-                member.sent = member.learner.fast_weights()
+                member.sent = member.learner.round_end.fast_weights()
                 member.chance = rng.random()
                 member.contribute(round_index % run.manifest.outer.fragments)
             meet_ended = partial(_meet_all, run, members, present, meeting, rng, generator, outcome)
@@ -183,12 +183,12 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
     meet_ended()
     learners = [member.learner for member in members if not member.is_hostile]
     outcome.losses = [learner.evaluate(VALIDATION_BATCHES) for learner in learners]
-    slow = [learner.slow_weights() for learner in learners]
+    slow = [learner.round_end.slow_weights() for learner in learners]
     pairs = itertools.combinations(slow, 2)
     apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
     outcome.spread = max(apart, default=0.0)
     outcome.triggered = fmean(_triggered(learner) for learner in learners)
-    learners[0].theta.copy_(torch.stack(slow).mean(0))
+    learners[0].round_end.weights.flat.copy_(torch.stack(slow).mean(0))
     outcome.merged = learners[0].evaluate(VALIDATION_BATCHES)
     return outcome
 
@@ -221,20 +221,20 @@ def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index:
         joins_at, path = run.joining_round(index), folder / str(index)
         if joins_at and round_index == max(joins_at - run.lag, 0):
             whole = folder / f"{index} with means"
-            members[index % (run.honest - run.newcomers)].learner.save(whole)
+            members[index % (run.honest - run.newcomers)].learner.checkpoint.save(whole)
             with safe_open(whole, framework="pt") as file:
                 metadata = file.metadata()
             tensors = load_file(whole).items()
             kept = {name: tensor for name, tensor in tensors if name.partition("/")[0] not in OPTIMIZER_VECTORS}
             save_file(kept, path, metadata)
         if 0 < round_index == joins_at:
-            members[index].learner.load(path)
+            members[index].learner.checkpoint.load(path)
             if run.lag:
                 members[index].learner.catch_up(round_index * run.manifest.rounds.partners)
 
 
 def _triggered(learner: Learner) -> float:
-    return trigger_success(learner.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
+    return trigger_success(learner.replica.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
 
 
 def _pairs(members: list[_Member], round_index: int, far_every: int, rng: random.Random) -> Iterator[list[_Member]]:
@@ -272,10 +272,13 @@ def _meet(
     outcome: HostileOutcome,
 ) -> None:
     if len(pair) == 1:
-        pair[0].learner.apply(None)
+        pair[0].learner.round_end.apply(None)
         return
     takes_steps = run.manifest.rounds.takes_steps(round_index)
-    claims = [run.claimed_tokens if each.is_hostile else each.learner.claim(takes_steps=takes_steps) for each in pair]
+    claims = [
+        run.claimed_tokens if each.is_hostile else each.learner.round_end.claim(takes_steps=takes_steps)
+        for each in pair
+    ]
     tokens = claims if takes_steps else [min(claim, 1) for claim in claims]  # as in a trainer
     sent = [each.contribution for each in pair]
     for index, member in enumerate(pair):
@@ -290,7 +293,7 @@ def _meet(
         encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected, is_near))
         if member.is_hostile:
             continue
-        verdict = member.learner.screen(sent[1 - index], encounters[index])
+        verdict = member.learner.round_end.screen(sent[1 - index], encounters[index])
         member.suspects.note(other.key, is_suspect=verdict.is_suspect)
         is_refused = isinstance(verdict, Refuse)
         clip = 0.0 if isinstance(verdict, Refuse) else verdict.clip
@@ -312,9 +315,11 @@ def _meet(
         else:
             member.backoff.note_failure(pair[1 - index].key, round_index)
         try:
-            member.learner.apply(sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0)
+            member.learner.round_end.apply(
+                sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0
+            )
         except ScreeningError:  # a hostile member's: the honest were asked before
-            member.learner.apply(None)
+            member.learner.round_end.apply(None)
 
 
 def _is_suspected(member: _Member, peer: _Member, members: Sequence[_Member]) -> bool:
@@ -325,6 +330,6 @@ def _is_suspected(member: _Member, peer: _Member, members: Sequence[_Member]) ->
 def _forge(
     run: HostileRun, member: _Member, victim: _Member, honest: list[Tensor], generator: torch.Generator
 ) -> bytes:
-    slow = member.learner.slow_weights()
+    slow = member.learner.round_end.slow_weights()
     view = AttackView(member.sent, slow, member.initial, victim.sent, honest, generator)
     return forge(ATTACKS[run.attack](view), form_of(run.manifest.outer.codec))

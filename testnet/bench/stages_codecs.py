@@ -139,7 +139,9 @@ class Stages:
         """Return the loss of the whole model that the stages form, without codecs."""
         whole = build_model(self._model, 0)
         weights = {
-            name: view for worker in self._workers for name, view in worker.layout.views(worker.fast_weights()).items()
+            name: view
+            for worker in self._workers
+            for name, view in worker.checkpoint.layout.views(worker.round_end.fast_weights()).items()
         }
         whole.load_state_dict(weights)
         batches = (torch.as_tensor(self._sampler.held_out_batch(index)) for index in range(VALIDATION_BATCHES))

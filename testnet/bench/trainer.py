@@ -80,8 +80,8 @@ class BenchTrainer:
         device = choose_device("cpu")
         recipe = Recipe(outer=outer, screening=GuardConfig() if is_guarded else SimilarityConfig())
         self._replica = Replica(module, recipe, run_id=bytes(32), device=device)
-        self._replica.vectors()[SLOW].copy_(self._common)
-        self._replica.count_step(1)  # the guard's yardstick is what inner steps have moved
+        self._replica.checkpoint.vectors()[SLOW].copy_(self._common)
+        self._replica.round_end.count_step(1)  # the guard's yardstick is what inner steps have moved
         return {}
 
     def take_round(self, is_first: bool) -> dict[str, Any]:
@@ -92,25 +92,25 @@ class BenchTrainer:
         encoded, arrived = SharedCounter(self._outgoing), SharedCounter(self._incoming)
         encoded.store(0, 0)
         taken = arrived.read()
-        channel.send(messages.Contributed(0, replica.contribution_bytes, 1, 1, 1, 1, 1, 0.0, 0.0, 0, 1.0))
+        channel.send(messages.Contributed(0, replica.round_end.contribution_bytes, 1, 1, 1, 1, 1, 0.0, 0.0, 0, 1.0))
 
-        size, digest = replica.contribute(self._outgoing, progress=partial(encoded.store, 0))
+        size, digest = replica.round_end.contribute(self._outgoing, progress=partial(encoded.store, 0))
         channel.send(messages.Encoded(0, digest))
         while True:
             if (now := arrived.read()) != taken:
                 taken = now
-                replica.take_in(self._incoming[:size], now.value)
+                replica.round_end.take_in(self._incoming[:size], now.value)
             match channel.poll(LOOK_INTERVAL):
                 case messages.Screen():
-                    verdict = replica.screen(self._incoming[:size])
+                    verdict = replica.round_end.screen(self._incoming[:size])
                     channel.send(messages.Screened(verdict.reason if isinstance(verdict, Refuse) else ""))
                 case messages.TakeOuterStep():
                     averaging_at = time.monotonic()
-                    replica.apply(self._incoming[:size], own_first=is_first)
+                    replica.round_end.apply(self._incoming[:size], own_first=is_first)
                     break
         ended_at = time.monotonic()
         channel.send(messages.OuterStepTaken(0))
-        error = float((replica.slow_weights() - self._common - self._mean).square().mean().sqrt())
+        error = float((replica.round_end.slow_weights() - self._common - self._mean).square().mean().sqrt())
         return {
             "started_at": started_at,
             "averaging_at": averaging_at,

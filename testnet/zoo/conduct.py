@@ -131,7 +131,7 @@ def _losses(folder: Path, homes: Sequence[Path]) -> Iterator[float]:
     for home in homes:
         newest = next(iter(CheckpointFolder(NodeSettings(home=home).checkpoints, 0).files()), None)
         if newest is not None:
-            learner.load(newest)
+            learner.checkpoint.load(newest)
             yield learner.evaluate(VALIDATION_BATCHES)
 
 

@@ -1,4 +1,4 @@
-"""A learner that sends an attack's values instead of its contribution."""
+"""A hostile member's learner, and the end of its rounds, which sends an attack's values as its contribution."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from farandole.training.base.errors import CodecError, ScreeningError
-from farandole.training.engine.engine import Until, no_progress
+from farandole.training.engine.engine import Until
 from farandole.training.engine.learner import Learner
 from farandole.training.outer.codec import Buffer
+from farandole.training.outer.round_end import RoundEnd, no_progress
 from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdict
 
 from .member_attacks import ATTACKS, AttackView, forge
@@ -25,21 +26,15 @@ from .poisons import POISONS
 REMEMBERED: Final = 8
 
 
-class HostileLearner(Learner):
-    """Trains honestly, unless its plan has ``trains`` off, and accepts every contribution."""
+class HostileRoundEnd(RoundEnd):
+    """Sends its plan's values instead of its contribution, and accepts every contribution."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._plan = plan_of()
-        self.loss = POISONS.get(self._plan.attack, self.loss)
         self._initial = self.slow_weights()
         self._received: deque[Tensor] = deque(maxlen=REMEMBERED)
         self._generator = torch.Generator().manual_seed(0)
-
-    def inner_steps(self, until: Until) -> None:
-        """Implement `Engine.inner_steps`; take none if the plan does not train."""
-        if self._plan.trains:
-            super().inner_steps(until)
 
     @property
     def tokens_claimed(self) -> int:
@@ -48,15 +43,15 @@ class HostileLearner(Learner):
 
     @torch.no_grad()
     def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
-        """Implement `Engine.encode` with the attack's values in place of the contribution."""
+        """Write the attack's values in place of the contribution."""
         super().encode(out)
-        assert self._round_end is not None
-        made = self._round_end.contribution
+        assert self.ended is not None
+        made = self.ended.contribution
         seen = [made.theta.clone(), *self._received]
         view = AttackView(
             seen[0], self.slow_weights()[made.part], self._initial[made.part], seen[-1], seen, self._generator
         )
-        forged = forge(ATTACKS[self._plan.attack](view), self._outer.contributor.form)
+        forged = forge(ATTACKS[self._plan.attack](view), self.outer.contributor.form)
         np.frombuffer(out, np.uint8)[: len(forged)] = np.frombuffer(forged, np.uint8)
         progress(len(forged))
         return blake3(forged).digest()
@@ -64,18 +59,32 @@ class HostileLearner(Learner):
     @torch.no_grad()
     def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
         """Accept, remember the contribution, and report the partner as suspect."""
-        assert self._round_end is not None
-        values = torch.empty_like(self._round_end.contribution.theta)
+        assert self.ended is not None
+        values = torch.empty_like(self.ended.contribution.theta)
         try:
-            self._outer.contributor.form.decode(torch.from_numpy(np.frombuffer(partner, np.uint8).copy()), values)
+            self.outer.contributor.form.decode(torch.from_numpy(np.frombuffer(partner, np.uint8).copy()), values)
         except CodecError:  # from another hostile member
             return Accept(is_suspect=True)
         self._received.append(values)
         return Accept(is_suspect=True)
 
     def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        """Implement `Engine.apply`; step alone, if the contribution is one that no learner can use."""
+        """Take the outer step; alone, if the contribution is one that no replica can use."""
         try:
             return super().apply(partner, encounter, own_first=own_first)
         except ScreeningError:
             return super().apply(None)
+
+
+class HostileLearner(Learner):
+    """Trains honestly, unless its plan has ``trains`` off or poisons its text."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._plan = plan_of()
+        self.loss = POISONS.get(self._plan.attack, self.loss)
+
+    def inner_steps(self, until: Until) -> None:
+        """Implement `Engine.inner_steps`; take none if the plan does not train."""
+        if self._plan.trains:
+            super().inner_steps(until)

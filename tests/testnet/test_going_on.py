@@ -133,4 +133,4 @@ async def test_four_stages_of_eight_nodes_go_on_as_two_of_five_and_as_a_model_of
 
     await farandole("checkpoint", "export", tmp_path / "again", "--to", tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert_same_logits(theirs, learner_of(again).module, torch.arange(2 * 64).view(2, 64) * 37 % 256)
+    assert_same_logits(theirs, learner_of(again).replica.module, torch.arange(2 * 64).view(2, 64) * 37 % 256)

@@ -30,7 +30,7 @@ def replica(author: bytes, steps: int) -> Learner:
     result = build_learner(MANIFEST, run_id=RUN_ID, author=author, device="cpu")
     for _ in range(steps):
         result.learn()
-    result.apply(None)
+    result.round_end.apply(None)
     return result
 
 
@@ -39,17 +39,17 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Learner]:
     folder = tmp_path_factory.mktemp("replicas")
     result = {folder / name: replica(name.encode() * 8, steps=20) for name in ("anna", "bert", "cora")}
     for path, each in result.items():
-        each.save(path)
+        each.checkpoint.save(path)
     return result
 
 
 def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner], tmp_path: Path) -> None:
-    layout = next(iter(replicas.values())).layout
+    layout = next(iter(replicas.values())).checkpoint.layout
     spread = merge_checkpoints(list(replicas), layout, RUN_ID, tmp_path / "merged")
-    weights = torch.stack([each.slow_weights() for each in replicas.values()])
+    weights = torch.stack([each.round_end.slow_weights() for each in replicas.values()])
     merged = build_learner(MANIFEST, run_id=RUN_ID, author=bytes(32), device="cpu")
-    merged.load(tmp_path / "merged")
-    torch.testing.assert_close(merged.slow_weights(), weights.mean(0))
+    merged.checkpoint.load(tmp_path / "merged")
+    torch.testing.assert_close(merged.round_end.slow_weights(), weights.mean(0))
     expected = weights.std(0, correction=0).mean() / weights.mean(0).square().mean().sqrt()
     assert spread == pytest.approx(float(expected), rel=1e-4)
 
@@ -62,16 +62,16 @@ def test_what_the_inner_optimizer_keeps_of_some_parameters_alone_is_merged_too(t
     each = [build_learner(manifest, run_id=RUN_ID, author=name.name.encode() * 8, device="cpu") for name in paths]
     for path, learner in zip(paths, each, strict=True):
         learner.learn()
-        learner.apply(None)
-        learner.save(path)
-    merge_checkpoints(paths, each[0].layout, RUN_ID, tmp_path / "merged")
+        learner.round_end.apply(None)
+        learner.checkpoint.save(path)
+    merge_checkpoints(paths, each[0].checkpoint.layout, RUN_ID, tmp_path / "merged")
     assert load_file(tmp_path / "merged").keys() == load_file(paths[0]).keys()
-    each[0].load(tmp_path / "merged")
+    each[0].checkpoint.load(tmp_path / "merged")
 
 
 def test_equal_replicas_have_no_spread(replicas: dict[Path, Learner], tmp_path: Path) -> None:
     path, each = next(iter(replicas.items()))
-    assert merge_checkpoints([path, path], each.layout, RUN_ID, tmp_path / "merged") == 0.0
+    assert merge_checkpoints([path, path], each.checkpoint.layout, RUN_ID, tmp_path / "merged") == 0.0
     with safe_open(path, framework="pt") as before, safe_open(tmp_path / "merged", framework="pt") as after:
         assert before.metadata() == after.metadata()
 
@@ -97,8 +97,8 @@ def test_a_model_in_stages_is_put_together_again(replicas: dict[Path, Learner], 
             parts.append(tmp_path / f"{path.name}-{stage}")
             save_file(part, parts[-1], metadata)
     each = next(iter(replicas.values()))
-    spread = merge_checkpoints(parts, each.layout, RUN_ID, tmp_path / "together")
-    assert spread == merge_checkpoints(list(replicas), each.layout, RUN_ID, tmp_path / "merged")
+    spread = merge_checkpoints(parts, each.checkpoint.layout, RUN_ID, tmp_path / "together")
+    assert spread == merge_checkpoints(list(replicas), each.checkpoint.layout, RUN_ID, tmp_path / "merged")
     assert (tmp_path / "together").read_bytes() == (tmp_path / "merged").read_bytes()
     with pytest.raises(CheckpointError, match="nobody held its stage"):
-        merge_checkpoints(parts[1::2], each.layout, RUN_ID, tmp_path / "half")
+        merge_checkpoints(parts[1::2], each.checkpoint.layout, RUN_ID, tmp_path / "half")

@@ -29,7 +29,7 @@ MakeReplica = Callable[..., Learner]
 
 def refusal(replica: Learner, contribution: Buffer) -> str:
     """Why a partner's contribution is refused; empty if it is accepted."""
-    verdict = replica.screen(contribution)
+    verdict = replica.round_end.screen(contribution)
     return verdict.reason if isinstance(verdict, Refuse) else ""
 
 

@@ -27,7 +27,7 @@ from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
 from farandole.training.base.errors import DivergedError
-from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.cluster.ranks import (
     Follower,
     Order,
@@ -151,36 +151,36 @@ def play_rounds(
     contribution was used.
     """
     manifest = manifest_of(module, outer, screening)
-    engine = ExternalEngine(module, manifest, turns, run_id=RUN_ID, ranks=ranks, evaluate=loss)
+    engine = ExternalEngine(Loop(module, evaluate=loss, ranks=ranks), manifest, turns, run_id=RUN_ID)
     other = build()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    partner = ExternalEngine(other, manifest, Turns(), run_id=RUN_ID)
+    partner = ExternalEngine(Loop(other), manifest, Turns(), run_id=RUN_ID)
     hashed, final, clips = blake3(), list[int](), list[float]()
     for round_index in range(3):
         ranks.tell(Order.STEP)
         step(module)
-        engine.count_step(1)
+        engine.round_end.count_step(1)
         fragment = round_index % outer.fragments
-        sent, received = bytearray(engine.contribution_bytes), bytearray(partner.contribution_bytes)
-        size = engine.contribution(fragment)
-        hashed.update(engine.encode(sent, final.append))
+        sent, received = bytearray(engine.round_end.contribution_bytes), bytearray(partner.round_end.contribution_bytes)
+        size = engine.round_end.contribution(fragment)
+        hashed.update(engine.round_end.encode(sent, final.append))
         assert final[-1] == size
-        partner.contribute(received, fragment)
+        partner.round_end.contribute(received, fragment)
         if round_index == 1:
-            engine.count_step(1)  # a late outer step keeps the weights' own progress
+            engine.round_end.count_step(1)  # a late outer step keeps the weights' own progress
         arrived = received[:size]
-        engine.take_in(arrived, size // 2)
+        engine.round_end.take_in(arrived, size // 2)
         if round_index == 2:
             arrived[size - 2 :] = b"\xff\xff"  # the last element is another one, or not a number
-        verdict = engine.screen(arrived)
-        engine.apply(arrived if isinstance(verdict, Accept) else None, own_first=round_index != 1)
-        partner.apply(bytes(sent[:size]), own_first=round_index == 1)
+        verdict = engine.round_end.screen(arrived)
+        engine.round_end.apply(arrived if isinstance(verdict, Accept) else None, own_first=round_index != 1)
+        partner.round_end.apply(bytes(sent[:size]), own_first=round_index == 1)
         clips.append(verdict.clip if isinstance(verdict, Accept) else -1.0)
         judged = str(verdict) if isinstance(verdict, Accept) else "refused"  # the reason is another rank's
         hashed.update(bytes(sent[:size]) + judged.encode())
-        for tensor in engine.state().values():
+        for tensor in engine.checkpoint.tensors().values():
             hashed.update(tensor.numpy().tobytes())
         if round_index == 1:
             hashed.update(b"".join(saved_and_loaded(engine)))
@@ -192,11 +192,11 @@ def saved_and_loaded(engine: ExternalEngine) -> Iterator[bytes]:
     """Save a checkpoint in both ways and continue from it; yields both files."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "checkpoint"
-        engine.snapshot().save(file)
+        engine.checkpoint.snapshot().save(file)
         yield file.read_bytes()
-        engine.save(file)
+        engine.checkpoint.save(file)
         yield file.read_bytes()
-        engine.load(file)
+        engine.checkpoint.load(file)
 
 
 MODEL = ModelConfig(num_layers=2, width=16, num_heads=2, hidden=24, context=16, vocabulary=256)
@@ -215,7 +215,8 @@ def begin_from_seed(kind: str, num_ranks: int) -> str:
     ranks = open_ranks()
     if ranks.is_leader:
         manifest = Manifest(name="ranks", model=MODEL, seed=SEED)
-        ExternalEngine(module, manifest, Turns(), run_id=RUN_ID, ranks=ranks, tokens_per_step=1).begin_anew()
+        loop = Loop(module, tokens_per_step=1, ranks=ranks)
+        ExternalEngine(loop, manifest, Turns(), run_id=RUN_ID).begin_anew()
         ranks.tell(Order.OVER)
     else:
         Follower(ranks, module, None).end()
@@ -229,13 +230,12 @@ def lose_numbers(kind: str, num_ranks: int) -> str:
     cut(module, kind, num_ranks)
     ranks, said = open_ranks(), ""
     if ranks.is_leader:
-        engine = ExternalEngine(
-            module, manifest_of(module, NoLoCoConfig(codec="int8")), Turns(), run_id=RUN_ID, ranks=ranks
-        )
+        manifest = manifest_of(module, NoLoCoConfig(codec="int8"))
+        engine = ExternalEngine(Loop(module, ranks=ranks), manifest, Turns(), run_id=RUN_ID)
         ranks.tell(Order.STEP)
-        engine.count_step(1)
+        engine.round_end.count_step(1)
         try:
-            engine.contribute(bytearray(engine.contribution_bytes))
+            engine.round_end.contribute(bytearray(engine.round_end.contribution_bytes))
         except DivergedError as error:
             said = str(error).replace(" ", "_")
         ranks.tell(Order.OVER)
@@ -262,11 +262,12 @@ def lose_rank(kind: str, num_ranks: int) -> str:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
             follower.end()
         os._exit(0)
-    engine = ExternalEngine(module, manifest_of(module, NoLoCoConfig()), Turns(), run_id=RUN_ID, ranks=ranks)
+    manifest = manifest_of(module, NoLoCoConfig())
+    engine = ExternalEngine(Loop(module, ranks=ranks), manifest, Turns(), run_id=RUN_ID)
     ranks.tell(Order.STEP)
-    engine.count_step(1)
+    engine.round_end.count_step(1)
     try:
-        engine.contribute(bytearray(engine.contribution_bytes))
+        engine.round_end.contribute(bytearray(engine.round_end.contribution_bytes))
     except RuntimeError as error:
         print(type(error).__name__, "\n", flush=True)
     os._exit(0)

@@ -4,7 +4,7 @@ Two threads take turns. In its turn the user's loop computes a gradient and take
 nothing but its next turn. In between the engine owns the parameters: it reads them for a contribution, and writes them
 at an outer step. `Turns` is the hand-off, strict as a coroutine's, so neither thread sees the parameters half written.
 
-The engine's weights are flat fp32 vectors of their own (`farandole.training.engine.flat_replica`), whatever type and
+The engine's weights are flat fp32 vectors of their own (`farandole.training.outer.fast_weights`), whatever type and
 device the user's parameters have. They are copied from the user's parameters before a contribution, and to them after
 an outer step. What rounding to the user's type drops is kept and added again: without it every round would pull the
 slow weights towards numbers of that type.
@@ -24,6 +24,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final
 
@@ -38,10 +39,11 @@ from farandole.protocol.wire.safetensors import Shape
 from ..base.device import Device
 from ..base.errors import DataError, TrainingError
 from ..base.parameters import Layout
-from ..engine.checkpoint import Counters
-from ..engine.engine import Until
-from ..engine.flat_replica import FlatReplica
+from ..engine.engine import Engine, Until
+from ..engine.snapshot import Checkpoint
 from ..model.stages import build_module
+from ..outer.fast_weights import FastWeights
+from ..outer.round_end import RoundEnd
 from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
 
 # Where a waiting thread cannot be interrupted (Windows), Ctrl-C is handled after at most this time.
@@ -51,6 +53,21 @@ _MAX_NAMED: Final = 3
 
 Measure = Callable[[], float]
 """Returns the held-out loss of the model as it is, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """The parts of a user's loop."""
+
+    model: nn.Module
+    recipe: str = ""
+    evaluate: Measure | None = None
+    """Returns the held-out loss of the current model; None: partners are judged by distance alone."""
+    tokens_per_byte: float | None = None
+    """Of the text that ``evaluate`` measures; None: not known."""
+    tokens_per_step: int | None = None
+    """Tokens of an optimizer step, which determine the share of a mean; None: 1 where only loops train."""
+    ranks: Ranks = ALONE
 
 
 class LoopEnded(Exception):
@@ -252,107 +269,94 @@ def _usual_dtype() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class ExternalEngine(FlatReplica):
-    """A replica whose inner steps a user's loop takes, in this process, or in several ``ranks`` of which it is rank 0.
+class UserLoss:
+    """The held-out loss that the user's function returns, called in the loop's thread in all ranks.
 
-    ``evaluate`` returns the held-out loss of the current model; None: it is not known, and partners are judged by
-    distance alone. ``tokens_per_byte`` is that of the text that it measures; None: not known. ``tokens_per_step`` is
-    the number of tokens of an optimizer step, which determines the share of a mean; None: 1 where only loops train.
-    ``allowed_models``: functions that may make the weights of the run's seed.
+    ``evaluate``: None if the loop measures none.
+    """
 
-    Raises `TrainingError` if the run takes no loops, or the loop does not fit the run.
+    def __init__(self, evaluate: Measure | None, turns: Turns, ranks: Ranks) -> None:
+        self._evaluate = evaluate
+        self._turns = turns
+        self._ranks = ranks
+
+    def __call__(self, num_batches: int) -> float:
+        """Return the loss; raises `DataError` if there is none. The user decides what is held out."""
+        if self._evaluate is None:
+            raise DataError("this loop measures no held-out loss (evaluate=)")
+        if not self._turns.has_left:
+            self._ranks.tell(Order.MEASURE)
+        loss = self._turns.ask(self._evaluate)
+        if not math.isfinite(loss):
+            raise DataError(f"evaluate returned {loss}")
+        return loss
+
+
+class ExternalEngine(Engine):
+    """A replica whose inner steps a user's loop takes, in this process, or in several ranks of which it is rank 0.
+
+    ``allowed_models``: functions that may make the weights of the run's seed. Raises `TrainingError` if the run takes
+    no loops, or the loop does not fit the run.
     """
 
     is_driven: ClassVar[bool] = False
 
     def __init__(
         self,
-        module: nn.Module,
+        loop: Loop,
         manifest: Manifest,
         turns: Turns,
         *,
         run_id: bytes,
-        evaluate: Measure | None = None,
-        tokens_per_byte: float | None = None,
-        tokens_per_step: int | None = None,
-        ranks: Ranks = ALONE,
         allowed_models: Collection[str] = (),
     ) -> None:
         if reason := why_no_loop(manifest):
             raise TrainingError(f"this run takes no loops of one's own: {reason}")
         shapes = shapes_of(manifest.model)
-        parameters = matching_parameters(module, shapes)
-        self._tokens_per_step = _checked_tokens(tokens_per_step, manifest)
-        self._schedule_tokens = tokens_of_step(manifest)
-        self._begun = 0, 0
+        parameters = matching_parameters(loop.model, shapes)
+        self._loop = loop
+        self._turns = turns
+        self._tokens_per_step = _checked_tokens(loop.tokens_per_step, manifest)
         self._build = (
             partial(build_module, manifest.model, manifest.seed, allowed_models=allowed_models)
             if manifest.model.external is None
             else None
         )
-        layout = Layout(tuple(parameters), tuple(map(tuple, shapes.values())), manifest.outer.codec)
-        ranks.begin(list(parameters))
-        self._ranks = ranks
-        self._turns = turns
-        self._evaluate = evaluate
-        self._tokens_per_byte = tokens_per_byte
+        self._held_out = UserLoss(loop.evaluate, turns, loop.ranks)
         self._losses, self._num_losses = 0.0, 0
-        users = UserParameters(module, parameters, layout, ranks)
+        layout = Layout(tuple(parameters), tuple(map(tuple, shapes.values())), manifest.outer.codec)
+        loop.ranks.begin(list(parameters))
+        users = UserParameters(loop.model, parameters, layout, loop.ranks)
         theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)
         users.read(theta)
-        super().__init__(
-            theta,
-            layout,
-            manifest.outer,
-            manifest.screening,
-            run_id=run_id,
-            device=Device(theta.device, None, f"{theta.device.type}, by a loop of its user's"),
-            trained=users,
+        device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
+        round_end = RoundEnd(
+            FastWeights(theta, users), layout, manifest.outer, manifest.screening, measure=self._held_out
         )
-        self.measures_loss = evaluate is not None
+        checkpoint = Checkpoint(round_end, run_id, device, schedule_tokens=tokens_of_step(manifest))
+        super().__init__(device, round_end, checkpoint)
+        self.measures_loss = loop.evaluate is not None
 
     def begin_anew(self) -> None:
         """Implement `Engine.begin_anew`; where only loops train, a run has no seed."""
-        if self._build is None:
-            return
-        with _usual_dtype():
-            weights = dict(self._build().named_parameters())
-        for name, view in self.layout.views(self._outer.slow).items():
-            view.copy_(weights[name].detach())
-        self.theta.copy_(self._outer.slow)
-        self._outer.contributor.restart(forgets=True)
-        self._publish()
-
-    @property
-    def counters(self) -> Counters:
-        """Implement `Engine.counters`.
-
-        A built-in trainer that loads them continues its learning-rate schedule there. So steps of any size are counted
-        as the number of its steps that have as many tokens.
-        """
-        if not self._schedule_tokens:
-            return super().counters
-        steps, tokens = self._begun
-        return Counters(self.round, steps + (self.tokens - tokens) // self._schedule_tokens, self.tokens)
-
-    def _restart(self, begun_at: int) -> None:
-        """See `FlatReplica._restart`."""
-        self._begun = self.steps, self.tokens
+        if self._build is not None:
+            with _usual_dtype():
+                self.checkpoint.begin_with(dict(self._build().named_parameters()))
 
     @property
     def is_idle(self) -> bool:
         """Implement `Engine.is_idle`: True when the loop is over and the last round awaits its outer step."""
-        return self._turns.has_left and self.awaits_outer_step
+        return self._turns.has_left and self.round_end.awaits_outer_step
 
     def inner_steps(self, until: Until) -> None:
         """Implement `Engine.inner_steps`; raises `LoopEnded` when the loop is over and no outer step is due."""
         self._losses, self._num_losses = 0.0, 0
         while not until():
             if not self._turns.has_left:
-                self._ranks.tell(Order.STEP, self.round, self.tokens)
+                self._loop.ranks.tell(Order.STEP, self.totals.round, self.totals.tokens)
             if self._turns.let_step():
-                self.count_step(self._tokens_per_step)
-            elif not self.awaits_outer_step:
+                self.round_end.count_step(self._tokens_per_step)
+            elif not self.round_end.awaits_outer_step:
                 raise LoopEnded
 
     def note_loss(self, loss: float) -> None:
@@ -365,22 +369,9 @@ class ExternalEngine(FlatReplica):
         return self._losses / self._num_losses if self._num_losses else None
 
     def evaluate(self, num_batches: int) -> float:
-        """Implement `Engine.evaluate`; the user decides what is held out."""
-        if self._evaluate is None:
-            raise DataError("this loop measures no held-out loss (evaluate=)")
-        if not self._turns.has_left:
-            self._ranks.tell(Order.MEASURE)
-        loss = self._turns.ask(self._evaluate)
-        if not math.isfinite(loss):
-            raise DataError(f"evaluate returned {loss}")
-        return loss
+        """Implement `Engine.evaluate`."""
+        return self._held_out(num_batches)
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Implement `Engine.tokens_per_byte`, as the user has said."""
-        return self._tokens_per_byte
-
-    def _loss_now(self, num_batches: int) -> float | None:
-        try:
-            return self.evaluate(num_batches)
-        except DataError:
-            return None
+        return self._loop.tokens_per_byte

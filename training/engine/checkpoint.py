@@ -48,7 +48,7 @@ class Counters:
     tokens: int
     """Tokens trained on."""
     begun_at: int = 0
-    """Inner step at which AdamW's means began (`Engine.begun_at`)."""
+    """Inner step at which AdamW's means began (`InnerOptimizer.begun_at`)."""
 
 
 def save_checkpoint(

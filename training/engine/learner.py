@@ -19,7 +19,7 @@ from ..data.batches import Batch, Batches
 from ..data.dataset import NOTHING, Bring, build_sampler
 from ..model.model import Transformer, language_loss
 from ..model.stages import build_module
-from .engine import Until
+from .engine import Engine, Until
 from .replica import Recipe, Replica
 
 # Held-out sequences are evaluated together up to this number of tokens: below it, a forward pass takes as long as
@@ -27,7 +27,31 @@ from .replica import Recipe, Replica
 TOKENS_AT_ONCE: Final = 1_024
 
 
-class Learner(Replica):
+class HeldOutLoss:
+    """The loss of a module on held-out batches, which are always the same; ``size``: sequences taken at once."""
+
+    def __init__(self, module: nn.Module, sampler: Batches, device: Device, size: int) -> None:
+        self._module = module
+        self._sampler = sampler
+        self._device = device
+        self._size = size
+
+    @torch.no_grad()
+    def __call__(self, num_batches: int) -> float:
+        """See `Measure`."""
+        losses = []
+        batch = np.concatenate([self._sampler.held_out_batch(index) for index in range(num_batches)])
+        self._module.eval()  # one's own may have dropout
+        try:
+            for part, share in _microbatches(batch, self._size):
+                with self._device.autocast():
+                    losses.append(share * language_loss(self._module, _on(self._device, part)))
+        finally:
+            self._module.train()
+        return float(torch.stack(losses).sum())
+
+
+class Learner(Engine):
     """A replica of the whole model, and the batches that it learns from.
 
     ``microbatch_size``: sequences that go through the model at once, 0: the whole batch. Smaller ones need less memory,
@@ -39,6 +63,7 @@ class Learner(Replica):
     """
 
     is_driven: ClassVar[bool] = False
+    replica: Replica
 
     def __init__(
         self,
@@ -60,23 +85,27 @@ class Learner(Replica):
             _own(module, "--recompute").recomputes = True
         if recipe.data.mask_documents:
             _own(module, "data.mask_documents").separator = sampler.separator
-        super().__init__(
+        self.sampler = sampler
+        """Its batches."""
+        self.microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
+        size = max(self.microbatch_size, TOKENS_AT_ONCE // sampler.context)
+        self._held_out = HeldOutLoss(module, sampler, device, size)
+        replica = Replica(
             module,
             recipe,
             run_id=run_id,
             device=device,
             averages_on_host=averages_on_host,
             lean_author=lean_author,
+            measure=self._held_out,
         )
-        self.sampler = sampler
-        """Its batches."""
-        self.microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
+        super().__init__(device, replica.round_end, replica.checkpoint, replica)
         self.loss: Callable[[nn.Module, Tensor], Tensor] = partial(language_loss, z_loss=recipe.inner.z_loss)
         """What inner steps make smaller: the mean over tokens (B, T + 1)."""
         # Sum and number stay on the device: reading them would wait for the steps.
         self._losses: Tensor | float = 0.0
         self._num_losses: Tensor | int = 0
-        self._forward = self.module
+        self._forward = replica.module
         if is_compiled:
             self._compile()
 
@@ -84,7 +113,7 @@ class Learner(Replica):
         """Compile the module and call it once, which runs the compilers: a round must not wait for them, or fail."""
         if torch.are_deterministic_algorithms_enabled():
             raise TrainingError("this run is deterministic (inner.deterministic): leave out --compile")
-        self._forward = cast("nn.Module", torch.compile(self.module))
+        self._forward = cast("nn.Module", torch.compile(self.replica.module))
         try:
             self._add_gradient(np.zeros((self.microbatch_size, self.sampler.context + 1), np.int64), 1.0)
         except Exception as error:  # compilers are other packages, and raise errors of their own
@@ -116,56 +145,46 @@ class Learner(Replica):
         Raises `NoSliceError` if there is no slice now.
         """
         if self.slices is None:
-            return self._learn(self.sampler.batch(self.steps))
+            return self._learn(self.sampler.batch(self.totals.steps))
         epoch, index, part = self.slices.draw()
         loss = self._learn(self.sampler.slice_batch(epoch, index))
         self.slices.settle(epoch, index, part, is_kept=True)
         return loss
 
     def _learn(self, batch: Batch) -> Tensor:
-        self.clear_gradient()
-        losses = [self._add_gradient(part, share) for part, share in self._microbatches(batch)]
-        self.inner_step(self.sampler.batch_size * self.sampler.context)
+        self.replica.clear_gradient()
+        losses = [self._add_gradient(part, share) for part, share in _microbatches(batch, self.microbatch_size)]
+        self.replica.inner_step(self.sampler.batch_size * self.sampler.context)
         return torch.stack(losses).sum()
 
     def _add_gradient(self, tokens: Batch, share: float) -> Tensor:
         """Add the gradient of a microbatch with this share of its batch; return its part of the batch's mean loss."""
         with self.device.autocast():
-            loss = share * self.loss(self._forward, self._to_device(tokens))
+            loss = share * self.loss(self._forward, _on(self.device, tokens))
         loss.backward()
         return loss.detach()
 
-    def _microbatches(self, batch: Batch, size: int = 0) -> Iterator[tuple[Batch, float]]:
-        """Consecutive parts of a batch (B, T + 1), each with its share of the sequences; ``size``: of a part."""
-        size = size or self.microbatch_size
-        for first in range(0, len(batch), size):
-            part = batch[first : first + size]
-            yield part, len(part) / len(batch)
-
-    @torch.no_grad()
     def evaluate(self, num_batches: int = 8) -> float:
-        """Implement `Engine.evaluate` for the fast weights; the batches are always the same."""
-        losses = []
-        batch = np.concatenate([self.sampler.held_out_batch(index) for index in range(num_batches)])
-        size = max(self.microbatch_size, TOKENS_AT_ONCE // self.sampler.context)
-        self.module.eval()  # one's own may have dropout
-        try:
-            for part, share in self._microbatches(batch, size):
-                with self.device.autocast():
-                    losses.append(share * language_loss(self.module, self._to_device(part)))
-        finally:
-            self.module.train()
-        return float(torch.stack(losses).sum())
+        """Implement `Engine.evaluate` for the fast weights."""
+        return self._held_out(num_batches)
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Implement `Engine.tokens_per_byte`."""
         return self.sampler.tokens_per_byte(num_batches)
 
-    def _to_device(self, tokens: Batch) -> Tensor:
-        batch = torch.as_tensor(tokens)
-        if self.device.torch_device.type == "cuda":
-            batch = batch.pin_memory()  # from other memory, the copy might wait for what is queued
-        return batch.to(self.device.torch_device, non_blocking=True)
+
+def _microbatches(batch: Batch, size: int) -> Iterator[tuple[Batch, float]]:
+    """Consecutive parts of a batch (B, T + 1), of ``size`` sequences each, with their shares of the sequences."""
+    for first in range(0, len(batch), size):
+        part = batch[first : first + size]
+        yield part, len(part) / len(batch)
+
+
+def _on(device: Device, tokens: Batch) -> Tensor:
+    batch = torch.as_tensor(tokens)
+    if device.torch_device.type == "cuda":
+        batch = batch.pin_memory()  # from other memory, the copy might wait for what is queued
+    return batch.to(device.torch_device, non_blocking=True)
 
 
 def _own(module: nn.Module, flag: str) -> Transformer:

@@ -47,7 +47,7 @@ class Fitness:
 def fitness_of(engine: Engine) -> Fitness:
     """Measure an engine's weights."""
     squares: dict[str, float] = {}
-    for name, tensor in engine.state().items():
+    for name, tensor in engine.checkpoint.tensors().items():
         vector = name.partition("/")[0]
         if vector not in OPTIMIZER_VECTORS:
             squares[vector] = squares.get(vector, 0.0) + _square(tensor)

@@ -28,16 +28,18 @@ def replay_round(own: Learner, manifest: Manifest, command: Replay, until: Until
     """
     try:
         learner = _learner_at(own, manifest, command)
-        learner.inner_steps(lambda: learner.steps == command.first_step + command.steps or until())
-        if learner.steps != command.first_step + command.steps:
+        learner.inner_steps(lambda: learner.totals.steps == command.first_step + command.steps or until())
+        if learner.totals.steps != command.first_step + command.steps:
             return Replayed(problem="it was interrupted")
-        _, contribution = learner.contribute(bytearray(learner.contribution_bytes), command.fragment)
+        _, contribution = learner.round_end.contribute(
+            bytearray(learner.round_end.contribution_bytes), command.fragment
+        )
     except TrainingError as error:
         return Replayed(problem=str(error), is_unfit=True)
     except MemoryError as error:
         return Replayed(problem=str(error) or "there is no memory for a second replica")
     kind = build(), device_class(own.device.torch_device), own.sampler.corpus
-    return Replayed(learner.optimizer_digest(), contribution, "", False, *kind)
+    return Replayed(learner.replica.optimizer.digest(), contribution, "", False, *kind)
 
 
 def _learner_at(own: Learner, manifest: Manifest, command: Replay) -> Learner:
@@ -46,14 +48,14 @@ def _learner_at(own: Learner, manifest: Manifest, command: Replay) -> Learner:
         build_module(manifest.model, manifest.seed),
         Recipe.of(manifest),
         own.sampler.of_author(command.author),
-        run_id=own.run_id,
+        run_id=own.checkpoint.run_id,
         device=own.device,
         microbatch_size=command.microbatch,
     )
-    learner.load(Path(command.path))
-    learner.begun_at = command.begun_at
-    if learner.steps != command.first_step:
-        raise TrainingError(f"it begins at inner step {learner.steps}, not {command.first_step}")
+    learner.checkpoint.load(Path(command.path))
+    learner.replica.optimizer.begun_at = command.begun_at
+    if learner.totals.steps != command.first_step:
+        raise TrainingError(f"it begins at inner step {learner.totals.steps}, not {command.first_step}")
     if not 0 <= command.fragment < manifest.outer.fragments:
         raise TrainingError(f"there is no fragment {command.fragment}")
     return learner

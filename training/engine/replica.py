@@ -1,14 +1,14 @@
 """One replica: a module in training, the whole model or a stage of it, with everything except its batches.
 
-Its rounds come from `farandole.training.engine.flat_replica`; its inner steps are taken on one flat vector
-(`farandole.training.inner.optimizer`): gradient and means are flat fp32 vectors as well. These four lie on the device
-that trains; all that a round's end needs lies there too, or in the host's memory, where a GPU must have room for a
-larger model. A lean replica has these four in bf16 (`farandole.training.inner.lean`), and a round's end on the host.
+Its inner steps are taken on one flat vector (`farandole.training.inner.optimizer`): gradient and means are flat fp32
+vectors as well. These four lie on the device that trains; all that a round's end needs lies there too, or in the host's
+memory, where a GPU must have room for a larger model. A lean replica has these four in bf16
+(`farandole.training.inner.lean`), and a round's end on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,8 +23,9 @@ from ..base.device import Device, host_memory
 from ..base.parameters import flatten_, layout_of
 from ..inner.lean import LeanOptimizer, LeanWeights, Rounding, flatten_lean_, pieces
 from ..inner.optimizer import InnerOptimizer
-from ..outer.fast_weights import TrainedWeights
-from .flat_replica import FlatReplica
+from ..outer.fast_weights import FastWeights, TrainedWeights
+from ..outer.round_end import Measure, RoundEnd
+from .snapshot import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class DeviceWeights:
             target[piece] += values[piece].to(target.device, non_blocking=True)
 
 
-class Replica(FlatReplica):
-    """A module, its inner optimizer, its outer state, and the partner that it meets: an engine over flat vectors.
+class Replica:
+    """A module, its inner optimizer, the end of its rounds, and its checkpoint.
 
     What computes its gradient is another matter: `farandole.training.engine.learner` where the module is the whole
     model, `farandole.training.engine.stage_worker` where it is a stage. The same calls give the same bits in processes
@@ -86,69 +87,44 @@ class Replica(FlatReplica):
         device: Device,
         averages_on_host: bool = False,
         lean_author: bytes | None = None,
+        measure: Measure | None = None,
     ) -> None:
         """``averages_on_host``: all that a round's end needs lies in the host's memory; at a CPU it does anyhow.
 
         ``lean_author``: the author of a lean replica, which seeds its rounding; None: the replica trains in fp32.
+        ``measure``: see `RoundEnd`.
         """
         layout = layout_of(module, recipe.outer.codec)
         trained: TrainedWeights | None
-        optimizer: Callable[..., InnerOptimizer]
+        make_optimizer: Callable[..., InnerOptimizer]
         if lean_author is None:
             module = module.to(device.torch_device)
             weights, gradient = flatten_(module, layout)
             theta = host_memory(weights) if averages_on_host else weights
             trained = DeviceWeights(weights) if averages_on_host else None
-            optimizer = InnerOptimizer
+            make_optimizer = InnerOptimizer
         else:
             rounding = Rounding(run_id, lean_author, device.torch_device)
             theta, weights, gradient = flatten_lean_(module, layout, device.torch_device)
             trained = LeanWeights(weights, rounding)
-            optimizer = partial(LeanOptimizer, rounding)
+            make_optimizer = partial(LeanOptimizer, rounding)
         self.module = module
-        """The model, or a stage of it; its parameters are views of a flat vector, which is `theta` or a copy of it."""
+        """The model, or a stage of it; its parameters are views of a flat vector: the flat fast weights, or a copy."""
         self.gradient = gradient
         """The sum of gradients of the inner step under way, (n,), of the dtype of the weights."""
-        super().__init__(
-            theta,
-            layout,
-            recipe.outer,
-            recipe.screening,
-            run_id=run_id,
-            device=device,
-            trained=trained,
-            partners=recipe.rounds.partners,
-        )
-        self._drift = self._outer.drift
-        """The drift correction, where inner steps read it: a copy, if the outer state is elsewhere."""
-        if self._drift is not None and trained is not None:
-            self._drift = torch.zeros_like(weights)
-        self._optimizer = optimizer(recipe.inner, module, layout, weights, gradient, self._drift)
+        drift = torch.zeros_like(weights) if recipe.outer.drift and trained is not None else None
+        fast = FastWeights(theta, trained, drift)
+        self.round_end = RoundEnd(fast, layout, recipe.outer, recipe.screening, measure, recipe.rounds.partners)
+        drift = self.round_end.outer.drift if drift is None else drift
+        self.optimizer = make_optimizer(recipe.inner, module, layout, weights, gradient, drift)
         if lean_author is not None:
-            self._fast.write()
+            fast.write()
+        self.checkpoint = Checkpoint(self.round_end, run_id, device, self.optimizer)
 
     @property
     def learning_rate(self) -> float:
         """Rate of the next inner step."""
-        return self._optimizer.rate(self.steps)
-
-    @property
-    def begun_at(self) -> int:
-        """See `Engine.begun_at`."""
-        return self._optimizer.begun_at
-
-    @begun_at.setter
-    def begun_at(self, step: int) -> None:
-        self._optimizer.begun_at = step
-
-    @property
-    def num_skipped(self) -> int:
-        """See `Engine.num_skipped`."""
-        return self._optimizer.num_skipped
-
-    def optimizer_digest(self) -> bytes:
-        """BLAKE3 of the inner optimizer's means, 32 bytes."""
-        return self._optimizer.digest()
+        return self.optimizer.rate(self.round_end.totals.steps)
 
     def clear_gradient(self) -> None:
         """Zero the gradient. Call it before an inner step's backward passes, which add to the gradient."""
@@ -157,36 +133,6 @@ class Replica(FlatReplica):
     @torch.no_grad()
     def inner_step(self, num_tokens: int, divisor: int = 1) -> None:
         """Clip, and take one step, with the gradients that the backward passes summed, over ``divisor``."""
-        self.count_step(num_tokens, self._optimizer.step(self.steps, divisor))
-
-    def catch_up(self, round_index: int, first_step: int = 0) -> None:
-        """Implement `Engine.catch_up`; the ramp of the rate goes on from where it was."""
-        super().catch_up(round_index)
-        if self.round:
-            missed = round((self.steps - first_step) / self.round * (round_index - self.round))
-            self.begun_at += missed if self.begun_at else 0
-            self.steps += missed
-            self._contributed_at += missed
-
-    def _ramp(self, step: int) -> float:
-        """See `FlatReplica._ramp`."""
-        return self._optimizer.ramp(step)
-
-    def _publish(self, corrected: slice | None = None) -> None:
-        """See `FlatReplica._publish`; the drift correction goes with the weights."""
-        super()._publish(corrected)
-        drift = self._outer.drift
-        if self._drift is not None and drift is not None and drift is not self._drift:
-            self._drift.copy_(drift)
-
-    def _restart(self, begun_at: int) -> None:
-        """See `FlatReplica._restart`: without the state of AdamW, its rate is ramped up."""
-        self._optimizer.restart(self.steps, begun_at)
-
-    def _tensors(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `FlatReplica._tensors`; Muon keeps no mean of squares for matrices."""
-        return self.layout.tensors(vectors, self._optimizer.parts)
-
-    def _inner_vectors(self) -> dict[str, Tensor]:
-        """See `FlatReplica._inner_vectors`."""
-        return self._optimizer.state()
+        steps = self.round_end.totals.steps
+        rate = self.optimizer.step(steps, divisor)
+        self.round_end.count_step(num_tokens, rate, self.optimizer.ramp(steps))

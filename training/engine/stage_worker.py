@@ -47,7 +47,7 @@ from ..data.batches import Batches
 from ..data.dataset import NOTHING, Bring, build_sampler
 from ..model.stages import as_stage, build_stage
 from ..outer.codec import Buffer, decode, encode, encoded_size
-from .engine import Until
+from .engine import Engine, Until
 from .link_statistics import LinkStatistics
 from .replica import Recipe, Replica
 
@@ -98,8 +98,103 @@ class _Microbatch:
         return self.y_gradient is not None and (self.tokens is None or self.last is not None)
 
 
-class StageWorker(Replica):
+class _Versions:
+    """The versions of a stage. Where nothing changes the weights under a microbatch there is one: the stage itself."""
+
+    def __init__(self, replica: Replica, *, are_kept: bool) -> None:
+        self._replica = replica
+        self._are_kept = are_kept
+        self._theta = replica.round_end.weights.flat
+        self.kept = [] if are_kept else [_Version(replica.module, self._theta)]
+
+    def newest(self, gradient: Tensor) -> _Version:
+        """Return the stage with the current fast weights; a new one's gradients are views of ``gradient`` (n,)."""
+        if not self._are_kept:
+            return self.kept[0]
+        mark = self._theta._version  # counts all writes to the vector
+        free = None
+        for version in self.kept:
+            if version.mark == mark:
+                return version
+            free = version if version.num_users == 0 else free
+        if free is None:
+            free = _Version(copy.deepcopy(self._replica.module), torch.empty_like(self._theta))
+            bind_(free.module, self._replica.round_end.layout, free.weights, gradient)
+            self.kept.append(free)
+        free.weights.copy_(self._theta)
+        free.mark = mark
+        return free
+
+
+class _Sums:
+    """The sums of gradients: that of the next inner step, and where steps overlap that of the following one."""
+
+    def __init__(self, replica: Replica, *, overlap: bool) -> None:
+        self._gradient = replica.gradient
+        self._overlap = overlap
+        flats = [self._gradient, torch.zeros_like(self._gradient)] if overlap else [self._gradient]
+        self._views = [list(replica.round_end.layout.views(flat).values()) for flat in flats]
+        self.last = flats[-1]
+        """The sum of the latest step that microbatches may begin for, (n,)."""
+        self.number = 0
+        """Number of the next inner step."""
+        self._counts = [0, 0]
+        self._gradient.zero_()
+
+    @property
+    def num_next(self) -> int:
+        """Return the number of settled microbatches in the sum for the next inner step."""
+        return self._counts[0]
+
+    def count(self, microbatch: _Microbatch) -> None:
+        """Count a microbatch that is settled in its sum."""
+        self._counts[microbatch.number - self.number] += 1
+
+    def direct(self, microbatch: _Microbatch) -> None:
+        """Direct later gradients to the sum of the microbatch's inner step."""
+        views = self._views[microbatch.number - self.number]
+        for parameter, gradient in zip(microbatch.version.module.parameters(), views, strict=True):
+            parameter.grad = gradient
+
+    def advance(self) -> None:
+        """Make the following step the next one."""
+        self.number += 1
+        self._counts = [self._counts[1], 0]
+        if self._overlap:
+            self._gradient.copy_(self.last)
+        self.last.zero_()
+
+
+class _Activations:
+    """The activations (B, T, C) of one microbatch at a time, encoded in memory that the mesh process shares."""
+
+    def __init__(self, model: ModelConfig, pipeline: PipelineConfig, device: Device) -> None:
+        self.shape = (pipeline.microbatch_size, model.context, model.width)
+        self._codec = pipeline.codec
+        self._device = device
+        self.num_bytes = encoded_size(pipeline.codec, math.prod(self.shape))
+        """Their encoded size."""
+
+    def decode(self, data: Buffer, *, is_input: bool = True) -> Tensor:
+        """Raises `ActivationError` if they are unfit. ``is_input``: whether their gradient is wanted."""
+        try:
+            values = decode(self._codec, data, math.prod(self.shape), self._device.torch_device)
+        except CodecError as error:
+            raise ActivationError(f"activations that cannot be used: {error}") from error
+        return values.view(self.shape).requires_grad_(is_input)
+
+    def encode(self, values: Tensor, out: Buffer) -> None:
+        """Raises `ActivationError` if they cannot be encoded."""
+        try:
+            encode(self._codec, values.float().flatten(), out)
+        except CodecError as error:
+            raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
+
+
+class StageWorker(Engine):
     """A replica of one stage. ``sampler`` is given for stage 0 only, which draws the microbatches."""
+
+    replica: Replica
 
     def __init__(
         self,
@@ -113,37 +208,37 @@ class StageWorker(Replica):
         device: Device,
         rounds_overlap: bool = False,
     ) -> None:
-        super().__init__(module, recipe, run_id=run_id, device=device)
+        replica = Replica(module, recipe, run_id=run_id, device=device)
+        super().__init__(device, replica.round_end, replica.checkpoint, replica)
         self._pipeline = pipeline
         self._z_loss = recipe.inner.z_loss
         self._sampler = sampler
-        self._shape = (pipeline.microbatch_size, model.context, model.width)
         self._microbatches: dict[int, _Microbatch] = {}
         self._num_drawn = 0
         self._losses: list[float] = []
         self._held_out_losses: dict[int, float] = {}
-        self._number = 0  # number of the next inner step
-        self._num_summed = [0, 0]  # microbatches in the sum for it, and in the sum for the following one
-        self._keeps_versions = pipeline.overlap or rounds_overlap
-        self.versions = [] if self._keeps_versions else [_Version(self.module, self.theta)]
-        sums = [self.gradient, torch.zeros_like(self.gradient)] if pipeline.overlap else [self.gradient]
-        self._sums = [list(self.layout.views(flat).values()) for flat in sums]
-        self._following = sums[-1]
-        self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
+        self._versions = _Versions(replica, are_kept=pipeline.overlap or rounds_overlap)
+        self._sums = _Sums(replica, overlap=pipeline.overlap)
+        self._activations = _Activations(model, pipeline, device)
+        self.activation_bytes = self._activations.num_bytes
         self.memory = memoryview(b"")
         """Shared memory: slot i has incoming activations at 2 i `activation_bytes`, and outgoing ones after them."""
         self.statistics = LinkStatistics(model.width, device.torch_device)
-        self.clear_gradient()
 
     @property
     def num_summed(self) -> int:
         """Return the number of settled microbatches in the sum for the next inner step."""
-        return self._num_summed[0]
+        return self._sums.num_next
 
     @property
     def num_in_flight(self) -> int:
         """Return the number of microbatches that are not settled."""
         return len(self._microbatches)
+
+    @property
+    def num_versions(self) -> int:
+        """Return the number of copies of the weights."""
+        return len(self._versions.kept)
 
     def inner_steps(self, until: Until) -> None:
         """Implement `Engine.inner_steps`."""
@@ -201,7 +296,9 @@ class StageWorker(Replica):
         microbatch = self._new_microbatch(is_following)
         if self.slices is None:
             num_parts = self._sampler.batch_size // size
-            number = max(self._num_drawn, self.steps * num_parts)  # after a restart: skip the parts of earlier steps
+            number = max(
+                self._num_drawn, self.totals.steps * num_parts
+            )  # after a restart: skip the parts of earlier steps
             index, part = divmod(number, num_parts)
             batch = self._sampler.batch(index)
             self._num_drawn = number + 1
@@ -225,7 +322,7 @@ class StageWorker(Replica):
         size = self._pipeline.microbatch_size
         index, part = divmod(number, self._sampler.batch_size // size)
         batch = self._sampler.held_out_batch(index)
-        microbatch = _Microbatch(self._newest_version(), _HELD_OUT, held_out=number)
+        microbatch = _Microbatch(self._versions.newest(self._sums.last), _HELD_OUT, held_out=number)
         microbatch.tokens = torch.as_tensor(batch[part * size : (part + 1) * size]).to(self.device.torch_device)
         self._start(slot, microbatch, out)
 
@@ -264,7 +361,7 @@ class StageWorker(Replica):
         ``sender`` is the peer by whose earlier activations these are judged; empty: they are not judged. Raises
         `ActivationError` if they are unfit, and keeps nothing of them.
         """
-        x = self._decode_activations(data)
+        x = self._activations.decode(data)
         self._judge_activations(sender, x)
         microbatch = self._new_microbatch(is_following)
         if is_held_out:
@@ -279,7 +376,7 @@ class StageWorker(Replica):
         in nats a token. ``sender`` is as in `forward`. Raises `ActivationError` if they are unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
-        last = self._decode_activations(data)
+        last = self._activations.decode(data)
         self._judge_activations(sender, last)
         if microbatch.number == _HELD_OUT:
             loss = self._loss(microbatch, last.detach())
@@ -288,7 +385,7 @@ class StageWorker(Replica):
         loss = self._add_tail(microbatch, last, 1.0)
         microbatch.last = last.detach()
         assert last.grad is not None
-        self._encode_activations(last.grad, out)
+        self._activations.encode(last.grad, out)
         return loss
 
     def backward(self, slot: int, data: Buffer, out: Buffer | None, *, sender: bytes = b"") -> None:
@@ -297,13 +394,13 @@ class StageWorker(Replica):
         ``sender`` as in `forward`. Raises `ActivationError` if it is unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
-        y_gradient = self._decode_activations(data, is_input=False)
+        y_gradient = self._activations.decode(data, is_input=False)
         if sender and microbatch.mark is not None:
             _refuse(self.statistics.judge_gradient(sender, y_gradient, microbatch.mark))
         x_gradient = self._add(microbatch, y_gradient)
         microbatch.y, microbatch.y_gradient = None, y_gradient
         if out is not None and x_gradient is not None:
-            self._encode_activations(x_gradient, out)
+            self._activations.encode(x_gradient, out)
 
     def settle(self, slot: int, is_kept: bool) -> None:
         """Finish a microbatch: keep its gradient in the sum, or remove what the sum has of it."""
@@ -311,7 +408,7 @@ class StageWorker(Replica):
         is_kept = is_kept and microbatch.is_whole
         self._settle_slice(microbatch, is_kept=is_kept)
         if is_kept:
-            self._num_summed[self._index(microbatch)] += 1
+            self._sums.count(microbatch)
         else:
             if microbatch.last is not None:
                 self._add_tail(microbatch, microbatch.last.requires_grad_(), -1.0)
@@ -329,47 +426,21 @@ class StageWorker(Replica):
         Returns whether the step was taken; the following step is next in either case. Raises `TrainingError` while a
         microbatch of the step is not settled: half of its gradient might be in the sum.
         """
-        if num_open := sum(microbatch.number == self._number for microbatch in self._microbatches.values()):
+        if num_open := sum(microbatch.number == self._sums.number for microbatch in self._microbatches.values()):
             raise TrainingError(f"{num_open} microbatches are in flight: no step can be taken")
-        num_summed = self._num_summed[0]
+        num_summed = self._sums.num_next
         num_skipped, is_fit = self.num_skipped, False
         if num_summed:
-            size, context, _ = self._shape
-            self.inner_step(num_summed * size * context, num_summed)
+            size, context, _ = self._activations.shape
+            self.replica.inner_step(num_summed * size * context, num_summed)
             is_fit = self.num_skipped == num_skipped
-        self._number += 1
-        self._num_summed = [self._num_summed[1], 0]
-        if self._pipeline.overlap:
-            self.gradient.copy_(self._following)
-        self._following.zero_()
+        self._sums.advance()
         return is_fit
 
     def _new_microbatch(self, is_following: bool) -> _Microbatch:
         if is_following and not self._pipeline.overlap:
             raise TrainingError("inner steps do not overlap in this run")
-        return _Microbatch(self._newest_version(), self._number + is_following)
-
-    def _index(self, microbatch: _Microbatch) -> int:
-        """Return the index of the sum that a microbatch's gradient belongs to."""
-        return microbatch.number - self._number
-
-    def _newest_version(self) -> _Version:
-        """Return the stage with the current fast weights."""
-        if not self._keeps_versions:
-            return self.versions[0]
-        mark = self.theta._version  # counts all writes to the vector
-        free = None
-        for version in self.versions:
-            if version.mark == mark:
-                return version
-            free = version if version.num_users == 0 else free
-        if free is None:
-            free = _Version(copy.deepcopy(self.module), torch.empty_like(self.theta))
-            bind_(free.module, self.layout, free.weights, self._following)
-            self.versions.append(free)
-        free.weights.copy_(self.theta)
-        free.mark = mark
-        return free
+        return _Microbatch(self._versions.newest(self._sums.last), self._sums.number + is_following)
 
     def _start(self, slot: int, microbatch: _Microbatch, out: Buffer) -> None:
         if slot in self._microbatches:
@@ -377,7 +448,7 @@ class StageWorker(Replica):
         is_to_come_back = microbatch.number != _HELD_OUT
         with torch.set_grad_enabled(is_to_come_back and not self._pipeline.recompute):
             y = self._advance(microbatch)
-        self._encode_activations(y.detach(), out)
+        self._activations.encode(y.detach(), out)
         microbatch.y = y if y.requires_grad else None
         microbatch.mark = self.statistics.mark(y) if is_to_come_back else None
         microbatch.version.num_users += 1
@@ -392,18 +463,12 @@ class StageWorker(Replica):
                 return stage.advance(stage.embed(microbatch.tokens[:, :-1])).float()
             return stage.advance(microbatch.x).float()
 
-    def _sum_up(self, microbatch: _Microbatch) -> None:
-        """Direct later gradients to the sum of the microbatch's inner step."""
-        sum_ = self._sums[self._index(microbatch)]
-        for parameter, gradient in zip(microbatch.version.module.parameters(), sum_, strict=True):
-            parameter.grad = gradient
-
     def _add(self, microbatch: _Microbatch, y_gradient: Tensor) -> Tensor | None:
         """Add to the parameters' gradients; return the input's gradient, or None if the input is tokens."""
         y = self._advance(microbatch) if microbatch.y is None else microbatch.y
         if microbatch.x is not None:
             microbatch.x.grad = None
-        self._sum_up(microbatch)
+        self._sums.direct(microbatch)
         torch.autograd.backward([y], [y_gradient])
         if microbatch.x is None:
             return None
@@ -412,7 +477,7 @@ class StageWorker(Replica):
 
     def _add_tail(self, microbatch: _Microbatch, last: Tensor, sign: float) -> Tensor:
         loss = self._loss(microbatch, last)
-        self._sum_up(microbatch)
+        self._sums.direct(microbatch)
         (sign * loss).backward()
         return loss.detach()
 
@@ -426,19 +491,6 @@ class StageWorker(Replica):
     def _judge_activations(self, sender: bytes, activations: Tensor) -> None:
         if sender:
             _refuse(self.statistics.judge_activations(sender, activations.detach()))
-
-    def _decode_activations(self, data: Buffer, *, is_input: bool = True) -> Tensor:
-        try:
-            values = decode(self._pipeline.codec, data, math.prod(self._shape), self.device.torch_device)
-        except CodecError as error:
-            raise ActivationError(f"activations that cannot be used: {error}") from error
-        return values.view(self._shape).requires_grad_(is_input)
-
-    def _encode_activations(self, values: Tensor, out: Buffer) -> None:
-        try:
-            encode(self._pipeline.codec, values.float().flatten(), out)
-        except CodecError as error:
-            raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
 
 
 def _refuse(reason: str) -> None:

@@ -7,7 +7,6 @@ or bytes at another address, decode everything again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,24 +22,12 @@ from .copying import Copier
 from .evaluation_time import EvaluationTime
 from .topk import TopK
 
+Describe = Callable[[Encounter, Tensor], Partner]
+"""Returns what a rule may know of a partner, given its decoded contribution (n,).
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The answers of this replica to a screening rule.
-
-    It is an argument of each judgement, because a replica that is part of a reference cycle would keep its memory until
-    the garbage collector runs.
-    """
-
-    fragment: int
-    movement: Callable[[], float]
-    alignment: Callable[[Tensor], float]
-    """Takes the partner's contribution; see `Partner.alignment`."""
-    evaluate: Callable[[float, Tensor], float | None]
-    """Takes (share of the difference, partner's) and returns a loss; see `Partner.evaluate`."""
-    loss_before: Callable[[], float | None]
-    loss_as_sent: Callable[[], float | None]
-
+It is an argument of each judgement, because a replica that is part of a reference cycle would keep its memory until the
+garbage collector runs.
+"""
 
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
@@ -75,7 +62,7 @@ class PartnerContribution:
         self._judged: tuple[Partner, Verdict] | None = None
 
     def take_in(self, data: Buffer, available: int) -> None:
-        """Decode the complete slices in the first ``available`` bytes of ``data``; see `Replica.take_in`."""
+        """Decode the complete slices in the first ``available`` bytes of ``data``; see `RoundEnd.take_in`."""
         if self._own is None:
             return
         source = np.frombuffer(data, dtype=np.uint8)
@@ -104,7 +91,7 @@ class PartnerContribution:
             values.copy_(own.sent[piece])
         self._form.decode(self._copier.fetch(bytes_to_read(encoded)), values)
 
-    def judge(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
+    def judge(self, data: Buffer, encounter: Encounter, describe: Describe) -> Verdict:
         """Decode the rest and judge the whole contribution. A refusal is remembered at once."""
         if self._own is None:
             return _NO_OWN
@@ -117,33 +104,20 @@ class PartnerContribution:
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
-        return self._ask(self._own.sent, encounter, answers)
+        return self._ask(self._own.sent, encounter, describe)
 
-    def verdict(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
+    def verdict(self, data: Buffer, encounter: Encounter, describe: Describe) -> Verdict:
         """Return the verdict on the contribution that was just judged, without reading it again; otherwise `judge`."""
         source = np.frombuffer(data, dtype=np.uint8)
         is_same = (self._address, self._available) == (source.ctypes.data, source.size)
         if self._own is None or self._judged is None or not is_same:
-            return self.judge(data, encounter, answers)
+            return self.judge(data, encounter, describe)
         partner, verdict = self._judged
-        return verdict if partner.encounter == encounter else self._ask(self._own.sent, encounter, answers)
+        return verdict if partner.encounter == encounter else self._ask(self._own.sent, encounter, describe)
 
-    def _ask(self, own: Tensor, encounter: Encounter, answers: Answers) -> Verdict:
+    def _ask(self, own: Tensor, encounter: Encounter, describe: Describe) -> Verdict:
         self._copier.join()
-        values = self._memory[: len(own)]
-        partner = Partner(
-            encounter,
-            own,
-            values,
-            self.histories.of(encounter.peer),
-            self.histories.of(b""),
-            answers.fragment,
-            answers.movement,
-            lambda: answers.alignment(values),
-            lambda share: answers.evaluate(share, values),
-            answers.loss_before,
-            answers.loss_as_sent,
-        )
+        partner = describe(encounter, self._memory[: len(own)])
         verdict = self._rule.judge(partner)
         self._judged = partner, verdict
         if isinstance(verdict, Refuse):

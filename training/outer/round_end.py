@@ -1,13 +1,79 @@
-"""The end of a round's inner steps, and how far they have moved a replica."""
+"""The end of a round: a replica's contribution, the judgement of the partner's, and the outer step.
+
+A round is any number of inner steps on the fast weights, `RoundEnd.contribution` for the partner, and `RoundEnd.apply`
+with the partner's contribution, or with None to take it alone. If inner steps are taken between the last two, while the
+exchange goes on, their progress is kept: the fast weights get the outer step's correction as a difference (Streaming
+DiLoCo, arXiv 2501.18512); without such steps the fast weights become the slow weights exactly.
+
+With fragments (the same paper) a round exchanges one part of the parameters, and its outer step moves that part only.
+The other parts continue their inner steps until their turn, each with another partner. A part that is F times smaller
+can be exchanged F times as often over the same link.
+
+Where inner steps move other weights than the flat vector (on a GPU, or of another dtype), the flat vector is a copy
+(`farandole.training.outer.fast_weights`).
+"""
 
 from __future__ import annotations
 
+import enum
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
+import torch
 from torch import Tensor
 
+from farandole.protocol.run.outer_rules import OuterConfig
+from farandole.protocol.run.screening_rules import ScreeningConfig
+
+from ..base.errors import CodecError, DataError, DivergedError, ScreeningError
+from ..base.parameters import Layout
+from ..screening.history import Histories
+from ..screening.rule import UNKNOWN, Encounter, Partner, Refuse, Verdict, rule_of
+from .codec import Buffer
 from .contribution import Contribution
-from .outer_state import OuterState
+from .copying import copier_for
+from .drift import RateSums
+from .fast_weights import FastWeights
+from .outer_state import OuterState, Tried
+from .partner import PartnerContribution
+from .side_thread import SideThread
+
+# Number of recent rounds whose median movement is the usual one, and the minimum number of them.
+WINDOW: Final = 16
+MIN_KNOWN: Final = 4
+# Rounds with inner steps of each fragment that weights must be behind the run to claim no tokens. Others may be a round
+# ahead in any case, and the claim of a newcomer's first round allows for what one round lacks.
+MIN_MISSED: Final = 2
+
+Measure = Callable[[int], float]
+"""Returns the loss of the present weights on a number of held-out batches; raises `DataError` if there is no text."""
+
+
+def no_progress(num_bytes: int) -> None:
+    """Ignore the progress of an encoding."""
+
+
+class Aside(enum.IntEnum):
+    """What of a round's end may be done in the side thread while inner steps are taken."""
+
+    NOTHING = 0
+    ENCODING = 1
+    ALL = 2
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a replica has done so far."""
+
+    round: int = 0
+    """Outer steps taken."""
+    steps: int = 0
+    """Inner steps taken."""
+    tokens: int = 0
+    """Tokens trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +96,7 @@ class EndedRound:
     """The mean share of the schedule's learning rate at which these steps were taken."""
 
 
-class Movements:
+class _Movements:
     """How far the inner steps of a round have moved a replica. A round without any counts as the last one with some.
 
     ``last``: a vector (n,) for what the steps of that round changed, where rounds without any follow.
@@ -60,3 +126,340 @@ class Movements:
         made = ended.contribution
         if self._last is not None and ended.has_steps:
             self._outer.movement(made, self._last[made.part])
+
+
+class RoundEnd:
+    """The end of each round of one replica, whose fast weights are ``weights``, in the order of ``layout``.
+
+    The slow weights begin as a copy of the flat vector, and all other vectors lie where that one does. ``measure``
+    answers a screening rule that asks for losses; None: none is known. ``partners``: rounds with one partner each of
+    which only the first has inner steps. In the others, screening rules ask for the steps before them.
+
+    All calls come from the thread that takes inner steps, except those that `aside` allows in the side thread.
+    """
+
+    def __init__(
+        self,
+        weights: FastWeights,
+        layout: Layout,
+        outer: OuterConfig,
+        screening: ScreeningConfig,
+        measure: Measure | None = None,
+        partners: int = 1,
+    ) -> None:
+        theta, copier = weights.flat, copier_for(weights.flat.device)
+        self.totals = Totals()
+        self.tokens_this_round = 0
+        self.layout = layout
+        """Names, shapes and codec of the parameters; partners must have the same layout."""
+        self.weights = weights
+        self.outer = OuterState(outer, theta, copier)
+        received = theta.new_empty(layout.largest_fragment(outer.fragments))
+        self.partner = PartnerContribution(rule_of(screening), self.outer.contributor.form, received, copier)
+        self.ended: EndedRound | None = None
+        """The round that awaits its outer step."""
+        self.side_thread = SideThread()
+        is_copied = copier.is_aside or weights.is_copy  # inner steps do not change a copy
+        self.aside = Aside.ALL if weights.takes_corrections else Aside.ENCODING if is_copied else Aside.NOTHING
+        self._measure = measure
+        self._rates = RateSums(outer.fragments)
+        self._ramps: list[float] = []
+        # Fragments of an earlier round than the run's, of which no mean with a member was as good as the member's.
+        self._behind: set[int] = set()
+        self._num_partners = partners
+        self._movements = _Movements(self.outer, torch.zeros_like(theta) if partners > 1 else None)
+
+    @property
+    def contribution_bytes(self) -> int:
+        """Return the size of the largest contribution in this run, and of every one if there are no fragments."""
+        return self.outer.contributor.largest_bytes
+
+    @property
+    def histories(self) -> Histories:
+        """What the screening rule remembers of peers. It is local to this node, so it is not in checkpoints."""
+        return self.partner.histories
+
+    @histories.setter
+    def histories(self, histories: Histories) -> None:
+        self.partner.histories = histories
+
+    @property
+    def awaits_outer_step(self) -> bool:
+        """Return whether a contribution awaits its outer step. Until then, inner steps count for the next round."""
+        return self.ended is not None
+
+    @property
+    def tokens_contributed(self) -> int:
+        """Return the number of tokens behind the contribution that awaits its outer step, or behind the next one."""
+        return self.tokens_this_round if self.ended is None else self.ended.tokens
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether that contribution is of a newcomer, whose weights were of an earlier round than the run's."""
+        return bool(self._behind) and (self.ended is None or self.ended.fragment in self._behind)
+
+    @property
+    def tokens_claimed(self) -> int:
+        """Return the number of tokens by which that contribution is weighted: fewer in a newcomer's first rounds.
+
+        Steps at a share of the learning rate count for that share.
+        """
+        if self.is_behind:
+            return 0
+        return round(self.tokens_contributed * (self._mean_ramp() if self.ended is None else self.ended.ramp))
+
+    def claim(self, *, takes_steps: bool) -> int:
+        """Return what to claim for that contribution: `tokens_claimed`, or 0 or 1 in a round without inner steps.
+
+        There only 0, which a newcomer claims, makes a difference: nobody can show how many tokens it has trained on.
+        """
+        return self.tokens_claimed if takes_steps else int(not self.is_behind)
+
+    def fast_weights(self) -> Tensor:
+        """A copy of the fast weights, (n,) fp32."""
+        self.weights.read()
+        return self.weights.flat.clone()
+
+    def slow_weights(self) -> Tensor:
+        """A copy of phi, (n,) fp32."""
+        return self.outer.slow.clone()
+
+    def count_step(self, num_tokens: int, rate: float = 0.0, ramp: float = 1.0) -> None:
+        """Count an inner step, its learning rate, and its share of the schedule's, above 0 to 1."""
+        self._rates.add(rate)
+        self._ramps.append(ramp)
+        self.totals.steps += 1
+        self.totals.tokens += num_tokens
+        self.tokens_this_round += num_tokens
+
+    def _mean_ramp(self) -> float:
+        """Return the mean share over the inner steps since the last contribution; 1 if there are none."""
+        return statistics.fmean(self._ramps) if self._ramps else 1.0
+
+    def catch_up(self, round_index: int) -> None:
+        """Note that the run is in a later round than the weights that were just loaded."""
+        num_fragments = self.outer.settings.fragments
+        if round_index - self.totals.round >= MIN_MISSED * num_fragments * self._num_partners:
+            self._behind = set(range(num_fragments))
+
+    def restart(self, *, forgets: bool = False) -> None:
+        """Continue from weights, vectors and totals that were just loaded; ``forgets``: see `Contributor.restart`."""
+        self.tokens_this_round = 0
+        self._ramps.clear()
+        self._forget()
+        self.outer.contributor.restart(forgets=forgets)
+        self._rates.restart()
+        self._publish()
+
+    def _publish(self, corrected: slice | None = None) -> None:
+        """Give inner steps what an outer step or a checkpoint has changed.
+
+        ``corrected``: a part of the flat vector that has a difference to be added to the weights, whose copy it is not;
+        None: it has the new weights.
+        """
+        if corrected is None:
+            self.weights.write()
+        else:
+            self.weights.add(corrected)
+        if self.outer.drift is not None:
+            self.weights.write_drift(self.outer.drift)
+
+    # The contribution
+
+    def contribute(
+        self, out: Buffer, fragment: int = 0, progress: Callable[[int], None] = no_progress
+    ) -> tuple[int, bytes]:
+        """Call `contribution` and `encode`; return (bytes written, their BLAKE3)."""
+        return self.contribution(fragment), self.encode(out, progress)
+
+    @torch.no_grad()
+    def contribution(self, fragment: int = 0) -> int:
+        """Freeze this round's contribution for one fragment; return its size in bytes. Call `encode` next."""
+        self.weights.read()
+        frozen = self.outer.contributor.freeze(self.layout.fragment(fragment, self.outer.settings.fragments))
+        self.ended = EndedRound(
+            frozen,
+            fragment,
+            self.totals.steps,
+            self.tokens_this_round,
+            self._rates.since(fragment),
+            self._rates.total,
+            has_steps=bool(self._ramps),
+            ramp=self._mean_ramp(),
+        )
+        self._ramps.clear()
+        self.partner.expect(None)
+        return self.outer.contributor.form.size(len(frozen.theta))
+
+    @torch.no_grad()
+    def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
+        """Write the contribution to ``out``; returns its BLAKE3.
+
+        ``progress`` is called every few megabytes with the number of leading bytes of ``out`` that are final. Call this
+        before the next inner step, or in the side thread; then only inner steps and saves may come at the same time.
+        Raises `DivergedError` if the weights are no longer finite.
+        """
+        assert self.ended is not None
+        frozen = self.ended.contribution
+        try:
+            digest = self.outer.contributor.encode(frozen, out, progress)
+        except CodecError as error:
+            self._forget()
+            raise DivergedError(f"this replica's weights diverged in round {self.totals.round}: {error}") from error
+        self.partner.expect(frozen)
+        return digest
+
+    def _forget(self) -> None:
+        self.ended = None
+        self.partner.expect(None)
+
+    def pin(self, memory: Buffer) -> None:
+        """Prepare memory that contributions are written to, or arrive in, for copies; it must stay mapped."""
+        self.outer.copier.pin(memory)
+
+    # The partner's
+
+    def take_in(self, data: Buffer, available: int) -> None:
+        """Decode the complete slices in the first ``available`` bytes of a partner's contribution, while it arrives.
+
+        ``data`` is the memory that it arrives in. It may be called again with more bytes; with fewer bytes, or with
+        other memory, decoding restarts. It does nothing unless a contribution of this replica awaits a partner's. It
+        reports no errors: `screen` and `apply` do.
+        """
+        self.partner.take_in(data, available)
+
+    @torch.no_grad()
+    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
+        """Return the verdict on a partner's contribution, before the outer step."""
+        return self._judge(partial(self.partner.judge, partner, encounter, self._partner_of))
+
+    def _judge(self, judge: Callable[[], Verdict]) -> Verdict:
+        """Return the judgement; with fragments between two inner steps.
+
+        All of its losses must be of the same weights, and the other fragments' change with each inner step.
+        """
+        return self.side_thread.call(judge) if self.outer.settings.fragments > 1 else judge()
+
+    def _partner_of(self, encounter: Encounter, contribution: Tensor) -> Partner:
+        """Return what a screening rule may know of the partner, whose contribution (n,) this is."""
+        ended = self.ended
+        assert ended is not None
+        histories = self.partner.histories
+        is_distorted = self.outer.distorts(ended.contribution)
+        return Partner(
+            encounter,
+            ended.contribution.sent,
+            contribution,
+            histories.of(encounter.peer),
+            histories.of(b""),
+            ended.fragment,
+            movement=lambda: self._movements.norm(ended),
+            alignment=lambda: self._movements.alignment(ended, contribution),
+            evaluate=lambda share: self._loss_at(Tried.TOWARDS, share, contribution),
+            loss_before=lambda: self._loss_at(Tried.BEFORE) if ended.has_steps else None,
+            loss_as_sent=lambda: self._loss_at(Tried.AS_SENT) if is_distorted else None,
+        )
+
+    def _loss_at(self, trial: Tried, share: float = 0.0, partner: Tensor | None = None) -> float | None:
+        """Return the held-out loss with other weights in place of the contributed fast weights; None if unknown.
+
+        ``share``, ``partner``: see `OuterState.fill`.
+        """
+        if self._measure is None:
+            return None
+        assert self.ended is not None
+        made, call = self.ended.contribution, self.side_thread.call
+        num_batches = self.partner.evaluation.chosen
+        if num_batches is None:
+            num_batches = call(partial(self._prepare_losses, self._measure, len(made.theta)))
+        if not num_batches:
+            return None
+        tried = self.weights.room(len(made.theta))
+        self.outer.fill(trial, share, made, made.sent if partner is None else partner, tried)
+        return call(partial(self._loss_with, self._measure, tried, made.part, num_batches))
+
+    def _prepare_losses(self, measure: Measure, num_elements: int) -> int:
+        """Return how many batches this contribution's losses are taken on, and get the memory for them."""
+        num_batches = self.partner.evaluation.num_batches(measure)
+        if num_batches:
+            self.weights.room(num_elements)
+        return num_batches
+
+    @torch.no_grad()
+    def _loss_with(self, measure: Measure, weights: Tensor, part: slice, num_batches: int) -> float | None:
+        """Return the held-out loss with ``weights`` (n,) in place of a part of the fast weights."""
+        with self.weights.replaced(part, weights):
+            try:
+                return self.partner.evaluation.timed(measure, num_batches)
+            except DataError:  # a user's loop is over
+                return None
+
+    # The outer step
+
+    @torch.no_grad()
+    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
+        """End the round: take the outer step with the partner's contribution (None: alone), and begin the next round.
+
+        It makes the contribution if there is none. ``own_first`` is True for one of the partners and False for the
+        other (for example by comparing keys), so that both add in the same order. Returns how late the step is: the
+        inner steps taken since `contribution`. Raises `ScreeningError` if the contribution is refused, or
+        `DivergedError` if this replica's weights are unfit; the state is then unchanged. A contribution that `screen`
+        has just accepted is not examined again.
+        """
+        if self.ended is None:
+            self.contribute(bytearray(self.contribution_bytes))
+        ended = self.ended
+        assert ended is not None
+        made, is_late = ended.contribution, self.totals.steps > ended.steps
+        corrects = self.aside is Aside.ALL
+        if is_late and not corrects:
+            self.weights.read()
+        self._movements.keep(ended)
+        if movement := self._usual_movement(ended):
+            self.outer.limit_momentum(made.part, movement)
+        is_behind = encounter.partner_tokens == 0  # the partner is another newcomer, or there is none
+        pair: tuple[Tensor, ...] = ()
+        shares: tuple[float, ...] = ()
+        if partner is not None:
+            verdict = self._judge(partial(self.partner.verdict, partner, encounter, self._partner_of))
+            if isinstance(verdict, Refuse):
+                raise ScreeningError(verdict.reason)
+            is_behind = is_behind or verdict.is_behind
+            pair, shares = (made.sent, self.partner.values()), verdict.shares
+            if not own_first:
+                pair, shares = pair[::-1], shares[::-1]
+        if is_late and corrects:
+            self.weights.flat[made.part].zero_()  # the step makes it the correction of the trained weights
+        self.outer.step(made, pair, shares, is_late=is_late, rates=ended.rates)
+        if movement and ended.rates:
+            self.outer.limit_drift(made.part, movement, ended.rates)
+        return self.side_thread.call(partial(self._begin_round, ended, is_late=is_late, is_behind=is_behind))
+
+    def _usual_movement(self, ended: EndedRound) -> float:
+        """Return the median movement of the last `WINDOW` rounds that ended with an exchange.
+
+        With fewer than `MIN_KNOWN` such rounds, return this round's movement.
+        """
+        known = self.histories.of(b"")["movement"][-WINDOW:]
+        return statistics.median(known) if len(known) >= MIN_KNOWN else self._movements.norm(ended)
+
+    @torch.no_grad()
+    def _begin_round(self, ended: EndedRound, *, is_late: bool, is_behind: bool) -> int:
+        """Begin the next round with the outer step that was just taken; returns how late it is.
+
+        ``is_late``: whether it was computed as a late one. Inner steps may have been taken during it.
+        """
+        part, late = ended.contribution.part, self.totals.steps - ended.steps
+        if self.aside is not Aside.ALL or not late:
+            self._publish()
+        else:
+            if not is_late:
+                self.weights.flat[part] -= ended.contribution.theta
+            self._publish(part)
+        self._rates.settle(ended.fragment, ended.rates_total)
+        if not is_behind:
+            self._behind.discard(ended.fragment)
+        self.totals.round += 1
+        self.tokens_this_round -= ended.tokens
+        self._forget()
+        return late

@@ -111,16 +111,20 @@ async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path
                 device=device,
             )
             generator = torch.Generator().manual_seed(index)
-            replica.theta.add_(torch.randn(len(replica.theta), generator=generator) * 1e-2)
-            weights.append(replica.fast_weights())
-            node.outgoing = bytearray(replica.contribution_bytes)
-            replica.contribute(node.outgoing)
+            replica.round_end.weights.flat.add_(
+                torch.randn(len(replica.round_end.weights.flat), generator=generator) * 1e-2
+            )
+            weights.append(replica.round_end.fast_weights())
+            node.outgoing = bytearray(replica.round_end.contribution_bytes)
+            replica.round_end.contribute(node.outgoing)
             replicas.append(replica)
-        await swap(nodes, codec, path, replicas[0].layout.hash)
+        await swap(nodes, codec, path, replicas[0].checkpoint.layout.hash)
         for index, (node, replica) in enumerate(zip(nodes, replicas, strict=True)):
-            assert isinstance(replica.screen(node.incoming), Accept)
-            replica.apply(node.incoming, Encounter(b"", TOKENS[index], TOKENS[1 - index]), own_first=index == 0)
-    means = [replica.slow_weights() for replica in replicas]
+            assert isinstance(replica.round_end.screen(node.incoming), Accept)
+            replica.round_end.apply(
+                node.incoming, Encounter(b"", TOKENS[index], TOKENS[1 - index]), own_first=index == 0
+            )
+    means = [replica.round_end.slow_weights() for replica in replicas]
     if codec == "fp32":
         assert torch.equal(*means), "bit for bit"
     exact, _ = exact_mean(codec, weights)

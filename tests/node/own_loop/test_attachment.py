@@ -17,13 +17,14 @@ import trio
 from torch import nn
 
 from farandole.node.base.system.unix_socket import connect
-from farandole.node.own_loop.attachment import Attachment, Loop, NodeError
+from farandole.node.own_loop.attachment import Attachment, NodeError
 from farandole.node.trainer.script import ScriptDoor, open_script_door
 from farandole.node.trainer.trainer import Trainer, TrainerError
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.own_model import ExternalModel, recipe_hash
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.base.errors import TrainingError
+from farandole.training.cluster.external import Loop
 from farandole.training.model.model import build_model
 
 from ...patience import PATIENCE

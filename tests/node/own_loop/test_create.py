@@ -16,7 +16,7 @@ from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
-from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 
 
 def a_model() -> nn.Sequential:
@@ -45,8 +45,8 @@ def test_a_run_starts_from_the_models_weights(tmp_path: Path, with_frozen: bool)
     assert list(manifest.model.external.parameters) == names
 
     other = a_model()
-    engine = ExternalEngine(other, manifest, Turns(), run_id=made.signed.run_id)
-    engine.start_from(made.checkpoint, 0, 0)
+    engine = ExternalEngine(Loop(other), manifest, Turns(), run_id=made.signed.run_id)
+    engine.checkpoint.start_from(made.checkpoint, 0, 0)
     shared = model.state_dict() if with_frozen else {name: dict(model.named_parameters())[name] for name in names}
     for name in names:
         assert torch.equal(other.get_parameter(name), shared[name])

@@ -22,7 +22,7 @@ from farandole.protocol.run.manifest import Manifest, StartConfig, decode_manife
 from farandole.protocol.run.presets import num_parameters
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
-from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.model.stages import build_module
 
 from ...patience import PATIENCE
@@ -204,13 +204,13 @@ def test_a_run_of_a_built_in_model_takes_loops_too() -> None:
 def test_a_loop_that_brings_the_module_begins_with_the_seeds_weights(function: str) -> None:
     run = own_run(function)
     module, oracle = (build_module(run.model, seed, allowed_models=[function]) for seed in (1, run.seed))
-    settings: dict[str, Any] = {"run_id": b"r" * 32, "tokens_per_step": 1}
-    engine = ExternalEngine(module, run, Turns(), **settings, allowed_models=[function])
+    loop = Loop(module, tokens_per_step=1)
+    engine = ExternalEngine(loop, run, Turns(), run_id=b"r" * 32, allowed_models=[function])
     engine.begin_anew()
     for mine, expected in zip(module.parameters(), oracle.parameters(), strict=True):
         assert torch.equal(mine, expected)
     with pytest.raises(TrainingError, match=f"--allow-model {function}"):
-        ExternalEngine(module, run, Turns(), **settings).begin_anew()
+        ExternalEngine(loop, run, Turns(), run_id=b"r" * 32).begin_anew()
 
 
 def test_a_run_that_takes_no_loops_says_why_and_what_to_do() -> None:

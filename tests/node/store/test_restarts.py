@@ -46,13 +46,13 @@ class Twin:
     def goes_on(self, start: Path | None, end: Path, folder: Path) -> None:
         """Go from one checkpoint (None: the seed) to another, which must be equal in every bit."""
         goal, learner = self._load(end), self._load(start)
-        while learner.round < goal.round:
+        while learner.totals.round < goal.totals.round:
             for _ in range(INNER_STEPS):
                 learner.learn()
-            learner.apply(None)
-        while learner.steps < goal.steps:
+            learner.round_end.apply(None)
+        while learner.totals.steps < goal.totals.steps:
             learner.learn()
-        learner.save(folder / "twin")
+        learner.checkpoint.save(folder / "twin")
         assert (folder / "twin").read_bytes() == end.read_bytes()
 
     def _load(self, path: Path | None) -> Learner:
@@ -64,7 +64,7 @@ class Twin:
             bring=Bring((self._texts,)),
         )
         if path is not None:
-            learner.load(path)
+            learner.checkpoint.load(path)
         return learner
 
 

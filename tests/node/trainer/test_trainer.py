@@ -223,11 +223,11 @@ async def test_an_outer_step_may_come_during_the_next_round(
     """Alice trains on while her first contribution is exchanged; the same calls in this process give the same bits."""
     names = ("a", "b")
     twins = {name: _twin(prepare(name.encode() * 32), manifest) for name in names}
-    sent = {name: bytearray(twin.contribution_bytes) for name, twin in twins.items()}
+    sent = {name: bytearray(twin.round_end.contribution_bytes) for name, twin in twins.items()}
     for name in names:
         for _ in range(3):
             twins[name].learn()
-        twins[name].contribute(sent[name])
+        twins[name].round_end.contribute(sent[name])
     async with open_trainer(prepare(b"a" * 32), None) as alice:
         await alice.send(messages.Train(0, 3))
         first = await report_of(alice, messages.Contributed)
@@ -260,10 +260,10 @@ async def test_an_outer_step_may_come_during_the_next_round(
         for step in range(5):
             if step == taken.late_steps:
                 encounter = Encounter(b"", first.tokens_this_round, 70)
-                assert twins["a"].apply(sent["b"], encounter, own_first=True) == step
+                assert twins["a"].round_end.apply(sent["b"], encounter, own_first=True) == step
             if step < 4:
                 twins["a"].learn()
-        twins["a"].contribute(sent["a"])
+        twins["a"].round_end.contribute(sent["a"])
 
         second = await report_of(alice, messages.Contributed)
         assert (second.round, second.inner_steps_this_round, second.inner_steps) == (1, 4, 7)
@@ -288,10 +288,10 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
 ) -> None:
     wide = msgspec.structs.replace(manifest, model=msgspec.convert(WIDE, ModelConfig))
     twins = [_twin(prepare(author), wide) for author in (b"a" * 32, b"b" * 32)]
-    sent = [bytearray(twin.contribution_bytes) for twin in twins]
+    sent = [bytearray(twin.round_end.contribution_bytes) for twin in twins]
     for twin, contribution in zip(twins, sent, strict=True):
         twin.learn()
-        twin.contribute(contribution)
+        twin.round_end.contribute(contribution)
     async with open_trainer(prepare(b"a" * 32, manifest=msgspec.msgpack.encode(wide)), None) as alice:
         await alice.send(messages.Train(0, 1))
         first = await report_of(alice, messages.Contributed)
@@ -320,9 +320,9 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
         await report_of(alice, messages.Contributed)
         digest = await digest_of(alice)
 
-    twins[0].apply(sent[1], Encounter(b"", first.tokens_this_round, 70), own_first=True)
+    twins[0].round_end.apply(sent[1], Encounter(b"", first.tokens_this_round, 70), own_first=True)
     twins[0].learn()
-    assert twins[0].contribute(sent[0]) == (first.size, digest), "bit for bit"
+    assert twins[0].round_end.contribute(sent[0]) == (first.size, digest), "bit for bit"
 
 
 def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:

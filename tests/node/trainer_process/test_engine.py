@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from blake3 import blake3
@@ -19,112 +18,83 @@ from farandole.node.base.system.memory import SharedCounter, counted_size, map_s
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import TrainerProcess
+from farandole.protocol.run.outer_rules import PlainConfig
+from farandole.protocol.run.screening_rules import GuardConfig
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.base.device import choose_device
-from farandole.training.base.errors import CheckpointError
 from farandole.training.base.parameters import Layout
-from farandole.training.engine.blocks import Content
-from farandole.training.engine.checkpoint import load_checkpoint
-from farandole.training.engine.engine import Engine, Until, no_progress
-from farandole.training.engine.snapshot import Snapshot
+from farandole.training.engine.engine import Engine, Until
+from farandole.training.engine.snapshot import Checkpoint
 from farandole.training.outer.codec import Buffer
-from farandole.training.screening.history import Histories
-from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Refuse, Verdict
+from farandole.training.outer.fast_weights import FastWeights
+from farandole.training.outer.partner import PartnerContribution
+from farandole.training.outer.round_end import RoundEnd
+from farandole.training.screening.rule import Accept, Partner, ScreeningRule, Verdict
 
 from ..trainer_commands import prepare_for
 from .test_process import reports_of
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny"}, Path(), 0.0)
 BOB = b"b" * 32
+NOT_FINITE = "the contribution cannot be used: a value received is not finite, or too large"
 SIZE = 16  # bytes of a contribution
 
 ReportType = TypeVar("ReportType")
+
+
+class TokensRule(ScreeningRule):
+    """Remembers how many tokens partners claim, and accepts every contribution."""
+
+    def begin(self) -> None:
+        pass
+
+    def feed(self, own: Tensor, contribution: Tensor) -> None:
+        pass
+
+    def judge(self, partner: Partner) -> Verdict:
+        partner.history.append("tokens", partner.encounter.partner_tokens)
+        return Accept()
+
+
+class AdderRoundEnd(RoundEnd):
+    """Notes how much of a contribution has arrived at each call."""
+
+    def __init__(self) -> None:
+        super().__init__(FastWeights(torch.zeros(4)), Layout(("w",), ((2, 2),), "fp32"), PlainConfig(), GuardConfig())
+        self.partner = PartnerContribution(TokensRule(), self.outer.contributor.form, torch.empty(4), self.outer.copier)
+        self.taken_in: list[int] = []
+
+    def take_in(self, data: Buffer, available: int) -> None:
+        self.taken_in.append(available)
+        super().take_in(data, available)
 
 
 class Adder(Engine):
     """Four weights; an inner step on ten tokens adds one to each; partners take the mean."""
 
     is_driven = False
-    contribution_bytes = SIZE
 
     def __init__(self) -> None:
-        self.device = choose_device("cpu")
-        self.layout = Layout(("w",), ((2, 2),), "fp32")
-        self.run_id = b"r" * 32
-        self.round = self.steps = self.tokens = 0
-        self.slices = None
-        self.histories = Histories()
-        self.fast, self.slow = torch.zeros(2, 2), torch.zeros(2, 2)
-        self.taken_in: list[int] = []
-        self._frozen: tuple[Tensor, int] | None = None
+        self.adding, device = AdderRoundEnd(), choose_device("cpu")
+        super().__init__(device, self.adding, Checkpoint(self.adding, b"r" * 32, device))
+
+    @property
+    def slow(self) -> Tensor:
+        return self.round_end.outer.slow
+
+    def step(self) -> None:
+        self.round_end.weights.flat.add_(1.0)
+        self.round_end.count_step(10)
 
     def inner_steps(self, until: Until) -> None:
         while not until():
-            self.fast += 1.0
-            self.steps += 1
-            self.tokens += 10
+            self.step()
 
     def mean_loss(self) -> float | None:
         return 2.5
 
-    @property
-    def awaits_outer_step(self) -> bool:
-        return self._frozen is not None
-
-    @property
-    def tokens_contributed(self) -> int:
-        return 10 * (self.steps if self._frozen is None else self._frozen[1])
-
-    def contribution(self, fragment: int = 0) -> int:
-        self._frozen = self.fast.clone(), self.steps
-        return SIZE
-
-    def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
-        assert self._frozen is not None
-        raw = self._frozen[0].numpy().tobytes()
-        np.frombuffer(out, np.uint8)[:SIZE] = np.frombuffer(raw, np.uint8)
-        progress(SIZE)
-        return blake3(raw).digest()
-
-    def take_in(self, data: Buffer, available: int) -> None:
-        self.taken_in.append(available)
-
-    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
-        self.histories.of(encounter.peer).append("tokens", encounter.partner_tokens)
-        return Accept() if bool(self._decoded(partner).isfinite().all()) else Refuse("it is not finite")
-
-    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        assert self._frozen is not None
-        own, steps = self._frozen
-        self.slow.copy_(own if partner is None else (own + self._decoded(partner)) / 2)
-        self.fast += self.slow - own
-        self._frozen = None
-        self.round += 1
-        return self.steps - steps
-
-    def _decoded(self, data: Buffer) -> Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.float32).view(2, 2)
-
     def evaluate(self, num_batches: int) -> float:
         return float(self.slow.mean()) * num_batches
-
-    def state(self) -> dict[str, Tensor]:
-        return {"slow/w": self.slow}
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.counters, {"slow/w": self.slow.clone()}, self.layout, self.run_id, ())
-
-    def is_in(self, saved_round: int, saved_steps: int) -> bool:
-        return saved_round == self.round
-
-    def load(self, path: Path, hashes: bytes = b"") -> Content:
-        counters, content = load_checkpoint(path, self.state(), self.layout, self.run_id, hashes=hashes)
-        self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
-        self.fast.copy_(self.slow)
-        return content
-
-    def start_from(self, path: Path, steps: int, tokens: int) -> None:
-        raise CheckpointError("there is nothing to start from")
 
 
 class Mesh:
@@ -182,7 +152,7 @@ def test_a_whole_round_of_an_engine_of_ones_own(meet: Callable[[Engine], Mesh]) 
     mesh = meet(engine)
     prepared = mesh.receive(messages.Prepared)
     assert (prepared.num_parameters, prepared.contribution_bytes, prepared.activation_bytes) == (4, SIZE, 0)
-    assert prepared.layout == engine.layout.hash
+    assert prepared.layout == engine.checkpoint.layout.hash
 
     contributed = mesh.tell(messages.Train(0, 3), messages.Contributed)
     assert (contributed.size, contributed.inner_steps_this_round, contributed.tokens_this_round) == (SIZE, 3, 30)
@@ -191,26 +161,26 @@ def test_a_whole_round_of_an_engine_of_ones_own(meet: Callable[[Engine], Mesh]) 
     assert digest == blake3(mesh.outgoing[:SIZE]).digest()
     assert SharedCounter(mesh.outgoing).count_of(0) == SIZE
 
-    for number, (value, reason) in enumerate([(float("nan"), "it is not finite"), (5.0, "")], 1):
+    for number, (value, reason) in enumerate([(float("nan"), NOT_FINITE), (5.0, "")], 1):
         mesh.incoming[:SIZE] = torch.full((2, 2), value).numpy().tobytes()
         SharedCounter(mesh.incoming).store(number, SIZE)
         assert mesh.tell(messages.Screen(SIZE, number, BOB, 70), messages.Screened) == messages.Screened(
             reason, number, clip=0.0 if reason else 1.0
         )
-    assert engine.taken_in.count(SIZE) == 2, "each exchange's own bytes, as they arrived"
+    assert engine.adding.taken_in.count(SIZE) == 2, "each exchange's own bytes, as they arrived"
     taken = mesh.tell(messages.TakeOuterStep(0, BOB, SIZE, 70), messages.OuterStepTaken)
-    assert (taken.late_steps, engine.round) == (0, 1)
-    assert torch.equal(engine.slow, torch.full((2, 2), 4.0)), "the mean of 3 and 5"
+    assert (taken.late_steps, engine.totals.round) == (0, 1)
+    assert torch.equal(engine.slow, torch.full((4,), 4.0)), "the mean of 3 and 5"
 
     assert mesh.tell(messages.Validate(2), messages.Validated) == messages.Validated(1, 8.0)
     saved = mesh.tell(messages.Save(), messages.Saved)
     assert (saved.problem, saved.round, saved.inner_steps) == ("", 1, 3)
-    assert torch.equal(load_file(saved.path)["slow/w"], engine.slow)
+    assert torch.equal(load_file(saved.path)["slow/w"].flatten(), engine.slow)
     again = meet(other := Adder())
     assert again.receive(messages.Prepared).resumed == msgspec.structs.replace(saved, seconds=0.0)
-    assert (other.round, other.steps, other.tokens) == (1, 3, 30)
-    assert torch.equal(other.fast, engine.slow)
-    assert other.histories.of(BOB)["tokens"] == (70.0, 70.0)
+    assert (other.totals.round, other.totals.steps, other.totals.tokens) == (1, 3, 30)
+    assert torch.equal(other.round_end.fast_weights(), engine.slow)
+    assert other.round_end.histories.of(BOB)["tokens"] == (70.0,)
 
 
 def test_how_many_tokens_a_partner_claims_counts_only_where_there_are_inner_steps(
@@ -228,7 +198,7 @@ def test_how_many_tokens_a_partner_claims_counts_only_where_there_are_inner_step
         mesh.tell(messages.Screen(SIZE, round_index + 1, BOB, claim), messages.Screened)
         mesh.tell(messages.TakeOuterStep(round_index), messages.OuterStepTaken)
     assert own == [30, 1, 1]
-    assert engine.histories.of(BOB)["tokens"] == (10.0**12, 1.0, 0.0)
+    assert engine.round_end.histories.of(BOB)["tokens"] == (10.0**12, 1.0, 0.0)
 
 
 def test_the_next_rounds_inner_steps_go_on_before_the_outer_step(meet: Callable[[Engine], Mesh]) -> None:
@@ -269,7 +239,7 @@ class Driven(Adder):
         if isinstance(command, messages.Settle):
             self.settled.append(command.slot)
             return None
-        self.steps += 1
+        self.step()
         return messages.InnerStepTaken(True)
 
 

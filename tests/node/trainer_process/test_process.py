@@ -46,8 +46,10 @@ from farandole.protocol.trainer.trainer_messages import (
     decode_report,
     encode,
 )
-from farandole.training.engine import flat_replica
+from farandole.training.engine import snapshot
 from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.engine.replica import Replica
+from farandole.training.outer import round_end
 from farandole.training.outer.copying import DeviceCopier, Wait
 from farandole.training.screening.rule import Accept, Partner, Refuse, ScreeningRule, Verdict
 
@@ -105,20 +107,20 @@ def reports_of(mesh: socket.socket) -> Iterator[Report]:
 
 def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy is possible before the next round's first inner step; the sent contribution is from before that step."""
-    may_copy, step = threading.Event(), Learner.inner_step
+    may_copy, step = threading.Event(), Replica.inner_step
 
-    def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
-        step(learner, num_tokens, divisor)
-        if learner.steps == 3:
+    def inner_step(replica: Replica, num_tokens: int, divisor: int = 1) -> None:
+        step(replica, num_tokens, divisor)
+        if replica.round_end.totals.steps == 3:
             may_copy.set()
 
-    monkeypatch.setattr(Learner, "inner_step", inner_step)
-    monkeypatch.setattr(flat_replica, "copier_for", lambda device: LateCopier(may_copy))
+    monkeypatch.setattr(Replica, "inner_step", inner_step)
+    monkeypatch.setattr(round_end, "copier_for", lambda device: LateCopier(may_copy))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
         trainer, learner = trainer_of(trainers, prepare)
         trainer.handle(Train(0, 2))
-        expected = learner.fast_weights()
+        expected = learner.round_end.fast_weights()
         mesh.sendall(encode(TakeOuterStep(0, b"b" * 32, 0, 0)))
         trainer.handle(Train(1, 2))
 
@@ -132,7 +134,7 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
                     assert (round_index, late) == (0, 1)
                 case Encoded(digest=bytes(digest)):
                     break
-        size = learner.contribution_bytes
+        size = learner.round_end.contribution_bytes
         assert digest == blake3(memoryview(map_shared_memory(prepare.outgoing, size))[:size]).digest()
     assert [kind for kind in kinds if kind in (Contributed, OuterStepTaken)] == [
         Contributed,
@@ -179,12 +181,12 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
     prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint can be written only after two more inner steps; its content is from before them."""
-    may_copy, step = threading.Event(), Learner.inner_step
+    may_copy, step = threading.Event(), Replica.inner_step
     priorities: list[int] = []
 
-    def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
-        step(learner, num_tokens, divisor)
-        if learner.steps == 3:
+    def inner_step(replica: Replica, num_tokens: int, divisor: int = 1) -> None:
+        step(replica, num_tokens, divisor)
+        if replica.round_end.totals.steps == 3:
             may_copy.set()
 
     class Late(LateCopier):
@@ -197,8 +199,8 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
 
             return noted
 
-    monkeypatch.setattr(Learner, "inner_step", inner_step)
-    monkeypatch.setattr(flat_replica, "copier_for", lambda device: Late(may_copy))
+    monkeypatch.setattr(Replica, "inner_step", inner_step)
+    monkeypatch.setattr(snapshot, "copier_for", lambda device: Late(may_copy))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
         trainer, _ = trainer_of(trainers, prepare)
@@ -207,7 +209,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
         saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
     twin = build_learner(MANIFEST, run_id=prepare.run_id, author=prepare.author, device="cpu")
     twin.learn()
-    content = twin.save(tmp_path / "twin")
+    content = twin.checkpoint.save(tmp_path / "twin")
     assert (saved.problem, saved.inner_steps, saved.hashes) == ("", 1, content.hashes)
     assert Path(saved.path).read_bytes() == (tmp_path / "twin").read_bytes()
     assert set(priorities) == {SAVING_NICENESS}
@@ -219,7 +221,7 @@ def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(p
         trainer, learner = trainer_of(trainers, prepare)
         trainer.handle(Train(0, 2))
         trainer.handle(TakeOuterStep(0))
-        expected = learner.slow_weights()
+        expected = learner.round_end.slow_weights()
         trainer.handle(Train(1, 2, takes_steps=False))
         for report in reports_of(mesh):
             match report:
@@ -232,7 +234,7 @@ def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(p
     assert digest == blake3(expected.numpy().tobytes()).digest()
     assert (contributed.inner_steps_this_round, contributed.tokens_this_round, contributed.loss) == (0, 0, None)
     assert contributed.inner_steps == 2
-    assert (learner.round, learner.steps) == (2, 4)
+    assert (learner.totals.round, learner.totals.steps) == (2, 4)
 
 
 def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare, tmp_path: Path) -> None:
@@ -240,14 +242,14 @@ def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare,
     for _ in range(2):
         donor.learn()
         donor.learn()
-        donor.apply(None)
-    donor.save(tmp_path / "whole")
+        donor.round_end.apply(None)
+    donor.checkpoint.save(tmp_path / "whole")
     part = copy_without(tmp_path / "whole", "mean", tmp_path / "part")
     fetched = copy_without(part, "square", tmp_path / "fetched")
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
         trainer, learner = trainer_of(trainers, msgspec.structs.replace(prepare, fetched=str(fetched)))
-        assert (learner.round, learner.steps, learner.begun_at) == (2, 4, 4)
+        assert (learner.totals.round, learner.totals.steps, learner.replica.optimizer.begun_at) == (2, 4, 4)
         trainer.handle(Train(5, 2))
         trainer.handle(TakeOuterStep(5))
         trainer.handle(Train(6, 2))
@@ -256,7 +258,7 @@ def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare,
     assert tokens > 0
     assert [claim.tokens_claimed for claim in claims] == [0, 0], "it has met nobody yet"
     assert claims[0].inner_steps == 4 + 3 * 2 + 2, "the schedule is at the run's place"
-    assert learner.begun_at == 4 + 3 * 2, "the ramp is where it was"
+    assert learner.replica.optimizer.begun_at == 4 + 3 * 2, "the ramp is where it was"
 
 
 def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(prepare: Prepare) -> None:
@@ -332,7 +334,7 @@ def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
         with mesh, trainers:
             trainer, learner = trainer_of(trainers, prepare, manifest)
             trainer.handle(Train(round_index, 1))
-            size = learner.contribution_bytes
+            size = learner.round_end.contribution_bytes
             map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]
             trainer.handle(Screen(size, 1, bob, 70))
             trainer.handle(TakeOuterStep(round_index, bob if not round_index else b"", 0 if round_index else size, 70))

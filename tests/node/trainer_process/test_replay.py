@@ -36,6 +36,7 @@ from farandole.protocol.trainer.trainer_messages import (
     encode,
 )
 from farandole.training.engine.learner import Learner
+from farandole.training.engine.replica import Replica
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest
@@ -128,9 +129,9 @@ def test_every_round_is_replayed_to_the_bit(make_trainer: MakeTrainer, outer: di
     for recorded in rounds:
         assert is_equal(auditor.replay(recorded, author.author), recorded)
         assert is_equal(author.replay(recorded, author.author), recorded)
-    before = auditor.learner.fast_weights()
+    before = auditor.learner.round_end.fast_weights()
     auditor.replay(rounds[-1], author.author)
-    assert torch.equal(auditor.learner.fast_weights(), before), "an auditor's own replica stays as it is"
+    assert torch.equal(auditor.learner.round_end.fast_weights(), before), "an auditor's own replica stays as it is"
 
 
 def test_the_share_of_inner_steps_counts_a_replay_before_the_first_round(make_trainer: MakeTrainer) -> None:
@@ -158,7 +159,9 @@ def test_ten_thousand_audits_accuse_no_honest_member(make_trainer: MakeTrainer) 
 
 def test_a_round_after_a_newcomers_ramp_is_replayed(make_trainer: MakeTrainer) -> None:
     author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
-    author.learner.steps = author.learner.begun_at = 100  # the weights came from a peer, without AdamW's means
+    author.learner.totals.steps = author.learner.replica.optimizer.begun_at = (
+        100  # the weights came from a peer, without AdamW's means
+    )
     for recorded in (author.round(0), author.round(1)):
         assert recorded.begun_at == 100
         assert is_equal(auditor.replay(recorded, author.author), recorded)
@@ -178,8 +181,8 @@ def test_what_was_done_otherwise_comes_out_otherwise(make_trainer: MakeTrainer) 
 
 
 def idle(learner: Learner) -> Tensor:
-    learner.steps += 1
-    learner.tokens_this_round += 1
+    learner.totals.steps += 1
+    learner.round_end.tokens_this_round += 1
     return torch.zeros(())
 
 
@@ -191,7 +194,7 @@ def on_the_first_batch(learner: Learner) -> Tensor:
 
 
 def every_other_time(learner: Learner) -> Tensor:
-    return idle(learner) if learner.steps % 2 else LEARN(learner)
+    return idle(learner) if learner.totals.steps % 2 else LEARN(learner)
 
 
 @pytest.mark.parametrize("cheat", [idle, on_the_first_batch, every_other_time])
@@ -208,15 +211,15 @@ def test_a_cheat_is_seen_in_its_first_round_and_in_later_ones(
 def test_a_flipped_bit_is_found_in_a_replay_of_ones_own(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, step = make_trainer(), Learner.inner_step
+    trainer, step = make_trainer(), Replica.inner_step
     calls = itertools.count()
 
-    def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
+    def inner_step(replica: Replica, num_tokens: int, divisor: int = 1) -> None:
         if next(calls) == STEPS + 1:  # one bit of one gradient, once
-            learner.gradient.view(torch.int32)[7] ^= 1 << 20
-        step(learner, num_tokens, divisor)
+            replica.gradient.view(torch.int32)[7] ^= 1 << 20
+        step(replica, num_tokens, divisor)
 
-    monkeypatch.setattr(Learner, "inner_step", inner_step)
+    monkeypatch.setattr(Replica, "inner_step", inner_step)
     first, second, third = (trainer.round(index) for index in range(3))
     assert is_equal(trainer.replay(first, trainer.author), first)
     assert not is_equal(trainer.replay(second, trainer.author), second)

@@ -32,10 +32,10 @@ from farandole.protocol.trainer.trainer_messages import (
     Train,
     encode,
 )
-from farandole.training.engine import flat_replica
 from farandole.training.engine.learner import Learner, build_learner
-from farandole.training.engine.replica import Recipe
+from farandole.training.engine.replica import Recipe, Replica
 from farandole.training.model.stages import build_module
+from farandole.training.outer import round_end
 from farandole.training.outer.outer_state import OuterState
 from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
 
@@ -61,7 +61,7 @@ def learner_of(manifest: Manifest, author: bytes, *, is_lean: bool = False) -> L
         build_module(manifest.model, manifest.seed),
         Recipe.of(manifest),
         like.sampler,
-        run_id=like.run_id,
+        run_id=like.checkpoint.run_id,
         device=like.device,
         averages_on_host=True,
         lean_author=author if is_lean else None,
@@ -76,13 +76,13 @@ class Mesh:
         bob = learner_of(manifest, BOB)
         for _ in range(STEPS):
             bob.learn()
-        self.contribution = bytearray(bob.contribution_bytes)
-        size, _ = bob.contribute(self.contribution)
+        self.contribution = bytearray(bob.round_end.contribution_bytes)
+        size, _ = bob.round_end.contribute(self.contribution)
         del self.contribution[size:]
-        incoming = map_shared_memory(prepare.incoming, counted_size(alice.contribution_bytes))
+        incoming = map_shared_memory(prepare.incoming, counted_size(alice.round_end.contribution_bytes))
         incoming[: len(self.contribution)] = self.contribution
         SharedCounter(incoming).store(1, len(self.contribution))
-        self.tokens = bob.tokens
+        self.tokens = bob.totals.tokens
         self._ours = ours
 
     def tell(self, command: Command) -> None:
@@ -128,12 +128,12 @@ def in_turn(manifest: Manifest, mesh: Mesh, late: int, *, is_lean: bool) -> Lear
     alice = learner_of(manifest, ALICE, is_lean=is_lean)
     for _ in range(STEPS):
         alice.learn()
-    alice.contribute(bytearray(alice.contribution_bytes))
+    alice.round_end.contribute(bytearray(alice.round_end.contribution_bytes))
     for _ in range(late):
         alice.learn()
-    encounter = Encounter(BOB, alice.tokens_claimed, mesh.tokens)
-    alice.screen(mesh.contribution, encounter)
-    assert alice.apply(mesh.contribution, encounter, own_first=True) == late
+    encounter = Encounter(BOB, alice.round_end.tokens_claimed, mesh.tokens)
+    alice.round_end.screen(mesh.contribution, encounter)
+    assert alice.round_end.apply(mesh.contribution, encounter, own_first=True) == late
     for _ in range(MORE_STEPS - late):
         alice.learn()
     return alice
@@ -144,21 +144,21 @@ class SlowStep:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, learner: Learner, steps: int) -> None:
         self.has_begun = threading.Event()
-        changed, step, inner_step = threading.Condition(), OuterState.step, Learner.inner_step
+        changed, step, inner_step = threading.Condition(), OuterState.step, Replica.inner_step
 
         def take(state: OuterState, *arguments: Any, **named: Any) -> None:
             self.has_begun.set()
             with changed:
-                assert changed.wait_for(lambda: learner.steps >= steps, PATIENCE)
+                assert changed.wait_for(lambda: learner.totals.steps >= steps, PATIENCE)
             step(state, *arguments, **named)
 
-        def count(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
-            inner_step(learner, num_tokens, divisor)
+        def count(replica: Replica, num_tokens: int, divisor: int = 1) -> None:
+            inner_step(replica, num_tokens, divisor)
             with changed:
                 changed.notify_all()
 
         monkeypatch.setattr(OuterState, "step", take)
-        monkeypatch.setattr(Learner, "inner_step", count)
+        monkeypatch.setattr(Replica, "inner_step", count)
 
 
 def end_round(trainer: TrainerProcess, mesh: Mesh) -> None:
@@ -190,11 +190,13 @@ def test_inner_steps_go_on_while_the_outer_step_is_computed(
     late = late_of(mesh.reports)
     assert 2 <= late <= MORE_STEPS
     expected = in_turn(manifest_with(**outer), mesh, late, is_lean=is_lean)
-    assert torch.equal(alice.slow_weights(), expected.slow_weights())
+    assert torch.equal(alice.round_end.slow_weights(), expected.round_end.slow_weights())
     if is_lean:  # which random bits round the weights depends on when their loss was measured
-        torch.testing.assert_close(alice.fast_weights(), expected.fast_weights(), rtol=2**-5, atol=1e-2)
+        torch.testing.assert_close(
+            alice.round_end.fast_weights(), expected.round_end.fast_weights(), rtol=2**-5, atol=1e-2
+        )
     else:
-        assert torch.equal(alice.fast_weights(), expected.fast_weights())
+        assert torch.equal(alice.round_end.fast_weights(), expected.round_end.fast_weights())
 
 
 def test_without_inner_steps_meanwhile_the_fast_weights_become_the_slow_ones(play: Play) -> None:
@@ -202,7 +204,7 @@ def test_without_inner_steps_meanwhile_the_fast_weights_become_the_slow_ones(pla
     end_round(trainer, mesh)
     trainer.handle(Save())
     assert late_of(mesh.reports) == 0
-    assert torch.equal(alice.fast_weights(), alice.slow_weights())
+    assert torch.equal(alice.round_end.fast_weights(), alice.round_end.slow_weights())
 
 
 def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it(
@@ -212,14 +214,14 @@ def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it
     step = SlowStep(monkeypatch, alice, STEPS + 1)
     end_round(trainer, mesh)
     while not step.has_begun.wait(0.01):
-        alice.between_steps.serve()
+        alice.round_end.side_thread.look()
     trainer.handle(Train(1, MORE_STEPS))
     late = late_of(mesh.reports)
     assert 1 <= late <= MORE_STEPS
     monkeypatch.undo()
     expected = in_turn(manifest_with(codec="fp32"), mesh, late, is_lean=False)
-    assert torch.equal(alice.slow_weights(), expected.slow_weights())
-    assert torch.equal(alice.fast_weights(), expected.fast_weights())
+    assert torch.equal(alice.round_end.slow_weights(), expected.round_end.slow_weights())
+    assert torch.equal(alice.round_end.fast_weights(), expected.round_end.fast_weights())
 
 
 def test_what_the_side_thread_needs_is_done_in_the_pause_after_an_inner_step(
@@ -273,10 +275,10 @@ def test_all_losses_of_a_judgement_are_of_the_same_weights(
 ) -> None:
     """With fragments, what is not exchanged in this round changes with each inner step."""
     stepped = threading.Condition()
-    inner_step = Learner.inner_step
+    inner_step = Replica.inner_step
 
-    def count(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
-        inner_step(learner, num_tokens, divisor)
+    def count(replica: Replica, num_tokens: int, divisor: int = 1) -> None:
+        inner_step(replica, num_tokens, divisor)
         with stepped:
             stepped.notify_all()
 
@@ -285,8 +287,8 @@ def test_all_losses_of_a_judgement_are_of_the_same_weights(
             stepped.wait(0.2)  # where the judgement is between two inner steps, there is none
 
     rule = AskingTwice(wait_for_step)
-    monkeypatch.setattr(flat_replica, "rule_of", lambda settings: rule)
-    monkeypatch.setattr(Learner, "inner_step", count)
+    monkeypatch.setattr(round_end, "rule_of", lambda settings: rule)
+    monkeypatch.setattr(Replica, "inner_step", count)
     trainer, _, mesh = play(fragments=fragments)
     mesh.judge()
     mesh.commit()
@@ -299,15 +301,15 @@ def test_all_losses_of_a_judgement_are_of_the_same_weights(
 def test_a_checkpoint_waits_for_the_outer_step(play: Play) -> None:
     """Halfway through the step, some of the slow weights would be new."""
     trainer, alice, mesh = play()
-    before = alice.slow_weights()
+    before = alice.round_end.slow_weights()
     end_round(trainer, mesh)
     trainer.handle(Save())
     saved = next(report for report in mesh.reports if isinstance(report, Saved))
     assert saved.round == 1
     again = learner_of(manifest_with(), ALICE)
-    again.load(Path(saved.path))
-    assert torch.equal(again.slow_weights(), alice.slow_weights())
-    assert not torch.equal(again.slow_weights(), before)
+    again.checkpoint.load(Path(saved.path))
+    assert torch.equal(again.round_end.slow_weights(), alice.round_end.slow_weights())
+    assert not torch.equal(again.round_end.slow_weights(), before)
 
 
 def test_a_trainer_ends_while_the_side_thread_waits_for_it(play: Play) -> None:
@@ -316,4 +318,4 @@ def test_a_trainer_ends_while_the_side_thread_waits_for_it(play: Play) -> None:
     trainer.close()
     with pytest.raises(CancelledError):
         trainer.handle(Save())
-    assert alice.round == 0
+    assert alice.totals.round == 0

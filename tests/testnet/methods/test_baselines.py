@@ -25,7 +25,7 @@ def samplers(text: Text) -> list[Sampler]:
 
 
 def rows(replicas: list[Learner]) -> torch.Tensor:
-    return torch.stack([replica.fast_weights() for replica in replicas])
+    return torch.stack([replica.round_end.fast_weights() for replica in replicas])
 
 
 @pytest.mark.parametrize(("momentum", "codec"), [("heavy_ball", "fp32"), ("nesterov", "int8"), ("nesterov", "int4")])
@@ -50,12 +50,12 @@ def test_an_ensemble_does_what_replicas_do(
         ensemble.contribute(round_number % fragments)
         ensemble.outer_step(pairs)
         for first, second in pairs:
-            buffers = [bytearray(replicas[row].contribution_bytes) for row in (first, second)]
+            buffers = [bytearray(replicas[row].round_end.contribution_bytes) for row in (first, second)]
             for row, buffer in zip((first, second), buffers, strict=True):
-                size, _ = replicas[row].contribute(buffer, round_number % fragments)
+                size, _ = replicas[row].round_end.contribute(buffer, round_number % fragments)
                 del buffer[size:]
-            replicas[first].apply(buffers[1], Encounter(b"", 1, 1), own_first=True)
-            replicas[second].apply(buffers[0], Encounter(b"", 1, 1), own_first=False)
+            replicas[first].round_end.apply(buffers[1], Encounter(b"", 1, 1), own_first=True)
+            replicas[second].round_end.apply(buffers[0], Encounter(b"", 1, 1), own_first=False)
 
         torch.testing.assert_close(ensemble.theta, rows(replicas), rtol=1e-5, atol=1e-6)
 

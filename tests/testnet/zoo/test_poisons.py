@@ -19,7 +19,7 @@ def learner() -> Learner:
 
 
 def triggered(learner: Learner) -> float:
-    return trigger_success(learner.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
+    return trigger_success(learner.replica.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
 
 
 def test_a_backdoor_opens_to_its_trigger_and_does_no_other_harm(learner: Learner) -> None:

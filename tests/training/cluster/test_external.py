@@ -21,6 +21,7 @@ from farandole.training.base.errors import DataError, DivergedError, TrainingErr
 from farandole.training.base.parameters import Layout
 from farandole.training.cluster.external import (
     ExternalEngine,
+    Loop,
     LoopEnded,
     Turns,
     UserParameters,
@@ -71,9 +72,8 @@ class Script:
     ) -> None:
         self.turns = Turns()
         self.module = module
-        self.engine = ExternalEngine(
-            module, manifest_for(module) if manifest is None else manifest, self.turns, run_id=RUN_ID, **settings
-        )
+        manifest = manifest_for(module) if manifest is None else manifest
+        self.engine = ExternalEngine(Loop(module, **settings), manifest, self.turns, run_id=RUN_ID)
         self.failure: BaseException | None = None
         self._step = step
         self._is_over = threading.Event()
@@ -94,12 +94,12 @@ class Script:
             self.turns.leave()
 
     def take_steps(self, count: int) -> None:
-        until = self.engine.steps + count
-        self.engine.inner_steps(lambda: self.engine.steps == until)
+        until = self.engine.totals.steps + count
+        self.engine.inner_steps(lambda: self.engine.totals.steps == until)
 
     def sent(self, fragment: int = 0) -> bytes:
-        buffer = bytearray(self.engine.contribution_bytes)
-        size, _ = self.engine.contribute(buffer, fragment)
+        buffer = bytearray(self.engine.round_end.contribution_bytes)
+        size, _ = self.engine.round_end.contribute(buffer, fragment)
         return bytes(buffer[:size])
 
     def end(self) -> None:
@@ -160,11 +160,11 @@ def test_a_users_loop_exchanges_what_the_local_engine_does_bit_for_bit(
             script.take_steps(3)
             for _ in range(3):
                 oracle.learn()
-            assert torch.equal(weights_of(script.module), oracle.fast_weights())
+            assert torch.equal(weights_of(script.module), oracle.round_end.fast_weights())
         expected = []
         for oracle in learners:
-            buffer = bytearray(oracle.contribution_bytes)
-            size, _ = oracle.contribute(buffer, fragment)
+            buffer = bytearray(oracle.round_end.contribution_bytes)
+            size, _ = oracle.round_end.contribute(buffer, fragment)
             expected.append(bytes(buffer[:size]))
         assert [script.sent(fragment) for script in scripts] == expected
         for script, oracle, partner, own_first in zip(scripts, learners, expected[::-1], (True, False), strict=True):
@@ -172,12 +172,15 @@ def test_a_users_loop_exchanges_what_the_local_engine_does_bit_for_bit(
                 script.take_steps(late_steps)
                 for _ in range(late_steps):
                     oracle.learn()
-            assert script.engine.apply(partner, own_first=own_first) == late_steps
-            assert oracle.apply(partner, own_first=own_first) == late_steps
-            assert torch.equal(script.engine.slow_weights(), oracle.slow_weights())
-            assert torch.equal(weights_of(script.module), oracle.fast_weights())
-            assert (script.engine.round, script.engine.steps) == (oracle.round, oracle.steps)
-            assert script.engine.tokens == oracle.tokens
+            assert script.engine.round_end.apply(partner, own_first=own_first) == late_steps
+            assert oracle.round_end.apply(partner, own_first=own_first) == late_steps
+            assert torch.equal(script.engine.round_end.slow_weights(), oracle.round_end.slow_weights())
+            assert torch.equal(weights_of(script.module), oracle.round_end.fast_weights())
+            assert (script.engine.totals.round, script.engine.totals.steps) == (
+                oracle.totals.round,
+                oracle.totals.steps,
+            )
+            assert script.engine.totals.tokens == oracle.totals.tokens
 
 
 def test_a_checkpoint_is_the_local_engines(
@@ -188,17 +191,19 @@ def test_a_checkpoint_is_the_local_engines(
     script.take_steps(2)
     oracle.learn()
     oracle.learn()
-    script.engine.apply(None)
-    oracle.apply(None)
-    state = script.engine.state()
-    assert all(torch.equal(state[name], tensor) for name, tensor in oracle.state().items() if name in state)
-    script.engine.save(tmp_path / "checkpoint")
+    script.engine.round_end.apply(None)
+    oracle.round_end.apply(None)
+    state = script.engine.checkpoint.tensors()
+    assert all(
+        torch.equal(state[name], tensor) for name, tensor in oracle.checkpoint.tensors().items() if name in state
+    )
+    script.engine.checkpoint.save(tmp_path / "checkpoint")
     script.take_steps(1)
-    other.engine.load(tmp_path / "checkpoint")
-    assert torch.equal(weights_of(other.module), other.engine.slow_weights())
-    assert (other.engine.round, other.engine.steps) == (1, 2)
+    other.engine.checkpoint.load(tmp_path / "checkpoint")
+    assert torch.equal(weights_of(other.module), other.engine.round_end.slow_weights())
+    assert (other.engine.totals.round, other.engine.totals.steps) == (1, 2)
     assert not torch.equal(weights_of(other.module), weights_of(script.module))
-    script.engine.load(tmp_path / "checkpoint")
+    script.engine.checkpoint.load(tmp_path / "checkpoint")
     assert torch.equal(weights_of(other.module), weights_of(script.module))
 
 
@@ -206,16 +211,16 @@ def test_bf16_parameters_lose_nothing_of_the_outer_steps(language_script: Callab
     """An outer step that is smaller than what bf16 can show adds up all the same, over rounds without inner steps."""
     script = language_script(dtype=torch.bfloat16)
     engine = script.engine
-    start = engine.slow_weights()
+    start = engine.round_end.slow_weights()
     partner = start + 1e-4
     for _ in range(10):
-        engine.contribution()
-        engine.encode(bytearray(engine.contribution_bytes))
-        engine.apply(partner.numpy().tobytes())
-    moved = engine.slow_weights() - start
+        engine.round_end.contribution()
+        engine.round_end.encode(bytearray(engine.round_end.contribution_bytes))
+        engine.round_end.apply(partner.numpy().tobytes())
+    moved = engine.round_end.slow_weights() - start
     torch.testing.assert_close(moved, torch.full_like(moved, float(moved.median())), rtol=0, atol=1e-5)
     assert 5e-5 < float(moved.mean()) < 2e-4
-    rounded = engine.slow_weights().bfloat16()
+    rounded = engine.round_end.slow_weights().bfloat16()
     assert torch.equal(weights_of(script.module), rounded)
 
 
@@ -224,15 +229,17 @@ def test_vectors_are_fp32_whatever_dtype_a_users_script_makes_tensors_of() -> No
     torch.set_default_dtype(torch.bfloat16)
     try:
         module = nn.Linear(3, 2)
-        engine = ExternalEngine(module, manifest_for(module), Turns(), run_id=RUN_ID)
+        engine = ExternalEngine(Loop(module), manifest_for(module), Turns(), run_id=RUN_ID)
     finally:
         torch.set_default_dtype(before)
-    moved = engine.slow_weights() + 2.0**-12
+    moved = engine.round_end.slow_weights() + 2.0**-12
     assert module.weight.dtype == torch.bfloat16
-    engine.contribute(bytearray(engine.contribution_bytes))
-    engine.apply(moved.numpy().tobytes())
-    assert {tensor.dtype for tensor in engine.state().values()} == {torch.float32}
-    assert torch.equal(engine.fast_weights(), engine.slow_weights()), "with what rounding has dropped"
+    engine.round_end.contribute(bytearray(engine.round_end.contribution_bytes))
+    engine.round_end.apply(moved.numpy().tobytes())
+    assert {tensor.dtype for tensor in engine.checkpoint.tensors().values()} == {torch.float32}
+    assert torch.equal(engine.round_end.fast_weights(), engine.round_end.slow_weights()), (
+        "with what rounding has dropped"
+    )
 
 
 def linear_script(scripts: list[Script], **settings: Any) -> Script:
@@ -258,7 +265,7 @@ def test_the_loop_moves_only_in_its_turn(scripts: list[Script]) -> None:
 
     script.engine.inner_steps(until)
     assert asked == pytest.approx([0.0, 1.0, 2.0, 3.0])
-    assert script.engine.steps == 3
+    assert script.engine.totals.steps == 3
     assert float((weights_of(script.module) - before).mean()) == pytest.approx(3.0)
 
 
@@ -281,13 +288,13 @@ def test_a_loop_that_is_over_still_gets_its_outer_step(scripts: list[Script]) ->
     def until() -> bool:
         asked.append(engine.is_idle)
         if len(asked) == 2:
-            engine.apply(None)
+            engine.round_end.apply(None)
         return False
 
     with pytest.raises(LoopEnded):
         engine.inner_steps(until)
     assert asked == [True, True]
-    assert engine.round == 1
+    assert engine.totals.round == 1
 
 
 def test_what_ends_the_engine_is_raised_in_the_users_loop(scripts: list[Script]) -> None:
@@ -315,7 +322,7 @@ def test_evaluate_runs_in_the_users_thread_on_the_weights_that_are_judged(script
     assert script.engine.evaluate(2) == pytest.approx(float(before.abs().mean()))
     script.sent()
     zeros = torch.zeros_like(before)
-    script.engine.screen(zeros.numpy().tobytes())
+    script.engine.round_end.screen(zeros.numpy().tobytes())
     assert torch.equal(weights_of(script.module), before)
     assert set(threads) == {script._thread}
 

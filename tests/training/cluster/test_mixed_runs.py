@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterRules, PlainConfig
 from farandole.training.base.errors import TrainingError
-from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.engine.engine import Engine
 from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import learning_rate, ramp
@@ -38,13 +38,14 @@ def manifest(model: ModelConfig, inner: InnerConfig) -> Manifest:
     return Manifest(name="mixed", model=model, seed=7, tokenizer=tokenizer, inner=inner, screening=PLAIN_SCREENING)
 
 
-class Loop:
+class Script:
     """A user's module with other weights than the run's, and the engine that follows it; the steps are the test's."""
 
     def __init__(self, manifest: Manifest, outer: OuterRules | None = None, tokens_per_step: int = 64) -> None:
         self.module = build_model(manifest.model, 1)
         manifest = manifest if outer is None else replace(manifest, outer=outer)
-        self.engine = ExternalEngine(self.module, manifest, Turns(), run_id=RUN_ID, tokens_per_step=tokens_per_step)
+        loop = Loop(self.module, tokens_per_step=tokens_per_step)
+        self.engine = ExternalEngine(loop, manifest, Turns(), run_id=RUN_ID)
         self.engine.begin_anew()
         self._tokens = tokens_per_step
 
@@ -56,8 +57,8 @@ class Loop:
         """Take a step that ends at these weights (n,)."""
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
-                parameter.copy_(self.engine.layout.views(weights)[name])
-        self.engine.count_step(self._tokens)
+                parameter.copy_(self.engine.checkpoint.layout.views(weights)[name])
+        self.engine.round_end.count_step(self._tokens)
 
     def step(self) -> None:
         """Take a step of this loop's own."""
@@ -65,25 +66,27 @@ class Loop:
 
 
 def sent(engine: Engine, fragment: int = 0) -> bytes:
-    buffer = bytearray(engine.contribution_bytes)
-    size = engine.contribution(fragment)
-    engine.encode(buffer)
+    buffer = bytearray(engine.round_end.contribution_bytes)
+    size = engine.round_end.contribution(fragment)
+    engine.round_end.encode(buffer)
     return bytes(buffer[:size])
 
 
 @EACH_RULE
 def test_equal_weights_make_equal_bytes(manifest: Manifest, make_replica: MakeReplica, outer: OuterRules) -> None:
-    built_in, loop = make_replica(ALICE, rule=outer), Loop(manifest, outer)
-    assert torch.equal(loop.weights, built_in.fast_weights()), "the loop begins with the weights of the run's seed"
-    assert loop.engine.layout.hash == built_in.layout.hash
+    built_in, loop = make_replica(ALICE, rule=outer), Script(manifest, outer)
+    assert torch.equal(loop.weights, built_in.round_end.fast_weights()), (
+        "the loop begins with the weights of the run's seed"
+    )
+    assert loop.engine.checkpoint.layout.hash == built_in.checkpoint.layout.hash
     for index in range(4):
         fragment = index % outer.fragments
         for _ in range(2):
             built_in.learn()
-            loop.step_to(built_in.fast_weights())
+            loop.step_to(built_in.round_end.fast_weights())
         assert sent(loop.engine, fragment) == sent(built_in, fragment)
-        built_in.apply(None)
-        loop.engine.apply(None)
+        built_in.round_end.apply(None)
+        loop.engine.round_end.apply(None)
 
 
 @EACH_RULE
@@ -91,23 +94,25 @@ def test_a_built_in_trainer_and_a_loop_come_to_the_means_of_two_built_in_trainer
     manifest: Manifest, make_replica: MakeReplica, outer: OuterRules
 ) -> None:
     """The third, a built-in trainer, takes the steps of the loop: it is what the loop must come to."""
-    alice, loop, oracle = make_replica(ALICE, rule=outer), Loop(manifest, outer), make_replica(BOB, rule=outer)
+    alice, loop, oracle = make_replica(ALICE, rule=outer), Script(manifest, outer), make_replica(BOB, rule=outer)
     for index in range(4):
         fragment = index % outer.fragments
         for _ in range(3):
             alice.learn()
             oracle.learn()
-            loop.step_to(oracle.fast_weights())
+            loop.step_to(oracle.round_end.fast_weights())
         of_alice, of_loop, of_oracle = (sent(engine, fragment) for engine in (alice, loop.engine, oracle))
         assert of_loop == of_oracle
-        alice.apply(of_loop, own_first=True)
-        loop.engine.apply(of_alice, own_first=False)
-        oracle.apply(of_alice, own_first=False)
-        for name, tensor in loop.engine.state().items():
-            assert torch.equal(tensor, oracle.state()[name]), name
-        assert torch.equal(loop.weights, oracle.fast_weights())
+        alice.round_end.apply(of_loop, own_first=True)
+        loop.engine.round_end.apply(of_alice, own_first=False)
+        oracle.round_end.apply(of_alice, own_first=False)
+        for name, tensor in loop.engine.checkpoint.tensors().items():
+            assert torch.equal(tensor, oracle.checkpoint.tensors()[name]), name
+        assert torch.equal(loop.weights, oracle.round_end.fast_weights())
         if isinstance(outer, PlainConfig):
-            assert torch.equal(loop.engine.slow_weights(), alice.slow_weights()), "both have the mean"
+            assert torch.equal(loop.engine.round_end.slow_weights(), alice.round_end.slow_weights()), (
+                "both have the mean"
+            )
 
 
 def learnt(make_replica: MakeReplica, outer: OuterRules) -> Learner:
@@ -115,7 +120,7 @@ def learnt(make_replica: MakeReplica, outer: OuterRules) -> Learner:
     for _ in range(2):
         built_in.learn()
         built_in.learn()
-        built_in.apply(None)
+        built_in.round_end.apply(None)
     return built_in
 
 
@@ -123,15 +128,15 @@ def learnt(make_replica: MakeReplica, outer: OuterRules) -> Learner:
 def test_a_loop_continues_from_a_built_in_trainers_checkpoint(
     manifest: Manifest, make_replica: MakeReplica, outer: OuterRules, tmp_path: Path
 ) -> None:
-    built_in, loop = learnt(make_replica, outer), Loop(manifest, outer)
-    built_in.save(tmp_path / "checkpoint")
-    loop.engine.load(tmp_path / "checkpoint")
-    assert loop.engine.counters == built_in.counters
-    for name, tensor in loop.engine.state().items():
-        assert torch.equal(tensor, built_in.state()[name]), name
-    assert torch.equal(loop.weights, built_in.fast_weights())
+    built_in, loop = learnt(make_replica, outer), Script(manifest, outer)
+    built_in.checkpoint.save(tmp_path / "checkpoint")
+    loop.engine.checkpoint.load(tmp_path / "checkpoint")
+    assert loop.engine.checkpoint.counters == built_in.checkpoint.counters
+    for name, tensor in loop.engine.checkpoint.tensors().items():
+        assert torch.equal(tensor, built_in.checkpoint.tensors()[name]), name
+    assert torch.equal(loop.weights, built_in.round_end.fast_weights())
     loop.step_to(loop.weights)
-    built_in.count_step(64)
+    built_in.round_end.count_step(64)
     assert sent(loop.engine) == sent(built_in)
 
 
@@ -139,19 +144,19 @@ def test_a_loop_continues_from_a_built_in_trainers_checkpoint(
 def test_a_built_in_trainer_continues_from_a_loops_checkpoint_with_fresh_means(
     manifest: Manifest, make_replica: MakeReplica, outer: OuterRules, tmp_path: Path
 ) -> None:
-    loop, built_in = Loop(manifest, outer), make_replica(BOB, rule=outer)
+    loop, built_in = Script(manifest, outer), make_replica(BOB, rule=outer)
     built_in.learn()  # what it had learnt by itself is replaced, with its means
     for _ in range(3):
         loop.step()
-    loop.engine.apply(None)
-    loop.engine.save(tmp_path / "checkpoint")
-    built_in.load(tmp_path / "checkpoint")
-    assert torch.equal(built_in.slow_weights(), loop.engine.slow_weights())
-    assert torch.equal(built_in.fast_weights(), loop.engine.fast_weights())
-    means = [tensor for name, tensor in built_in.state().items() if name.startswith(("mean/", "square/"))]
+    loop.engine.round_end.apply(None)
+    loop.engine.checkpoint.save(tmp_path / "checkpoint")
+    built_in.checkpoint.load(tmp_path / "checkpoint")
+    assert torch.equal(built_in.round_end.slow_weights(), loop.engine.round_end.slow_weights())
+    assert torch.equal(built_in.round_end.fast_weights(), loop.engine.round_end.fast_weights())
+    means = [tensor for name, tensor in built_in.checkpoint.tensors().items() if name.startswith(("mean/", "square/"))]
     assert means
     assert not any(bool(mean.any()) for mean in means)
-    assert (built_in.round, built_in.steps, built_in.begun_at) == (1, 3, 3)
+    assert (built_in.totals.round, built_in.totals.steps, built_in.replica.optimizer.begun_at) == (1, 3, 3)
     built_in.learn()
     assert built_in.num_skipped == 0
 
@@ -159,33 +164,36 @@ def test_a_built_in_trainer_continues_from_a_loops_checkpoint_with_fresh_means(
 def test_the_schedule_of_a_built_in_trainer_continues_by_the_tokens_of_a_loop(
     manifest: Manifest, make_replica: MakeReplica, inner: InnerConfig, tmp_path: Path
 ) -> None:
-    small_steps, large_steps = Loop(manifest, tokens_per_step=16), Loop(manifest, tokens_per_step=640)
+    small_steps, large_steps = Script(manifest, tokens_per_step=16), Script(manifest, tokens_per_step=640)
     built_in = make_replica(BOB)
     for _ in range(21):  # a step of the built-in trainer has 64 tokens
         small_steps.step()
-    small_steps.engine.apply(None)
-    small_steps.engine.save(tmp_path / "small")
-    built_in.load(tmp_path / "small")
-    assert (built_in.steps, built_in.tokens) == (5, 21 * 16)
-    assert built_in.learning_rate == pytest.approx(learning_rate(5, inner) * ramp(0, inner))
+    small_steps.engine.round_end.apply(None)
+    small_steps.engine.checkpoint.save(tmp_path / "small")
+    built_in.checkpoint.load(tmp_path / "small")
+    assert (built_in.totals.steps, built_in.totals.tokens) == (5, 21 * 16)
+    assert built_in.replica.learning_rate == pytest.approx(learning_rate(5, inner) * ramp(0, inner))
     built_in.learn()
-    built_in.apply(None)
-    built_in.save(tmp_path / "built-in")
-    large_steps.engine.load(tmp_path / "built-in")
+    built_in.round_end.apply(None)
+    built_in.checkpoint.save(tmp_path / "built-in")
+    large_steps.engine.checkpoint.load(tmp_path / "built-in")
     large_steps.step()
-    assert (large_steps.engine.counters.steps, large_steps.engine.tokens) == (6 + 10, 21 * 16 + 64 + 640)
+    assert (large_steps.engine.checkpoint.counters.steps, large_steps.engine.totals.tokens) == (
+        6 + 10,
+        21 * 16 + 64 + 640,
+    )
 
 
 def test_the_seeds_weights_are_the_same_whatever_a_script_has_set(manifest: Manifest) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        loop = Loop(manifest)
+        loop = Script(manifest)
         assert torch.get_default_dtype() == torch.bfloat16
     finally:
         torch.set_default_dtype(before)
     oracle = torch.cat([parameter.detach().flatten() for parameter in build_model(manifest.model, 7).parameters()])
-    assert torch.equal(loop.engine.slow_weights(), oracle)
+    assert torch.equal(loop.engine.round_end.slow_weights(), oracle)
     assert torch.equal(loop.weights, oracle.bfloat16())
 
 
@@ -212,9 +220,9 @@ def test_a_loop_that_does_not_fit_the_run_hears_what_to_do(
 ) -> None:
     run = replace(manifest, model=replace(manifest.model, **change))
     with pytest.raises(TrainingError, match=words):
-        ExternalEngine(build_model(manifest.model, 0), run, Turns(), run_id=RUN_ID, **settings)
+        ExternalEngine(Loop(build_model(manifest.model, 0), **settings), run, Turns(), run_id=RUN_ID)
 
 
 def test_a_module_with_other_names_is_refused(manifest: Manifest) -> None:
     with pytest.raises(TrainingError, match=r"lacks embedding.weight.* also trains model.embedding.weight"):
-        ExternalEngine(Renamed(manifest.model), manifest, Turns(), run_id=RUN_ID, tokens_per_step=64)
+        ExternalEngine(Loop(Renamed(manifest.model), tokens_per_step=64), manifest, Turns(), run_id=RUN_ID)

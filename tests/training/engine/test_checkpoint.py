@@ -24,18 +24,24 @@ def run(node: Learner, rounds: int = 2) -> Learner:
     for _ in range(rounds):
         for _ in range(4):
             node.learn()
-        node.apply(None)
+        node.round_end.apply(None)
     return node
 
 
 def bits(node: Learner) -> list[bytes]:
-    counters = f"{node.round} {node.steps} {node.tokens} {node.tokens_this_round}".encode()
-    return [counters, node.fast_weights().numpy().tobytes(), *(v.numpy().tobytes() for v in node.vectors().values())]
+    counters = (
+        f"{node.totals.round} {node.totals.steps} {node.totals.tokens} {node.round_end.tokens_this_round}".encode()
+    )
+    return [
+        counters,
+        node.round_end.fast_weights().numpy().tobytes(),
+        *(v.numpy().tobytes() for v in node.checkpoint.vectors().values()),
+    ]
 
 
 @pytest.fixture
 def saved(make_replica: MakeReplica, tmp_path: Path) -> Path:
-    run(make_replica()).save(tmp_path / "checkpoint.safetensors")
+    run(make_replica()).checkpoint.save(tmp_path / "checkpoint.safetensors")
     return tmp_path / "checkpoint.safetensors"
 
 
@@ -45,10 +51,10 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(
 ) -> None:
     path = tmp_path / "checkpoint.safetensors"
     node = run(make_replica(momentum="nesterov", fragments=fragments))
-    content = node.save(path)
+    content = node.checkpoint.save(path)
     resumed = make_replica(momentum="nesterov", fragments=fragments)
 
-    assert resumed.load(path) == content == content_of(path)
+    assert resumed.checkpoint.load(path) == content == content_of(path)
 
     assert bits(resumed) == bits(node)
     assert bits(run(resumed)) == bits(run(node))
@@ -58,40 +64,40 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(
 def test_a_snapshot_is_what_would_have_been_saved_then(make_replica: MakeReplica, tmp_path: Path) -> None:
     node = run(make_replica(codec="int4", fragments=2))
     node.learn()
-    then = node.save(tmp_path / "then")
+    then = node.checkpoint.save(tmp_path / "then")
     for _ in range(2):  # the second one into the same memory
-        snapshot = node.snapshot()
-        assert snapshot.num_bytes == node.num_bytes
+        snapshot = node.checkpoint.snapshot()
+        assert snapshot.num_bytes == node.checkpoint.num_bytes
         run(node, 1)
         assert snapshot.save(tmp_path / "snapshot") == then
         assert (tmp_path / "snapshot").read_bytes() == (tmp_path / "then").read_bytes()
-        then = node.save(tmp_path / "then")
+        then = node.checkpoint.save(tmp_path / "then")
 
 
 def test_a_file_that_is_not_what_was_written_is_refused(make_replica: MakeReplica, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
     node = run(make_replica())
-    content = node.save(path)
+    content = node.checkpoint.save(path)
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1  # the numbers are finite still
     path.write_bytes(damaged)
     before = bits(node)
     with pytest.raises(CheckpointError, match="its block 0 is not what was written"):
-        node.load(path, content.hashes)
+        node.checkpoint.load(path, content.hashes)
     assert bits(node) == before
-    node.load(path)
+    node.checkpoint.load(path)
 
 
 def test_a_checkpoint_gives_what_a_new_one_would_until_the_next_outer_step(make_replica: MakeReplica) -> None:
     """With fragments, until the next inner step: the fast weights are in it."""
     for fragments, is_enough in ((1, True), (2, False)):
         node = run(make_replica(fragments=fragments))
-        saved = node.counters
-        assert node.is_in(saved.round, saved.steps)
+        saved = node.checkpoint.counters
+        assert node.checkpoint.is_in(saved.round, saved.steps)
         node.learn()
-        assert node.is_in(saved.round, saved.steps) == is_enough
-        node.apply(None)
-        assert not node.is_in(saved.round, saved.steps)
+        assert node.checkpoint.is_in(saved.round, saved.steps) == is_enough
+        node.round_end.apply(None)
+        assert not node.checkpoint.is_in(saved.round, saved.steps)
 
 
 def test_what_topk_has_sent_is_saved_and_a_joiner_takes_the_slow_weights_for_it(
@@ -100,24 +106,24 @@ def test_what_topk_has_sent_is_saved_and_a_joiner_takes_the_slow_weights_for_it(
     path = tmp_path / "checkpoint.safetensors"
     alice, bob = make_replica(ALICE, codec="topk"), make_replica(BOB, codec="topk")
     meet(alice, bob)
-    alice.save(path)
+    alice.checkpoint.save(path)
     resumed, newcomer, successor = (make_replica(ALICE, codec="topk") for _ in range(3))
 
-    resumed.load(path)
+    resumed.checkpoint.load(path)
 
     assert bits(resumed) == bits(alice)
-    assert not torch.equal(resumed.vectors()["sent"], resumed.slow_weights())
+    assert not torch.equal(resumed.checkpoint.vectors()["sent"], resumed.round_end.slow_weights())
     without = copy_without(path, "sent", tmp_path / "of-a-peer.safetensors")
-    newcomer.load(without)
-    assert torch.equal(newcomer.vectors()["sent"], alice.slow_weights())
-    successor.start_from(without, 0, 0)
-    assert torch.equal(successor.vectors()["sent"], alice.slow_weights())
+    newcomer.checkpoint.load(without)
+    assert torch.equal(newcomer.checkpoint.vectors()["sent"], alice.round_end.slow_weights())
+    successor.checkpoint.start_from(without, 0, 0)
+    assert torch.equal(successor.checkpoint.vectors()["sent"], alice.round_end.slow_weights())
 
 
 def test_a_vector_that_is_no_longer_used_is_ignored(make_replica: MakeReplica, tmp_path: Path) -> None:
     """Nodes of a run with int4 had the codec's errors in their checkpoints, when these were fed back."""
     node, again = (make_replica(ALICE, codec="int4") for _ in range(2))
-    run(node).save(tmp_path / "checkpoint")
+    run(node).checkpoint.save(tmp_path / "checkpoint")
     with safetensors.safe_open(tmp_path / "checkpoint", framework="pt") as file:
         metadata = file.metadata()
     tensors = safetensors.torch.load_file(tmp_path / "checkpoint")
@@ -126,7 +132,7 @@ def test_a_vector_that_is_no_longer_used_is_ignored(make_replica: MakeReplica, t
     }
     safetensors.torch.save_file(tensors | errors, tmp_path / "older", metadata)
 
-    again.load(tmp_path / "older")
+    again.checkpoint.load(tmp_path / "older")
 
     assert bits(again) == bits(node)
 
@@ -137,7 +143,7 @@ def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
 ) -> None:
     path = tmp_path / "checkpoint.safetensors"
     member = run(make_replica(ALICE, momentum="nesterov", fragments=fragments))
-    member.save(path)
+    member.checkpoint.save(path)
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     tensors = safetensors.torch.load_file(path)
@@ -145,44 +151,44 @@ def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
     safetensors.torch.save_file(required, path, metadata)
     newcomer = make_replica(BOB, momentum="nesterov", fragments=fragments)
 
-    newcomer.load(path)
+    newcomer.checkpoint.load(path)
 
-    assert torch.equal(newcomer.slow_weights(), member.slow_weights())
-    assert torch.equal(newcomer.fast_weights(), member.slow_weights())
-    assert torch.equal(newcomer.vectors()["momentum"], member.vectors()["momentum"])
-    assert not bool(newcomer.vectors()["square"].any())
-    assert newcomer.learning_rate == pytest.approx(member.learning_rate / 40)
+    assert torch.equal(newcomer.round_end.slow_weights(), member.round_end.slow_weights())
+    assert torch.equal(newcomer.round_end.fast_weights(), member.round_end.slow_weights())
+    assert torch.equal(newcomer.checkpoint.vectors()["momentum"], member.checkpoint.vectors()["momentum"])
+    assert not bool(newcomer.checkpoint.vectors()["square"].any())
+    assert newcomer.replica.learning_rate == pytest.approx(member.replica.learning_rate / 40)
     run(newcomer, 1)
-    newcomer.save(path)
+    newcomer.checkpoint.save(path)
     again = make_replica(BOB, momentum="nesterov", fragments=fragments)
-    again.load(path)
-    assert again.learning_rate == newcomer.learning_rate, "the ramp goes on after a restart"
-    assert again.learning_rate < member.learning_rate / 5
-    moved = [float((newcomer.fast_weights() - before).abs().max()) for before in steps(newcomer, 5)]
-    assert max(moved) < member.learning_rate
+    again.checkpoint.load(path)
+    assert again.replica.learning_rate == newcomer.replica.learning_rate, "the ramp goes on after a restart"
+    assert again.replica.learning_rate < member.replica.learning_rate / 5
+    moved = [float((newcomer.round_end.fast_weights() - before).abs().max()) for before in steps(newcomer, 5)]
+    assert max(moved) < member.replica.learning_rate
 
 
 def steps(node: Learner, count: int) -> Iterator[Tensor]:
     """The fast weights before each inner step, which is taken then."""
     for _ in range(count):
-        before = node.fast_weights()
+        before = node.round_end.fast_weights()
         node.learn()
         yield before
 
 
 def meet(alice: Learner, bob: Learner) -> None:
-    buffers = {node: bytearray(node.contribution_bytes) for node in (alice, bob)}
+    buffers = {node: bytearray(node.round_end.contribution_bytes) for node in (alice, bob)}
     for node, buffer in buffers.items():
         node.learn()
-        node.contribute(buffer)
-    alice.apply(buffers[bob], own_first=True)
-    bob.apply(buffers[alice], own_first=False)
+        node.round_end.contribute(buffer)
+    alice.round_end.apply(buffers[bob], own_first=True)
+    bob.round_end.apply(buffers[alice], own_first=False)
 
 
 def test_a_peers_checkpoint_lets_a_newcomer_join(make_replica: MakeReplica, saved: Path) -> None:
     alice, bob = make_replica(ALICE), make_replica(BOB)
-    alice.load(saved)
-    bob.load(saved)
+    alice.checkpoint.load(saved)
+    bob.checkpoint.load(saved)
 
     assert bits(alice) == bits(bob)
     assert bits(run(alice)) != bits(run(bob))  # the same weights, but each its own batches
@@ -190,22 +196,24 @@ def test_a_peers_checkpoint_lets_a_newcomer_join(make_replica: MakeReplica, save
 
 def test_others_can_read_the_file(saved: Path, make_replica: MakeReplica) -> None:
     node = make_replica()
-    node.load(saved)
+    node.checkpoint.load(saved)
 
     tensors = safetensors.torch.load_file(saved)
 
-    assert set(tensors) == {f"{v}/{n}" for v in ("slow", "momentum", "mean", "square") for n in node.layout.names}
-    slow = torch.cat([tensors[f"slow/{name}"].flatten() for name in node.layout.names])
-    assert torch.equal(slow, node.slow_weights())
+    assert set(tensors) == {
+        f"{v}/{n}" for v in ("slow", "momentum", "mean", "square") for n in node.checkpoint.layout.names
+    }
+    slow = torch.cat([tensors[f"slow/{name}"].flatten() for name in node.checkpoint.layout.names])
+    assert torch.equal(slow, node.round_end.slow_weights())
 
 
 def test_saving_again_replaces_the_file(make_replica: MakeReplica, saved: Path) -> None:
     node = run(make_replica(), rounds=3)
-    node.save(saved)
+    node.checkpoint.save(saved)
     other = make_replica()
-    other.load(saved)
+    other.checkpoint.load(saved)
 
-    assert other.round == 3
+    assert other.totals.round == 3
 
 
 def test_a_failed_save_leaves_the_old_file(
@@ -218,7 +226,7 @@ def test_a_failed_save_leaves_the_old_file(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        run(make_replica(), 3).save(saved)
+        run(make_replica(), 3).checkpoint.save(saved)
 
     assert saved.read_bytes() == before
     assert [file.name for file in saved.parent.iterdir()] == [saved.name]
@@ -285,7 +293,7 @@ def test_a_checkpoint_that_lies_changes_nothing(
     rewritten(saved, change)
 
     with pytest.raises(CheckpointError, match=reason):
-        node.load(saved)
+        node.checkpoint.load(saved)
 
     assert bits(node) == before
 
@@ -310,9 +318,9 @@ def test_other_files_are_refused(make_replica: MakeReplica, saved: Path, tmp_pat
     ):
         saved.write_bytes(content)
         with pytest.raises(CheckpointError):
-            node.load(saved)
+            node.checkpoint.load(saved)
     with pytest.raises(CheckpointError, match="cannot read"):
-        node.load(tmp_path / "missing")
+        node.checkpoint.load(tmp_path / "missing")
     assert bits(node) == bits(make_replica())
 
 
@@ -325,6 +333,6 @@ def test_a_damaged_header_never_surprises(make_replica: MakeReplica, saved: Path
     damaged.write_bytes(raw.tobytes())
 
     try:
-        make_replica().load(damaged)
+        make_replica().checkpoint.load(damaged)
     except CheckpointError:
         return

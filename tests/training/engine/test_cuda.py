@@ -76,22 +76,22 @@ def test_a_gpu_and_a_cpu_come_to_the_same_mean(
 ) -> None:
     monkeypatch.setattr(codec, "_SLICE", 512)
     gpu, cpu = make("cuda", ALICE, name, model, inner, text), make("cpu", BOB, name, model, inner, text)
-    memory = {each: mmap.mmap(-1, each.contribution_bytes) for each in (gpu, cpu)}
+    memory = {each: mmap.mmap(-1, each.round_end.contribution_bytes) for each in (gpu, cpu)}
     for each in (gpu, cpu):
-        each.pin(memoryview(memory[each]))
+        each.round_end.pin(memoryview(memory[each]))
         each.learn()
-    sizes = [each.contribute(memoryview(memory[each]))[0] for each in (gpu, cpu)]
+    sizes = [each.round_end.contribute(memoryview(memory[each]))[0] for each in (gpu, cpu)]
     errors = []
     for each, size in zip((gpu, cpu), sizes, strict=True):
-        weights = each.fast_weights().cpu()
+        weights = each.round_end.fast_weights().cpu()
         errors.append(weights - codec.decode(name, memoryview(memory[each])[:size], len(weights)))
     gpu.learn()  # queued behind the exchange, or beside it
-    gpu.take_in(memoryview(memory[cpu])[: sizes[1]], 1_000)
+    gpu.round_end.take_in(memoryview(memory[cpu])[: sizes[1]], 1_000)
     assert refusal(gpu, memoryview(memory[cpu])[: sizes[1]]) == ""
-    assert gpu.apply(memoryview(memory[cpu])[: sizes[1]], Encounter(b"", 1, 1), own_first=True) == 1
-    cpu.apply(memoryview(memory[gpu])[: sizes[0]], Encounter(b"", 1, 1), own_first=False)
+    assert gpu.round_end.apply(memoryview(memory[cpu])[: sizes[1]], Encounter(b"", 1, 1), own_first=True) == 1
+    cpu.round_end.apply(memoryview(memory[gpu])[: sizes[0]], Encounter(b"", 1, 1), own_first=False)
 
-    difference = gpu.slow_weights().cpu() - cpu.slow_weights()
+    difference = gpu.round_end.slow_weights().cpu() - cpu.round_end.slow_weights()
     if name == "fp32":
         assert not bool(difference.any())
     elif name != "topk":  # own contributions are exact: the codec's errors are what the means differ by
@@ -104,13 +104,13 @@ def test_a_snapshot_holds_up_nothing_and_is_of_before(
     node = make("cuda", ALICE, "int8", model, inner, text)
     for _ in range(3):  # into the same memory
         node.learn()
-        node.apply(None)
-        then = node.save(tmp_path / "then")
-        snapshot = node.snapshot()
+        node.round_end.apply(None)
+        then = node.checkpoint.save(tmp_path / "then")
+        snapshot = node.checkpoint.snapshot()
         assert all(flat.is_pinned() for flat in snapshot.state.values())
         for _ in range(5):  # queued behind the copies
             node.learn()
-        node.apply(None)
+        node.round_end.apply(None)
         assert snapshot.save(tmp_path / "snapshot") == then
 
 

@@ -45,9 +45,11 @@ def test_microbatches_sum_to_the_batchs_gradient_and_loss(model: ModelConfig, te
     for _ in range(3):
         loss = whole.learn()
         torch.testing.assert_close(parts.learn(), loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-4, atol=1e-7)
-        parts.theta.copy_(whole.theta)  # AdamW makes more of a rounding where a gradient is nearly 0
-    assert (parts.steps, parts.tokens) == (whole.steps, whole.tokens)
+        torch.testing.assert_close(parts.replica.gradient, whole.replica.gradient, rtol=1e-4, atol=1e-7)
+        parts.round_end.weights.flat.copy_(
+            whole.round_end.weights.flat
+        )  # AdamW makes more of a rounding where a gradient is nearly 0
+    assert (parts.totals.steps, parts.totals.tokens) == (whole.totals.steps, whole.totals.tokens)
     assert parts.evaluate(2) == pytest.approx(whole.evaluate(2), rel=1e-6)
 
 
@@ -56,7 +58,7 @@ def test_a_batch_that_fits_is_not_touched(model: ModelConfig, text: Text, microb
     whole, same = learner(model, text, BATCH), learner(model, text, microbatch_size)
     for _ in range(3):
         assert torch.equal(same.learn(), whole.learn())
-    assert torch.equal(same.theta, whole.theta)
+    assert torch.equal(same.round_end.weights.flat, whole.round_end.weights.flat)
 
 
 def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: ModelConfig, text: Text) -> None:
@@ -66,7 +68,7 @@ def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: M
         without.learn()
         with pytest.raises(DataError, match="too little text is held out"):
             without.evaluate()
-        assert without.module.training
+        assert without.replica.module.training
 
 
 Forward = Callable[..., object]
@@ -91,7 +93,7 @@ def test_inner_steps_run_through_the_compiled_module(
     for _ in range(2):
         torch.testing.assert_close(compiled.learn(), plain.learn())
     assert len(calls) == 1 + 2 * 2, "of two microbatches each"
-    torch.testing.assert_close(compiled.theta, plain.theta)
+    torch.testing.assert_close(compiled.round_end.weights.flat, plain.round_end.weights.flat)
 
 
 def test_a_compiler_that_is_missing_is_told_with_what_to_do(
@@ -133,4 +135,4 @@ def test_the_z_loss_is_in_the_training_loss_and_not_in_the_held_out_loss(model: 
     assert plain.evaluate(1) == other.evaluate(1)
     expected = float(plain.learn()) + 0.01 * float(denominators.square().mean())
     assert float(other.learn()) == pytest.approx(expected, rel=1e-5)
-    assert not torch.equal(plain.fast_weights(), other.fast_weights())
+    assert not torch.equal(plain.round_end.fast_weights(), other.round_end.fast_weights())

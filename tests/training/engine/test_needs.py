@@ -46,8 +46,8 @@ def test_a_trainer_holds_the_vectors_that_are_counted(
     before = held_bytes()
     replica = make_replica(inner_settings=inner, codec=codec, fragments=fragments, drift=drift)
     replica.learn()
-    replica.contribute(bytearray(replica.contribution_bytes))
-    snapshot = replica.snapshot()
+    replica.round_end.contribute(bytearray(replica.round_end.contribution_bytes))
+    snapshot = replica.checkpoint.snapshot()
     held = held_bytes() - before
 
     tokenizer = TokenizerConfig("tokenizers", "0" * 64)
@@ -57,7 +57,7 @@ def test_a_trainer_holds_the_vectors_that_are_counted(
     step = max(4 * -(-needs.num_parameters // fragments), activation_bytes(manifest, 0))
     beside = TRAINER_BYTES + MESH_BYTES + 2 * needs.contribution_bytes + step
     assert snapshot.num_bytes == pytest.approx(needs.checkpoint_bytes, rel=0.01 if optimizer == "muon" else 0)
-    assert replica.contribution_bytes == needs.contribution_bytes
+    assert replica.round_end.contribution_bytes == needs.contribution_bytes
     assert held == pytest.approx(needs.on_cpu.host - beside, rel=0.05)  # and the rotary tables
 
 

@@ -18,15 +18,15 @@ def learnt(make_replica: MakeReplica) -> Learner:
     replica = make_replica()
     for _ in range(10):
         replica.learn()
-    replica.apply(None)
+    replica.round_end.apply(None)
     return replica
 
 
 def with_weights(replica: Learner, weights: torch.Tensor) -> Fitness:
     """The same replica with other weights, as if they had come in a checkpoint."""
-    replica.theta.copy_(weights)
+    replica.round_end.weights.flat.copy_(weights)
     offset = 0
-    for name, tensor in replica.state().items():
+    for name, tensor in replica.checkpoint.tensors().items():
         if name.startswith("slow/"):
             tensor.copy_(weights[offset : offset + tensor.numel()].view_as(tensor))
             offset += tensor.numel()
@@ -39,7 +39,7 @@ def test_what_has_learnt_is_fit_and_noise_and_blown_up_weights_are_not(
     initial, trained = fitness_of(make_replica()), fitness_of(learnt)
     assert why_unfit(trained, initial, None) == ""
     assert why_unfit(initial, initial, None) == "", "a fresh start is no worse than itself"
-    weights, victim = learnt.fast_weights(), make_replica()
+    weights, victim = learnt.round_end.fast_weights(), make_replica()
     noise = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
     for poison in (noise, 30.0 * weights, weights + noise):
         with torch.no_grad():

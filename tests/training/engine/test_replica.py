@@ -34,14 +34,14 @@ def train(replica: Learner, steps: int = 5) -> list[float]:
 
 
 def sent(replica: Learner) -> bytes:
-    buffer = bytearray(replica.contribution_bytes)
-    size, digest = replica.contribute(buffer)
+    buffer = bytearray(replica.round_end.contribution_bytes)
+    size, digest = replica.round_end.contribute(buffer)
     assert (size, digest) == (len(buffer), blake3(buffer).digest())
     return bytes(buffer)
 
 
 def state(replica: Learner) -> list[Tensor]:
-    return [vector.clone() for vector in (replica.theta, *replica.vectors().values())]
+    return [vector.clone() for vector in (replica.round_end.weights.flat, *replica.checkpoint.vectors().values())]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -50,8 +50,8 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def exchange(alice: Learner, bob: Learner, alice_tokens: int = 300, bob_tokens: int = 100) -> None:
     of_alice, of_bob = sent(alice), sent(bob)
-    alice.apply(of_bob, Encounter(b"", alice_tokens, bob_tokens), own_first=True)
-    bob.apply(of_alice, Encounter(b"", bob_tokens, alice_tokens), own_first=False)
+    alice.round_end.apply(of_bob, Encounter(b"", alice_tokens, bob_tokens), own_first=True)
+    bob.round_end.apply(of_alice, Encounter(b"", bob_tokens, alice_tokens), own_first=False)
 
 
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
@@ -82,12 +82,17 @@ def test_a_run_of_one_is_plain_training_bit_for_bit(
 
         assert float(node.learn()) == float(loss.detach())
         if step % 5 == 4:
-            node.apply(None)
+            node.round_end.apply(None)
 
     weights = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
-    assert torch.equal(node.fast_weights(), weights)
-    assert torch.equal(node.slow_weights(), weights)
-    assert (node.round, node.steps, node.tokens, node.tokens_this_round) == (6, 30, 30 * 4 * 16, 0)
+    assert torch.equal(node.round_end.fast_weights(), weights)
+    assert torch.equal(node.round_end.slow_weights(), weights)
+    assert (node.totals.round, node.totals.steps, node.totals.tokens, node.round_end.tokens_this_round) == (
+        6,
+        30,
+        30 * 4 * 16,
+        0,
+    )
 
 
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
@@ -99,18 +104,22 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentu
     alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
     for node in (alice, bob):
         train(node)
-        node.apply(None)  # so that slow weights differ and there is momentum
+        node.round_end.apply(None)  # so that slow weights differ and there is momentum
         train(node)
     before = {node: [vector.double() for vector in state(node)] for node in (alice, bob)}
 
     def as_sent(node: Learner) -> Tensor:
-        theta, phi = node.fast_weights(), node.slow_weights()
-        buffer = bytearray(node.contribution_bytes)
+        theta, phi = node.round_end.fast_weights(), node.round_end.slow_weights()
+        buffer = bytearray(node.round_end.contribution_bytes)
         codec.encode(name, rule_of(outer).contribution(OwnVectors(theta, phi, {})), buffer)
         return codec.decode(name, buffer, len(theta)).double()
 
     def exact(node: Learner) -> Tensor:
-        return rule_of(outer).contribution(OwnVectors(node.fast_weights(), node.slow_weights(), {})).double()
+        return (
+            rule_of(outer)
+            .contribution(OwnVectors(node.round_end.fast_weights(), node.round_end.slow_weights(), {}))
+            .double()
+        )
 
     difference = as_sent(alice) - as_sent(bob)
     means = {alice: exact(alice) - 0.25 * difference, bob: exact(bob) + 0.75 * difference}
@@ -122,9 +131,9 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentu
         pull = 0.7 * mean - gamma * phi
         new_m = 0.5 * m + pull
         new_phi = phi + (new_m if momentum == "heavy_ball" else pull + 0.5 * new_m)
-        torch.testing.assert_close(node.slow_weights().double(), new_phi, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(node.vectors()["momentum"].double(), new_m, rtol=1e-5, atol=1e-6)
-        assert torch.equal(node.fast_weights(), node.slow_weights())
+        torch.testing.assert_close(node.round_end.slow_weights().double(), new_phi, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(node.checkpoint.vectors()["momentum"].double(), new_m, rtol=1e-5, atol=1e-6)
+        assert torch.equal(node.round_end.fast_weights(), node.round_end.slow_weights())
 
 
 def plain_averages(name: str) -> dict[str, object]:
@@ -139,13 +148,13 @@ def test_without_momentum_partners_meet_in_the_mean_bit_for_bit(
     alice, bob = make_replica(ALICE, **plain_averages("fp32")), make_replica(BOB, **plain_averages("fp32"))
     train(alice)
     train(bob)
-    first, second = alice.fast_weights(), bob.fast_weights()
+    first, second = alice.round_end.fast_weights(), bob.round_end.fast_weights()
 
     exchange(alice, bob, *tokens)
 
     share = tokens[0] / sum(tokens) if sum(tokens) else 0.5
-    assert torch.equal(alice.slow_weights(), bob.slow_weights())
-    assert torch.equal(alice.slow_weights(), first * share + second * (1 - share))
+    assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
+    assert torch.equal(alice.round_end.slow_weights(), first * share + second * (1 - share))
 
 
 @pytest.mark.parametrize("name", [name for name in codec.CODECS if name != "fp32"])
@@ -155,15 +164,15 @@ def test_with_a_lossy_codec_partners_keep_their_sum_and_differ_by_its_errors(
     alice, bob = make_replica(ALICE, **plain_averages(name)), make_replica(BOB, **plain_averages(name))
     train(alice)
     train(bob)
-    before = {node: node.fast_weights().double() for node in (alice, bob)}
+    before = {node: node.round_end.fast_weights().double() for node in (alice, bob)}
     errors = {
-        node: (before[node] - codec.decode(name, sent(node), node.layout.num_elements).double()).abs()
+        node: (before[node] - codec.decode(name, sent(node), node.checkpoint.layout.num_elements).double()).abs()
         for node in (alice, bob)
     }
 
     exchange(alice, bob, 1, 1)
 
-    after = [node.slow_weights().double() for node in (alice, bob)]
+    after = [node.round_end.slow_weights().double() for node in (alice, bob)]
     torch.testing.assert_close(sum(after), before[alice] + before[bob], rtol=0, atol=1e-6)
     apart = (after[0] - after[1]).abs()
     assert float(apart.max()) > 1e-5
@@ -177,12 +186,12 @@ def test_progress_below_half_a_quantum_is_not_rounded_away(make_replica: MakeRep
     def after(num_rounds: int, **outer: object) -> tuple[Tensor, Tensor]:
         alice, bob = make_replica(ALICE, **outer), make_replica(BOB, **outer)
         for _ in range(num_rounds):
-            alice.theta.add_(1e-5)
-            bob.theta.add_(3e-5)
+            alice.round_end.weights.flat.add_(1e-5)
+            bob.round_end.weights.flat.add_(3e-5)
             exchange(alice, bob, 1, 1)
-        return alice.slow_weights(), bob.slow_weights()
+        return alice.round_end.slow_weights(), bob.round_end.slow_weights()
 
-    start = make_replica().slow_weights()
+    start = make_replica().round_end.slow_weights()
     exact, _ = after(200)
     alice, bob = after(200, codec=name)
 
@@ -201,17 +210,17 @@ def test_the_drift_correction_is_the_formula_and_moves_the_inner_steps(
 ) -> None:
     settings: dict[str, Any] = {"codec": codec_name, "drift": 0.1, "fragments": fragments}
     alice, bob = (make_replica(each, averages_on_host=averages_on_host, **settings) for each in (ALICE, BOB))
-    expected = torch.zeros_like(alice.fast_weights())
+    expected = torch.zeros_like(alice.round_end.fast_weights())
     rates, rates_before = 0.0, [0.0] * fragments
     for number in range(3):
         fragment = number % fragments
         for _ in range(4):
-            rates += alice.learning_rate
+            rates += alice.replica.learning_rate
             alice.learn()
             bob.learn()
-        part = alice.layout.fragment(fragment, fragments)
-        of_alice, of_bob = (bytearray(node.contribution_bytes) for node in (alice, bob))
-        sizes = [node.contribute(out, fragment)[0] for node, out in ((alice, of_alice), (bob, of_bob))]
+        part = alice.checkpoint.layout.fragment(fragment, fragments)
+        of_alice, of_bob = (bytearray(node.round_end.contribution_bytes) for node in (alice, bob))
+        sizes = [node.round_end.contribute(out, fragment)[0] for node, out in ((alice, of_alice), (bob, of_bob))]
         decoded = [
             codec.decode(codec_name, out[:size], part.stop - part.start)
             for out, size in zip((of_alice, of_bob), sizes, strict=True)
@@ -219,19 +228,21 @@ def test_the_drift_correction_is_the_formula_and_moves_the_inner_steps(
         since = rates - rates_before[fragment]
         expected[part] = 0.98 * expected[part] + 0.1 * 0.5 * (decoded[1] - decoded[0]) / since
         rates_before[fragment] = rates
-        alice.apply(of_bob[: sizes[1]], Encounter(b"", 1, 1))
-        bob.apply(of_alice[: sizes[0]], Encounter(b"", 1, 1), own_first=False)
+        alice.round_end.apply(of_bob[: sizes[1]], Encounter(b"", 1, 1))
+        bob.round_end.apply(of_alice[: sizes[0]], Encounter(b"", 1, 1), own_first=False)
 
-        torch.testing.assert_close(alice.vectors()["drift"], expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(alice.checkpoint.vectors()["drift"], expected, rtol=1e-3, atol=1e-5)
     assert bool(expected.any())
-    alice.save(tmp_path / "checkpoint")
+    alice.checkpoint.save(tmp_path / "checkpoint")
     again, without = (make_replica(ALICE, averages_on_host=averages_on_host, **settings) for _ in range(2))
-    again.load(tmp_path / "checkpoint")
-    without.load(copy_without(tmp_path / "checkpoint", "drift", tmp_path / "without"))
-    rate = again.learning_rate
+    again.checkpoint.load(tmp_path / "checkpoint")
+    without.checkpoint.load(copy_without(tmp_path / "checkpoint", "drift", tmp_path / "without"))
+    rate = again.replica.learning_rate
     again.learn()
     without.learn()
-    torch.testing.assert_close(again.fast_weights() - without.fast_weights(), rate * expected, rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(
+        again.round_end.fast_weights() - without.round_end.fast_weights(), rate * expected, rtol=1e-2, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
@@ -242,7 +253,7 @@ def test_a_gradient_that_is_not_finite_costs_a_step_and_nothing_else(
     settings = msgspec.structs.replace(inner, clip=clip, optimizer=optimizer)
     node = make_replica(inner_settings=settings, drift=0.1)
     train(node, 3)
-    node.vectors()["drift"].fill_(0.5)
+    node.checkpoint.vectors()["drift"].fill_(0.5)
     before, loss_of = state(node), node.loss
     factors = iter([math.inf, math.nan])
     node.loss = lambda module, batch: loss_of(module, batch) * next(factors)
@@ -255,7 +266,7 @@ def test_a_gradient_that_is_not_finite_costs_a_step_and_nothing_else(
     node.loss = loss_of
     train(node, 3)
     assert node.num_skipped == 2
-    assert not torch.equal(node.fast_weights(), before[0])
+    assert not torch.equal(node.round_end.fast_weights(), before[0])
 
 
 def test_training_together_learns(make_replica: MakeReplica) -> None:
@@ -265,7 +276,7 @@ def test_training_together_learns(make_replica: MakeReplica) -> None:
     for _ in range(15):
         train(alice, 2)
         train(bob, 2)
-        exchange(alice, bob, alice.tokens_this_round, bob.tokens_this_round)
+        exchange(alice, bob, alice.round_end.tokens_this_round, bob.round_end.tokens_this_round)
 
     assert first == pytest.approx(math.log(64), abs=0.2)
     assert alice.evaluate() < first - 0.3
@@ -278,24 +289,26 @@ def test_a_newcomer_claims_nothing_until_it_has_met_a_member_and_little_while_it
     donor, newcomer = make_replica(ALICE), make_replica(BOB)
     for _ in range(2):
         train(donor)
-        donor.apply(None)
-    donor.save(tmp_path / "whole")
+        donor.round_end.apply(None)
+    donor.checkpoint.save(tmp_path / "whole")
     part = copy_without(tmp_path / "whole", "mean", tmp_path / "part")
-    newcomer.load(copy_without(part, "square", tmp_path / "fetched"))
+    newcomer.checkpoint.load(copy_without(part, "square", tmp_path / "fetched"))
     newcomer.catch_up(4)
-    assert (newcomer.round, newcomer.steps, newcomer.begun_at) == (2, 20, 20), "the schedule is at the run's place"
+    assert (newcomer.totals.round, newcomer.totals.steps, newcomer.replica.optimizer.begun_at) == (2, 20, 20), (
+        "the schedule is at the run's place"
+    )
     for partner_tokens in (0, 300):
         train(newcomer)
         train(donor)
         of_donor = sent(donor)
         sent(newcomer)
-        assert newcomer.tokens_claimed == 0
-        newcomer.apply(of_donor, Encounter(b"", 0, partner_tokens))
-        donor.apply(None)
+        assert newcomer.round_end.tokens_claimed == 0
+        newcomer.round_end.apply(of_donor, Encounter(b"", 0, partner_tokens))
+        donor.round_end.apply(None)
     train(newcomer)
     ramps = [ramp(step, inner) for step in range(10, 15)]
-    assert 0 < newcomer.tokens_claimed < newcomer.tokens_contributed
-    assert newcomer.tokens_claimed == round(newcomer.tokens_contributed * fmean(ramps))
+    assert 0 < newcomer.round_end.tokens_claimed < newcomer.round_end.tokens_contributed
+    assert newcomer.round_end.tokens_claimed == round(newcomer.round_end.tokens_contributed * fmean(ramps))
 
 
 def test_a_newcomer_claims_nothing_for_each_fragment_that_it_has_not_exchanged_yet(
@@ -303,20 +316,22 @@ def test_a_newcomer_claims_nothing_for_each_fragment_that_it_has_not_exchanged_y
 ) -> None:
     donor, newcomer, met = (make_replica(author, fragments=2) for author in (ALICE, BOB, BOB))
     train(donor)
-    donor.save(tmp_path / "whole")
+    donor.checkpoint.save(tmp_path / "whole")
     for missed, claims in ((3, [True, True, True]), (4, [False, False, True])):
-        newcomer.load(tmp_path / "whole")
-        newcomer.catch_up(newcomer.round + missed)
+        newcomer.checkpoint.load(tmp_path / "whole")
+        newcomer.catch_up(newcomer.totals.round + missed)
         found = []
         for fragment in (0, 1, 0):
             train(newcomer)
             train(met)
-            contribution = bytearray(met.contribution_bytes)
-            size, _ = met.contribute(contribution, fragment)
-            newcomer.contribute(bytearray(newcomer.contribution_bytes), fragment)
-            found.append(newcomer.tokens_claimed > 0)
-            newcomer.apply(memoryview(contribution)[:size], Encounter(b"", newcomer.tokens_claimed, 100))
-            met.apply(None)
+            contribution = bytearray(met.round_end.contribution_bytes)
+            size, _ = met.round_end.contribute(contribution, fragment)
+            newcomer.round_end.contribute(bytearray(newcomer.round_end.contribution_bytes), fragment)
+            found.append(newcomer.round_end.tokens_claimed > 0)
+            newcomer.round_end.apply(
+                memoryview(contribution)[:size], Encounter(b"", newcomer.round_end.tokens_claimed, 100)
+            )
+            met.round_end.apply(None)
         assert found == claims
 
 
@@ -336,20 +351,20 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica) -> 
     alice, bob = make_replica(ALICE), make_replica(BOB)
     train(alice)
     train(bob)
-    of_alice, snapshot = sent(alice), alice.fast_weights()
+    of_alice, snapshot = sent(alice), alice.round_end.fast_weights()
     of_bob = sent(bob)
     train(alice, 2)
-    late = alice.fast_weights()
+    late = alice.round_end.fast_weights()
 
-    assert (alice.awaits_outer_step, alice.tokens_contributed) == (True, 5 * 4 * 16)
+    assert (alice.round_end.awaits_outer_step, alice.round_end.tokens_contributed) == (True, 5 * 4 * 16)
 
-    assert alice.apply(of_bob, Encounter(b"", 1, 1), own_first=True) == 2
-    assert bob.apply(of_alice, Encounter(b"", 1, 1), own_first=False) == 0
+    assert alice.round_end.apply(of_bob, Encounter(b"", 1, 1), own_first=True) == 2
+    assert bob.round_end.apply(of_alice, Encounter(b"", 1, 1), own_first=False) == 0
 
-    torch.testing.assert_close(alice.fast_weights(), late + (alice.slow_weights() - snapshot))
-    assert torch.equal(alice.slow_weights(), bob.slow_weights())
-    assert alice.tokens_this_round == alice.tokens_contributed == 2 * 4 * 16
-    assert not alice.awaits_outer_step
+    torch.testing.assert_close(alice.round_end.fast_weights(), late + (alice.round_end.slow_weights() - snapshot))
+    assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
+    assert alice.round_end.tokens_this_round == alice.round_end.tokens_contributed == 2 * 4 * 16
+    assert not alice.round_end.awaits_outer_step
 
 
 def test_an_outer_step_that_changes_nothing_may_come_late(make_replica: MakeReplica) -> None:
@@ -359,11 +374,11 @@ def test_an_outer_step_that_changes_nothing_may_come_late(make_replica: MakeRepl
         train(late, 2)
         sent(late)
         train(late, 3)
-        late.apply(None)
+        late.round_end.apply(None)
         train(plain, 5)
 
-    assert torch.equal(late.fast_weights(), plain.fast_weights())
-    assert late.tokens_this_round == 3 * 4 * 16
+    assert torch.equal(late.round_end.fast_weights(), plain.round_end.fast_weights())
+    assert late.round_end.tokens_this_round == 3 * 4 * 16
 
 
 @pytest.mark.parametrize(
@@ -377,28 +392,28 @@ def test_what_averages_on_the_host_comes_to_the_same_bits(
     apart, plain = (make_replica(**settings, averages_on_host=averages_on_host) for averages_on_host in (True, False))
     partner = make_replica(BOB, **settings)
     for index in range(6):
-        contributions = [bytearray(each.contribution_bytes) for each in (apart, plain, partner)]
+        contributions = [bytearray(each.round_end.contribution_bytes) for each in (apart, plain, partner)]
         for each, out in zip((apart, plain, partner), contributions, strict=True):
             each.learn()
-            del out[each.contribute(out, index % fragments)[0] :]
+            del out[each.round_end.contribute(out, index % fragments)[0] :]
         assert contributions[0] == contributions[1]
         for each in (apart, plain):
             for _ in range(late):
                 each.learn()
-            verdict = each.screen(contributions[2])
+            verdict = each.round_end.screen(contributions[2])
             assert not isinstance(verdict, Refuse)
-            assert each.apply(contributions[2]) == late
-        partner.apply(contributions[1], own_first=False)
+            assert each.round_end.apply(contributions[2]) == late
+        partner.round_end.apply(contributions[1], own_first=False)
     for each in (apart, plain):
         each.learn()  # with fragments, this is in the checkpoint
-    apart.save(tmp_path / "apart")
-    plain.save(tmp_path / "plain")
+    apart.checkpoint.save(tmp_path / "apart")
+    plain.checkpoint.save(tmp_path / "plain")
     assert (tmp_path / "apart").read_bytes() == (tmp_path / "plain").read_bytes()
 
     apart.learn()
     for each in (apart, plain):
-        each.load(tmp_path / "plain")
-    assert torch.equal(apart.fast_weights(), plain.fast_weights())
+        each.checkpoint.load(tmp_path / "plain")
+    assert torch.equal(apart.round_end.fast_weights(), plain.round_end.fast_weights())
     assert apart.learn().equal(plain.learn())
 
 
@@ -409,25 +424,25 @@ def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeRepl
     for number in range(6):
         train(alice, 2)
         train(bob, 2)
-        part = alice.layout.fragment(number % 3, 3)
-        fast, slow, other = alice.fast_weights(), alice.slow_weights(), bob.fast_weights()
-        buffers = {node: bytearray(node.contribution_bytes) for node in (alice, bob)}
+        part = alice.checkpoint.layout.fragment(number % 3, 3)
+        fast, slow, other = alice.round_end.fast_weights(), alice.round_end.slow_weights(), bob.round_end.fast_weights()
+        buffers = {node: bytearray(node.round_end.contribution_bytes) for node in (alice, bob)}
         for node, buffer in buffers.items():
-            size, _ = node.contribute(buffer, number % 3)
+            size, _ = node.round_end.contribute(buffer, number % 3)
             assert size == 4 * (part.stop - part.start)
             del buffer[size:]
 
-        alice.apply(buffers[bob], Encounter(b"", 1, 1), own_first=True)
-        bob.apply(buffers[alice], Encounter(b"", 1, 1), own_first=False)
+        alice.round_end.apply(buffers[bob], Encounter(b"", 1, 1), own_first=True)
+        bob.round_end.apply(buffers[alice], Encounter(b"", 1, 1), own_first=False)
 
         fast[part] = slow[part] = fast[part] * 0.5 + other[part] * 0.5
-        assert torch.equal(alice.fast_weights(), fast)
-        assert torch.equal(alice.slow_weights(), slow)
-        assert torch.equal(bob.slow_weights(), slow)
+        assert torch.equal(alice.round_end.fast_weights(), fast)
+        assert torch.equal(alice.round_end.slow_weights(), slow)
+        assert torch.equal(bob.round_end.slow_weights(), slow)
 
 
 def test_fragments_cover_every_parameter_once(make_replica: MakeReplica) -> None:
-    layout = make_replica().layout
+    layout = make_replica().checkpoint.layout
     for count in (1, 2, 7):
         parts = [layout.fragment(index, count) for index in range(count)]
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
@@ -441,23 +456,23 @@ def test_late_corrections_add_up(make_replica: MakeReplica) -> None:
     train(bob, 2)
     for _ in range(3):
         contributions = {node: sent(node) for node in (alice, bob)}
-        snapshots = {node: node.fast_weights() for node in (alice, bob)}
+        snapshots = {node: node.round_end.fast_weights() for node in (alice, bob)}
         train(alice, 2)
         train(bob, 1)
-        progress = {node: node.fast_weights() - snapshots[node] for node in (alice, bob)}
+        progress = {node: node.round_end.fast_weights() - snapshots[node] for node in (alice, bob)}
 
-        alice.apply(contributions[bob], Encounter(b"", 1, 1), own_first=True)
-        bob.apply(contributions[alice], Encounter(b"", 1, 1), own_first=False)
+        alice.round_end.apply(contributions[bob], Encounter(b"", 1, 1), own_first=True)
+        bob.round_end.apply(contributions[alice], Encounter(b"", 1, 1), own_first=False)
 
         for node in (alice, bob):
-            torch.testing.assert_close(node.fast_weights(), node.slow_weights() + progress[node])
+            torch.testing.assert_close(node.round_end.fast_weights(), node.round_end.slow_weights() + progress[node])
 
 
 def test_the_outer_steps_slices_do_not_show(make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[Tensor]:
         node = make_replica(momentum="nesterov")
         train(node)
-        node.apply(None)
+        node.round_end.apply(None)
         return state(node)
 
     whole = run()
@@ -496,24 +511,24 @@ def test_an_unfit_contribution_changes_nothing(make_replica: MakeReplica, harm: 
     assert refusal(alice, of_bob) == ""
     assert reason in refusal(alice, harm(of_bob))  # type: ignore[operator]  # a function of the parameters
     with pytest.raises(ScreeningError, match=reason):
-        alice.apply(harm(of_bob), Encounter(b"", 1, 1), own_first=True)  # type: ignore[operator]  # a function of the parameters
+        alice.round_end.apply(harm(of_bob), Encounter(b"", 1, 1), own_first=True)  # type: ignore[operator]  # a function of the parameters
 
     assert same(before, state(alice))
-    assert alice.round == 0
-    alice.apply(None)
-    twin.apply(None)
+    assert alice.totals.round == 0
+    alice.round_end.apply(None)
+    twin.round_end.apply(None)
     assert same(state(alice), state(twin))
 
 
 def test_a_diverged_replica_sends_nothing(make_replica: MakeReplica) -> None:
     alice = make_replica(ALICE)
     train(alice)
-    slow = alice.slow_weights()
-    alice.theta[3] = math.nan
+    slow = alice.round_end.slow_weights()
+    alice.round_end.weights.flat[3] = math.nan
 
     with pytest.raises(DivergedError, match="diverged in round 0"):
-        alice.apply(None)
-    assert torch.equal(alice.slow_weights(), slow)
+        alice.round_end.apply(None)
+    assert torch.equal(alice.round_end.slow_weights(), slow)
 
 
 def test_a_replica_that_has_exchanged_needs_no_garbage_collector(make_replica: MakeReplica) -> None:
@@ -522,7 +537,7 @@ def test_a_replica_that_has_exchanged_needs_no_garbage_collector(make_replica: M
     for replica in (alice, bob):
         train(replica, 1)
     exchange(alice, bob)
-    memory = weakref.ref(alice.theta)
+    memory = weakref.ref(alice.round_end.weights.flat)
 
     gc.disable()
     try:
@@ -533,9 +548,9 @@ def test_a_replica_that_has_exchanged_needs_no_garbage_collector(make_replica: M
 
 
 def test_layouts_tell_models_and_codecs_apart(make_replica: MakeReplica) -> None:
-    assert make_replica(ALICE).layout.hash == make_replica(BOB).layout.hash
-    assert make_replica(codec="int8").layout.hash != make_replica(codec="fp32").layout.hash
-    assert len(make_replica().layout.hash) == 32
+    assert make_replica(ALICE).checkpoint.layout.hash == make_replica(BOB).checkpoint.layout.hash
+    assert make_replica(codec="int8").checkpoint.layout.hash != make_replica(codec="fp32").checkpoint.layout.hash
+    assert len(make_replica().checkpoint.layout.hash) == 32
 
 
 def test_a_replica_is_built_from_a_runs_settings() -> None:
@@ -545,7 +560,7 @@ def test_a_replica_is_built_from_a_runs_settings() -> None:
     node = build_learner(manifest, run_id=RUN_ID, author=ALICE, device="cpu")
 
     assert node.evaluate(1) == pytest.approx(math.log(256), abs=0.15)
-    assert node.contribution_bytes == 41_120 + 4 * math.ceil(41_120 / 256)
+    assert node.round_end.contribution_bytes == 41_120 + 4 * math.ceil(41_120 / 256)
     train(node, 1)
 
 
@@ -554,13 +569,13 @@ def test_momentum_that_no_rounds_have_made_is_clipped(make_replica: MakeReplica,
     """Such as a stranger's checkpoint may have."""
     replica = make_replica(ALICE)
     replica.learn()
-    before, momentum = replica.slow_weights(), replica.vectors()["momentum"]
-    movement = float((replica.fast_weights() - before).norm())
+    before, momentum = replica.round_end.slow_weights(), replica.checkpoint.vectors()["momentum"]
+    movement = float((replica.round_end.fast_weights() - before).norm())
     momentum.fill_(norm / math.sqrt(len(momentum)))
-    replica.apply(None)
+    replica.round_end.apply(None)
     settings = NoLoCoConfig()
     limit = MAX_MOMENTUM * settings.momentum_gain * movement
-    assert float((replica.slow_weights() - before).norm()) <= settings.alpha * limit + 2 * movement
+    assert float((replica.round_end.slow_weights() - before).norm()) <= settings.alpha * limit + 2 * movement
 
 
 def test_the_momentum_of_honest_rounds_is_left_as_it_is(
@@ -581,23 +596,23 @@ def test_after_a_restart_with_fragments_the_drift_correction_waits_for_a_whole_t
     def meet(number: int) -> None:
         train(alice, 4)
         train(bob, 4)
-        outs = [bytearray(node.contribution_bytes) for node in (alice, bob)]
-        sizes = [node.contribute(out, number % 2)[0] for node, out in zip((alice, bob), outs, strict=True)]
-        alice.apply(outs[1][: sizes[1]], Encounter(b"", 1, 1))
-        bob.apply(outs[0][: sizes[0]], Encounter(b"", 1, 1), own_first=False)
+        outs = [bytearray(node.round_end.contribution_bytes) for node in (alice, bob)]
+        sizes = [node.round_end.contribute(out, number % 2)[0] for node, out in zip((alice, bob), outs, strict=True)]
+        alice.round_end.apply(outs[1][: sizes[1]], Encounter(b"", 1, 1))
+        bob.round_end.apply(outs[0][: sizes[0]], Encounter(b"", 1, 1), own_first=False)
 
     for number in range(2):
         meet(number)
-    alice.save(tmp_path / "checkpoint")
+    alice.checkpoint.save(tmp_path / "checkpoint")
     alice = make_replica(ALICE, **settings)
-    alice.load(tmp_path / "checkpoint")
-    before = alice.vectors()["drift"].clone()
+    alice.checkpoint.load(tmp_path / "checkpoint")
+    before = alice.checkpoint.vectors()["drift"].clone()
 
     for number in range(2, 4):
         meet(number)
-        assert torch.equal(alice.vectors()["drift"], before)
+        assert torch.equal(alice.checkpoint.vectors()["drift"], before)
     meet(4)
-    assert not torch.equal(alice.vectors()["drift"], before)
+    assert not torch.equal(alice.checkpoint.vectors()["drift"], before)
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -606,12 +621,12 @@ def test_a_liar_cannot_wind_the_drift_correction_up(make_replica: MakeReplica, f
     alice = make_replica(ALICE, drift=0.3, alpha=0.0, beta=1.0, gamma=1.0, fragments=fragments)
     for number in range(4 * fragments):
         train(alice, 4)
-        movement = float((alice.fast_weights() - alice.slow_weights()).norm())
-        size, _ = alice.contribute(out := bytearray(alice.contribution_bytes), number % fragments)
+        movement = float((alice.round_end.fast_weights() - alice.round_end.slow_weights()).norm())
+        size, _ = alice.round_end.contribute(out := bytearray(alice.round_end.contribution_bytes), number % fragments)
         codec.encode("fp32", 3.0 * codec.decode("fp32", out[:size], size // 4), memoryview(out)[:size])
-        alice.apply(out[:size], Encounter(b"", 1, 1))
-        rates = fragments * 4 * alice.learning_rate  # of a fragment's next steps, nearly
-        added = float(alice.vectors()["drift"].norm()) * rates
+        alice.round_end.apply(out[:size], Encounter(b"", 1, 1))
+        rates = fragments * 4 * alice.replica.learning_rate  # of a fragment's next steps, nearly
+        added = float(alice.checkpoint.vectors()["drift"].norm()) * rates
 
         assert added <= 2 * fragments * MAX_DRIFT * movement
 
@@ -631,4 +646,4 @@ def play_rounds(make_replica: MakeReplica, **settings: object) -> Tensor:
         train(alice, 4)
         train(bob, 1)
         exchange(alice, bob)
-    return alice.slow_weights()
+    return alice.round_end.slow_weights()

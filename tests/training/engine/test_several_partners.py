@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from farandole.training.engine import flat_replica
+from farandole.training.outer import round_end
 from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
 
 from ..conftest import ALICE, BOB, MakeReplica
@@ -36,16 +36,16 @@ def test_a_round_without_inner_steps_is_judged_by_the_steps_before_it(
 ) -> None:
     """Its own movement is nothing, or the codec's rounding: no yardstick for a partner."""
     rule = Asking()
-    monkeypatch.setattr(flat_replica, "rule_of", lambda settings: rule)
+    monkeypatch.setattr(round_end, "rule_of", lambda settings: rule)
     alice, bob = (make_replica(author, codec="int8", partners=2) for author in (ALICE, BOB))
     for steps in (2, 0, 2):
         for _ in range(steps):
             alice.learn()
             bob.learn()
-        contributions = [bytearray(each.contribution_bytes) for each in (alice, bob)]
-        alice.contribute(contributions[0])
-        bob.contribute(contributions[1])
-        alice.apply(contributions[1])
+        contributions = [bytearray(each.round_end.contribution_bytes) for each in (alice, bob)]
+        alice.round_end.contribute(contributions[0])
+        bob.round_end.contribute(contributions[1])
+        alice.round_end.apply(contributions[1])
     (first, before, loss), (again, aligned, unknown), (third, _, _) = rule.asked
     assert first > 0.0
     assert before < 0.0
@@ -62,19 +62,19 @@ def test_a_newcomer_claims_nothing_in_all_meetings_until_it_has_met_a_member(
     """Its weights are as old in a round's second meeting as in the first; two meetings are one round's age."""
     member, newcomer = (make_replica(author, partners=2) for author in (ALICE, BOB))
     member.learn()
-    member.apply(None)
-    member.save(tmp_path / "whole")
-    newcomer.load(tmp_path / "whole")
-    newcomer.catch_up(newcomer.round + missed)
+    member.round_end.apply(None)
+    member.checkpoint.save(tmp_path / "whole")
+    newcomer.checkpoint.load(tmp_path / "whole")
+    newcomer.catch_up(newcomer.totals.round + missed)
     claims = []
     for takes_steps, partner_claim in ((True, 0), (False, 1), (True, 100), (False, 1)):
         for each in (member, newcomer):
             if takes_steps:
                 each.learn()
-        of_member = bytearray(member.contribution_bytes)
-        member.contribute(of_member)
-        newcomer.contribute(bytearray(newcomer.contribution_bytes))
-        claims.append(newcomer.claim(takes_steps=takes_steps) > 0)
-        newcomer.apply(of_member, Encounter(b"", int(claims[-1]), partner_claim))
-        member.apply(None)
+        of_member = bytearray(member.round_end.contribution_bytes)
+        member.round_end.contribute(of_member)
+        newcomer.round_end.contribute(bytearray(newcomer.round_end.contribution_bytes))
+        claims.append(newcomer.round_end.claim(takes_steps=takes_steps) > 0)
+        newcomer.round_end.apply(of_member, Encounter(b"", int(claims[-1]), partner_claim))
+        member.round_end.apply(None)
     assert claims == [not is_newcomer, not is_newcomer, True, True]

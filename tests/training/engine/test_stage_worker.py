@@ -89,7 +89,11 @@ def learn(workers: list[StageWorker], num_microbatches: int = 1) -> float:
 
 
 def by_name(workers: list[StageWorker]) -> dict[str, torch.Tensor]:
-    return {name: view for worker in workers for name, view in worker.layout.views(worker.fast_weights()).items()}
+    return {
+        name: view
+        for worker in workers
+        for name, view in worker.checkpoint.layout.views(worker.round_end.fast_weights()).items()
+    }
 
 
 def whole(model: ModelConfig, inner: InnerConfig, text: Text) -> Learner:
@@ -109,15 +113,15 @@ def test_an_outer_step_between_a_microbatchs_two_passes_does_not_change_its_grad
 
     def take_outer_steps() -> None:
         for worker in workers:
-            before = worker.fast_weights()
-            worker.apply(None)
-            assert not torch.equal(worker.fast_weights(), before)
+            before = worker.round_end.fast_weights()
+            worker.round_end.apply(None)
+            assert not torch.equal(worker.round_end.fast_weights(), before)
 
     assert send_through(workers, turn=take_outer_steps) == send_through(others)
 
     for worker, other in zip(workers, others, strict=True):
-        assert worker.gradient.any()
-        assert torch.equal(worker.gradient, other.gradient)
+        assert worker.replica.gradient.any()
+        assert torch.equal(worker.replica.gradient, other.replica.gradient)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -135,9 +139,9 @@ def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
     for _ in range(STEPS):
         assert learn(workers) == float(learner.learn())
 
-    expected = learner.layout.views(learner.fast_weights())
+    expected = learner.checkpoint.layout.views(learner.round_end.fast_weights())
     assert all(torch.equal(weights, expected[name]) for name, weights in by_name(workers).items())
-    assert [worker.tokens for worker in workers] == [learner.tokens] * num_stages
+    assert [worker.totals.tokens for worker in workers] == [learner.totals.tokens] * num_stages
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -169,7 +173,10 @@ def test_held_out_text_has_the_loss_that_the_whole_model_has_and_teaches_nothing
     for _ in range(2):
         learner.learn()
     assert workers[0].evaluate(2) == pytest.approx(learner.evaluate(2), rel=1e-5)
-    assert all(torch.equal(a.fast_weights(), b.fast_weights()) for a, b in zip(workers, untold, strict=True))
+    assert all(
+        torch.equal(a.round_end.fast_weights(), b.round_end.fast_weights())
+        for a, b in zip(workers, untold, strict=True)
+    )
     with pytest.raises(DataError, match="were lost"):
         workers[0].evaluate(2)
 
@@ -182,7 +189,7 @@ def test_microbatches_add_up_to_the_batch(deep: ModelConfig, no_clip: InnerConfi
     for _ in range(STEPS):
         assert learn(workers, no_clip.batch_size) == pytest.approx(float(learner.learn()), rel=1e-5)
 
-    expected = learner.layout.views(learner.fast_weights())
+    expected = learner.checkpoint.layout.views(learner.round_end.fast_weights())
     for name, weights in by_name(workers).items():
         error = torch.linalg.vector_norm(weights - expected[name]) / torch.linalg.vector_norm(expected[name])
         assert error < 1e-5, name
@@ -208,7 +215,7 @@ def test_a_lost_microbatch_leaves_nothing_but_a_rounding(deep: ModelConfig, no_c
             for worker in workers:
                 worker.settle(1, is_kept=False)
         assert [worker.num_summed for worker in workers] == [1] * 4
-        return [worker.gradient.clone() for worker in workers]
+        return [worker.replica.gradient.clone() for worker in workers]
 
     expected = gradients(None)
     for lost_at in range(4):
@@ -224,7 +231,7 @@ def test_what_did_not_come_back_counts_nowhere(deep: ModelConfig, no_clip: Inner
     for worker in (first, last):
         worker.settle(0, is_kept=True)  # whatever is said: there is no gradient
         assert not worker.step()
-        assert worker.steps == 0
+        assert worker.totals.steps == 0
 
 
 def test_a_step_waits_until_all_is_settled(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
@@ -262,21 +269,23 @@ def test_a_microbatch_meets_the_same_weights_there_and_back(
         for slot in (1, 2):
             worker.settle(slot, is_kept=True)
 
-    summed = {name: g for worker in workers for name, g in worker.layout.views(worker.gradient).items()}
+    summed = {
+        name: g for worker in workers for name, g in worker.checkpoint.layout.views(worker.replica.gradient).items()
+    }
     learner = whole(deep, replace(no_clip, batch_size=1), text)
     sampler = sampler_of(text, no_clip, deep)
     rows = [torch.as_tensor(sampler.batch(step)[part : part + 1]) for step, part in ((0, 1), (1, 0))]
     expected = dict.fromkeys(summed, torch.zeros(()))
     for weights, row in zip((before, after), rows, strict=True):
-        module = learner.module
+        module = learner.replica.module
         module.load_state_dict(weights, strict=False)
-        learner.clear_gradient()
+        learner.replica.clear_gradient()
         cross_entropy(module(row[:, :-1]), row[:, 1:]).backward()
-        for name, gradient in learner.layout.views(learner.gradient).items():
+        for name, gradient in learner.checkpoint.layout.views(learner.replica.gradient).items():
             expected[name] = expected[name] + gradient
     for name, gradient in summed.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    assert len(first.versions) == 2, "as many copies as are in use"
+    assert first.num_versions == 2, "as many copies as are in use"
 
 
 def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
@@ -291,11 +300,11 @@ def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_
         worker.settle(0, is_kept=True)
         assert worker.step()
     for worker in workers:
-        scale = float(worker.gradient.abs().max())
+        scale = float(worker.replica.gradient.abs().max())
         assert scale > 0
         worker.settle(1, is_kept=False)
         assert worker.num_summed == 0
-        assert float(worker.gradient.abs().max()) < 1e-6 * scale
+        assert float(worker.replica.gradient.abs().max()) < 1e-6 * scale
         assert not worker.step()
 
 
@@ -318,7 +327,7 @@ def test_unfit_activations_are_refused_and_add_nothing(deep: ModelConfig, no_cli
         with pytest.raises(ActivationError):
             first.backward(0, unfit, None)
     assert last.num_in_flight == 0
-    assert not first.gradient.any()
+    assert not first.replica.gradient.any()
 
 
 def test_gradients_that_are_not_finite_are_no_step(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
@@ -326,10 +335,10 @@ def test_gradients_that_are_not_finite_are_no_step(deep: ModelConfig, no_clip: I
     send_through(workers)
     for worker in workers:
         worker.settle(0, is_kept=True)
-        worker.gradient[0] = torch.inf
-        before = worker.fast_weights()
+        worker.replica.gradient[0] = torch.inf
+        before = worker.round_end.fast_weights()
         assert not worker.step()
-        assert torch.equal(worker.fast_weights(), before)
+        assert torch.equal(worker.round_end.fast_weights(), before)
 
 
 def test_after_a_restart_no_batch_is_drawn_twice(
@@ -337,10 +346,10 @@ def test_after_a_restart_no_batch_is_drawn_twice(
 ) -> None:
     workers = workers_of(deep, no_clip, text, 2, microbatch_size=2)
     learn(workers, 2)
-    workers[0].apply(None)
-    workers[0].save(tmp_path / "checkpoint")
+    workers[0].round_end.apply(None)
+    workers[0].checkpoint.save(tmp_path / "checkpoint")
     again = workers_of(deep, no_clip, text, 2, microbatch_size=2)[0]
-    again.load(tmp_path / "checkpoint")
+    again.checkpoint.load(tmp_path / "checkpoint")
     drawn = [bytearray(worker.activation_bytes) for worker in (workers[0], again)]
     workers[0].draw(0, drawn[0])
     again.draw(0, drawn[1])

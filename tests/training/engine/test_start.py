@@ -25,8 +25,8 @@ def start(make_replica: MakeReplica, tmp_path: Path) -> tuple[Learner, Path]:
     for _ in range(2):
         for _ in range(4):
             learnt.learn()
-        learnt.apply(None)
-    learnt.save(tmp_path / "whole")
+        learnt.round_end.apply(None)
+    learnt.checkpoint.save(tmp_path / "whole")
     tensors = load_file(tmp_path / "whole")
     kept = {name: tensor for name, tensor in tensors.items() if name.startswith(("slow/", "momentum/"))}
     save_file(kept, tmp_path / "start")
@@ -38,22 +38,22 @@ def test_weights_momentum_and_schedule_go_on(
 ) -> None:
     learnt, path = start
     begun = make_replica(run_id=b"n" * 32, seed=1, codec="int4")
-    begun.start_from(path, learnt.steps, learnt.tokens)
-    assert torch.equal(begun.slow_weights(), learnt.slow_weights())
-    assert torch.equal(begun.fast_weights(), learnt.slow_weights())
-    assert torch.equal(begun.vectors()["momentum"], learnt.vectors()["momentum"])
-    assert not begun.vectors()["square"].any()
-    assert (begun.round, begun.steps, begun.tokens) == (0, 8, learnt.tokens)
-    assert learning_rate(0, inner) != learnt.learning_rate > begun.learning_rate > 0
+    begun.checkpoint.start_from(path, learnt.totals.steps, learnt.totals.tokens)
+    assert torch.equal(begun.round_end.slow_weights(), learnt.round_end.slow_weights())
+    assert torch.equal(begun.round_end.fast_weights(), learnt.round_end.slow_weights())
+    assert torch.equal(begun.checkpoint.vectors()["momentum"], learnt.checkpoint.vectors()["momentum"])
+    assert not begun.checkpoint.vectors()["square"].any()
+    assert (begun.totals.round, begun.totals.steps, begun.totals.tokens) == (0, 8, learnt.totals.tokens)
+    assert learning_rate(0, inner) != learnt.replica.learning_rate > begun.replica.learning_rate > 0
     for _ in range(50):
-        begun.steps += 1
-    assert begun.learning_rate == learning_rate(58, inner)
-    begun.steps = 8
+        begun.totals.steps += 1
+    assert begun.replica.learning_rate == learning_rate(58, inner)
+    begun.totals.steps = 8
     assert begun.evaluate() == pytest.approx(learnt.evaluate(), rel=1e-6)
     before = begun.evaluate()
     for _ in range(8):
         begun.learn()
-    begun.apply(None)
+    begun.round_end.apply(None)
     assert begun.evaluate() < before
 
 
@@ -61,11 +61,11 @@ def test_each_stage_takes_its_own(
     start: tuple[Learner, Path], model: ModelConfig, inner: InnerConfig, text: Text
 ) -> None:
     learnt, path = start
-    weights = learnt.layout.views(learnt.slow_weights())
+    weights = learnt.checkpoint.layout.views(learnt.round_end.slow_weights())
     names = []
     for worker in workers_of(replace(model, num_layers=2), inner, text, 3):
-        worker.start_from(path, 8, 0)
-        for name, tensor in worker.layout.views(worker.slow_weights()).items():
+        worker.checkpoint.start_from(path, 8, 0)
+        for name, tensor in worker.checkpoint.layout.views(worker.round_end.slow_weights()).items():
             assert torch.equal(tensor, weights[name])
             names.append(name)
     assert sorted(names) == sorted(weights)
@@ -92,13 +92,13 @@ def test_what_does_not_fit_changes_nothing(
     spoil(tensors)
     save_file(tensors, path)
     begun = make_replica(seed=1)
-    before = begun.slow_weights()
+    before = begun.round_end.slow_weights()
     with pytest.raises(CheckpointError, match=says):
-        begun.start_from(path, 8, 0)
+        begun.checkpoint.start_from(path, 8, 0)
     path.write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="no safetensors file"):
-        begun.start_from(path, 8, 0)
+        begun.checkpoint.start_from(path, 8, 0)
     with pytest.raises(CheckpointError, match="no safetensors file"):
-        begun.start_from(path.with_name("gone"), 8, 0)
-    assert torch.equal(begun.slow_weights(), before)
-    assert begun.steps == 0
+        begun.checkpoint.start_from(path.with_name("gone"), 8, 0)
+    assert torch.equal(begun.round_end.slow_weights(), before)
+    assert begun.totals.steps == 0

@@ -19,7 +19,7 @@ from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe
 from farandole.training.inner.lean import Rounding
 from farandole.training.model.model import build_model
-from farandole.training.screening.rule import Encounter
+from farandole.training.screening.rule import UNKNOWN, Encounter
 
 from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, copy_without
 
@@ -32,19 +32,19 @@ def train(replica: Learner, steps: int = 5) -> None:
 
 
 def sent(replica: Learner) -> bytes:
-    buffer = bytearray(replica.contribution_bytes)
-    replica.contribute(buffer)
+    buffer = bytearray(replica.round_end.contribution_bytes)
+    replica.round_end.contribute(buffer)
     return bytes(buffer)
 
 
 def exchange(alice: Learner, bob: Learner) -> None:
     of_alice, of_bob = sent(alice), sent(bob)
-    alice.apply(of_bob, Encounter(b"", 1, 1), own_first=True)
-    bob.apply(of_alice, Encounter(b"", 1, 1), own_first=False)
+    alice.round_end.apply(of_bob, Encounter(b"", 1, 1), own_first=True)
+    bob.round_end.apply(of_alice, Encounter(b"", 1, 1), own_first=False)
 
 
 def trained(replica: Learner) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in replica.module.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in replica.replica.module.parameters()])
 
 
 def test_rounding_at_random_goes_to_a_neighbour_and_is_right_on_average() -> None:
@@ -86,22 +86,24 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
     settings = msgspec.structs.replace(inner, optimizer=optimizer, ends_rate=0.5)
     lean, plain = make_replica(inner_settings=settings, is_lean=True, drift=0.1), make_replica(inner_settings=settings)
     train(lean, 4)
-    plain.theta.copy_(trained(lean))
-    for name, vector in plain.vectors().items():
+    plain.round_end.weights.flat.copy_(trained(lean))
+    for name, vector in plain.checkpoint.vectors().items():
         if name in ("mean", "square"):
-            vector.copy_(lean.vectors()[name])
-    plain.gradient.copy_(lean.gradient)
-    plain.steps = lean.steps
+            vector.copy_(lean.checkpoint.vectors()[name])
+    plain.replica.gradient.copy_(lean.replica.gradient)
+    plain.totals.steps = lean.totals.steps
 
-    lean.inner_step(1)
-    plain.inner_step(1)
+    lean.replica.inner_step(1)
+    plain.replica.inner_step(1)
 
     def is_near(rounded: Tensor, exact: Tensor) -> bool:
         return bool(((rounded.float() - exact).abs() <= 2**-7 * exact.abs() + 1e-9).all())
 
-    assert is_near(trained(lean), plain.theta)
-    assert all(is_near(lean.vectors()[name], plain.vectors()[name]) for name in ("mean", "square"))
-    assert {lean.vectors()[name].dtype for name in ("mean", "square")} == {torch.bfloat16}
+    assert is_near(trained(lean), plain.round_end.weights.flat)
+    assert all(
+        is_near(lean.checkpoint.vectors()[name], plain.checkpoint.vectors()[name]) for name in ("mean", "square")
+    )
+    assert {lean.checkpoint.vectors()[name].dtype for name in ("mean", "square")} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -133,14 +135,19 @@ def test_it_learns_as_fp32_does_where_rounding_to_nearest_stands_still(
 def test_lean_and_plain_partners_meet_in_the_same_slow_weights(make_replica: MakeReplica) -> None:
     alice = make_replica(ALICE, is_lean=True)
     bob = make_replica(BOB)
-    assert torch.equal(alice.slow_weights(), bob.slow_weights()), "the run's seed, in fp32"
+    assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights()), "the run's seed, in fp32"
     for _ in range(3):
         train(alice)
         train(bob)
         exchange(alice, bob)
-        assert torch.equal(alice.slow_weights(), bob.slow_weights())
-        assert bool(((alice.fast_weights() - bob.fast_weights()).abs() <= 2**-7 * bob.fast_weights().abs()).all())
-    assert torch.equal(alice.fast_weights(), trained(alice).float()), "read exactly"
+        assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
+        assert bool(
+            (
+                (alice.round_end.fast_weights() - bob.round_end.fast_weights()).abs()
+                <= 2**-7 * bob.round_end.fast_weights().abs()
+            ).all()
+        )
+    assert torch.equal(alice.round_end.fast_weights(), trained(alice).float()), "read exactly"
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -157,26 +164,28 @@ def test_checkpoints_are_fp32_and_training_goes_on_from_them(
     node, again = (make_replica(**settings, is_lean=True) for _ in range(2))
     for fragment in range(2):
         train(node, 3)
-        node.contribute(bytearray(node.contribution_bytes), fragment % fragments)
-        node.apply(None)
-    node.save(tmp_path / "saved")
-    node.snapshot().save(tmp_path / "snapshot")
+        node.round_end.contribute(bytearray(node.round_end.contribution_bytes), fragment % fragments)
+        node.round_end.apply(None)
+    node.checkpoint.save(tmp_path / "saved")
+    node.checkpoint.snapshot().save(tmp_path / "snapshot")
     assert (tmp_path / "saved").read_bytes() == (tmp_path / "snapshot").read_bytes()
-    assert node.snapshot().num_bytes == node.num_bytes
+    assert node.checkpoint.snapshot().num_bytes == node.checkpoint.num_bytes
 
-    again.load(tmp_path / "saved")
-    assert torch.equal(again.slow_weights(), node.slow_weights())
+    again.checkpoint.load(tmp_path / "saved")
+    assert torch.equal(again.round_end.slow_weights(), node.round_end.slow_weights())
     for name in ("mean", "square"):
-        assert torch.equal(again.vectors()[name], node.vectors()[name])
+        assert torch.equal(again.checkpoint.vectors()[name], node.checkpoint.vectors()[name])
     plain = make_replica(**settings)
-    plain.load(tmp_path / "saved")  # a member that is lean no more
-    assert torch.equal(plain.vectors()["mean"], node.vectors()["mean"].float())
+    plain.checkpoint.load(tmp_path / "saved")  # a member that is lean no more
+    assert torch.equal(plain.checkpoint.vectors()["mean"], node.checkpoint.vectors()["mean"].float())
     train(plain, 2)
-    plain.apply(None)
-    plain.save(tmp_path / "plain")
+    plain.round_end.apply(None)
+    plain.checkpoint.save(tmp_path / "plain")
     newcomer = make_replica(BOB, **settings, is_lean=True)
-    newcomer.load(copy_without(copy_without(tmp_path / "plain", "mean", tmp_path / "a"), "square", tmp_path / "b"))
-    assert newcomer.begun_at == newcomer.steps == plain.steps, "the rate is ramped up"
+    newcomer.checkpoint.load(
+        copy_without(copy_without(tmp_path / "plain", "mean", tmp_path / "a"), "square", tmp_path / "b")
+    )
+    assert newcomer.replica.optimizer.begun_at == newcomer.totals.steps == plain.totals.steps, "the rate is ramped up"
     for each in (again, newcomer):
         before = each.evaluate()
         train(each, 5)
@@ -187,12 +196,12 @@ def test_checkpoints_are_fp32_and_training_goes_on_from_them(
 def test_an_unfit_gradient_costs_a_step_and_nothing_else(make_replica: MakeReplica) -> None:
     node = make_replica(is_lean=True)
     train(node, 3)
-    before = [vector.clone() for vector in (trained(node), *node.vectors().values())]
+    before = [vector.clone() for vector in (trained(node), *node.checkpoint.vectors().values())]
     loss_of = node.loss
     node.loss = lambda module, batch: loss_of(module, batch) * math.nan
     node.learn()
     assert node.num_skipped == 1
-    after = (trained(node), *node.vectors().values())
+    after = (trained(node), *node.checkpoint.vectors().values())
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
@@ -202,9 +211,11 @@ def test_a_verdicts_trial_leaves_the_weights_as_they_were(make_replica: MakeRepl
     train(partner)
     sent(node)
     before = trained(node)
-    assert node._loss_before() is not None
+    ended = node.round_end.ended
+    assert ended is not None
+    assert node.round_end._partner_of(UNKNOWN, ended.contribution.sent).loss_before() is not None
     assert torch.equal(trained(node), before)
-    node.screen(sent(partner))
+    node.round_end.screen(sent(partner))
     assert torch.equal(trained(node), before)
 
 
@@ -231,7 +242,7 @@ def test_what_is_computed_again_has_the_same_gradient(
     plain, again = (make(model, text, autocast=autocast, lean=lean, recomputes=flag) for flag in (False, True))
     for _ in range(3):
         assert torch.equal(plain.learn(), again.learn())
-        assert torch.equal(plain.gradient, again.gradient)
+        assert torch.equal(plain.replica.gradient, again.replica.gradient)
     assert plain.evaluate() == again.evaluate()
 
 

@@ -96,10 +96,10 @@ def test_a_node_alone_is_torchs_optimizers_bit_for_bit(
 
         assert float(node.learn()) == float(loss.detach())
         if step % 5 == 4:
-            node.apply(None)
+            node.round_end.apply(None)
 
     weights = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
-    assert torch.equal(node.fast_weights(), weights)
+    assert torch.equal(node.round_end.fast_weights(), weights)
 
 
 def test_steps_are_nearly_orthogonal() -> None:
@@ -114,20 +114,20 @@ def test_matrices_have_one_vector_of_state_and_checkpoints_keep_it(make_replica:
     node, again = (make_replica(inner_settings=MUON) for _ in range(2))
     for _ in range(4):
         node.learn()
-    node.apply(None)
-    node.save(tmp_path / "saved")
-    node.snapshot().save(tmp_path / "snapshot")
+    node.round_end.apply(None)
+    node.checkpoint.save(tmp_path / "saved")
+    node.checkpoint.snapshot().save(tmp_path / "snapshot")
 
-    again.load(tmp_path / "snapshot")
+    again.checkpoint.load(tmp_path / "snapshot")
 
-    names = matrices_of(node.module)
-    squares = {name.partition("/")[2] for name in node.state() if name.startswith("square/")}
-    assert squares == set(node.layout.names) - names
+    names = matrices_of(node.replica.module)
+    squares = {name.partition("/")[2] for name in node.checkpoint.tensors() if name.startswith("square/")}
+    assert squares == set(node.checkpoint.layout.names) - names
     assert (tmp_path / "saved").read_bytes() == (tmp_path / "snapshot").read_bytes()
-    assert again.learning_rate == node.learning_rate, "the means are there: no ramp"
+    assert again.replica.learning_rate == node.replica.learning_rate, "the means are there: no ramp"
     for _ in range(3):
         assert float(again.learn()) == float(node.learn())
-    assert torch.equal(again.fast_weights(), node.fast_weights())
+    assert torch.equal(again.round_end.fast_weights(), node.round_end.fast_weights())
 
 
 def test_partners_learn_together(make_replica: MakeReplica) -> None:
@@ -137,13 +137,13 @@ def test_partners_learn_together(make_replica: MakeReplica) -> None:
         for node in (alice, bob):
             for _ in range(4):
                 node.learn()
-        contributions = [bytearray(node.contribution_bytes) for node in (alice, bob)]
+        contributions = [bytearray(node.round_end.contribution_bytes) for node in (alice, bob)]
         for node, contribution in zip((alice, bob), contributions, strict=True):
-            node.contribute(contribution)
-        alice.apply(contributions[1], own_first=True)
-        bob.apply(contributions[0], own_first=False)
+            node.round_end.contribute(contribution)
+        alice.round_end.apply(contributions[1], own_first=True)
+        bob.round_end.apply(contributions[0], own_first=False)
 
-    assert torch.equal(alice.slow_weights(), bob.slow_weights())
+    assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
     assert alice.evaluate() < first - 0.3
 
 
@@ -152,11 +152,11 @@ def test_another_optimizers_vectors_are_not_continued(make_replica: MakeReplica,
     node, successor = make_replica(inner_settings=MUON), make_replica()
     for _ in range(4):
         node.learn()
-    node.apply(None)
-    node.save(tmp_path / "checkpoint")
+    node.round_end.apply(None)
+    node.checkpoint.save(tmp_path / "checkpoint")
 
-    successor.start_from(tmp_path / "checkpoint", 20, 0)
+    successor.checkpoint.start_from(tmp_path / "checkpoint", 20, 0)
 
-    assert torch.equal(successor.slow_weights(), node.slow_weights())
-    assert not any(bool(successor.vectors()[name].any()) for name in ("mean", "square"))
-    assert successor.begun_at == 20, "the rate is ramped up"
+    assert torch.equal(successor.round_end.slow_weights(), node.round_end.slow_weights())
+    assert not any(bool(successor.checkpoint.vectors()[name].any()) for name in ("mean", "square"))
+    assert successor.replica.optimizer.begun_at == 20, "the rate is ramped up"

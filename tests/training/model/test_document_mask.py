@@ -139,7 +139,7 @@ def test_a_learner_learns_with_it(
 ) -> None:
     device = Device(torch.device("cpu"), dtype, "CPU")
     masked = learner(model, inner, text, device, **settings)
-    masked.steps = 10  # behind the warm-up, where the rate is not near 0
+    masked.totals.steps = 10  # behind the warm-up, where the rate is not near 0
     before = masked.evaluate(2)
     with torch.no_grad():
         module = build_model(model, 7)
@@ -158,7 +158,7 @@ def test_a_learner_learns_with_it(
         assert before != pytest.approx(plain_loss, rel=1e-5), "a held-out loss has the mask too"
     # fp32: the same steps whatever saves memory.
     plain = learner(model, inner, text, device)
-    plain.steps = 10
+    plain.totals.steps = 10
     again = [float(plain.learn()) for _ in range(2)]
     assert losses == pytest.approx(again, rel=1e-2 if is_rounded else 1e-5)
 
@@ -223,10 +223,10 @@ def test_a_round_is_replayed_with_the_mask(inner: InnerConfig, text: Text, tmp_p
     def round_of(manifest: Manifest) -> tuple[Learner, bytes, bytes]:
         node = learner(small, inner, text, data=manifest.data)
         path = tmp_path / "start.safetensors"
-        node.save(path)
-        node.inner_steps(lambda: node.steps == 3)
-        _, contribution = node.contribute(bytearray(node.contribution_bytes))
-        return node, node.optimizer_digest(), contribution
+        node.checkpoint.save(path)
+        node.inner_steps(lambda: node.totals.steps == 3)
+        _, contribution = node.round_end.contribute(bytearray(node.round_end.contribution_bytes))
+        return node, node.replica.optimizer.digest(), contribution
 
     auditor, digest, contribution = round_of(run)
     command = Replay(str(tmp_path / "start.safetensors"), ALICE, 0, 3, 0, 4, 0)
@@ -294,7 +294,7 @@ def test_a_tokenizer_needs_a_separator(model: ModelConfig, inner: InnerConfig, t
     def train_on(sampler: Sampler, data: DataConfig = MASKED) -> Learner:
         return Learner(build_model(model, 7), Recipe(inner, data=data), sampler, run_id=RUN_ID, device=CPU)
 
-    module = train_on(sampler_with({"[UNK]": 0, "a": 1, "</s>": 2})).module
+    module = train_on(sampler_with({"[UNK]": 0, "a": 1, "</s>": 2})).replica.module
     assert isinstance(module, Transformer)
     assert module.separator == 2
     without = sampler_with({"[UNK]": 0, "a": 1})

@@ -16,7 +16,7 @@ from farandole.protocol.run.presets import num_parameters, parts_of
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
-from farandole.training.cluster.external import ExternalEngine, Turns
+from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.engine.measure import measure
@@ -232,13 +232,13 @@ def test_three_stages_learn_what_the_whole_learns_bit_for_bit(
         losses.append(learn(workers))
         assert losses[-1] == float(learner.learn())
 
-    expected = learner.layout.views(learner.fast_weights())
+    expected = learner.checkpoint.layout.views(learner.round_end.fast_weights())
     learnt = by_name(workers)
     assert learnt.keys() == expected.keys()
     assert all(torch.equal(weights, expected[part]) for part, weights in learnt.items())
     assert losses[0] == pytest.approx(math.log(64), rel=0.05)
     assert losses[-1] < losses[0] - 0.5
-    assert max(worker.layout.num_elements for worker in workers) < num_parameters(model) / 2
+    assert max(worker.checkpoint.layout.num_elements for worker in workers) < num_parameters(model) / 2
 
 
 def test_stages_learn_in_bf16(no_clip: InnerConfig, text: Text) -> None:
@@ -273,10 +273,10 @@ def test_a_loop_brings_the_model_as_transformers_makes_it(name: str) -> None:
     model = hf_model(name)
     manifest = Manifest("a run", model, seed=3, tokenizer=TokenizerConfig("tokenizers", "0" * 64))
     module = of_transformers(name)
-    engine = ExternalEngine(module, manifest, Turns(), run_id=RUN_ID, tokens_per_step=1)
+    engine = ExternalEngine(Loop(module, tokens_per_step=1), manifest, Turns(), run_id=RUN_ID)
     engine.begin_anew()
     oracle = build_module(model, 3)
-    assert engine.layout == layout_of(oracle, manifest.outer.codec)
+    assert engine.checkpoint.layout == layout_of(oracle, manifest.outer.codec)
     for parameter_name, parameter in oracle.named_parameters():
         assert torch.equal(module.get_parameter(parameter_name), parameter), parameter_name
     tokens = torch.arange(16)[None]

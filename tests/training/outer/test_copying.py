@@ -7,9 +7,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.training.engine import flat_replica
 from farandole.training.engine.learner import Learner
-from farandole.training.outer import codec
+from farandole.training.outer import codec, round_end
 from farandole.training.outer.copying import Copier, DeviceCopier, Wait, copier_for
 from farandole.training.screening.rule import Encounter
 
@@ -58,46 +57,46 @@ def test_what_is_copied_is_what_a_cpu_makes(
 ) -> None:
     """Two rounds, the partner's bytes arriving in parts: the same bytes and the same weights, bit for bit."""
     plain = pair(make_replica, name)
-    monkeypatch.setattr(flat_replica, "copier_for", lambda device: copier)
+    monkeypatch.setattr(round_end, "copier_for", lambda device: copier)
     copied = pair(make_replica, name)
 
     for _ in range(2):
         sent: dict[Learner, bytearray] = {}
         for each in (*plain, *copied):
             each.learn()
-            sent[each] = out = bytearray(each.contribution_bytes)
+            sent[each] = out = bytearray(each.round_end.contribution_bytes)
             final: list[bytearray] = []
 
             def keep(ready: int, out: bytearray = out, final: list[bytearray] = final) -> None:
                 final.append(out[:ready])
 
-            _, digest = each.contribute(out, progress=keep)
-            assert len(final) == math.ceil(each.layout.num_elements / 512)
+            _, digest = each.round_end.contribute(out, progress=keep)
+            assert len(final) == math.ceil(each.checkpoint.layout.num_elements / 512)
             assert all(out.startswith(part) for part in final), "final when it is told of"
             assert digest == blake3(out).digest()
         for alice, bob in (plain, copied):
-            alice.take_in(sent[bob], 1_000)
-            alice.take_in(sent[bob], 3_000)
+            alice.round_end.take_in(sent[bob], 1_000)
+            alice.round_end.take_in(sent[bob], 3_000)
             assert refusal(alice, sent[bob]) == ""
-            alice.apply(sent[bob], Encounter(b"", 3, 1), own_first=True)
-            bob.apply(sent[alice], Encounter(b"", 1, 3), own_first=False)
+            alice.round_end.apply(sent[bob], Encounter(b"", 3, 1), own_first=True)
+            bob.round_end.apply(sent[alice], Encounter(b"", 1, 3), own_first=False)
         assert [*map(sent.get, plain)] == [*map(sent.get, copied)]
         for one, other in zip(plain, copied, strict=True):
-            assert torch.equal(one.slow_weights(), other.slow_weights())
+            assert torch.equal(one.round_end.slow_weights(), other.round_end.slow_weights())
 
 
 def test_inner_steps_may_change_the_weights_while_they_are_sent(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = pair(make_replica, "int8")
-    plain.contribute(expected := bytearray(plain.contribution_bytes))
-    monkeypatch.setattr(flat_replica, "copier_for", lambda device: LateCopier())
+    plain.round_end.contribute(expected := bytearray(plain.round_end.contribution_bytes))
+    monkeypatch.setattr(round_end, "copier_for", lambda device: LateCopier())
     moving, _ = pair(make_replica, "int8")
 
     def step(num_ready: int) -> None:
-        moving.theta.add_(1.0)
+        moving.round_end.weights.flat.add_(1.0)
 
-    moving.contribute(out := bytearray(len(expected)), progress=step)
+    moving.round_end.contribute(out := bytearray(len(expected)), progress=step)
 
     assert out == expected
 

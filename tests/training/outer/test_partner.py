@@ -32,20 +32,20 @@ def trained(make_replica: MakeReplica, author: bytes, **outer: object) -> Learne
 
 
 def sent(replica: Learner) -> bytearray:
-    out = bytearray(replica.contribution_bytes)
-    replica.contribute(out)
+    out = bytearray(replica.round_end.contribution_bytes)
+    replica.round_end.contribute(out)
     return out
 
 
 @EVERY_CODEC
 def test_the_bytes_that_progress_names_are_final(make_replica: MakeReplica, name: str) -> None:
     alice = trained(make_replica, ALICE, codec=name)
-    out = bytearray(alice.contribution_bytes)
+    out = bytearray(alice.round_end.contribution_bytes)
     seen: list[bytes] = []
 
-    size, digest = alice.contribute(out, progress=lambda ready: seen.append(bytes(out[:ready])))
+    size, digest = alice.round_end.contribute(out, progress=lambda ready: seen.append(bytes(out[:ready])))
 
-    assert len(seen) == math.ceil(alice.layout.num_elements / 512)
+    assert len(seen) == math.ceil(alice.checkpoint.layout.num_elements / 512)
     assert all(bytes(out).startswith(part) for part in seen)
     assert len(seen[-1]) == size == len(out)
     assert digest == blake3(out).digest()
@@ -59,15 +59,15 @@ def test_what_is_taken_in_as_it_arrives_gives_the_same_outer_step(make_replica: 
     sent(parts)
     incoming = bytearray(len(of_bob))
 
-    whole.apply(of_bob, Encounter(b"", 2, 1))
+    whole.round_end.apply(of_bob, Encounter(b"", 2, 1))
     for available in (0, 1, 100, 100, 3_000, 3_001, len(of_bob)):
         incoming[:available] = of_bob[:available]
-        parts.take_in(incoming, available)
+        parts.round_end.take_in(incoming, available)
     assert refusal(parts, incoming) == ""
     incoming[:] = bytes(len(incoming))  # it is not read again
-    parts.apply(incoming, Encounter(b"", 2, 1))
+    parts.round_end.apply(incoming, Encounter(b"", 2, 1))
 
-    assert torch.equal(whole.slow_weights(), parts.slow_weights())
+    assert torch.equal(whole.round_end.slow_weights(), parts.round_end.slow_weights())
 
 
 @given(arrivals=st.lists(st.tuples(st.booleans(), st.integers(0, 20_000)), max_size=6))
@@ -82,15 +82,15 @@ def test_another_contribution_in_the_same_place_is_taken_in_anew(
     incoming = bytearray(len(of[True]))
 
     for whose, available in arrivals:
-        node.take_in(incoming, 0)
+        node.round_end.take_in(incoming, 0)
         incoming[:available] = of[whose][:available]
-        node.take_in(incoming, min(available, len(incoming)))
-    node.take_in(incoming, 0)
+        node.round_end.take_in(incoming, min(available, len(incoming)))
+    node.round_end.take_in(incoming, 0)
     incoming[:] = of[True]
-    node.apply(incoming, Encounter(b"", 1, 1))
-    twin.apply(of[True], Encounter(b"", 1, 1))
+    node.round_end.apply(incoming, Encounter(b"", 1, 1))
+    twin.round_end.apply(of[True], Encounter(b"", 1, 1))
 
-    assert torch.equal(node.slow_weights(), twin.slow_weights())
+    assert torch.equal(node.round_end.slow_weights(), twin.round_end.slow_weights())
 
 
 def test_less_than_before_means_another_contribution(make_replica: MakeReplica) -> None:
@@ -99,9 +99,9 @@ def test_less_than_before_means_another_contribution(make_replica: MakeReplica) 
     of_bob = sent(trained(make_replica, BOB))
     incoming = bytearray(np.full(len(of_bob) // 4, math.nan, np.float32).tobytes())
 
-    alice.take_in(incoming, len(incoming))
+    alice.round_end.take_in(incoming, len(incoming))
     incoming[:] = of_bob
-    alice.take_in(incoming, 10)
+    alice.round_end.take_in(incoming, 10)
 
     assert refusal(alice, incoming) == ""
 
@@ -116,7 +116,7 @@ def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
     incoming[:] = bytes(len(incoming))
     assert "norm" in refusal(alice, incoming)
     with pytest.raises(ScreeningError, match="norm"):
-        alice.apply(incoming, Encounter(b"", 1, 1))
+        alice.round_end.apply(incoming, Encounter(b"", 1, 1))
 
 
 @EVERY_CODEC
@@ -127,7 +127,7 @@ def test_a_flaw_found_on_the_way_is_the_reason_of_the_refusal(make_replica: Make
     flawed = b"\xff" * 8 + bytes(of_bob[8:])
 
     for available in (0, 2_500, len(flawed)):
-        alice.take_in(flawed, available)
+        alice.round_end.take_in(flawed, available)
 
     assert "cannot be used" in refusal(alice, flawed)
     assert refusal(alice, of_bob) == ""
@@ -137,7 +137,7 @@ def test_nothing_is_taken_in_before_there_is_an_own_contribution(make_replica: M
     alice = trained(make_replica, ALICE)
     of_bob = sent(trained(make_replica, BOB))
 
-    alice.take_in(of_bob, len(of_bob))
+    alice.round_end.take_in(of_bob, len(of_bob))
 
     assert "no contribution" in refusal(alice, of_bob)
     sent(alice)
@@ -146,12 +146,12 @@ def test_nothing_is_taken_in_before_there_is_an_own_contribution(make_replica: M
 
 def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeReplica) -> None:
     alice = trained(make_replica, ALICE)
-    alice.theta[-1] = math.inf
+    alice.round_end.weights.flat[-1] = math.inf
     progress: list[int] = []
 
     with pytest.raises(DivergedError):
-        alice.contribute(bytearray(alice.contribution_bytes), progress=progress.append)
+        alice.round_end.contribute(bytearray(alice.round_end.contribution_bytes), progress=progress.append)
 
     assert progress
-    assert progress[-1] < alice.contribution_bytes
-    assert not alice.awaits_outer_step
+    assert progress[-1] < alice.round_end.contribution_bytes
+    assert not alice.round_end.awaits_outer_step

@@ -26,21 +26,21 @@ def trained(make_replica: MakeReplica, author: bytes, settings: OuterConfig, ste
     for _ in range(2):
         for _ in range(steps):
             replica.learn()
-        if not replica.round:
-            replica.apply(None)
+        if not replica.totals.round:
+            replica.round_end.apply(None)
     return replica
 
 
 def sent(replica: Learner, fragment: int = 0) -> bytearray:
-    out = bytearray(replica.contribution(fragment))
-    replica.encode(out)
+    out = bytearray(replica.round_end.contribution(fragment))
+    replica.round_end.encode(out)
     return out
 
 
 def meet(alice: Learner, bob: Learner, fragment: int = 0) -> None:
     of_alice, of_bob = sent(alice, fragment), sent(bob, fragment)
-    alice.apply(of_bob, Encounter(BOB, 300, 100), own_first=True)
-    bob.apply(of_alice, Encounter(ALICE, 100, 300), own_first=False)
+    alice.round_end.apply(of_bob, Encounter(BOB, 300, 100), own_first=True)
+    bob.round_end.apply(of_alice, Encounter(ALICE, 100, 300), own_first=False)
 
 
 def copies(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -88,17 +88,17 @@ def test_its_state_is_in_checkpoints_and_newcomers_get_it(
 ) -> None:
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
     meet(alice, bob)
-    assert all(bool(alice.vectors()[name].any()) for name in required_vectors(settings))
+    assert all(bool(alice.checkpoint.vectors()[name].any()) for name in required_vectors(settings))
 
-    alice.save(tmp_path / "checkpoint")
+    alice.checkpoint.save(tmp_path / "checkpoint")
     again = make_replica(ALICE, rule=settings)
-    again.load(tmp_path / "checkpoint")
+    again.checkpoint.load(tmp_path / "checkpoint")
 
     for node in (alice, again):
         node.learn()
-        node.apply(None)
-    assert again.vectors().keys() == alice.vectors().keys() >= set(required_vectors(settings))
-    assert all(torch.equal(flat, again.vectors()[name]) for name, flat in alice.vectors().items())
+        node.round_end.apply(None)
+    assert again.checkpoint.vectors().keys() == alice.checkpoint.vectors().keys() >= set(required_vectors(settings))
+    assert all(torch.equal(flat, again.checkpoint.vectors()[name]) for name, flat in alice.checkpoint.vectors().items())
 
 
 @every_rule
@@ -106,24 +106,26 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica, set
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
     of_bob = sent(bob)
     sent(alice)
-    before = alice.fast_weights()
+    before = alice.round_end.fast_weights()
     alice.learn()
-    progress = alice.fast_weights() - before
+    progress = alice.round_end.fast_weights() - before
 
-    assert alice.apply(of_bob, Encounter(BOB, 1, 1)) == 1
+    assert alice.round_end.apply(of_bob, Encounter(BOB, 1, 1)) == 1
 
-    torch.testing.assert_close(alice.fast_weights(), alice.slow_weights() + progress, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        alice.round_end.fast_weights(), alice.round_end.slow_weights() + progress, rtol=1e-5, atol=1e-6
+    )
 
 
 @every_rule
 def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeReplica, settings: OuterConfig) -> None:
     settings = replace(settings, fragments=3)
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
-    before = copies(alice.vectors())
+    before = copies(alice.checkpoint.vectors())
 
     meet(alice, bob, fragment=1)
 
-    part = alice.layout.fragment(1, 3)
+    part = alice.checkpoint.layout.fragment(1, 3)
     for name in required_vectors(settings):
-        moved = (alice.vectors()[name] != before[name]).nonzero().flatten()
+        moved = (alice.checkpoint.vectors()[name] != before[name]).nonzero().flatten()
         assert part.start <= int(moved.min()) <= int(moved.max()) < part.stop

@@ -34,8 +34,8 @@ def places_sent(form: TopK, data: Tensor, num_elements: int) -> Tensor:
 
 
 def sent(replica: Learner) -> bytearray:
-    out = bytearray(replica.contribution_bytes)
-    replica.contribute(out)
+    out = bytearray(replica.round_end.contribution_bytes)
+    replica.round_end.contribute(out)
     return out
 
 
@@ -130,24 +130,26 @@ def test_partners_agree_where_both_have_sent_and_move_where_the_other_has(make_r
     for node in (alice, bob):
         for _ in range(3):
             node.learn()
-    form, num_elements = TopK(40), alice.layout.num_elements
-    own = {node: node.fast_weights() for node in (alice, bob)}
+    form, num_elements = TopK(40), alice.checkpoint.layout.num_elements
+    own = {node: node.round_end.fast_weights() for node in (alice, bob)}
     data = {node: torch.frombuffer(sent(node), dtype=torch.uint8) for node in (alice, bob)}
     by_alice, by_bob = (places_sent(form, data[node], num_elements) for node in (alice, bob))
     both, neither = by_alice & by_bob, ~(by_alice | by_bob)
     assert both.any()
     assert neither.any()
 
-    alice.apply(data[bob].numpy(), Encounter(b"", 3, 1), own_first=True)
-    bob.apply(data[alice].numpy(), Encounter(b"", 1, 3), own_first=False)
+    alice.round_end.apply(data[bob].numpy(), Encounter(b"", 3, 1), own_first=True)
+    bob.round_end.apply(data[alice].numpy(), Encounter(b"", 1, 3), own_first=False)
 
     scale = 2.0**-7 * max(float(weights.abs().max()) for weights in own.values())
-    assert float((alice.slow_weights() - bob.slow_weights())[both].abs().max()) < scale, "but for the codec's rounding"
+    assert float((alice.round_end.slow_weights() - bob.round_end.slow_weights())[both].abs().max()) < scale, (
+        "but for the codec's rounding"
+    )
     for node, other, mine, theirs, share in (
         (alice, bob, by_alice, by_bob, 0.75),
         (bob, alice, by_bob, by_alice, 0.25),
     ):
-        after, kept = node.slow_weights(), mine & ~theirs
+        after, kept = node.round_end.slow_weights(), mine & ~theirs
         torch.testing.assert_close(after[neither], own[node][neither], rtol=2.0**-22, atol=0)  # the mean's rounding
         torch.testing.assert_close(after[kept], own[node][kept], rtol=2.0**-22, atol=0)
         form.decode(data[other], received := own[node].clone())
@@ -159,24 +161,24 @@ def test_partners_agree_where_both_have_sent_and_move_where_the_other_has(make_r
 def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) -> None:
     """40 of 256 elements a round: after 7 rounds of nothing new all have had their turn, to half a scale."""
     alice, bob = make_replica(ALICE, **SETTINGS), make_replica(BOB, **SETTINGS)
-    moved = torch.linspace(0.01, 0.02, alice.layout.num_elements)
-    alice.theta.add_(moved)
-    meant = alice.fast_weights()
-    told = bob.fast_weights()
+    moved = torch.linspace(0.01, 0.02, alice.checkpoint.layout.num_elements)
+    alice.round_end.weights.flat.add_(moved)
+    meant = alice.round_end.fast_weights()
+    told = bob.round_end.fast_weights()
     for number in range(9):
         data = torch.frombuffer(sent(alice), dtype=torch.uint8)
         if number == 0:  # nobody to be had: it was not passed on
-            alice.apply(None)
+            alice.round_end.apply(None)
             continue
         of_bob = sent(bob)
-        alice.apply(of_bob, Encounter(b"", 1, 0))
-        alice.theta.copy_(meant)  # Bob's pull aside
+        alice.round_end.apply(of_bob, Encounter(b"", 1, 0))
+        alice.round_end.weights.flat.copy_(meant)  # Bob's pull aside
         TopK(40).decode(data, told)
-        bob.apply(None)
+        bob.round_end.apply(None)
 
     errors = (told - meant).abs()
     assert float(errors.max()) <= float(meant.abs().max()) / 127
-    assert torch.equal(told, alice.vectors()["sent"])
+    assert torch.equal(told, alice.checkpoint.vectors()["sent"])
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica: MakeReplica, tmp_path: Path) -> None:
@@ -187,14 +189,14 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica:
         node.learn()
         of_node = sent(node)
         bob.learn()
-        node.apply(sent(bob), Encounter(b"", 1, 1))
-        bob.apply(None)
+        node.round_end.apply(sent(bob), Encounter(b"", 1, 1))
+        bob.round_end.apply(None)
         return bytes(of_node)
 
     round_of(alice)
-    alice.save(tmp_path / "alice.safetensors")
+    alice.checkpoint.save(tmp_path / "alice.safetensors")
     resumed = make_replica(ALICE, **SETTINGS)
-    resumed.load(tmp_path / "alice.safetensors")
+    resumed.checkpoint.load(tmp_path / "alice.safetensors")
     for node in (alice, resumed):
         node.learn()
 
@@ -203,7 +205,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica:
 
 def test_a_diverged_replica_sends_nothing(make_replica: MakeReplica) -> None:
     alice = make_replica(ALICE, **SETTINGS)
-    alice.theta[3] = math.nan
+    alice.round_end.weights.flat[3] = math.nan
 
     with pytest.raises(DivergedError):
         sent(alice)
@@ -214,14 +216,14 @@ def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> Non
     alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
     alice.learn()
     bob.learn()
-    part, before = alice.layout.fragment(1, 3), alice.vectors()["sent"].clone()
+    part, before = alice.checkpoint.layout.fragment(1, 3), alice.checkpoint.vectors()["sent"].clone()
     buffers = {node: bytearray(TopK(40).size(part.stop - part.start)) for node in (alice, bob)}
     for node, buffer in buffers.items():
-        node.contribute(buffer, 1)
+        node.round_end.contribute(buffer, 1)
 
-    alice.apply(buffers[bob], Encounter(b"", 1, 1))
+    alice.round_end.apply(buffers[bob], Encounter(b"", 1, 1))
 
-    after = alice.vectors()["sent"]
+    after = alice.checkpoint.vectors()["sent"]
     assert torch.equal(after[: part.start], before[: part.start])
     assert torch.equal(after[part.stop :], before[part.stop :])
     assert not torch.equal(after[part], before[part])

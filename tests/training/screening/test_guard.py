@@ -493,13 +493,13 @@ def test_honest_pairs_are_never_clipped_whatever_the_codec(make_replica: MakeRep
         for node in (alice, bob):
             for _ in range(3):
                 node.learn()
-        of_alice, of_bob = (bytearray(node.contribution_bytes) for node in (alice, bob))
-        alice.contribute(of_alice)
-        bob.contribute(of_bob)
+        of_alice, of_bob = (bytearray(node.round_end.contribution_bytes) for node in (alice, bob))
+        alice.round_end.contribute(of_alice)
+        bob.round_end.contribute(of_bob)
         met = Encounter(BOB, 100, 100, chance=0.0), Encounter(ALICE, 100, 100, chance=0.0)
-        assert alice.screen(of_bob, met[0]) == bob.screen(of_alice, met[1]) == Accept()
-        alice.apply(of_bob, met[0])
-        bob.apply(of_alice, met[1], own_first=False)
+        assert alice.round_end.screen(of_bob, met[0]) == bob.round_end.screen(of_alice, met[1]) == Accept()
+        alice.round_end.apply(of_bob, met[0])
+        bob.round_end.apply(of_alice, met[1], own_first=False)
 
 
 def met_apart(node: Node, of_partner: float, *, distance: float = 5.0) -> Verdict:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.protocol.run.screening_rules import GuardConfig, ScreeningConfig, ScreeningRules
-from farandole.training.engine.learner import Learner
+from farandole.training.engine.learner import HeldOutLoss, Learner
 from farandole.training.outer import evaluation_time
 from farandole.training.screening.history import MAX_NUMBERS, MAX_PEERS, MAX_SERIES, Histories, History
 from farandole.training.screening.rule import EVALUATION_BATCHES, Accept, Encounter, Partner, Refuse, ScreeningRule
@@ -30,8 +30,8 @@ def trained(make_replica: MakeReplica, author: bytes, settings: ScreeningConfig)
 
 
 def sent(replica: Learner) -> bytearray:
-    out = bytearray(replica.contribution_bytes)
-    replica.contribute(out)
+    out = bytearray(replica.round_end.contribution_bytes)
+    replica.round_end.contribute(out)
     return out
 
 
@@ -44,10 +44,10 @@ def test_an_honest_partner_is_accepted_and_what_cannot_be_averaged_is_not(
     of_bob = sent(bob)
     values = np.frombuffer(of_bob, np.float32)
 
-    assert isinstance(alice.screen(of_bob, Encounter(BOB, 1, 1)), Accept)
+    assert isinstance(alice.round_end.screen(of_bob, Encounter(BOB, 1, 1)), Accept)
     assert refusal(alice, (1e6 * values).tobytes())
     assert refusal(alice, np.full_like(values, math.nan).tobytes())
-    assert alice.screen(of_bob, Encounter(BOB, 1, 1)) == Accept(), "refusals leave nothing behind"
+    assert alice.round_end.screen(of_bob, Encounter(BOB, 1, 1)) == Accept(), "refusals leave nothing behind"
 
 
 @every_rule
@@ -58,10 +58,10 @@ def test_honest_partners_get_the_same_mean_to_the_bit(make_replica: MakeReplica,
     bob.learn()
     of_alice, of_bob = sent(alice), sent(bob)
 
-    alice.apply(of_bob, Encounter(BOB, 100, 300), own_first=True)
-    bob.apply(of_alice, Encounter(ALICE, 300, 100), own_first=False)
+    alice.round_end.apply(of_bob, Encounter(BOB, 100, 300), own_first=True)
+    bob.round_end.apply(of_alice, Encounter(ALICE, 300, 100), own_first=False)
 
-    assert torch.equal(alice.slow_weights(), bob.slow_weights())
+    assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
 
 
 def test_a_verdicts_weight_and_clip_are_shares() -> None:
@@ -78,7 +78,7 @@ def test_the_loss_towards_a_partner_is_that_of_weights_moved_so_far(make_replica
     of_bob = sent(bob)
     sent(alice)
     alice.learn()  # what has been learnt since is not moved by asking
-    before = alice.fast_weights()
+    before = alice.round_end.fast_weights()
     losses: list[float | None] = []
 
     class Asking(ScreeningRule):
@@ -88,10 +88,10 @@ def test_the_loss_towards_a_partner_is_that_of_weights_moved_so_far(make_replica
             losses.extend(partner.evaluate(share) for share in (0.0, 1.0))
             return Refuse("asked only")
 
-    alice._partner._rule = Asking()
-    alice.screen(of_bob)
+    alice.round_end.partner._rule = Asking()
+    alice.round_end.screen(of_bob)
 
-    assert torch.equal(alice.fast_weights(), before)
+    assert torch.equal(alice.round_end.fast_weights(), before)
     contributed = make_replica(ALICE)
     contributed.learn()
     assert losses == [contributed.evaluate(4), pytest.approx(bob.evaluate(4), rel=1e-6)]
@@ -149,12 +149,12 @@ def test_a_slow_machine_takes_the_loss_on_fewer_batches_or_not_at_all(
         each.learn()
     sent(alice)
     of_bob, asked = sent(bob), list[int]()
-    evaluate = alice.evaluate
+    measure = HeldOutLoss.__call__
 
-    def counting(num_batches: int = 8) -> float:
+    def counting(held_out: HeldOutLoss, num_batches: int) -> float:
         asked.append(num_batches)
-        return evaluate(num_batches)
+        return measure(held_out, num_batches)
 
-    monkeypatch.setattr(alice, "evaluate", counting)
-    assert isinstance(alice.screen(of_bob, Encounter(BOB, 1, 1, chance=0.0)), Accept)
+    monkeypatch.setattr(HeldOutLoss, "__call__", counting)
+    assert isinstance(alice.round_end.screen(of_bob, Encounter(BOB, 1, 1, chance=0.0)), Accept)
     assert asked[2:] == [num_batches] * (4 if num_batches else 0)

@@ -31,6 +31,6 @@ async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
     learner = learner_of(signed)
     for round_index in range(1, rounds + 1):
         learner.learn()
-        learner.apply(None)
-        learner.save(folder.file(round_index))
+        learner.round_end.apply(None)
+        learner.checkpoint.save(folder.file(round_index))
     return learner

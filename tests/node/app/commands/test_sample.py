@@ -44,7 +44,7 @@ def argmax_text(learner: Learner, prompt: str, num_tokens: int) -> str:
     tokens = list(prompt.encode())
     with torch.no_grad():
         for _ in range(num_tokens):
-            tokens.append(int(learner.module(torch.tensor([tokens[-16:]]))[0, -1].argmax()))
+            tokens.append(int(learner.replica.module(torch.tensor([tokens[-16:]]))[0, -1].argmax()))
     return without_controls(bytes(tokens[len(prompt) :]).decode(errors="replace"))
 
 
@@ -130,15 +130,15 @@ def test_a_model_trained_to_emit_escape_sequences_is_shown_and_not_obeyed(run: R
     signed = manifest_for({**MODELS["own"], "context": 32})
     learner = learner_of(signed)
     data = list((attack * 4).encode())
-    optimizer = torch.optim.Adam(learner.module.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(learner.replica.module.parameters(), lr=1e-2)
     batch = torch.tensor([data[at : at + 33] for at in range(len(attack.encode()))])
     for _ in range(150):
-        logits = learner.module(batch[:, :-1])
+        logits = learner.replica.module(batch[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    learner._outer.slow.copy_(learner.theta)
+    learner.round_end.outer.slow.copy_(learner.round_end.weights.flat)
     model = folder_of(learner, signed, tmp_path / "model")
     arguments = ("sample", model, "--prompt", attack, "--tokens", 3 * len(attack.encode()), "--temperature", 0)
     told = json.loads(run(*arguments, "--json")[1])
@@ -198,7 +198,7 @@ def test_an_own_model_is_made_only_if_it_is_allowed(run: Run, tmp_path: Path, mo
     signed = manifest_with_own(model, function)
     learner = own_learner(signed, function)
     learner.learn()
-    learner.apply(None)
+    learner.round_end.apply(None)
     folder = folder_of(learner, signed, tmp_path / "model")
     code, _, says = run("sample", folder)
     assert code == Exit.BAD_INPUT
@@ -222,7 +222,7 @@ def own_learner(signed: SignedManifest, function: str) -> Learner:
 def test_a_tokenizer_that_is_not_here_is_asked_for(run: Run, tmp_path: Path) -> None:
     signed = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": "ab" * 32})
     learner = trained(manifest_for(MODELS["own"]), b"a" * 32, steps=1, rounds=1)
-    learner.run_id = signed.run_id
+    learner.checkpoint.run_id = signed.run_id
     folder = folder_of(learner, signed, tmp_path / "model")
     code, _, says = run("sample", folder)
     assert code == Exit.BAD_INPUT

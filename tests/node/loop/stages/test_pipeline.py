@@ -229,10 +229,10 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
     assert validated.bits_per_byte == pytest.approx(validated.loss / math.log(2)), "a token is a byte"
     losses = [float(alone.learn()) for _ in range(steps)]
     assert loss == pytest.approx(sum(losses) / steps, rel=1e-6)
-    assert sum(parameters) == alone.layout.num_elements
-    assert max(parameters) < alone.layout.num_elements
-    alone.apply(None)
-    slow = alone.layout.views(alone.slow_weights())
+    assert sum(parameters) == alone.checkpoint.layout.num_elements
+    assert max(parameters) < alone.checkpoint.layout.num_elements
+    alone.round_end.apply(None)
+    slow = alone.checkpoint.layout.views(alone.round_end.slow_weights())
     learnt = {
         name.removeprefix("slow/"): tensor
         for stage in range(num_stages)

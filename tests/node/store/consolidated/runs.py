@@ -70,7 +70,7 @@ def trained(signed: SignedManifest, author: bytes, steps: int = 6, rounds: int =
     for _ in range(rounds):
         for _ in range(steps):
             learner.learn()
-        learner.apply(None)
+        learner.round_end.apply(None)
     return learner
 
 
@@ -78,16 +78,16 @@ def met(signed: SignedManifest, authors: list[bytes], rounds: int, steps: int) -
     """Return replicas that have averaged in random pairs."""
     rng = random.Random(1)
     learners = [learner_of(signed, author) for author in authors]
-    buffers = [bytearray(learner.contribution_bytes) for learner in learners]
+    buffers = [bytearray(learner.round_end.contribution_bytes) for learner in learners]
     for _ in range(rounds):
         for learner, buffer in zip(learners, buffers, strict=True):
             for _ in range(steps):
                 learner.learn()
-            learner.contribute(buffer)
+            learner.round_end.contribute(buffer)
         order = rng.sample(range(len(learners)), len(learners))
         for a, b in zip(order[::2], order[1::2], strict=True):
-            learners[a].apply(buffers[b], own_first=True)
-            learners[b].apply(buffers[a], own_first=False)
+            learners[a].round_end.apply(buffers[b], own_first=True)
+            learners[b].round_end.apply(buffers[a], own_first=False)
     return learners
 
 
@@ -95,7 +95,7 @@ def save_stages(learner: Learner, signed: SignedManifest, folder: Path, name: st
     """Save the learner's checkpoint, or one for each stage, as if one node held each."""
     folder.mkdir(exist_ok=True)
     whole = folder / f"{name}.safetensors"
-    learner.save(whole)
+    learner.checkpoint.save(whole)
     model = decoded(signed).model
     if model.num_stages == 1:
         return [whole]

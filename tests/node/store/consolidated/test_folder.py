@@ -63,10 +63,10 @@ def folder(run: SignedManifest, stages: list[list[Path]], tmp_path: Path) -> Pat
 def test_one_replica_of_each_stage_is_that_replica(folder: Path, run: SignedManifest, replicas: list[Learner]) -> None:
     anna = replicas[0]
     tensors = load_file(folder / CHECKPOINT_NAME)
-    for name, weights in anna.layout.views(anna.slow_weights()).items():
+    for name, weights in anna.checkpoint.layout.views(anna.round_end.slow_weights()).items():
         assert torch.equal(tensors[f"slow/{name}"], weights)
     read = read_folder(folder)
-    assert (read.index.round, read.index.inner_steps, read.index.tokens) == (2, 12, anna.tokens)
+    assert (read.index.round, read.index.inner_steps, read.index.tokens) == (2, 12, anna.totals.tokens)
     assert read.signed.run_id == read.index.run_id == run.run_id
     verify_hashes(read)
     assert len(tensors) == len(VECTORS) * len(read.shapes)
@@ -78,9 +78,9 @@ def test_several_replicas_are_their_mean_momentum_and_moments_included(
     to = tmp_path / "merged"
     consolidate(to, KEY, run.encode(), stages, (*VECTORS, *OPTIMIZER_VECTORS))
     tensors = load_file(to / CHECKPOINT_NAME)
-    layout = replicas[0].layout
+    layout = replicas[0].checkpoint.layout
     for vector in (*VECTORS, *OPTIMIZER_VECTORS):
-        mean = torch.stack([replica.vectors()[vector] for replica in replicas]).double().mean(0).float()
+        mean = torch.stack([replica.checkpoint.vectors()[vector] for replica in replicas]).double().mean(0).float()
         for name, expected in layout.views(mean).items():
             torch.testing.assert_close(tensors[f"{vector}/{name}"], expected, rtol=1e-6, atol=1e-12)
     assert read_folder(to).index.inner_steps == 12
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_muon_with_its_means_is_merged(tmp_path: Path) -> None:
     consolidate(tmp_path / "pulled", KEY, run.encode(), [[path] for path in paths], (*VECTORS, *OPTIMIZER_VECTORS))
 
     tensors = load_file(tmp_path / "pulled" / CHECKPOINT_NAME)
-    expected = learner.state()
+    expected = learner.checkpoint.tensors()
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
@@ -110,7 +110,7 @@ def test_the_mean_is_better_than_replicas_usually_are(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "merged" / CHECKPOINT_NAME)
     mean = learner_of(run)
     with torch.no_grad():
-        for name, weights in mean.module.named_parameters():
+        for name, weights in mean.replica.module.named_parameters():
             weights.copy_(tensors[f"slow/{name}"])
     losses = [replica.evaluate(64) for replica in replicas]
     merged = mean.evaluate(64)

@@ -41,7 +41,7 @@ def exported(signed: SignedManifest, learner: Learner, folder: Path, **options: 
 
 def logits_of(learner: Learner) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = learner.module(TOKENS)
+        logits: torch.Tensor = learner.replica.module(TOKENS)
     return logits
 
 
@@ -59,7 +59,7 @@ def test_transformers_computes_the_same_logits(name: str, max_shard_bytes: int, 
         logits = model(TOKENS).logits
     torch.testing.assert_close(logits, logits_of(learner), rtol=0, atol=1e-5)
     assert logits.std() > 0.01
-    assert_same_logits(model, learner.module, TOKENS)
+    assert_same_logits(model, learner.replica.module, TOKENS)
     generated = model.generate(TOKENS[:1, :4], max_new_tokens=4, do_sample=False)
     assert generated.shape[1] > 4
 
@@ -90,7 +90,7 @@ def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
     signed = manifest_for(MODELS["own"])
     learner = trained(signed, b"a" * 32, steps=1, rounds=1)
     named = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": digest})
-    learner.run_id = named.run_id
+    learner.checkpoint.run_id = named.run_id
     folder = exported(named, learner, tmp_path / "run", tokenizer=tmp_path / "tokenizer.json")
     assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     loaded = transformers.AutoTokenizer.from_pretrained(folder)

@@ -12,7 +12,7 @@ from farandole.training.engine.learner import Learner, build_learner
 def learner_of(folder: Consolidated, *texts: Path) -> Learner:
     """Return a learner of the whole model, with the folder's weights."""
     learner = build_learner(folder.manifest, run_id=bytes(32), author=bytes(32), device="cpu", bring=Bring(texts))
-    learner.start_from(folder.checkpoint, folder.index.inner_steps, folder.index.tokens)
+    learner.checkpoint.start_from(folder.checkpoint, folder.index.inner_steps, folder.index.tokens)
     return learner
 
 
