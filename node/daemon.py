@@ -88,7 +88,7 @@ async def run_node(settings: NodeSettings) -> int:
 
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
-    console = Console(as_json=settings.log_format == "json")
+    console = Console()
     journal = Journal(say=console.say, tell_round=console.tell_round)
     try:
         with locked(settings.lock):
@@ -347,7 +347,7 @@ async def be_node(daemon: Daemon) -> None:
         await _stand_at_gate(daemon, mesh, target)
         async with open_desk(daemon, mesh, target.run_id, questions, deeds) as desk:
             if settings.only_when_idle:
-                watch = IdleWatch(settings.idle_cpu_percent / 100, may_use_battery=settings.on_battery)
+                watch = IdleWatch()
                 idle_keeper = IdleKeeper(
                     rest, watch, lambda: journal.state.trainer_pid, journal.warn, looks_at_gpu=settings.device != "cpu"
                 )

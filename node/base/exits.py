@@ -54,7 +54,7 @@ class Exit(enum.IntEnum):
     TRAINER_FAILED = (
         7,
         "The trainer process cannot run here: device, memory, data.",
-        "The last lines give the reason. Often `--device cpu`, a smaller `--microbatch` or another `--data` helps.",
+        "The last lines give the reason. Often `--device cpu` or another `--data` helps.",
     )
     VERDICT_FAILED = (
         8,

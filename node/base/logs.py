@@ -1,7 +1,6 @@
 """The daemon's log file: its own loggers from the level asked for, libraries' from warnings on.
 
-`farandole.node.ui.console` prints to standard output. Both have the format of ``--log-format``: the standard library's
-logging does that in a few lines, so structlog, which does more, is not needed.
+`farandole.node.ui.console` prints to standard output.
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ import logging.handlers
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final
-
-import msgspec
 
 from .identity import IdentityError, make_home
 from .settings import NodeSettings
@@ -31,24 +27,6 @@ CONSOLE: Final = "farandole.node.ui.console"
 ROUNDS: Final = "farandole.rounds"
 MAX_ROUNDS_BYTES: Final = 16 * 1024 * 1024
 _ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (ISO 8601), ``level``, ``logger``, ``message``; ``figures``, ``exception``."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record as a line."""
-        fields: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if figures := getattr(record, "figures", None):
-            fields["figures"] = figures
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(fields).decode()
 
 
 class TextFormatter(logging.Formatter):
@@ -145,7 +123,7 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
             f"cannot write {settings.log}: {error.strerror}; name another folder with --home"
         ) from error
     kept = _LogFile(settings.rounds, maxBytes=MAX_ROUNDS_BYTES, backupCount=1, encoding="utf-8", delay=True)
-    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter())
+    handler.setFormatter(TextFormatter())
     previous = root.level, ours.level
     root.setLevel(logging.WARNING)
     ours.setLevel(settings.log_level.upper())

@@ -133,9 +133,7 @@ def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
     stages = range(model.num_stages) if stage is None or stage >= model.num_stages else [stage]
     has_gpu = device.startswith("cuda") or (device == "auto" and has_nvidia_driver())
     needs = (needs_of_stage(manifest, each, recomputes=settings.recompute) for each in stages)
-    memories = (
-        each.memory(has_gpu=has_gpu, averages_on_gpu=settings.average_on_gpu, is_lean=settings.lean) for each in needs
-    )
+    memories = (each.memory(has_gpu=has_gpu, is_lean=settings.lean) for each in needs)
     return min(memories, key=lambda memory: memory.host)
 
 
@@ -147,7 +145,7 @@ def memory_shortfall(needed: Memory, total: int | None, available: int | None) -
     """
     needs = f"this run's model needs {size(needed.host)} of memory here, for one sequence at a time"
     if total is not None and total < LEAST_SHARE * needed.host:
-        gpu = ", or with `--average-on-gpu` if its GPU has room" if needed.device else ", or one with a GPU"
+        gpu = "" if needed.device else ", or one with a GPU"
         raise MemoryTooSmallError(
             f"{needs}, and this machine (or the control group that it gives this node) has {size(total)}: take a "
             f"machine with more{gpu}, or a run of a smaller model"

@@ -31,7 +31,6 @@ MIN_CAP_MBIT: Final = 0.5
 PORT_LEASE_SECONDS: Final = 3_600
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
 
 
 def default_home() -> Path:
@@ -196,6 +195,7 @@ class NodeSettings:
         "models that are not cut into stages.",
         unit="seconds",
         least=0,
+        is_hidden=True,
     )
     quiet_hours: list[str] = setting(
         [],
@@ -211,49 +211,22 @@ class NodeSettings:
         "Train only while no other program uses the NVIDIA GPU, and not on battery.",
         panel="When to train",
     )
-    on_battery: bool = setting(
-        False,
-        "With --only-when-idle: train on battery too.",
-        panel="When to train",
-    )
-    idle_cpu_percent: float = setting(
-        0.0,
-        "With --only-when-idle: rest while other programs use more than this share of all cores; 0: ignore them. "
-        "Linux only.",
-        unit="percent",
-        least=1.0,
-        most=100.0,
-        or_zero=True,
-        panel="When to train",
-    )
     ignore_notices: bool = setting(
         False,
         "Continue to train when the run's creator pauses or stops the run; its messages are still shown.",
         panel="When to train",
-    )
-    microbatch: int = setting(
-        0,
-        "Sequences that the trainer computes at a time; 0: as many as fit into memory. Only for models that are "
-        "not cut into stages.",
-        unit="sequences",
-        least=0,
     )
     compile: bool = setting(
         False,
         "Compile inner steps with torch.compile: takes a minute at the start, and pays off on a GPU. Needs a C++ "
         "compiler. Only for models that are not cut into stages.",
     )
-    average_on_gpu: bool = setting(
-        False,
-        "Keep slow weights, momentum and contributions in the GPU's memory: rounds end faster, for about 20 more "
-        "bytes a parameter. Only for models that are not cut into stages, on CUDA.",
-    )
     lean: bool = setting(
         False,
         "Train in half of the GPU's memory: weights, gradient and the optimizer's means in bf16 with stochastic "
         "rounding: at the peak 8 bytes a parameter instead of 18, with Muon 6 instead of 14. Exchanges stay fp32. On a "
-        "CPU it saves nothing. Refused in deterministic or audited runs, with stages, with --average-on-gpu, and for "
-        "other models than farandole's own.",
+        "CPU it saves nothing. Refused in deterministic or audited runs, with stages, and for other "
+        "models than farandole's own.",
     )
     recompute: bool = setting(
         False,
@@ -280,13 +253,12 @@ class NodeSettings:
         panel="Run",
     )
     checkpoint_seconds: float = setting(60.0, "Interval between checkpoints.", unit="seconds", least=0.1)
-    backup_seconds: float | None = setting(
-        None,
+    backup_seconds: float = setting(
+        5.0,
         "Interval between checks for a newer checkpoint of another node, which this node then copies for newcomers.",
         unit="seconds",
         least=0.1,
-        unset="5",
-        example=5.0,
+        is_hidden=True,
     )
     # Much longer than a trainer waits for a slow disk or on a busy machine.
     hung_seconds: float = setting(
@@ -294,9 +266,10 @@ class NodeSettings:
         "Restart the trainer after this long without a sign of life, and no sooner than after 20 of its inner steps.",
         unit="seconds",
         least=1.0,
+        is_hidden=True,
     )
     # The base period T of the run state's heartbeats; the testnet, with few nodes, takes 2.
-    heartbeat_seconds: float = setting(10.0, "Interval between heartbeats.", unit="seconds", least=0.1)
+    heartbeat_seconds: float = setting(10.0, "Interval between heartbeats.", unit="seconds", least=0.1, is_hidden=True)
     # One is the fastest where several nodes share a machine.
     threads: int = setting(
         1,
@@ -372,29 +345,6 @@ class NodeSettings:
         "info",
         "Least severe level that goes into the log file.",
         panel="Page and log",
-    )
-    log_format: LogFormat = setting(
-        "text",
-        "Format of the node's output and of its log file: text, or json, one object a line, for programs.",
-        panel="Page and log",
-    )
-    memory_gb: float = setting(
-        0.0,
-        "For a service: memory above which systemd slows the node down (MemoryHigh); 0: no limit.",
-        unit="GiB",
-        least=0.5,
-        or_zero=True,
-        is_of_service=True,
-        panel="Limits",
-    )
-    cpu_cores: float = setting(
-        0.0,
-        "For a service: most cores that systemd gives the node (CPUQuota); 0: no limit.",
-        unit="cores",
-        least=0.1,
-        or_zero=True,
-        is_of_service=True,
-        panel="Limits",
     )
 
     @property

@@ -279,8 +279,7 @@ class _Assembly:
         )
 
     def preparation(self, membership: Membership, store: _Stored) -> Preparation:
-        settings = self.daemon.settings
-        supervisor = Supervisor(self.manifest.inner.batch_size, settings.microbatch, is_cut=self._num_stages > 1)
+        supervisor = Supervisor(self.manifest.inner.batch_size, is_cut=self._num_stages > 1)
         return Preparation(
             self.daemon,
             self.mesh.host.author,

@@ -82,7 +82,6 @@ class Preparation:
             stage=stage,
             microbatch=self.supervisor.microbatch,
             compile=settings.compile,
-            average_on_gpu=settings.average_on_gpu,
             lean=settings.lean,
             recompute=settings.recompute,
             data_weights=settings.data_weight,

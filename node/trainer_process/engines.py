@@ -40,7 +40,7 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
             bring=bring,
             microbatch_size=prepare.microbatch,
             is_compiled=prepare.compile,
-            averages_on_gpu=prepare.average_on_gpu,
+            gpu_memory=prepare.gpu_memory,
             is_lean=prepare.lean,
             recomputes=prepare.recompute,
             allowed_models=prepare.allowed_models,

@@ -158,8 +158,7 @@ class CopyKeeper:
             await self._library.recall_copy()
         else:
             await self._library.give_up_copies()
-        wanted = self._files.settings.backup_seconds
-        pause = interval = COPY_INTERVAL if wanted is None else wanted
+        pause = interval = self._files.settings.backup_seconds
         while True:
             await trio.sleep(pause * random.uniform(0.75, 1.25))
             began_at = trio.current_time()

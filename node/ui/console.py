@@ -1,4 +1,4 @@
-"""A daemon's output to the terminal and to its log: one line an event, as text or as a JSON object."""
+"""A daemon's output to the terminal and to its log: one line an event."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
 from typing import TextIO
 
 import msgspec
 
-from ..base.logs import ROUNDS, JsonFormatter
+from ..base.logs import ROUNDS
 from ..base.system.terminal import without_controls
 from ..status.round_log import RoundRecord
 
@@ -23,30 +22,22 @@ rounds = logging.getLogger(ROUNDS)
 class Console:
     """Writes lines to standard output; a terminal that went away silences it and stops nothing."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-        self._formatter = JsonFormatter()
-
-    def say(self, text: str, figures: Mapping[str, object] | None = None) -> None:
-        """Print one event; its ``figures`` are only for the JSON output."""
-        self._tell(logging.INFO, text, sys.stdout, figures)
+    def say(self, text: str) -> None:
+        """Print one event."""
+        self._tell(logging.INFO, text, sys.stdout)
 
     def tell_round(self, record: RoundRecord) -> None:
         """Print a finished round, and append it to the file of rounds."""
-        figures: dict[str, object] = msgspec.structs.asdict(record)
-        self.say(record.line, figures)
-        rounds.info("%s", json.dumps(figures))
+        self.say(record.line)
+        rounds.info("%s", json.dumps(msgspec.structs.asdict(record)))
 
     def complain(self, text: str) -> None:
         """Print why the node ends, as an error."""
         self._tell(logging.ERROR, text, sys.stderr)
 
-    def _tell(self, level: int, text: str, stream: TextIO, figures: Mapping[str, object] | None = None) -> None:
-        extra = {"figures": figures} if figures else {}
-        record = logger.makeRecord(logger.name, level, "", 0, "%s", (text,), None, extra=extra)
-        if logger.isEnabledFor(level):
-            logger.handle(record)
+    def _tell(self, level: int, text: str, stream: TextIO) -> None:
+        logger.log(level, "%s", text)
         line = text if level == logging.ERROR else f"{time.strftime('%H:%M:%S')}  {text}"
-        line = without_controls(self._formatter.format(record) if self._as_json else line)
+        line = without_controls(line)
         with contextlib.suppress(OSError, ValueError):
             print(line, file=stream, flush=True)

@@ -8,9 +8,9 @@ does.
 
 *Memory.* A trainer holds a number of flat fp32 vectors (`farandole.training.engine.replica`), and two buffers that it
 shares with the mesh process. A GPU holds the weights, the gradient and AdamW's two vectors. The other vectors are in
-the host's memory, except with `--average-on-gpu` and where the model is cut. With `--lean` the GPU's vectors are bf16
-(`farandole.training.inner.lean`). `tests/training/engine/test_needs.py` compares this with what PyTorch counts; it was
-not compared on a real GPU.
+the host's memory, except where the GPU has ample room and where the model is cut. With `--lean` the GPU's vectors are
+bf16 (`farandole.training.inner.lean`). `tests/training/engine/test_needs.py` compares this with what PyTorch counts; it
+was not compared on a real GPU.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Needs:
     on_cpu: Memory
     on_gpu: Memory
     all_on_gpu: Memory
-    """Memory with `--average-on-gpu`, or of a cut model."""
+    """Memory if all is on the GPU, as of a cut model."""
     lean_on_gpu: Memory
     """Memory with `--lean`, which a cut model refuses."""
     hop_bytes: int

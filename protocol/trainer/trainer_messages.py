@@ -54,8 +54,6 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
     compile: bool = False
     """Whether inner steps are compiled; of a model that is not cut."""
-    average_on_gpu: bool = False
-    """Whether the memory of a CUDA GPU holds what averaging needs as well; of a model that is not cut."""
     lean: bool = False
     """Whether weights, gradient and the optimizer's means are bf16."""
     recompute: bool = False

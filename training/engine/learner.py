@@ -22,6 +22,9 @@ from ..model.stages import build_module
 from .engine import Engine, Until
 from .replica import Recipe, Replica
 
+# Of the GPU, for each parameter: 18 for training, 20 for slow weights, momentum and contributions.
+BYTES_WITH_AVERAGING: Final = 38
+
 # Held-out sequences are evaluated together up to this number of tokens: below it, a forward pass takes as long as
 # reading the weights does. That is less memory than a microbatch's gradient takes.
 TOKENS_AT_ONCE: Final = 1_024
@@ -212,23 +215,22 @@ def build_learner(
     bring: Bring = NOTHING,
     microbatch_size: int = 0,
     is_compiled: bool = False,
-    averages_on_gpu: bool = False,
+    gpu_memory: int = 0,
     is_lean: bool = False,
     recomputes: bool = False,
     allowed_models: Collection[str] = (),
 ) -> Learner:
     """Return a learner of the whole model from a run's manifest and this node's settings: its key, device and text.
 
-    With a CUDA GPU, what only outer steps need is in the host's memory, unless ``averages_on_gpu``. ``is_lean``:
-    weights, gradient and means are bf16.
+    With a CUDA GPU, what only outer steps need is in the host's memory, unless the GPU has room for twice all that
+    training and averaging take; ``gpu_memory``: most bytes of it that may be used, 0: all. ``is_lean``: weights,
+    gradient and means are bf16.
 
     Raises `DataError` if the text or the tokenizer is unfit, `TrainingError` if the device does not exist, settings
     exclude each other, or the model is code that is not allowed or not installed (``allowed_models``: functions that
     may make one).
     """
     chosen = choose_device(device)
-    if is_lean and averages_on_gpu:
-        raise TrainingError("--lean saves the GPU's memory, and --average-on-gpu spends it: leave out one of them")
     if is_lean and chosen.torch_device.type == "mps":
         raise TrainingError("--lean is for CUDA, and was not tried on an Apple GPU: leave it out")
     sampler = build_sampler(manifest, run_id, author, bring)
@@ -241,10 +243,17 @@ def build_learner(
         device=chosen,
         microbatch_size=microbatch_size,
         is_compiled=is_compiled,
-        averages_on_host=chosen.torch_device.type == "cuda" and not averages_on_gpu,
+        averages_on_host=chosen.torch_device.type == "cuda" and (is_lean or not _has_room(module, chosen, gpu_memory)),
         lean_author=author if is_lean else None,
         recomputes=recomputes,
     )
     if manifest.data.epochs:
         learner.slices = sampler.slices()
     return learner
+
+
+def _has_room(module: nn.Module, device: Device, limit: int) -> bool:
+    """Return whether a GPU has room for averaging too, and for as much again: activations and other programs."""
+    free, _ = torch.cuda.mem_get_info(device.torch_device)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    return min(free, limit or free) >= 2 * BYTES_WITH_AVERAGING * num_parameters

@@ -35,7 +35,7 @@ def join(settings: NodeSettings) -> None:
 
 @takes_settings(
     *("port", "listen", "announce", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic", "mdns", "upnp"),
-    *("dashboard", "dashboard_port", "log_level", "log_format"),
+    *("dashboard", "dashboard_port", "log_level"),
 )
 def relay(
     settings: NodeSettings,

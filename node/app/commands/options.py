@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperOption
@@ -78,6 +78,24 @@ ConfigFile = Annotated[
     ),
 ]
 
+
+def _print_all_help(context: typer.Context, is_asked_for: bool) -> None:
+    if is_asked_for:
+        for parameter in context.command.params:
+            if isinstance(parameter, TyperOption) and parameter.name not in _HIDDEN:
+                parameter.hidden = False
+        context.get_help()  # prints it, formatted by Rich
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", callback=_print_all_help, is_eager=True, help="Show the other settings, too, and exit."),
+]
+# The panels that the help of a whole node shows; the others are for ``--help-all``.
+SHOWN_PANELS: Final = ("Run", "When to train", "Limits")
+_HIDDEN: Final = frozenset(setting.name for setting in settings_of(NodeSettings) if setting.about.is_hidden)
+
 Command = Callable[..., None]
 
 
@@ -88,11 +106,7 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
     including ``config``, the settings file's path, if it wants that. Paths that do not exist are refused, unless
     ``must_exist`` is False.
     """
-    chosen = [
-        setting
-        for setting in settings_of(NodeSettings)
-        if (setting.name in names if names else not setting.about.is_of_service)
-    ]
+    chosen = [setting for setting in settings_of(NodeSettings) if not names or setting.name in names]
     # Help shows panels in the order of their first options.
     chosen.sort(key=lambda setting: PANELS.index(setting.about.panel))
 
@@ -103,15 +117,24 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
         @functools.wraps(command)
         def run(home: Path, config: Path, **given: Any) -> None:
             values = {setting.name: given.pop(setting.name) for setting in chosen}
+            given.pop("help_all", None)
             if "config" in hints:
                 given["config"] = config
             command(NodeSettings(home=home, **values), **given)
 
+        if not names:
+            hints["help_all"] = HelpAll
+            own.append(_parameter("help_all", HelpAll, False))
         parameters = [
             _parameter("home", Home, inspect.Parameter.empty),
             _parameter("config", ConfigFile, None),
             *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),
-            *(_parameter(each.name, _option(_as_taken(each, names), must_exist), each.default) for each in chosen),
+            *(
+                _parameter(
+                    each.name, _option(_as_taken(each, names), must_exist, is_whole_node=not names), each.default
+                )
+                for each in chosen
+            ),
         ]
         # The attributes that typer reads.
         vars(run).update(__signature__=inspect.Signature(parameters))
@@ -157,7 +180,7 @@ def _parameter(name: str, annotation: object, default: object) -> inspect.Parame
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _option(setting: Setting, must_exist: bool) -> Any:
+def _option(setting: Setting, must_exist: bool, *, is_whole_node: bool) -> Any:
     """Return the field's type, annotated so that typer makes an option of it."""
     about = setting.about
 
@@ -180,6 +203,8 @@ def _option(setting: Setting, must_exist: bool) -> Any:
         told["show_default"] = about.unset
     if setting.kind is Path or Path in get_args(setting.kind):
         told.update(exists=must_exist, dir_okay=about.placeholder != "FILE")
+    if about.is_hidden or (is_whole_node and about.panel not in SHOWN_PANELS):
+        told["hidden"] = True
     if about.is_argument:
         return Annotated[setting.annotation, typer.Argument(**told)]
     return Annotated[setting.annotation, typer.Option(setting.flag, rich_help_panel=about.panel, **told)]

@@ -95,6 +95,8 @@ def _row(parameter: Any, context: Any) -> tuple[str, ...]:
 def _settings() -> str:
     rows = []
     for setting in SETTINGS:
+        if setting.about.is_hidden:
+            continue
         about = setting.about
         flag = f"`{setting.flag}`" if setting.flag else f"`{about.placeholder}`, without a flag"
         default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)

@@ -12,9 +12,9 @@ import typer
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.exits import Exit
-from ..service.service import Manager, ServiceError
+from ..service import manager_here
 from .options import Home
-from .service import manager_here, run_commands
+from .service import run_commands
 
 INSTALL_MARK: Final = "farandole-install"
 """The file by which `make install` marks an environment that it made."""
@@ -87,11 +87,7 @@ def _confirm(question: str) -> None:
 
 def _services_of(home: Path) -> dict[str, Path]:
     """Return name -> file of the services that `farandole service install` wrote for this folder."""
-    try:
-        manager = manager_here()
-    except ServiceError:
-        return {}
-    found = {}
+    manager, found = manager_here(), {}
     pattern = manager.path("*")
     for path in sorted(pattern.parent.glob(pattern.name)) if pattern.parent.is_dir() else ():
         name = path.name.removeprefix(pattern.name.partition("*")[0]).removesuffix(pattern.suffix)
@@ -112,13 +108,10 @@ def _is_ours(path: Path, home: Path) -> bool:
 
 
 def _remove_services(services: dict[str, Path]) -> None:
-    if not services:
-        return
-    manager: Manager = manager_here()
+    manager = manager_here()
     for name, path in services.items():
         run_commands(manager.stop(name), must_succeed=False)
         path.unlink(missing_ok=True)
-    run_commands(manager.reload(), must_succeed=False)
 
 
 def _how_to_remove_the_program() -> str:

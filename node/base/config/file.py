@@ -86,7 +86,7 @@ def _placed(setting: Setting, value: Any, folder: Path) -> Any:
 
 def config_text() -> str:
     """Return a settings file that changes nothing: every setting commented out, with its meaning, default and unit."""
-    return "\n".join([_HEAD, *map(_paragraph, SETTINGS)])
+    return "\n".join([_HEAD, *(_paragraph(setting) for setting in SETTINGS if not setting.about.is_hidden)])
 
 
 def _paragraph(setting: Setting) -> str:

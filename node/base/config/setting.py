@@ -62,8 +62,8 @@ class About:
     """Converts a value of the right type to the effective one; raises `FarandoleError` if its form is wrong."""
     is_argument: bool = False
     """Whether commands take it as a positional argument, without a flag."""
-    is_of_service: bool = False
-    """Whether it is for the program that starts a node, and not for the node itself."""
+    is_hidden: bool = False
+    """Whether help and ``config init`` leave it out: it is for the testnet."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,18 +20,15 @@ class Reason(Enum):
 
     BATTERY = "battery"
     GPU = "GPU"
-    CPU = "CPU"
 
 
 # For how long a reason must have been seen. An owner who pulls the plug means it; a program that only asks the driver
-# which GPU there is is gone by the next look; a page that loads takes all cores for some seconds.
-BEGIN_SECONDS: Final = {Reason.BATTERY: 0.0, Reason.GPU: 8.0, Reason.CPU: 30.0}
+# which GPU there is is gone by the next look.
+BEGIN_SECONDS: Final = {Reason.BATTERY: 0.0, Reason.GPU: 8.0}
 CALM_SECONDS: Final = 60.0
 MAX_CALM_SECONDS: Final = 960.0
 # A rest that begins within this many seconds of the last one's end follows it soon.
 SOON_SECONDS: Final = 600.0
-# A rest ends when the other programs' share of the cores is below half of what begins it.
-CPU_CALM_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +38,12 @@ class Seen:
     on_battery: bool | None = None
     gpu_users: tuple[str, ...] | None = None
     """Other programs' processes on the GPU, for display."""
-    others_cpu: float | None = None
-    """The share of all cores, 0 to 1, that other programs took since the last look."""
 
 
 class IdleWatch:
-    """Judges looks, in order. ``cpu_limit``: others' share of the cores that makes the node rest; 0: no limit."""
+    """Judges looks, in order."""
 
-    def __init__(self, cpu_limit: float = 0.0, *, may_use_battery: bool = False) -> None:
-        self._cpu_limit = cpu_limit
-        self._may_use_battery = may_use_battery
+    def __init__(self) -> None:
         self._since: dict[Reason, float] = {}
         self._words = ""
         self._calm_since: float | None = None  # while it rests
@@ -99,11 +92,8 @@ class IdleWatch:
     def _find(self, seen: Seen) -> dict[Reason, str]:
         """Return the reasons against training, the plainest first."""
         found: dict[Reason, str] = {}
-        if seen.on_battery and not self._may_use_battery:
-            found[Reason.BATTERY] = "this machine runs on its battery (--on-battery: train all the same)"
+        if seen.on_battery:
+            found[Reason.BATTERY] = "this machine runs on its battery"
         if seen.gpu_users:
             found[Reason.GPU] = f"the GPU is used by {', '.join(seen.gpu_users)}"
-        limit = self._cpu_limit * (CPU_CALM_SHARE if self.is_resting else 1.0)
-        if self._cpu_limit and seen.others_cpu is not None and seen.others_cpu > limit:
-            found[Reason.CPU] = f"other programs take more than {self._cpu_limit:.0%} of this machine's cores"
         return found

@@ -1,21 +1,16 @@
-"""Observes the machine: other programs on its GPU, its power source, other programs' share of its cores.
+"""Observes the machine: other programs on its GPU, its power source.
 
 For the GPU it runs ``nvidia-smi pmon``, which comes with every NVIDIA driver and distinguishes compute from graphics. A
 desktop is always on the GPU, so graphics counts from `GRAPHICS_PERCENT` on, and compute always: it holds memory there.
-On Linux the rest is read from ``/sys`` and ``/proc``. Elsewhere the battery comes from psutil, and
-the share of the cores is unknown.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 import psutil
@@ -125,65 +120,7 @@ def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
     return gpu_users(parse_gpu_processes(done.stdout.decode(errors="replace")), own)
 
 
-def is_on_battery(system: Path = Path("/sys")) -> bool | None:
+def is_on_battery() -> bool | None:
     """Return whether the machine runs on its battery; None if it has none, or this is unknown."""
-    if sys.platform != "linux":
-        battery = psutil.sensors_battery()
-        return None if battery is None or battery.power_plugged is None else not battery.power_plugged
-    supplies = [_supply(path) for path in sorted((system / "class" / "power_supply").glob("*"))]
-    # Batteries of devices do not count: a mouse, or a telephone that is being charged.
-    batteries = [supply for supply in supplies if supply["type"] == "Battery" and supply["scope"] != "Device"]
-    if not batteries:
-        return None
-    if any(supply["type"] != "Battery" and supply["online"] == "1" for supply in supplies):
-        return False
-    return any(supply["status"] == "Discharging" for supply in batteries)
-
-
-def _supply(path: Path) -> Mapping[str, str]:
-    """Read the kernel's data on a power supply (Documentation/ABI/testing/sysfs-class-power)."""
-    said = dict.fromkeys(("type", "scope", "online", "status"), "")
-    for name in said:
-        with contextlib.suppress(OSError):
-            said[name] = (path / name).read_text().strip()
-    return said
-
-
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """Clock ticks on all cores: the total, the ones in which something ran, and the ones of this node's processes."""
-
-    total: int
-    busy: int
-    own: Mapping[int, int] = field(default_factory=dict)
-
-    def others_since(self, before: CpuTimes) -> float | None:
-        """Return the share of all cores, 0 to 1, that others took between the two; None if no time passed."""
-        total = self.total - before.total
-        if total <= 0:
-            return None
-        own = sum(ticks - before.own.get(pid, 0) for pid, ticks in self.own.items())
-        return min(max((self.busy - before.busy - own) / total, 0.0), 1.0)
-
-
-def cpu_times(own: Collection[int], processes: Path = Path("/proc")) -> CpuTimes | None:
-    """Read the present counts; ``own`` are this node's processes. None if the system has no such files."""
-    try:
-        ticks = [int(text) for text in (processes / "stat").read_text().split("\n", 1)[0].split()[1:9]]
-        _, _, _, idle, waiting, _, _, stolen = ticks
-    except (OSError, ValueError):
-        return None
-    return CpuTimes(
-        total=sum(ticks),
-        busy=sum(ticks) - idle - waiting - stolen,
-        own={pid: own_ticks for pid in own if (own_ticks := _ticks_of(processes / str(pid) / "stat")) is not None},
-    )
-
-
-def _ticks_of(path: Path) -> int | None:
-    """Return a process's user and system time (proc(5)). Its name, in parentheses, may contain any character."""
-    try:
-        fields = path.read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    except (OSError, ValueError, IndexError):
-        return None
+    battery = psutil.sensors_battery()
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import trio
 
 from .idle import IdleWatch, Seen
-from .idle_probe import CpuTimes, GpuProbe, ProbeError, cpu_times, in_a_thread_left_alone, is_on_battery
+from .idle_probe import GpuProbe, ProbeError, in_a_thread_left_alone, is_on_battery
 from .pause import Rest
 
 IN_USE: Final = "in use"
@@ -24,7 +23,7 @@ class IdleKeeper:
     """Rests while others use the machine.
 
     ``trainer_pid`` returns the process id of this node's trainer; ``warn`` shows a warning to the owner.
-    ``system`` and ``processes`` are the kernel's file systems ``/sys`` and ``/proc``, ``clock`` gives seconds.
+    ``clock`` gives seconds.
     """
 
     def __init__(
@@ -35,8 +34,6 @@ class IdleKeeper:
         warn: Callable[[str], None],
         *,
         looks_at_gpu: bool = True,
-        system: Path = Path("/sys"),
-        processes: Path = Path("/proc"),
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
         self._rest = rest
@@ -44,11 +41,8 @@ class IdleKeeper:
         self._trainer_pid = trainer_pid
         self._warn = warn
         self._looks_at_gpu = looks_at_gpu
-        self._system = system
-        self._processes = processes
         self._clock = clock
         self._gpu = GpuProbe()
-        self._before: CpuTimes | None = None
         self._has_warned = False
 
     async def run(self) -> None:
@@ -61,19 +55,14 @@ class IdleKeeper:
         """Look once; the first look is before anything is trained."""
         own = {os.getpid()} | ({pid} if (pid := self._trainer_pid()) is not None else set())
         users = await self._look_at_gpu(own)
-        on_battery, times = await self._read(own)
-        others = None if times is None or self._before is None else times.others_since(self._before)
-        self._before = times
-        words = self._watch.look(Seen(on_battery, users, others), self._clock())
+        on_battery = None
+        with trio.move_on_after(READ_TIMEOUT):
+            on_battery = await in_a_thread_left_alone(is_on_battery)
+        words = self._watch.look(Seen(on_battery, users), self._clock())
         if words:
             self._rest.begin(IN_USE, words)
         else:
             self._rest.end(IN_USE)
-
-    async def _read(self, own: set[int]) -> tuple[bool | None, CpuTimes | None]:
-        with trio.move_on_after(READ_TIMEOUT):
-            return await in_a_thread_left_alone(lambda: (is_on_battery(self._system), cpu_times(own, self._processes)))
-        return None, None
 
     async def _look_at_gpu(self, own: set[int]) -> tuple[str, ...] | None:
         if not self._looks_at_gpu:

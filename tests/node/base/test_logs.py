@@ -28,7 +28,7 @@ def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: py
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252"))
     show_all_characters()
-    Console(as_json=False).say("Zoë → 名")
+    Console().say("Zoë → 名")
     assert written.getvalue().decode("cp1252").rstrip().endswith("Zoë ? ?")
 
 

@@ -43,7 +43,7 @@ def played(journal: Journal, num_rounds: int, bits_per_byte: float | None = None
 def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
-        console = Console(as_json=False)
+        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round, clock=lambda: 1_000.0), 3)
         logging.getLogger("farandole.test").info("another line")
     said = capsys.readouterr().out.splitlines()
@@ -62,7 +62,7 @@ def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys:
 def test_bits_per_byte_are_kept_with_the_loss_and_a_record_without_them_is_read(tmp_path: Path) -> None:
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
-        console = Console(as_json=True)
+        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round), 3, bits_per_byte=1.25)
     assert [record.bits_per_byte for record in read_rounds(settings.rounds)] == [None, 1.25, None]
     lines = settings.rounds.read_text().splitlines()
@@ -95,24 +95,10 @@ def test_what_failed_exchanges_sent_is_counted_in_their_round() -> None:
     assert "127.00 MB each way in 2.00 s" in second_try.line
 
 
-def test_as_json_a_line_has_the_figures_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = NodeSettings(home=tmp_path, log_format="json")
-    with logging_to_file(settings):
-        console = Console(as_json=True)
-        console.say("hello")
-        played(Journal(say=console.say, tell_round=console.tell_round), 1)
-    hello, told = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (hello["message"], hello["level"], "figures" in hello) == ("hello", "info", False)
-    assert told["figures"]["loss"] == 4.0
-    logged = list(map(json.loads, settings.log.read_text().splitlines()))
-    assert logged == [hello, told]  # the log has the same
-    assert [line.get("figures", {}).get("round") for line in logged] == [None, 0]
-
-
 def test_lines_that_were_cut_short_are_left_out_and_the_older_file_comes_first(tmp_path: Path) -> None:
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
-        console = Console(as_json=True)
+        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round), 4)
     lines = settings.rounds.read_text().splitlines(keepends=True)
     settings.rounds.with_name("rounds.jsonl.1").write_text("".join(lines[:2]) + lines[3][:40] + "\n" + "x" * 9 + "\n")
@@ -142,7 +128,7 @@ def test_the_command_prints_rounds_without_a_node(
     code, _, err = run()
     assert (code, "no round is over yet" in err) == (Exit.BAD_INPUT, True)
     with logging_to_file(NodeSettings(home=tmp_path)):
-        console = Console(as_json=True)
+        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round), 30)
     capsys.readouterr()
     assert [row["round"] for row in csv.DictReader(io.StringIO(run("--csv")[1]))] == [str(n) for n in range(30)]
@@ -158,7 +144,7 @@ def test_the_table_has_bits_per_byte_where_they_are_known_and_there_is_room(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     with logging_to_file(NodeSettings(home=tmp_path)):
-        console = Console(as_json=True)
+        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round), 3, bits_per_byte=1.25)
     capsys.readouterr()
     with pytest.raises(SystemExit):
@@ -182,7 +168,7 @@ def test_the_table_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     why = "the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
     with logging_to_file(NodeSettings(home=tmp_path)):
-        console = Console(as_json=True)
+        console = Console()
         journal = Journal(say=console.say, tell_round=console.tell_round)
         played(journal, 5)
         journal.record_alone(5, why)
@@ -203,7 +189,7 @@ def test_the_partner_of_a_long_exchange_is_shown_whole(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with logging_to_file(NodeSettings(home=tmp_path)):
-        console = Console(as_json=True)
+        console = Console()
         journal = Journal(say=console.say, tell_round=console.tell_round)
         played(journal, 5)
         journal.record_exchange(ended(5, BOB, bytes_sent=82_100_000, bytes_received=8, seconds=3_599.0, path="bulk"))

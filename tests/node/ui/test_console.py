@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -31,18 +30,8 @@ async def test_piped_lines_are_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "error: no member was found\n"
 
 
-async def test_lines_are_json_where_the_setting_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = NodeSettings(home=tmp_path, log_format="json")
-    await run_daemon(settings, greet)
-    await run_daemon(settings, fail)
-    told = capsys.readouterr()
-    assert json.loads(told.out)["message"] == "hello"
-    assert json.loads(told.err)["message"] == "error: no member was found"
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_what_a_peer_says_does_not_control_the_terminal(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(as_json)
+def test_what_a_peer_says_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
     console.say("Zoë says: \x1b[2J\x9b2J\u202e")
     console.complain("error: \x1b]0;title\x07\x9b2J")
     told = capsys.readouterr()

@@ -45,7 +45,7 @@ def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(
 def test_settings_of_all_kinds_come_from_a_file(run: Run, file: Path, tmp_path: Path) -> None:
     file.write_text(
         'invite = "run.manifest"\nlisten = ["/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"]\ndata = ["texts"]\n'
-        'stage = 1\nrelay = false\nlog_format = "json"\nlog_level = "debug"\n'
+        'stage = 1\nrelay = false\nlog_level = "debug"\n'
     )
     settings = shown(run)
     assert {name: told["value"] for name, told in settings.items() if told["source"] == "file"} == {
@@ -54,10 +54,9 @@ def test_settings_of_all_kinds_come_from_a_file(run: Run, file: Path, tmp_path: 
         "data": [str(file.parent / "texts")],
         "stage": 1,
         "relay": False,
-        "log_format": "json",
         "log_level": "debug",
     }
-    assert shown(run, "--log-format", "text", "--relay")["log_format"] == {"value": "text", "source": "flag"}
+    assert shown(run, "--log-level", "info", "--relay")["log_level"] == {"value": "info", "source": "flag"}
 
 
 def test_several_values_in_one_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from farandole.node.app.commands.options import SHOWN_PANELS
 from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.config.setting import PANELS
 from farandole.node.base.exits import Exit
@@ -17,17 +18,18 @@ Run = Callable[..., tuple[int, str, str]]
 
 def panels_of(run: Run, *command: str) -> dict[str, str]:
     """Return the text of each panel of a command's help, by title."""
-    code, out, _ = run(*command, "--help")
+    code, out, _ = run(*command, *(() if command[-1].startswith("--help") else ("--help",)))
     assert code == Exit.OK
     _, *parts = re.split(r"^╭─ (.+?) ─+╮$", out, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
-    panels = panels_of(run, "join")
+    assert list(panels_of(run, "join")) == ["Arguments", "Options", *SHOWN_PANELS]
+    panels = panels_of(run, "join", "--help-all")
     assert list(panels) == ["Arguments", "Options", *PANELS]
     for setting in SETTINGS:
-        if setting.flag and not setting.about.is_of_service:
+        if setting.flag and not setting.about.is_hidden:
             flag = setting.flag.split("/")[0]
             assert [title for title, text in panels.items() if f"│ {flag} " in text] == [setting.about.panel], flag
     assert all(f"│ {flag} " in panels["Options"] for flag in ("--home", "--config", "--help"))
@@ -39,7 +41,7 @@ def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
         (["relay"], ["Arguments", "Options", "Limits", "Network", "Page and log"]),
         (["doctor"], ["Arguments", "Options", "Run", "Limits", "Network"]),
         (["checkpoint", "list"], ["Arguments", "Options", "Network"]),
-        (["service", "install"], ["Arguments", "Options", "Limits"]),
+        (["service", "install"], ["Arguments", "Options"]),
     ],
 )
 def test_a_command_that_takes_some_settings_has_their_panels(run: Run, command: list[str], titles: list[str]) -> None:

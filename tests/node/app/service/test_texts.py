@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from farandole.node.app.commands.leave import LEAVE_TIMEOUT
-from farandole.node.app.service.launchd import Launchd
-from farandole.node.app.service.service import STOP_SECONDS, Service, ServiceError
-from farandole.node.app.service.systemd import Systemd
+from farandole.node.app.service import STOP_SECONDS, Launchd, Service, ServiceError, Systemd
 
 COMMAND = ["/opt/py thon/bin/python", "-m", "farandole.node", "join", "farandole1abc"]
 
 
 def of_home(home: str) -> Service:
-    return Service("farandole", [*COMMAND, "--home", home], Path(home), memory_gb=2.5, cpu_cores=1.5)
+    return Service("farandole", [*COMMAND, "--home", home], Path(home))
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -29,7 +27,7 @@ def test_systemd_understands_the_unit_whatever_the_folder_is_called(tmp_path: Pa
     home.mkdir()
     program = tmp_path / "py thon"
     program.symlink_to("/bin/true")
-    service = Service("farandole", [str(program), "--home", str(home)], home, memory_gb=2.5, cpu_cores=1.5)
+    service = Service("farandole", [str(program), "--home", str(home)], home)
     unit = tmp_path / "farandole.service"
     unit.write_text(Systemd().text(service))
     runtime = tmp_path / "runtime"
@@ -45,7 +43,7 @@ def test_systemd_understands_the_unit_whatever_the_folder_is_called(tmp_path: Pa
     assert (verified.returncode, verified.stderr) == (0, "")
 
 
-def test_a_unit_restarts_within_limits_leaves_in_good_order_and_bounds_what_was_asked_for() -> None:
+def test_a_unit_restarts_within_limits_leaves_in_good_order() -> None:
     lines = Systemd().text(of_home("/home/alice/my%node")).splitlines()
     for line in (
         "Restart=on-failure",
@@ -56,13 +54,9 @@ def test_a_unit_restarts_within_limits_leaves_in_good_order_and_bounds_what_was_
         "KillMode=mixed",
         "TimeoutStopSec=260",
         "OOMPolicy=continue",
-        "MemoryHigh=2560M",
-        "CPUQuota=150%",
         'ExecStart="/opt/py thon/bin/python" -m farandole.node join farandole1abc --home /home/alice/my%%node',
     ):
         assert line in lines
-    unbounded = Systemd().text(Service("farandole", COMMAND, Path("/home/alice")))
-    assert not any(word in unbounded for word in ("MemoryHigh", "CPUQuota"))
 
 
 def test_a_manager_waits_longer_than_a_node_takes_to_leave() -> None:

@@ -110,7 +110,6 @@ def test_a_node_is_installed_restarted_and_removed(world: World, tmp_path: Path)
     assert installed.returncode == Exit.OK, installed.stderr
     assert "enable-linger" in installed.stdout
     world.wait_for(world.is_up)
-    assert "active (running)" in world.farandole("service", "status").stdout
     peer_id = json.loads(world.farandole("status", "--json").stdout)["peer_id"]
 
     killed = world.main_process()
@@ -125,17 +124,15 @@ def test_a_node_is_installed_restarted_and_removed(world: World, tmp_path: Path)
     world.wait_for(lambda: world.systemctl("is-failed", "farandole").returncode == 0)
     assert world.systemctl("show", "--property=NRestarts", "--value", "farandole").stdout == "0\n"
     assert "left" in (world.home / "log").read_text()
-    assert world.farandole("service", "status").returncode == Exit.NO_NODE
 
     # Once mended, it starts with the options that it was installed with.
     (world.home / "config.toml").write_text(config)
-    assert world.farandole("service", "restart").returncode == Exit.OK
+    world.systemctl("reset-failed", "farandole")
+    world.systemctl("start", "farandole")
     world.wait_for(world.is_up)
     assert json.loads(world.farandole("status", "--json").stdout)["peer_id"] == peer_id
-    other = world.farandole("service", "restart", "--name", "other")
-    assert (other.returncode, "no service other" in other.stderr) == (Exit.BAD_INPUT, True)
 
     assert world.farandole("service", "uninstall").returncode == Exit.OK
-    assert "not be found" in world.farandole("service", "status").stderr
+    assert "not be found" in world.systemctl("status", "farandole").stderr
     again = world.farandole("service", "uninstall")
     assert (again.returncode, "no service farandole" in again.stderr) == (Exit.BAD_INPUT, True)

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from farandole.node.loop.pause.idle import BEGIN_SECONDS, CALM_SECONDS, MAX_CALM_SECONDS, IdleWatch, Reason, Seen
 
 STEP = 5.0
-CALM = Seen(on_battery=False, gpu_users=(), others_cpu=0.0)
-GAME = Seen(on_battery=False, gpu_users=("game (process 7)",), others_cpu=0.0)
+CALM = Seen(on_battery=False, gpu_users=())
+GAME = Seen(on_battery=False, gpu_users=("game (process 7)",))
 
 
 class Story:
     """A watch that looks every `STEP` seconds of virtual time."""
 
-    def __init__(self, cpu_limit: float = 0.0, *, may_use_battery: bool = False) -> None:
-        self.watch = IdleWatch(cpu_limit, may_use_battery=may_use_battery)
+    def __init__(self) -> None:
+        self.watch = IdleWatch()
         self.now = 1_000.0
         self.look(CALM)
 
@@ -72,28 +72,15 @@ def test_rests_that_follow_each_other_soon_grow() -> None:
 
 
 def test_who_pulls_the_plug_means_it() -> None:
-    unplugged = Seen(on_battery=True)
-    assert "battery" in Story().look(unplugged)
-    assert not Story(may_use_battery=True).look(unplugged)
+    assert "battery" in Story().look(Seen(on_battery=True))
 
 
 def test_what_is_so_from_the_beginning_needs_no_time() -> None:
     assert IdleWatch().look(GAME, 0.0)
 
 
-def test_others_cores_count_where_that_is_asked_for() -> None:
-    busy, less, calm = (Seen(others_cpu=share) for share in (0.9, 0.4, 0.2))
-    story = Story(cpu_limit=0.5)
-    assert story.seconds_until(busy, is_resting=True) >= BEGIN_SECONDS[Reason.CPU]
-    assert all(story.look(less) for _ in range(100))  # below the limit, but not far below
-    story.seconds_until(calm, is_resting=False)
-    assert not any(story.look(less) for _ in range(100))
-    unasked = Story()
-    assert not any(unasked.look(busy) for _ in range(100))
-
-
 def test_what_cannot_be_told_is_no_reason() -> None:
-    story = Story(cpu_limit=0.5)
+    story = Story()
     assert not any(story.look(Seen()) for _ in range(100))
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import trio
@@ -21,14 +18,17 @@ from farandole.node.loop.pause.idle_probe import (
     GPU_TIMEOUT,
     GpuProbe,
     ProbeError,
-    cpu_times,
-    is_on_battery,
     parse_gpu_processes,
 )
 from farandole.node.loop.pause.idle_service import LOOK_INTERVAL, IdleKeeper
 from farandole.node.loop.pause.pause import Rest
 
-linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the files of Linux")
+
+class Battery(NamedTuple):
+    """What psutil returns, as far as it is used."""
+
+    power_plugged: bool | None
+
 
 OLD_TABLE = """\
 # gpu        pid  type    sm   mem   enc   dec   command
@@ -138,81 +138,13 @@ async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypat
             await trio.sleep(0.01)
 
 
-def write_supply(system: Path, name: str, **said: str) -> None:
-    """Write a power supply's files as the kernel does."""
-    folder = system / "class" / "power_supply" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for key, value in said.items():
-        (folder / key).write_text(f"{value}\n")
-
-
-MAINS: Mapping[str, str] = {"type": "Mains", "online": "1"}
-UNPLUGGED: Mapping[str, str] = {"type": "Mains", "online": "0"}
-DISCHARGING: Mapping[str, str] = {"type": "Battery", "status": "Discharging", "scope": "System"}
-CHARGING: Mapping[str, str] = {"type": "Battery", "status": "Charging"}
-MOUSE: Mapping[str, str] = {"type": "Battery", "status": "Discharging", "scope": "Device"}
-
-
-@linux_only
-@pytest.mark.parametrize(
-    ("supplies", "expected"),
-    [
-        ([], None),
-        ([MAINS], None),
-        ([MOUSE], None),
-        ([UNPLUGGED, DISCHARGING], True),
-        ([DISCHARGING], True),
-        ([MAINS, CHARGING, MOUSE], False),
-        ([MAINS, DISCHARGING], False),  # a weak adapter
-        ([{"type": "USB", "online": "1"}, CHARGING], False),
-        ([{"type": "Battery", "status": "Full"}], False),
-    ],
-)
-def test_the_battery_as_the_kernel_tells_of_it(
-    tmp_path: Path, supplies: list[Mapping[str, str]], expected: bool | None
-) -> None:
-    for number, supply in enumerate(supplies):
-        write_supply(tmp_path, f"supply{number}", **supply)
-    assert is_on_battery(tmp_path) is expected
-
-
-@linux_only
-def test_others_share_of_the_cores_is_without_our_own(tmp_path: Path) -> None:
-    def write(busy: int, idle: int, own: int) -> None:
-        (tmp_path / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 2 3\n")
-        (tmp_path / "42").mkdir(exist_ok=True)
-        (tmp_path / "42" / "stat").write_text(f"42 (a (b) c) S {'0 ' * 10}{own} 0 {'0 ' * 30}")
-
-    write(busy=1_000, idle=1_000, own=700)
-    before = cpu_times([42, 43], tmp_path)
-    write(busy=1_600, idle=1_400, own=1_000)
-    after = cpu_times([42, 43], tmp_path)
-    assert before is not None
-    assert after is not None
-    assert after.others_since(before) == pytest.approx(0.3)
-    assert after.others_since(after) is None
-    assert cpu_times([], tmp_path / "nowhere") is None
-
-
-@linux_only
-def test_the_real_files_can_be_read() -> None:
-    before = cpu_times([os.getpid()])
-    assert before is not None
-    began = time.process_time()
-    while time.process_time() - began < 0.1:
-        pass
-    after = cpu_times([os.getpid()])
-    assert after is not None
-    assert after.own[os.getpid()] - before.own[os.getpid()] >= 5  # hundredths of a second
-
-
-@linux_only
 async def test_a_node_rests_while_another_uses_the_gpu_and_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files and the program are real, the time between two looks is not."""
+    monkeypatch.setattr("psutil.sensors_battery", lambda: None)
     rest, warnings, now = Rest(), list[str](), 0.0
-    keeper = IdleKeeper(rest, IdleWatch(), lambda: None, warnings.append, system=tmp_path / "sys", clock=lambda: now)
+    keeper = IdleKeeper(rest, IdleWatch(), lambda: None, warnings.append, clock=lambda: now)
 
     async def look_for(seconds: float) -> None:
         nonlocal now
@@ -228,13 +160,13 @@ async def test_a_node_rests_while_another_uses_the_gpu_and_goes_on_later(
     await look_for(3 * LOOK_INTERVAL)
     assert "python" in rest.words
 
-    write_supply(tmp_path / "sys", "BAT0", **DISCHARGING)
+    monkeypatch.setattr("psutil.sensors_battery", lambda: Battery(power_plugged=False))
     install_nvidia_smi(tmp_path / "bin", monkeypatch, "exit 1")
     await look_for(2 * LOOK_INTERVAL)
     assert "battery" in rest.words
     assert len(warnings) == 1
 
-    write_supply(tmp_path / "sys", "BAT0", **CHARGING)
+    monkeypatch.setattr("psutil.sensors_battery", lambda: Battery(power_plugged=True))
     await look_for(CALM_SECONDS + 2 * LOOK_INTERVAL)
     assert not rest.is_on
     assert len(warnings) == 1

@@ -46,7 +46,7 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
     monkeypatch.setattr(idle_keeper, "LOOK_INTERVAL", 0.05)
     monkeypatch.setattr(idle, "CALM_SECONDS", 0.1)
     monkeypatch.setattr(idle, "BEGIN_SECONDS", dict.fromkeys(idle.Reason, 0.0))
-    monkeypatch.setattr(idle_keeper, "is_on_battery", lambda system: None)
+    monkeypatch.setattr(idle_keeper, "is_on_battery", lambda: None)
     driver, users = tmp_path / "bin" / "nvidia-smi", tmp_path / "bin" / "users"
     driver.parent.mkdir()
     driver.write_text(SAYS)
