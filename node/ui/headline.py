@@ -45,8 +45,7 @@ _REFUSALS: Final = (
 
 
 _SLOW_LINE: Final = (
-    "the line may be too slow for this run, or lose too much: `farandole doctor --bandwidth` measures it and says what "
-    "the run needs"
+    "the line may be too slow for this run, or lose too much: `farandole doctor INVITE` says what the run needs"
 )
 
 

@@ -338,9 +338,6 @@ DECODERS: dict[str, Decoder] = {
     "bulk-proposal": of(decode_proposal, Proposal),
     "bulk-records": Decoder(open_records, [_records()]),
     "checkup-clock": of(checkup.decode_clock, checkup.ClockAnswer),
-    "checkup-echo": of(checkup.decode_echo, checkup.EchoAnswer),
-    "checkup-speed": of(checkup.decode_speed, checkup.SpeedAnswer),
-    "checkup-speed-request": of(checkup.decode_speed_request, checkup.SpeedRequest),
     "circuit-address": Decoder(
         lambda data: parse_circuit(data.decode(errors="replace")),
         [circuit_address("/ip4/1.2.3.4/tcp/1", authors.author_of(1)).encode()],

@@ -20,9 +20,6 @@ from .output import print_json
 )
 def doctor(
     settings: NodeSettings,
-    bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="Measure the line to a peer too: a few megabytes each way.")
-    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show a line for every check, not only for those that did not pass.")
     ] = False,
@@ -42,7 +39,7 @@ def doctor(
     from ..doctor.examination import Examination
     from ..doctor.view import diagnosis_screen
 
-    diagnosis = trio.run(Examination(settings, is_speed_wanted=bandwidth).run)
+    diagnosis = trio.run(Examination(settings).run)
     if as_json:
         print_json(msgspec.to_builtins(diagnosis))
     else:

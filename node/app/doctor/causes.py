@@ -1,18 +1,61 @@
-"""Every cause that the doctor can name, with its severity, its text for people, and a remedy.
+"""The doctor's findings, and every cause that it can name, with its severity, its text for people, and a remedy.
 
-Names stay, since scripts rely on them. Braces are filled with a check's results.
+``farandole doctor --json`` prints findings, whose fields are only added to. Names of causes stay, since scripts rely on
+them. Braces are filled with a check's results.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import Final
 
 import msgspec
 
 from ...base.clock_words import COMPARE_CLOCKS, SET_CLOCK
-from .finding import Finding, Level
+
+
+class Level(StrEnum):
+    """The severity of a finding."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """A node works, but less well than it could, or the check could not decide."""
+    FAILED = "failed"
+    """A node cannot work before this is fixed."""
+    SKIPPED = "skipped"
+    """There was nothing to check, or no way to check it."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One result of one check."""
+
+    check: str
+    """Such as ``key``."""
+    cause: str
+    """Such as ``key-readable-by-others``: a name for scripts, one of `CAUSES`."""
+    level: Level
+    found: str
+    """The result in a line for people."""
+    remedy: str = ""
+    """What to do about it, in a line; empty where there is nothing to do."""
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """The findings of all checks, in the order in which a node needs the checked things."""
+
+    findings: tuple[Finding, ...]
+    is_well: bool
+    """Nothing failed."""
+    schema: int = 1
+
+
+def conclude(findings: Iterable[Finding]) -> Diagnosis:
+    """Make a diagnosis of all findings."""
+    found = tuple(findings)
+    return Diagnosis(found, all(finding.level is not Level.FAILED for finding in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +86,6 @@ CHECKS: Final = {
     "memory": "room for the run's model, where the run is known",
     "torch": "PyTorch and the device",
     "data": "text of your own, and data sets that are streamed",
-    "model": "code of your own that may make the run's model",
     "port": "the addresses to listen on",
     "invite": "the invite, or the run that the folder knows",
     "dns": "names in addresses",
@@ -51,11 +93,8 @@ CHECKS: Final = {
     "bootstrap": "the peers of the invite, each dialled",
     "run": "whether a peer is in the run",
     "clock": "this machine's clock, compared with the peers' clocks",
-    "udp": "whether UDP gets out and back",
     "nat": "how others reach this machine",
-    "upnp": "whether the router opens ports",
     "relay": "whether somebody relays to this node",
-    "speed": "the line to a peer (`--bandwidth`)",
 }
 """The checks with their descriptions, in the order of the report."""
 
@@ -129,15 +168,6 @@ CAUSES: Final = {
         "to stream {name} needs the Python package {package}, which is not installed", "{command}"
     ),
     "data-two-kinds": _failed("both --data and --stream are given, and a node takes only one of them", "leave out one"),
-    "model-none": _ok("no code is allowed: a run with a model of its own needs --allow-model"),
-    "model-fine": _ok("{function} is installed, of {package}, and allowed"),
-    "model-no-function": _failed(
-        "{function} is not a valid function name", "write --allow-model PACKAGE.MODULE:FUNCTION"
-    ),
-    "model-missing": _failed(
-        "{function} is allowed, and there is no module {module} here",
-        "install its package into farandole's environment, with the same Python",
-    ),
     "port-fine": _ok("{address} is free"),
     "port-ours": _ok("{address} is taken, apparently by the node that runs here"),
     "port-taken": _failed(
@@ -257,7 +287,7 @@ CAUSES: Final = {
     ),
     "run-needs-line": _warning(
         "{why}",
-        "raise or remove the caps that it names, if the line is that fast: `farandole doctor --bandwidth` measures it",
+        "raise or remove the caps that it names, if the line is that fast",
     ),
     "run-none": _skipped("no run is named"),
     "run-newer": _failed("{why}", "upgrade: docs/volunteer.md#upgrade"),
@@ -278,12 +308,6 @@ CAUSES: Final = {
         COMPARE_CLOCKS,
     ),
     "clock-untold": _skipped("{why}"),
-    "udp-fine": _ok("datagrams come back"),
-    "udp-blocked": _warning(
-        "UDP is blocked: datagrams to {num} peers did not come back",
-        "nothing needs doing: farandole uses TCP",
-    ),
-    "udp-untold": _skipped("{why}"),
     "nat-public": _ok("public: others reach this machine at {seen}"),
     "nat-port-open": _ok("public: the router has a port open, and others reach this node at {seen}"),
     "nat-firewall": _ok(
@@ -300,16 +324,6 @@ CAUSES: Final = {
         "have the router forward that port to the one of --port, and the firewall let it in; or correct --announce",
     ),
     "nat-untold": _skipped("{why}"),
-    "upnp-fine": _ok("the router {ip} opens ports on request; its public address is {external}"),
-    "upnp-double-nat": _warning(
-        "the router {ip} opens ports, but is itself behind NAT (as {external}), so nobody outside can reach them",
-        "nothing needs doing; only the provider could give this line a public address",
-    ),
-    "upnp-refused": _warning(
-        "the router {ip} opens no port: {why}",
-        "allow it in the router's settings (UPnP, port sharing) to be reached directly",
-    ),
-    "upnp-none": _ok("no router opens ports here ({why})"),
     "relay-needless": _ok("this node needs none"),
     "relay-fine": _ok("{names} can relay to this node"),
     "relay-none": _warning(
@@ -321,17 +335,6 @@ CAUSES: Final = {
         "start a relay on a public machine and give its address with --bootstrap; or forward a port of the router, as "
         "for `nat-relay-only`",
     ),
-    "speed-fine": _ok("{up} Mbit/s up and {down} Mbit/s down, to {name}"),
-    "speed-enough": _ok("{up} Mbit/s up and {down} Mbit/s down, to {name}; this run needs {needed}"),
-    "speed-too-slow": _warning(
-        "{up} Mbit/s up and {down} Mbit/s down, to {name}, and this run needs {needed} both ways: {line}; {chances}",
-        "{remedy}. Else the run's creator must choose other settings for another run: `farandole run plan`",
-    ),
-    "speed-slow": _warning(
-        "{up} Mbit/s up and {down} Mbit/s down, to {name}: little for exchanges",
-        "stop other transfers on the line; raise --upload-mbit and --download-mbit if you have set them",
-    ),
-    "speed-untold": _skipped("no peer takes part in a measurement now: try again later"),
     "relay-untold": _skipped("{why}"),
 }
 

@@ -18,8 +18,7 @@ from farandole.protocol.mesh.reachability import HTTPS_PORT, is_global
 from ...base.errors import StrangerError
 from ...mesh.addresses import PRIVATE, distance_class
 from ...mesh.host import Host
-from .causes import found, lessen
-from .finding import Finding
+from .causes import Finding, found, lessen
 
 RESOLVE_TIMEOUT: Final = 5.0
 # A lost SYN is sent again after one second and after three.

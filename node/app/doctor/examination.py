@@ -24,20 +24,26 @@ from ...base.errors import ListenError
 from ...base.settings import NodeSettings
 from ...mesh.host import Host, open_host
 from ...status.status import NodeStatus
-from .causes import CHECKS, NO_ADDRESS, found
+from .causes import CHECKS, NO_ADDRESS, Diagnosis, Finding, Level, conclude, found
 from .dial_probe import examine_egress, has_route, judge_doors, knock_at_all, make_doors, resolve
-from .finding import Diagnosis, Finding, Level, conclude
-from .inputs import check_data, check_models
 from .invite import RunToJoin, read_invitation
-from .machine import check_disk, check_home, check_key, check_memory, check_ports, check_torch, is_node_running
-from .mesh import check_clock, check_nat, check_needs_of, check_relay, check_run, check_speed, check_udp, meet
-from .router import check_upnp
+from .machine import (
+    check_data,
+    check_disk,
+    check_home,
+    check_key,
+    check_memory,
+    check_ports,
+    check_torch,
+    is_node_running,
+)
+from .mesh import check_clock, check_nat, check_needs_of, check_relay, check_run, meet
 
 CONTROL_TIMEOUT: Final = 3.0
 # Checks whose findings depend on the run's model.
 OF_MODEL: Final = frozenset({"disk", "memory"})
 # Checks that ask peers.
-OF_PEERS: Final = ("run", "clock", "udp", "nat", "relay")
+OF_PEERS: Final = ("run", "clock", "nat", "relay")
 # Peers known from before that are dialled in addition to the invite's.
 MAX_REMEMBERED: Final = 16
 
@@ -49,15 +55,11 @@ class Examination:
     settings: NodeSettings
     clock: Callable[[], float] = time.time
     """Unix seconds."""
-    is_speed_wanted: bool = False
-    """Move some megabytes to and from a peer."""
     findings: list[Finding] = field(default_factory=list)
     manifest: Manifest | None = None
     """The run's, once the folder or a peer has given it."""
     is_running: bool = False
     """Whether a node runs with this folder."""
-    caps: tuple[float, float] = (0.0, 0.0)
-    """Its caps in Mbit/s up and down; 0 for none."""
     _invitation: RunToJoin | None = None
 
     async def run(self) -> Diagnosis:
@@ -87,7 +89,6 @@ class Examination:
             nursery.start_soon(self._check, "key", in_thread, check_key, settings.key)
             nursery.start_soon(self._check_room)
             nursery.start_soon(self._check, "data", in_thread, check_data, settings.data, settings.stream)
-            nursery.start_soon(self._check, "model", in_thread, check_models, settings.allow_model)
             look = partial(check_ports, settings.listening, kept_ports, is_running=is_running)
             nursery.start_soon(self._check, "port", look)
 
@@ -99,8 +100,7 @@ class Examination:
         await self._check("memory", trio.to_thread.run_sync, look)
 
     async def _look_at_node(self) -> Finding:
-        """Ask the node that runs here for its caps, which may differ from the settings."""
-        self.caps = (self.settings.upload_mbit, self.settings.download_mbit)
+        """Ask the node that runs here how others reach it."""
         if not self.is_running:
             return found("node-none")
         ask = partial(call, self.settings.home, "status", timeout=CONTROL_TIMEOUT)
@@ -108,7 +108,6 @@ class Examination:
             status = msgspec.convert(await trio.to_thread.run_sync(ask), NodeStatus)
         except (FarandoleError, msgspec.ValidationError):
             return found("node-silent")
-        self.caps = (status.upload_mbit, status.download_mbit)
         return found("node-running", kind=status.reachability)
 
     async def _read_invitation(self) -> RunToJoin:
@@ -140,16 +139,10 @@ class Examination:
                 first_ports=invitation.kept_ports,
                 announce=() if self.is_running else settings.announce,
             ) as host:
-                await self._look_out(host, invitation)
+                await self._look_for_peers(host, invitation)
         except ListenError:  # the matter of `check_ports`
             async with open_host(key, NodeSettings().listening, network_key=invitation.network_key) as host:
-                await self._look_out(host, invitation)
-
-    async def _look_out(self, host: Host, invitation: RunToJoin) -> None:
-        async with trio.open_nursery() as nursery:
-            port = host.own.listening[0][1]
-            nursery.start_soon(self._check, "upnp", check_upnp, port)
-            await self._look_for_peers(host, invitation)
+                await self._look_for_peers(host, invitation)
 
     async def _look_for_peers(self, host: Host, invitation: RunToJoin) -> None:
         doors = make_doors(invitation.doors)
@@ -198,10 +191,7 @@ class Examination:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._check, "run", look_at_run)
             nursery.start_soon(self._check, "clock", check_clock, host, peers, self.clock)
-            nursery.start_soon(self._check, "udp", check_udp, host, peers)
             nursery.start_soon(self._check, "nat", look_at_reachability)
-        if self.is_speed_wanted:
-            await self._check("speed", check_speed, host, peers, self.manifest, self.caps)
 
     async def _check(
         self, name: str, check: Callable[..., Awaitable[Finding | list[Finding]]], *arguments: object

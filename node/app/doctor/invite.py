@@ -18,8 +18,7 @@ from ...daemon import NETWORK_KEY_FACT
 from ...join.address_book import AddressBook
 from ...join.kept_ports import load_ports
 from ...state.store import MANIFEST_FACT, StoreError, open_store
-from .causes import found
-from .finding import Finding
+from .causes import Finding, found
 
 
 @dataclass

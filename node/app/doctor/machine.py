@@ -1,15 +1,17 @@
-"""Checks that need no network: the node's folder and key, the disk, ports, PyTorch and its device."""
+"""Checks that need no network: the node's folder and key, the disk, ports, PyTorch and its device, a run's inputs."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -18,18 +20,18 @@ import trio
 
 from farandole.protocol.planning.needs import Needs
 from farandole.protocol.run.manifest import Manifest
+from farandole.training.base.errors import how_to_add
 from farandole.training.base.host_memory import available_bytes, total_bytes
 
 from ...base.figures import size
 from ...base.identity import KEY_BYTES, IdentityInUseError, locked
-from ...base.requirements import MemoryTooSmallError, memory_needed, memory_shortfall
+from ...base.requirements import MemoryTooSmallError, line_shortfall, memory_needed, memory_shortfall
 from ...base.settings import NodeSettings
 from ...base.system.files import others_may
 from ...base.system.processes import has_nvidia_driver
 from ...base.system.sockets import NO_IPV6
 from ...store.disk_space import used_bytes
-from .causes import found
-from .finding import Finding
+from .causes import Finding, found
 
 # Size of the test file: more than a file system reserves for its own small needs.
 PROBE_BYTES: Final = 1 << 20
@@ -39,6 +41,7 @@ MIN_FREE_BYTES: Final = 256 << 20
 GOOD_FREE_BYTES: Final = 10 << 30
 # PyTorch is a gigabyte, which a slow disk takes long to read.
 TORCH_TIMEOUT: Final = 60.0
+_STREAMS_NEED: Final = "datasets"
 _LISTEN: Final = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})")
 
 
@@ -205,3 +208,57 @@ def judge_torch(done: subprocess.CompletedProcess[bytes], *, has_nvidia: bool) -
     if has_nvidia and report.device.startswith("CPU"):
         return found("gpu-unused", version=report.version, device=report.device)
     return found("torch-fine", version=report.version, device=report.device)
+
+
+def check_data(paths: Sequence[Path], streams: Sequence[str] = ()) -> list[Finding]:
+    """Check whether files and folders of text can be read, and streams be opened, as far as this machine can know."""
+    if paths and streams:
+        return [found("data-two-kinds")]
+    return [*map(_check_data, paths), *map(_check_stream, streams)] or [found("data-none")]
+
+
+def _check_data(path: Path) -> Finding:
+    try:
+        if path.is_dir():
+            is_fine = os.access(path, os.R_OK | os.X_OK) and any(names for _, _, names in os.walk(path))
+            return found("data-fine" if is_fine else "data-empty", path=path)
+        with path.open("rb") as file:
+            return found("data-fine" if file.read(1) else "data-empty", path=path)
+    except OSError as error:
+        return found("data-unreadable", path=path, why=error.strerror)
+
+
+def _check_stream(name: str) -> Finding:
+    from farandole.training.data.streaming import is_data_set  # imports numpy, which the doctor does not need
+
+    if not is_data_set(name):
+        return found("data-no-stream", name=name)
+    if find_spec(_STREAMS_NEED) is None:
+        return found("data-no-package", name=name, package=_STREAMS_NEED, command=how_to_add("data"))
+    return found("data-stream", name=name)
+
+
+def _check_tokenizer(path: Path | None, sha256: str) -> Iterator[Finding]:
+    if path is None:
+        yield found("run-needs-tokenizer", sha256=sha256)
+        return
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        yield found("run-tokenizer-unreadable", path=path, why=error.strerror)
+        return
+    if digest != sha256:
+        yield found("run-tokenizer-other", path=path, digest=digest, sha256=sha256)
+
+
+def check_needs(manifest: Manifest, settings: NodeSettings) -> Iterator[Finding]:
+    """Yield a finding for each input that the run requires of every node and the settings lack."""
+    if manifest.data.source == "text" and not (settings.data or settings.stream):
+        yield found("run-needs-text")
+    if manifest.tokenizer.kind == "tokenizers":
+        yield from _check_tokenizer(settings.tokenizer, manifest.tokenizer.sha256)
+    own = manifest.model.own
+    if own is not None and own.function not in settings.allow_model:
+        yield found("run-needs-model", function=own.function, package=own.package or "no package that it names")
+    if words := line_shortfall(manifest, settings.upload_mbit, settings.download_mbit):
+        yield found("run-needs-line", why=words)

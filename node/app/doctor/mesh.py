@@ -1,18 +1,16 @@
-"""Checks that ask peers: whether they know the run, the time, whether UDP passes, how others reach this node."""
+"""Checks that ask peers: whether they know the run, the time, how others reach this node."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
 from typing import Final, TypeVar
 
 import trio
 
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, may_be_dialled
 from farandole.protocol.mesh.records import run_key
-from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.clock_votes import NUM_AGREEING, judge_clock, votes_of
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
@@ -20,17 +18,14 @@ from farandole.protocol.wire.identity import short_name
 
 from ...base.clock_words import describe_skew
 from ...base.errors import PeerUnreachableError
-from ...base.figures import BYTES_PER_MBIT, mbit
-from ...base.requirements import CAPS, chances, exchange_line
-from ...base.settings import MIN_CAP_MBIT, NodeSettings
+from ...base.settings import NodeSettings
 from ...join.bootstrap import dial
 from ...join.manifests import fetch_manifest
 from ...mesh.host import Host
-from ...mesh.reach.checkup import ask_echo, ask_time, measure
+from ...mesh.reach.checkup import ask_time
 from ...mesh.reach.reachability import Examiner, Reachability
-from .causes import found
-from .finding import Finding
-from .inputs import check_needs
+from .causes import Finding, found
+from .machine import check_needs
 
 # Time to find members in the DHT, and again to dial them: some of them have gone.
 FIND_TIMEOUT: Final = 4.0
@@ -111,14 +106,6 @@ def find_skew(votes: Sequence[float]) -> Finding:
     return found("clock-fine" if abs(ahead) <= MAX_FINE_OFFSET else "clock-slightly-off", how=describe_skew(ahead))
 
 
-async def check_udp(host: Host, peers: Sequence[bytes]) -> Finding:
-    """Check whether datagrams pass to any of the peers."""
-    answers = await _ask_all(partial(ask_echo, host), [peer for peer in peers if host.is_direct(peer)][:NUM_ASKED])
-    if not answers:
-        return found("udp-untold", why="no directly connected peer echoes datagrams")
-    return found("udp-fine" if any(answers) else "udp-blocked", num=len(answers))
-
-
 async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, ReachabilityKind]:
     """Check how others reach this node."""
     reachability = Reachability()
@@ -169,42 +156,6 @@ async def check_relay(host: Host, peers: Iterable[bytes], kind: ReachabilityKind
     if names:
         return found("relay-fine", names=", ".join(names))
     return found("relay-none-needed" if kind is ReachabilityKind.RELAY_ONLY else "relay-none")
-
-
-async def check_speed(
-    host: Host, peers: Iterable[bytes], manifest: Manifest | None = None, caps: tuple[float, float] = (0.0, 0.0)
-) -> Finding:
-    """Measure the line to the first peer that allows it, down and then up, and check whether the run fits.
-
-    ``caps``: up and down in Mbit/s, of the node that runs or will run; 0 for none.
-    """
-    for peer in peers:
-        try:
-            down = await measure(host, peer, is_up=False) / BYTES_PER_MBIT
-            up = await measure(host, peer, is_up=True) / BYTES_PER_MBIT
-        except PeerUnreachableError:
-            continue
-        return judge_speed(up, down, short_name(peer), manifest, caps)
-    return found("speed-untold")
-
-
-def judge_speed(
-    up: float, down: float, name: str, manifest: Manifest | None, caps: tuple[float, float] = (0.0, 0.0)
-) -> Finding:
-    """Judge rates in Mbit/s that were measured with a peer, without caps."""
-    details = {"up": f"{up:.1f}", "down": f"{down:.1f}", "name": name}
-    if manifest is None:
-        return found("speed-slow" if min(up, down) < MIN_CAP_MBIT else "speed-fine", **details)
-    needs = needs_of(manifest)
-    allowed = [min(measured, cap or measured) for measured, cap in zip((up, down), caps, strict=True)]
-    rate, needed = BYTES_PER_MBIT * min(allowed), mbit(needs.rate)
-    if rate >= needs.rate:
-        return found("speed-enough", **details, needed=needed)
-    is_capped = BYTES_PER_MBIT * min(up, down) >= needs.rate
-    low = [flag for flag, cap in zip(CAPS, caps, strict=True) if cap and cap * BYTES_PER_MBIT < needs.rate]
-    remedy = f"raise {' and '.join(low)}: the line has more" if is_capped else "see who else uses the line"
-    line = exchange_line(needs, manifest, rate)
-    return found("speed-too-slow", **details, needed=needed, line=line, chances=chances(needs, rate), remedy=remedy)
 
 
 async def _ask_all(ask: Callable[[bytes], Awaitable[_Answer]], peers: Iterable[bytes]) -> list[_Answer]:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from .finding import Diagnosis, Finding, Level
+from .causes import Diagnosis, Finding, Level
 
 _STYLES = {Level.FAILED: "bold red", Level.WARNING: "yellow", Level.OK: "green", Level.SKIPPED: "dim"}
 """The levels in the order of the report."""

@@ -19,7 +19,7 @@ from farandole.protocol.mesh.relay import Limits
 from ...base.bandwidth import Shaping
 from ...base.nurseries import open_service_nursery
 from ..mapping.port_mapper import PortKeeper
-from .checkup import CheckupService
+from .checkup import tell_time
 from .punching import Puncher
 from .reachability import Examiner, Reachability
 from .relay_server import RelayServer
@@ -145,7 +145,7 @@ async def open_connectivity(
     """
     server = None if limits is None else RelayServer(host, key, shaping, limits)
     connectivity = Connectivity(host, run_id, known, reachability or Reachability(), server)
-    CheckupService(host, shaping)
+    tell_time(host)
     async with open_service_nursery() as nursery:
         prepare = trio.lowlevel.checkpoint
         if port_lease is not None:

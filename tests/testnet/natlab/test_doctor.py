@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.app.doctor.finding import Diagnosis, Level
+from farandole.node.app.doctor.causes import Diagnosis, Level
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
@@ -56,7 +56,6 @@ async def visit(home: Home, folder: Path, *addresses: str) -> dict[str, Level]:
         pytest.param("open", "nat-public", Level.OK, marks=pytest.mark.soak),
         pytest.param("port-restricted", "nat-punchable", Level.OK, marks=pytest.mark.soak),
         ("symmetric", "nat-symmetric", Level.WARNING),
-        ("udp-blocked", "udp-blocked", Level.WARNING),
     ],
 )
 async def test_what_a_router_does_is_named(lab: Lab, tmp_path: Path, kind: str, cause: str, level: Level) -> None:
@@ -67,7 +66,6 @@ async def test_what_a_router_does_is_named(lab: Lab, tmp_path: Path, kind: str, 
             while cause not in causes:  # a busy peer may become a witness late
                 causes = await visit(home, tmp_path, *(address_of(*public) for public in publics))
     assert causes[cause] is level
-    assert ("udp-fine" in causes) == (kind != "udp-blocked")
     assert ("nat-symmetric" in causes) == (kind == "symmetric")
     assert ("relay-fine" if kind != "open" else "relay-needless") in causes
     assert {"egress-fine", "bootstrap-fine", "clock-fine"} <= causes.keys()
@@ -82,7 +80,6 @@ async def test_a_firewall_that_lets_out_port_443_alone(lab: Lab, tmp_path: Path)
             assert causes["bootstrap-filtered"] is Level.FAILED
             causes = await visit(home, tmp_path, *(address_of(*public, port=443) for public in publics))
             assert causes["bootstrap-fine"] is Level.OK
-            assert causes["udp-blocked"] is Level.WARNING
 
 
 @pytest.mark.soak
@@ -97,13 +94,3 @@ async def test_a_bootstrap_peer_that_is_off(lab: Lab, tmp_path: Path) -> None:
             causes = await visit(home, tmp_path, address_of(away, node))
             assert causes["bootstrap-silent"] is Level.FAILED
             assert "egress-only-443" not in causes
-
-
-@pytest.mark.soak
-async def test_a_router_that_opens_ports(full_lab: Lab, tmp_path: Path) -> None:
-    home = full_lab.add_home("upnp")
-    causes: dict[str, Level] = {}
-    with trio.fail_after(PATIENCE):
-        while "upnp-fine" not in causes:  # the router's daemon may have only just started
-            causes = await visit(home, tmp_path)
-    assert "bootstrap-none" in causes

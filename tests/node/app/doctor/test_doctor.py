@@ -18,21 +18,21 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from farandole.node.app.doctor.causes import CAUSES, CHECKS, found
+from farandole.node.app.doctor.causes import CAUSES, CHECKS, Diagnosis, Finding, Level, conclude, found
 from farandole.node.app.doctor.dial_probe import judge_doors, make_doors
 from farandole.node.app.doctor.examination import Examination
-from farandole.node.app.doctor.finding import Diagnosis, Finding, Level, conclude
-from farandole.node.app.doctor.inputs import check_data, check_models, check_needs
 from farandole.node.app.doctor.machine import (
+    check_data,
     check_disk,
     check_home,
     check_key,
     check_memory,
+    check_needs,
     check_ports,
     check_torch,
     judge_torch,
 )
-from farandole.node.app.doctor.mesh import find_skew, judge_nat, judge_speed
+from farandole.node.app.doctor.mesh import find_skew, judge_nat
 from farandole.node.app.doctor.view import diagnosis_screen
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.exits import Exit
@@ -52,12 +52,10 @@ from farandole.protocol.run.manifest import (
     DataConfig,
     Manifest,
     ModelConfig,
-    RoundConfig,
     SignedManifest,
     TokenizerConfig,
     sign_manifest,
 )
-from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.own_model import OwnModel
 from farandole.protocol.run.presets import preset
 from farandole.protocol.wire.identity import peer_id_of
@@ -117,7 +115,7 @@ async def test_with_peers_that_answer_nothing_is_wrong(tmp_path: Path) -> None:
         diagnosis = await look(tmp_path, invite_to(*peer.addresses, *other.addresses))
     assert diagnosis.is_well
     assert causes(diagnosis, Level.WARNING) == []
-    for cause in ("bootstrap-fine", "egress-fine", "run-fine", "clock-fine", "udp-fine", "nat-public"):
+    for cause in ("bootstrap-fine", "egress-fine", "run-fine", "clock-fine", "nat-public"):
         assert cause in causes(diagnosis, Level.OK)
 
 
@@ -305,47 +303,6 @@ def test_peers_that_contradict_each_other_about_the_time(votes: list[float], cau
 
 def test_the_clock_is_off_by_what_most_peers_say() -> None:
     assert "46.0 s ahead" in find_skew([46.0, 46.0, 46.0, 1.0]).found
-
-
-async def test_the_line_to_a_peer_is_measured_both_ways_if_asked_for(tmp_path: Path) -> None:
-    async with open_peer() as peer:
-        settings = NodeSettings(home=tmp_path, invite=invite_to(*peer.addresses), listen=[LOOPBACK])
-        with trio.fail_after(PATIENCE):
-            examination = Examination(settings, is_speed_wanted=True)
-            await examination.look_at_network()
-    finding = of(examination.conclude(), "speed")
-    assert finding.cause == "speed-enough"
-    assert "this run needs 0.0" in finding.found
-
-
-async def test_the_line_is_compared_with_what_the_run_needs(tmp_path: Path) -> None:
-    large = Manifest("large", preset("125M"), rounds=RoundConfig(exchange_seconds=0.1))
-    signed = sign_manifest(large, Ed25519PrivateKey.generate())
-    async with open_peer(signed) as peer:
-        invite = invite_to(*peer.addresses, run_id=signed.run_id)
-        settings = NodeSettings(home=tmp_path, invite=invite, listen=[LOOPBACK], upload_mbit=5.0)
-        with trio.fail_after(PATIENCE):
-            examination = Examination(settings, is_speed_wanted=True)
-            await examination.look_at_folder()
-            await examination.look_at_network()
-    diagnosis = examination.conclude()
-    assert "run-needs-line" in causes(diagnosis, Level.WARNING)
-    finding = of(diagnosis, "speed")
-    assert finding.cause == "speed-too-slow"
-    assert "at 5 Mbit/s an exchange takes" in finding.found
-
-
-def test_a_slow_line_is_told_from_a_low_cap() -> None:
-    run = Manifest("a", preset("10M"), outer=NoLoCoConfig(codec="int8"))  # 7.7 Mbit/s
-
-    assert judge_speed(20.0, 50.0, "bob", run).cause == "speed-enough"
-    capped = judge_speed(20.0, 50.0, "bob", run, (2.0, 0.0))
-    assert capped.remedy.startswith("raise --upload-mbit: the line has more")
-    slow = judge_speed(5.0, 50.0, "bob", run)
-    assert (slow.cause, slow.level) == ("speed-too-slow", Level.WARNING)
-    assert "this run needs 7.74 Mbit/s both ways: at 5 Mbit/s an exchange takes 16.2 s of the 10.5 s" in slow.found
-    assert "farandole run plan" in slow.remedy
-    assert judge_speed(0.1, 5.0, "bob", None).cause == "speed-slow"
 
 
 def test_memory_that_the_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,22 +507,6 @@ def test_streams_are_judged_by_their_names_and_not_opened(tmp_path: Path, monkey
     assert (finding.cause, "pip install 'datasets" in finding.remedy) == ("data-no-package", True)
 
 
-def test_code_that_is_allowed_is_found_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    package = tmp_path / "volunteers_package" / "inner"
-    package.mkdir(parents=True)
-    for path in (package.parent / "__init__.py", package / "__init__.py", package / "models.py"):
-        path.write_text("raise RuntimeError('nobody has allowed this to be run by a doctor')")
-    assert [finding.cause for finding in check_models([])] == ["model-none"]
-    functions = [
-        f"volunteers_package.{module}:build" for module in ("inner.models", "inner", "models", "inner.models.x")
-    ]
-    judged = check_models([*functions, "nowhere.models:build", "no function"])
-    assert [finding.cause for finding in judged] == [
-        *("model-fine", "model-fine", "model-missing", "model-missing", "model-missing", "model-no-function"),
-    ]
-
-
 def test_what_a_run_asks_for_and_nobody_has_named_is_said(tmp_path: Path) -> None:
     own = OwnModel(function="package.models:build", ends={"weight": (1,)})
     manifest = Manifest(
@@ -691,10 +632,10 @@ def test_the_command_says_what_it_could_not_examine(tmp_path: Path, capsys: pyte
     assert run(*options) == Exit.OK
     said = " ".join(capsys.readouterr().out.split())
     assert "checks passed: home, node, key, disk, torch" in said
-    assert "not examined: memory (no run is known); egress, bootstrap, run, clock, udp, nat, relay (no address" in said
+    assert "not examined: memory (no run is known); egress, bootstrap, run, clock, nat, relay (no address" in said
     run(*options, "--json")
     diagnosis = msgspec.json.decode(capsys.readouterr().out, type=Diagnosis)
-    assert {finding.check for finding in diagnosis.findings} == CHECKS.keys() - {"speed"}
+    assert {finding.check for finding in diagnosis.findings} == CHECKS.keys()
 
 
 def test_a_machine_without_a_network_says_that_peers_need_the_internet(tmp_path: Path) -> None:
@@ -707,7 +648,7 @@ def test_a_machine_without_a_network_says_that_peers_need_the_internet(tmp_path:
     assert done.returncode == Exit.NOT_WELL
     said = " ".join(done.stdout.split())
     assert said.startswith("egress failed this machine has no route to the internet -> connect it to a network, then")
-    assert "run, clock, udp, nat, relay (no peer could be reached without the internet)" in said
+    assert "run, clock, nat, relay (no peer could be reached without the internet)" in said
 
 
 def test_only_what_failed_makes_the_whole_fail() -> None:
