@@ -19,13 +19,13 @@ from farandole.node.base.exits import Exit
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import how_to_add
 
-from .section import Write
+from .report.section import Write
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .report import PlayReport
-    from .scenario import Scenario
+    from .play.report import PlayReport
+    from .play.scenario import Scenario
 
 
 class HostileMissingError(FarandoleError):
@@ -100,10 +100,10 @@ def run_testnet(
     import trio
     from rich.console import Console
 
-    from .beside import check_clean, judged, load_report
-    from .launch import Testnet, write_report
-    from .live import open_view
-    from .scenario import load_scenario
+    from .play.beside import check_clean, judged, load_report
+    from .play.launch import Testnet, write_report
+    from .play.live import open_view
+    from .play.scenario import load_scenario
 
     scenario = scenario or ("stages" if stages else "demo")
     console = Console(stderr=as_json)
@@ -141,7 +141,7 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
         raise HostileMissingError("hostile members come with farandole's source alone: git clone, then make setup")
     import msgspec
 
-    from .live import open_view
+    from .play.live import open_view
     from .zoo.play import play_grid, play_hostile, said_lines
 
     with open_view(console) as view:
@@ -166,15 +166,15 @@ def _drawing(name: str) -> Iterator[None]:
 
 def _draw(report: PlayReport, folder: Path) -> None:
     with _drawing("loss.png"):
-        from .plot import plot_losses
+        from .play.verdict import plot_losses
 
         plot_losses(report, folder / "loss.png")
 
 
 def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
-    from .fault_table import fault_lines, throughput_lines
-    from .link_table import link_table
-    from .verdict import course_lines, stage_lines
+    from .play.fault_table import fault_lines, throughput_lines
+    from .play.link_table import link_table
+    from .play.verdict import course_lines, stage_lines
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     for line in course_lines(report):
@@ -243,7 +243,7 @@ def compare(
     from farandole.training.base.errors import DataError
 
     from .methods.compare import MethodComparison, choose_methods, run_compare
-    from .section import Section
+    from .report.section import Section
 
     if methods == ["list"]:
         typer.echo("\n".join(method.name for method in choose_methods([], interval)))
@@ -269,7 +269,7 @@ def compare(
     results = run_compare(comparison, out / "compare.json" if out else None, section)
     if out:
         with _drawing("compare.png"):
-            from .plot import plot_comparison
+            from .methods.compare import plot_comparison
 
             plot_comparison(results, out / "compare.png")
 
@@ -288,8 +288,8 @@ def factors(text: str) -> list[float]:
 @testnet_app.command("traffic", hidden=True)
 def traffic(write: Write = None) -> None:
     """Print what exchanges send, by the model's size and codec, and what members need, as Markdown."""
-    from .section import Section
-    from .traffic import needs_table, traffic_table
+    from .report.section import Section
+    from .report.traffic import needs_table, traffic_table
 
     tables = {"traffic": traffic_table(), "needs": needs_table()}
     if write:

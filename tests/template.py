@@ -46,7 +46,7 @@ IMPORTED: Final = (
         "farandole.training.base.device",
         "farandole.training.base.determinism",
     ),
-    *("farandole.testnet.cli", "farandole.testnet.launch"),
+    *("farandole.testnet.cli", "farandole.testnet.play.launch"),
 )
 _PACKAGES: Final = ("farandole", "tests", "torch.distributed.run")
 """Modules, and packages of modules, that are run by forks."""

@@ -66,7 +66,7 @@ def test_a_fork_ends_as_a_started_process_does(words: str, monkeypatch: pytest.M
 
 
 def test_a_fork_is_killed_and_waited_for() -> None:
-    with subprocess.Popen([sys.executable, "-m", "farandole.testnet.leash"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-m", "farandole.testnet.natlab.groups"], stdin=subprocess.PIPE) as process:
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
 

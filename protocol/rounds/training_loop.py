@@ -16,7 +16,7 @@ contribution or alone. Pairing never waits beyond its deadline, so neither does 
   back.
 
 `farandole.protocol.rounds.training_events` has the states and their transitions. `farandole.node.loop.training` is the
-driver in a node, `farandole.testnet.simulate_pairing` the one of the simulator.
+driver in a node, `farandole.testnet.simulate.pairing` the one of the simulator.
 """
 
 from __future__ import annotations

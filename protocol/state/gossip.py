@@ -1,6 +1,6 @@
 """Keeps one node's run state equal to that held by all peers: push, anti-entropy and heartbeats, without I/O.
 
-The trio driver (`node/state/gossip.py`) and the simulator (`testnet/simulate_state.py`) both drive a `Gossip`.
+The trio driver (`node/state/gossip.py`) and the simulator (`testnet/simulate/state.py`) both drive a `Gossip`.
 Its methods take what arrives and the time by two clocks: ``unix`` for the entries, ``now`` (monotonic) for the rest.
 """
 

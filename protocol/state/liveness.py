@@ -7,7 +7,7 @@ peer, on which the peer proved its key, since the peer was last found unreachabl
 
 A heartbeat costs every node its bytes, so the period grows with the run: T = max(base, N / 33) seconds, which keeps a
 node's share of all heartbeats below 33 a second, 4 kB/s. By push each heartbeat arrives 1.5 times. With all other
-traffic of a run of 1,000, a node sends less than 20 kB/s (`testnet/simulate_state.py`).
+traffic of a run of 1,000, a node sends less than 20 kB/s (`testnet/simulate/state.py`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from farandole.protocol.state.state import RunState
 from farandole.protocol.state.writer import Mark, Writer
 from farandole.protocol.wire.identity import public_key_of
 
-from ..simulate_state import SharedChecker, key_of
+from ..simulate.state import SharedChecker, key_of
 
 # As many connections as a node of a large run keeps.
 NUM_HOSTS: Final = 12

@@ -18,8 +18,8 @@ from farandole.node.base.control import ControlError, NoNodeError, call
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.run.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
-from ..leash import Leash
-from ..namespace import held
+from ..natlab.groups import Leash
+from ..natlab.namespace import held
 from .process import BenchError
 
 # A busy machine takes this long to start a daemon, and to verify three thousand signatures.

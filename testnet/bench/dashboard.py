@@ -27,9 +27,9 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.ui.dashboard.place import find_place
 from farandole.protocol.run.manifest import SignedManifest
 
-from ..grid import Grid
-from ..leash import Leash, open_leash
-from ..namespace import held
+from ..natlab.groups import Leash, open_leash
+from ..natlab.namespace import held
+from ..report.section import Grid
 from .daemon import START_TIMEOUT, running_daemon, sign_run, wait_for_node
 from .process import BenchError, Say
 from .report import OUT, BenchReport, Out, Write, open_bench

@@ -20,7 +20,7 @@ import typer
 
 from farandole.node.store.run_file import manifest_of
 
-from ..grid import Grid
+from ..report.section import Grid
 from .report import OUT, Bench, BenchReport, Out, Write, open_bench
 from .saving import NONE, open_trainers
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 from cryptography.hazmat.backends.openssl import backend
 
-from ..grid import Grid
+from ..report.section import Grid
 from .environments import REQUIREMENTS
 from .loop import LoopLag, measure_loop_lag
 from .one_way import OneWay, measure_one_way

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ..beside import judged, load_report
-from ..grid import Grid
-from ..launch import REPORT_NAME, Testnet, play_and_report
-from ..live import open_view
-from ..report import PlayReport, ideal_exchange_seconds
-from ..scenario import Scenario, ScenarioError, load_scenario
+from ..play.beside import judged, load_report
+from ..play.launch import REPORT_NAME, Testnet, play_and_report
+from ..play.live import open_view
+from ..play.report import PlayReport, ideal_exchange_seconds
+from ..play.scenario import Scenario, ScenarioError, load_scenario
+from ..report.section import Grid
 from .report import Bench, BenchReport, Out, Write, open_bench
 
 SCENARIOS: Final = {

@@ -1,4 +1,4 @@
-"""The share of the honest members' rounds that greedy ones get, in simulation (`farandole.testnet.simulate_pairing`).
+"""The share of the honest members' rounds that greedy ones get, in simulation (`farandole.testnet.simulate.pairing`).
 
 Greedy members act as one: they propose to every node all the time, and agree to every proposal. In some runs they then
 follow through, and get more rounds than others; in some they do not, so that honest members go alone.
@@ -15,9 +15,9 @@ import typer
 
 from farandole.protocol.run.manifest import RoundConfig
 
-from ..grid import Grid
-from ..plays import play_all
-from ..simulate_pairing import PairingScenario, simulate
+from ..report.section import Grid
+from ..simulate.pairing import PairingScenario, simulate
+from ..simulate.plays import play_all
 from .report import OUT, BenchReport, Out, Write, open_bench
 
 ROUND_SECONDS: Final = 30.0

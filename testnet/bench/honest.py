@@ -17,7 +17,7 @@ import typer
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
 from farandole.protocol.run.screening_rules import GuardConfig, SimilarityConfig
 
-from ..grid import Grid
+from ..report.section import Grid
 from .kept_plays import play_and_keep
 from .members import STEPS, manifest_of
 from .report import OUT, BenchReport, Out, Write, open_bench

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ..grid import Grid
+from ..report.section import Grid
 from .hostile_attacks import ATTACKS, RAW
 from .process import BenchWorker, Say, open_worker, worker_command
 from .report import OUT, BenchReport, Out, Write, open_bench

@@ -26,11 +26,11 @@ from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, required_vectors
 from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.safetensors import encode_header, parse_header
 
-from ..grid import Grid, cell
-from ..leash import open_leash
-from ..links import open_links
-from ..namespace import Location, NamespaceError
-from ..scenario import LinkSettings
+from ..natlab.groups import open_leash
+from ..natlab.namespace import Location, NamespaceError
+from ..play.places import open_links
+from ..play.scenario import LinkSettings
+from ..report.section import Grid, cell
 from .environments import obtain_python
 from .join_node import RUN_ID
 from .pair import open_peers

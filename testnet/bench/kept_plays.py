@@ -19,7 +19,7 @@ import msgspec
 from farandole import node, protocol, testnet, training
 from farandole.training.base.durable import replacing
 
-from ..plays import play_all
+from ..simulate.plays import play_all
 from .report import Bench
 
 Outcome = TypeVar("Outcome")

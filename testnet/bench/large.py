@@ -15,11 +15,11 @@ import typer
 
 from farandole.node.base.figures import BYTES_PER_MBIT
 
-from ..grid import Grid
-from ..launch import Testnet, play_and_report
-from ..live import open_view
-from ..report import NodeReport, PlayReport
-from ..scenario import Scenario, load_scenario
+from ..play.launch import Testnet, play_and_report
+from ..play.live import open_view
+from ..play.report import NodeReport, PlayReport
+from ..play.scenario import Scenario, load_scenario
+from ..report.section import Grid
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 

@@ -19,8 +19,8 @@ from farandole.protocol.run.manifest import MAX_PARTNERS, InnerConfig, Manifest,
 from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
 
-from ..grid import Grid
 from ..methods.compare import BATCH_SIZE, LEARNING_RATE, MODEL
+from ..report.section import Grid
 from ..zoo.member_attacks import ATTACKS
 from .kept_plays import play_and_keep
 from .process import BenchError

@@ -32,7 +32,7 @@ from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import Transformer, build_model, language_loss
 
-from ..grid import Grid
+from ..report.section import Grid
 from .report import OUT, BenchReport, Out, Write, open_bench
 
 GPU: Final = torch.device("meta")

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ..grid import Grid
-from ..leash import open_leash
+from ..natlab.groups import open_leash
+from ..report.section import Grid
 from .daemon import running_daemon, sign_run, wait_for_node
 from .environments import obtain_python
 from .process import MB, BenchError, BenchWorker, Say, ask_all, elapsed, open_worker, take_turns

@@ -24,11 +24,11 @@ import typer
 from farandole.node.base.nurseries import open_service_nursery, own_error
 from farandole.protocol.wire.errors import FarandoleError
 
-from ..grid import Grid, cell
-from ..leash import open_leash
-from ..namespace import Location
+from ..natlab.groups import open_leash
 from ..natlab.kinds import HTTPS_PORT, KINDS, can_connect, can_punch_tcp, kind_named
 from ..natlab.lab import Lab, open_lab
+from ..natlab.namespace import Location
+from ..report.section import Grid, cell
 from .process import BenchError, BenchWorker, open_worker, worker_command
 from .report import OUT, BenchReport, Out, Write, open_bench
 

@@ -15,10 +15,10 @@ from farandole.node.join.invite_addresses import choose_bootstrap_addresses
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.run.invite import Invite, encode_invite
 
-from ..leash import Leash
-from ..namespace import held
+from ..natlab.groups import Leash
 from ..natlab.home import Home
-from ..process import NODE_COMMAND, ask_daemon
+from ..natlab.namespace import held
+from ..play.process import NODE_COMMAND, ask_daemon
 from .process import BenchError
 
 POLL_INTERVAL: Final = 0.25

@@ -24,10 +24,10 @@ from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import SignedManifest, sign_manifest
 
-from ..grid import Grid
-from ..leash import open_leash
+from ..natlab.groups import open_leash
 from ..natlab.kinds import HTTPS_PORT
 from ..natlab.lab import Lab, open_lab
+from ..report.section import Grid
 from .nat import gather, run_unless_interrupted
 from .nat_daemon import NatDaemon
 from .process import BenchError

@@ -20,7 +20,7 @@ import numpy as np
 from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
 from farandole.protocol.wire.errors import FarandoleError
 
-from ..groups import OF_ITS_OWN, kill_group
+from ..natlab.groups import OF_ITS_OWN, kill_group
 
 MB: Final = 1_000_000
 # The slowest request waits until two homes connect, then directly, with processes to start on a busy machine.

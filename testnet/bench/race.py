@@ -10,7 +10,7 @@ with one partner, and wait for nobody.
 
 Losses are of the mean of all replicas on held-out text: of the nodes' newest checkpoints, which are up to
 `Scenario.checkpoint_seconds` old, of DiLoCo's weights after each round, and of hivemind's as they are. The seconds of
-an inner step are compared with `farandole.testnet.simulate_time` for these very lines and speeds.
+an inner step are compared with `farandole.testnet.simulate.pace` for these very lines and speeds.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ from farandole.protocol.run.presets import num_parameters
 from farandole.protocol.run.vectors import SLOW
 from farandole.training.engine.learner import build_learner
 
-from ..grid import Grid
-from ..launch import PlayView, Testnet, play_and_report
-from ..leash import open_leash
-from ..line_exchanges import SimulatedHome
-from ..links import LINK_DEVICE, open_links
-from ..live import open_view
-from ..merge import VALIDATION_BATCHES
-from ..process import NodeProcess
-from ..report import PlayReport
-from ..scenario import Scenario, load_scenario
-from ..simulate_time import MBIT, Lines, RunPace, Timing, barrier, pairs
-from ..transfers import SimulatedLine
+from ..natlab.groups import open_leash
+from ..play.launch import PlayView, Testnet, play_and_report
+from ..play.live import open_view
+from ..play.merge import VALIDATION_BATCHES
+from ..play.places import LINK_DEVICE, open_links
+from ..play.process import NodeProcess
+from ..play.report import PlayReport
+from ..play.scenario import Scenario, load_scenario
+from ..report.section import Grid
+from ..simulate.lines import SimulatedHome, SimulatedLine
+from ..simulate.pace import MBIT, Lines, RunPace, Timing, barrier, pairs
 from .environments import obtain_python
 from .process import BenchError, BenchWorker, ask_all, open_worker, worker_command
 from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Write, open_bench
@@ -404,7 +403,7 @@ def report(
         f"{max(early):g} s. Pairs average {manifest.outer.codec} every {manifest.rounds.round_seconds:g} s, DiLoCo "
         f"fp32 every {settings.interval} inner steps of each member, at {settings.rate:g} times their learning rate. "
         "*A step*: seconds of the run for an inner step of an average member; *simulated*: the same by "
-        "`farandole.testnet.simulate_time`, for these lines and speeds, and "
+        "`farandole.testnet.simulate.pace`, for these lines and speeds, and "
         "without replacements. Losses are of the mean of all replicas, in nats a token.",
     ]
     if HIVEMIND in curves:

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from ..grid import Grid
-from ..launch import Testnet, play_and_report
-from ..live import LineView
-from ..plays import play_all
-from ..report import PlayReport
-from ..scenario import Scenario, load_scenario
+from ..play.launch import Testnet, play_and_report
+from ..play.live import LineView
+from ..play.report import PlayReport
+from ..play.scenario import Scenario, load_scenario
+from ..report.section import Grid
+from ..simulate.plays import play_all
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 from .simulate_hostile import HostileOutcome, HostileRun, play

@@ -19,10 +19,8 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from ..grid import Grid
-from ..section import LINE_WIDTH, Section, compose
-from ..section import Write as Write
-from ..setting import setting
+from ..report.section import LINE_WIDTH, Grid, Section, compose, setting
+from ..report.section import Write as Write
 from .process import BenchError
 
 OUT: Final = Path("out/bench")
@@ -37,7 +35,7 @@ class BenchReport:
     """The measurements of a benchmark until now."""
 
     setting: Mapping[str, Any]
-    """Command, date, machine and choices (`farandole.testnet.setting`)."""
+    """Command, date, machine and choices (`farandole.testnet.report.section`)."""
     grids: Sequence[Grid]
     """Tables for people."""
     data: Mapping[str, Any]

@@ -20,7 +20,7 @@ import typer
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.presets import preset
 
-from ..grid import Grid, cell
+from ..report.section import Grid, cell
 from .process import ANSWER_TIMEOUT, open_workers
 from .report import OUT, Bench, BenchReport, Out, Write, open_bench
 

@@ -23,7 +23,7 @@ import typer
 
 from farandole.node.store.run_file import manifest_of
 
-from ..grid import Grid, cell
+from ..report.section import Grid, cell
 from .process import BenchWorker, greatest_of, median_of, open_workers
 from .report import OUT, Bench, BenchReport, Out, Write, open_bench
 

@@ -18,7 +18,7 @@ from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.presets import num_parameters
 from farandole.protocol.run.presets import preset as preset_model
 
-from ..grid import Grid, cell
+from ..report.section import Grid, cell
 from .report import OUT, Bench, BenchReport, Out, Write, open_bench
 from .stages_codecs import MODEL as CODEC_MODEL
 from .stages_codecs import CodecLoss, codec_grid, codec_losses

@@ -25,7 +25,7 @@ from farandole.training.model.model import build_model, language_loss
 from farandole.training.model.stages import build_stage
 from farandole.training.outer.codec import encoded_size
 
-from ..grid import Grid
+from ..report.section import Grid
 from .stages_task import author
 
 CODECS: Final = ("fp32", "bf16", "fp16", "int8")

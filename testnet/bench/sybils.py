@@ -1,4 +1,4 @@
-"""Effect of invented authors on honest members' run state, in simulation (`farandole.testnet.simulate_sybils`)."""
+"""Effect of invented authors on honest members' run state, in simulation (`farandole.testnet.simulate.sybils`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 
 from farandole.protocol.state.state import MAX_AUTHORS
 
-from ..grid import Grid
-from ..simulate_sybils import FOLLOWED_SECONDS, QUOTA, WRITE_SECONDS, WRITES_AT, SybilOutcome, SybilScenario, play
+from ..report.section import Grid
+from ..simulate.sybils import FOLLOWED_SECONDS, QUOTA, WRITE_SECONDS, WRITES_AT, SybilOutcome, SybilScenario, play
 from .kept_plays import play_and_keep
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..grid import Grid, cell
+from ..report.section import Grid, cell
 from .loop import LoopLag
 from .one_way import OneWay
 from .pair import Averaging

@@ -24,11 +24,11 @@ import typer
 from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.presets import num_parameters, preset
 
-from ..launch import PlayView, Testnet
-from ..live import open_view
-from ..process import NodeProcess
-from ..report import Merged
-from ..scenario import Scenario
+from ..play.launch import PlayView, Testnet
+from ..play.live import open_view
+from ..play.process import NodeProcess
+from ..play.report import Merged
+from ..play.scenario import Scenario
 from .plain import EngineRate, PlainRate
 from .process import ANSWER_TIMEOUT, BenchError, get_all, open_workers
 from .report import OUT, Bench, BenchReport, Out, open_bench

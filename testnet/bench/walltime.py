@@ -20,9 +20,9 @@ import typer
 from farandole.protocol.run.codec_sizes import encoded_bytes
 from farandole.testnet.methods.baselines import Method, methods
 
-from ..grid import Grid, cell
-from ..plays import play_all
-from ..simulate_time import AVERAGINGS, Lines, RunPace, Timing, barrier, draw_homes, pairs
+from ..report.section import Grid, cell
+from ..simulate.pace import AVERAGINGS, Lines, RunPace, Timing, barrier, draw_homes, pairs
+from ..simulate.plays import play_all
 from .greedy import numbers
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench

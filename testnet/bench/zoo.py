@@ -11,8 +11,8 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
-from ..live import LineView
-from ..scenario import Scenario, load_scenario, scenario_names
+from ..play.live import LineView
+from ..play.scenario import Scenario, load_scenario, scenario_names
 from ..zoo.member_attacks import ATTACKS
 from ..zoo.play import HostileReport, play_clean, play_hostile, zoo_grid
 from .process import BenchError

@@ -39,10 +39,8 @@ from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.sources import Reader, sources_of, stdlib_sources
 from farandole.training.data.token_cache import Found
 
-from ..grid import Grid
-from ..plays import play_all
-from ..section import Section, compose
-from ..setting import setting
+from ..report.section import Grid, Section, compose, setting
+from ..simulate.plays import play_all
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32, vocabulary=256)
@@ -422,3 +420,22 @@ def interval_of(differences: Sequence[float]) -> str:
     quantile = T_QUANTILES[min(len(differences) - 1, len(T_QUANTILES)) - 1]
     half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
     return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+
+
+def plot_comparison(results: Sequence[Result], path: Path) -> None:
+    """Plot the methods' loss curves on held-out text: means over the seeds, without the first tenth of the steps.
+
+    Raises `ImportError` without matplotlib.
+    """
+    from ..report.plot import plot
+
+    by_method: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        by_method[result.method].append(result)
+    curves = {}
+    for name, group in by_method.items():
+        steps = [step for step, _ in group[0].curve]
+        means = [statistics.mean(losses) for losses in zip(*(dict(each.curve).values() for each in group), strict=True)]
+        shown = [(step, mean) for step, mean in zip(steps, means, strict=True) if 10 * step > steps[-1]]
+        curves[f"{name}: {means[-1]:.3f}"] = shown
+    plot(path, curves, {}, "inner steps")

@@ -1,8 +1,8 @@
 """A running home of the NAT lab: its line, cables, router and address, and the faults that can be applied to them.
 
 Its line is attached to its outermost router. Rates are limited by the kernel (tbf) on either side of the link, loss is
-made by nftables. As the kernels that we use lack netem, a process (`farandole.testnet.link_forwarder`) makes the delay:
-the internet sends the home's packets, both ways, through a TUN device that returns them later.
+made by nftables. As the kernels that we use lack netem, a process (`link_forwarder`) makes the delay: the internet
+sends the home's packets, both ways, through a TUN device that returns them later.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..leash import Leash
-from ..namespace import Location, Namespace, held, open_tun
+from .groups import Leash
 from .kinds import HomeKind
+from .namespace import Location, Namespace, held, open_tun
 from .router import HomeRouter
 from .rules import WAN, line_rules
 
@@ -88,7 +88,7 @@ class Home:
         self._late.close()
         if delay_ms:
             tun = self._late.enter_context(open_tun(self.internet, self._late_link))
-            forwarder = [sys.executable, "-m", "farandole.testnet.link_forwarder", "inf", str(delay_ms / 1e3)]
+            forwarder = [sys.executable, "-m", "farandole.testnet.natlab.link_forwarder", "inf", str(delay_ms / 1e3)]
             self._late.enter_context(held([*forwarder, f"*={tun}"], self.leash, pass_fds=[tun]))
         self._route()
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..leash import Leash
-from ..namespace import Location, Namespace, open_namespace, require
+from .groups import Leash
 from .home import CARRIER_IP, CUSTOMER_IP, INTERNET_IP, MAX_HOMES, Home
 from .kinds import Mapping, kind_named
+from .namespace import Location, Namespace, open_namespace, require
 from .router import ROUTER_LINK_IP, WAN_LINK_IP, HomeRouter
 from .rules import LAN, WAN
 

@@ -14,9 +14,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..leash import Leash
-from ..namespace import Namespace, held
+from .groups import Leash
 from .kinds import Mapping, Nat
+from .namespace import Namespace, held
 from .rules import LAN, TABLE, UPNP_CHAINS, WAN, router_rules
 
 # Link-local IPv6 addresses: of a router and of the internet towards those behind them, and of a router towards the

@@ -17,9 +17,9 @@ from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 from farandole.training.engine.learner import build_learner
 
-from ..launch import MANIFEST_NAME
-from ..record import REFUSED
-from ..report import PlayReport
+from ..play.launch import MANIFEST_NAME
+from ..play.record import REFUSED
+from ..play.report import PlayReport
 
 # 32 batches of 16 x 64 tokens measure the loss to about 0.01; both plays use the same ones, so that the error cancels.
 VALIDATION_BATCHES: Final = 32

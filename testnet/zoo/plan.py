@@ -11,8 +11,8 @@ import msgspec
 from farandole.protocol.run.invite import split_address
 from farandole.protocol.wire.errors import FarandoleError
 
-from ..launch import TARGETS
-from ..scenario import HostileSettings
+from ..play.launch import TARGETS
+from ..play.scenario import HostileSettings
 
 PLAN: Final = "TESTNET_HOSTILE"
 # For programs that send as fast as they can: below everything else on the machine, the honest nodes included.

@@ -15,10 +15,10 @@ from typing import Final
 
 import msgspec
 
-from ..grid import Grid, cell
-from ..launch import Intruder, PlayView, Testnet, play_and_report
-from ..report import PlayReport
-from ..scenario import HostileSettings, Scenario, ScenarioError
+from ..play.launch import Intruder, PlayView, Testnet, play_and_report
+from ..play.report import PlayReport
+from ..play.scenario import HostileSettings, Scenario, ScenarioError
+from ..report.section import Grid, cell
 from .conduct import Conduct, conduct_of
 from .member_attacks import ATTACKS
 from .plan import environment_of

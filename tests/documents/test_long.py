@@ -17,11 +17,11 @@ from typing import Final
 
 import pytest
 
-from farandole.testnet.namespace import NamespaceError, require
-from farandole.testnet.scenario import scenario_names
-from farandole.testnet.wrong_clock import NoFaketimeError, library
+from farandole.testnet.natlab.namespace import NamespaceError, require
+from farandole.testnet.play.scenario import scenario_names
+from farandole.testnet.play.wrong_clock import NoFaketimeError, library
 
-from ..testnet.test_soak import PLAYED_HERE
+from ..testnet.play.test_soak import PLAYED_HERE
 from .markdown import Command, blocks, indented_commands
 from .pages import PAGES, ROOT
 from .player import Machine, open_player, with_the_code

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.testnet.namespace import NamespaceError, require
-from farandole.testnet.wrong_clock import NoFaketimeError, library
+from farandole.testnet.natlab.namespace import NamespaceError, require
+from farandole.testnet.play.wrong_clock import NoFaketimeError, library
 
 
 @pytest.fixture

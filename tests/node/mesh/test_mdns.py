@@ -19,8 +19,8 @@ from farandole.node.mesh.own_addresses import OwnAddresses
 from farandole.protocol.mesh.records import local_name
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.wire.identity import peer_id_of
-from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import Namespace, NamespaceError, open_namespace
+from farandole.testnet.natlab.groups import open_leash
+from farandole.testnet.natlab.namespace import Namespace, NamespaceError, open_namespace
 
 from ..daemons import Daemon
 from ..relayed import open_public

@@ -17,7 +17,7 @@ from farandole.node.store.folder import index_of, saved_round
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, Headline, headline
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.testnet.wrong_clock import NoFaketimeError, environment, set_clock
+from farandole.testnet.play.wrong_clock import NoFaketimeError, environment, set_clock
 
 from ..daemons import Daemon, joined
 from ..small_runs import small_manifest, write_run, write_text

@@ -1,4 +1,4 @@
-"""One node's leases, and two nodes in conflict; for many nodes see `tests/testnet/test_simulate_leases.py`."""
+"""One node's leases, and two nodes in conflict; for many nodes see `tests/testnet/simulate/test_leases.py`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from farandole.testnet.bench.pair import ROUNDS, Averaging
 from farandole.testnet.bench.peer import class_of
 from farandole.testnet.bench.process import BenchError, open_payload, open_worker, worker_command
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.section import SectionError
+from farandole.testnet.report.section import SectionError
 
 HEADLINES = (
     "bulk_over_raw",

@@ -11,13 +11,13 @@ import pytest
 
 from farandole.testnet.bench.faults import run
 from farandole.testnet.bench.process import BenchError
-from farandole.testnet.fault import FaultReport
-from farandole.testnet.growth import Growth
-from farandole.testnet.launch import write_report
-from farandole.testnet.report import PlayReport
-from farandole.testnet.scenario import ScenarioError
+from farandole.testnet.play.fault import FaultReport
+from farandole.testnet.play.launch import write_report
+from farandole.testnet.play.record import Growth
+from farandole.testnet.play.report import PlayReport
+from farandole.testnet.play.scenario import ScenarioError
 
-from ..reports import PASSED, node
+from ..play.reports import PASSED, node
 
 DOCUMENT = "# Figures\n\n<!-- begin faults -->\nold\n<!-- end faults -->\n"
 PLAY = msgspec.structs.replace(PASSED, seconds=120.0)

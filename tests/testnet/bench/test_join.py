@@ -11,7 +11,7 @@ from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
 from farandole.testnet.bench.join import KILL_CAP_MBIT, measure
 from farandole.testnet.bench.process import MB
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.natlab.namespace import NamespaceError, require
 
 
 def test_a_newcomer_joins_from_two_and_from_one_and_loses_little_with_a_donor(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 from farandole.testnet.bench import nat
 from farandole.testnet.bench.nat import ALL_PAIRS, NatBench, Pair, PairResult, parse_pair, report_of, theory_of
 from farandole.testnet.bench.process import BenchError
-from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.kinds import KindError
 from farandole.testnet.natlab.lab import open_lab
+from farandole.testnet.natlab.namespace import NamespaceError, require
 
 # Both must send at once; only by relay; two NATs in a row, one that admits all; a home with hardly any way out.
 CHARACTERISTIC = (

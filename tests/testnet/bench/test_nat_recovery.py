@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.bench.nat_recovery import Recovery, RecoveryBench, report_of
-from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.lab import open_lab
+from farandole.testnet.natlab.namespace import NamespaceError, require
 
 
 def test_what_does_not_hold_is_said() -> None:

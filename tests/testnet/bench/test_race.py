@@ -22,8 +22,8 @@ from farandole.testnet.bench.race import (
     times_to_losses,
 )
 from farandole.testnet.bench.race_member import OUTER_MOMENTUM, OUTER_RATE
-from farandole.testnet.fault import Fault
-from farandole.testnet.scenario import load_scenario
+from farandole.testnet.play.fault import Fault
+from farandole.testnet.play.scenario import load_scenario
 
 from ...node.small_runs import small_manifest
 

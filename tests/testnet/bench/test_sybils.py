@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farandole.testnet.bench.sybils import report, scenarios
-from farandole.testnet.simulate_sybils import QUOTA, SybilOutcome, play
+from farandole.testnet.simulate.sybils import QUOTA, SybilOutcome, play
 
 OUTCOME = SybilOutcome(1.0, 0, True, (0.5, 1.0, 9.0), 3.0, 2_000.0)
 

@@ -21,10 +21,9 @@ from farandole.testnet.bench.walltime import (
     read_losses,
     run,
 )
-from farandole.testnet.line_exchanges import SimulatedHome
-from farandole.testnet.simulate_pairing import PairingScenario, simulate
-from farandole.testnet.simulate_time import MBIT, Lines, RunPace, Timing, draw_homes
-from farandole.testnet.transfers import SimulatedLine
+from farandole.testnet.simulate.lines import SimulatedHome, SimulatedLine
+from farandole.testnet.simulate.pace import MBIT, Lines, RunPace, Timing, draw_homes
+from farandole.testnet.simulate.pairing import PairingScenario, simulate
 
 
 @pytest.mark.parametrize(

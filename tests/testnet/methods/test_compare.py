@@ -23,12 +23,12 @@ from farandole.testnet.methods.compare import (
     measure_all,
     measure_at_once,
     mixed,
+    plot_comparison,
     result_grid,
     run_compare,
     texts_by_kind,
 )
-from farandole.testnet.plot import plot_comparison
-from farandole.testnet.section import Section, SectionError
+from farandole.testnet.report.section import Section, SectionError
 from farandole.training.base.errors import DataError
 from farandole.training.data.dataset import Text
 

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.lab import Lab, open_lab
+from farandole.testnet.natlab.namespace import NamespaceError, require
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from farandole.testnet.leash import Leash
+from farandole.testnet.natlab.groups import Leash
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 

@@ -17,13 +17,13 @@ import trio
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 
-from ..transfer import SIZE, measure
+from ..play.transfer import SIZE, measure
 from .trial import PATHLESS_SECONDS, PATIENCE, ProbeProcess, open_probes
 
 MAP_PORT = Path(__file__).with_name("map_port.py")
 LAB_FOREVER = """
 import json, time
-from farandole.testnet.leash import open_leash
+from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.lab import open_lab
 with open_leash() as leash, open_lab(leash) as lab:
     home = lab.add_home("upnp")

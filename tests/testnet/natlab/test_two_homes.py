@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import NamespaceError, held
+from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab, open_lab
+from farandole.testnet.natlab.namespace import NamespaceError, held
 
 from ...documents.markdown import blocks
 from ...documents.pages import ROOT

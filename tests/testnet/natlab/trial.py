@@ -15,10 +15,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 import trio
 
-from farandole.testnet.leash import Leash
-from farandole.testnet.namespace import Location
 from farandole.testnet.natlab import kinds
+from farandole.testnet.natlab.groups import Leash
 from farandole.testnet.natlab.kinds import HTTPS_PORT, HomeKind, Protocol
+from farandole.testnet.natlab.namespace import Location
 
 from .probe import TOKEN_BYTES, Address
 

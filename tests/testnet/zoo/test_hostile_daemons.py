@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farandole.testnet.launch import Testnet
-from farandole.testnet.scenario import HostileSettings, parse_scenario
+from farandole.testnet.play.launch import Testnet
+from farandole.testnet.play.scenario import HostileSettings, parse_scenario
 from farandole.testnet.zoo.conduct import conduct_of
 from farandole.testnet.zoo.play import intruders_of
 
 from ...patience import PATIENCE
-from ..play import SilentView
+from ..play.playing import SilentView
 
 RUN = {
     "name": "hostile",

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from farandole.testnet.scenario import ScenarioError, load_scenario, scenario_names
+from farandole.testnet.play.scenario import ScenarioError, load_scenario, scenario_names
 from farandole.testnet.zoo.conduct import Conduct
 from farandole.testnet.zoo.plan import HostileError, environment_of, plan_of, targets_of
 from farandole.testnet.zoo.play import HostileReport, Played, intruders_of, judge, play_grid, zoo_grid
 
-from ..reports import PASSED
+from ..play.reports import PASSED
 
 SCENARIO = load_scenario("hostile-capture")
 CONDUCT = Conduct(

@@ -1,0 +1,269 @@
+"""The faults of a scenario's nodes, and when they occur."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import trio
+
+from ..natlab.groups import freeze, thaw
+from ..natlab.home import Home
+from . import wrong_clock
+from .fault import Fault, FaultReport
+from .partition import heal, part
+from .process import NodeProcess
+
+# A slowed trainer is stopped and continued in turns of this length: shorter than an exchange's deadlines.
+SLOW_PERIOD: Final = 0.4
+# Writes that still succeed on a full disk: files of one block are overwritten in place.
+FULL_DISK_BYTES: Final = 4_096
+# After this time a partition counts as not healed.
+HEAL_TIMEOUT: Final = 60.0
+# Interval of checks whether a node trains again.
+LOOK_INTERVAL: Final = 0.25
+
+
+@dataclass(frozen=True)
+class FaultContext:
+    """The objects that faults act on."""
+
+    nodes: Sequence[NodeProcess]
+    homes: Mapping[int, Home]
+    """Home of each node, by its index; none outside the NAT lab."""
+    started_at: float
+    """On trio's clock."""
+    start: Callable[[NodeProcess], Awaitable[None]]
+    """Start a node, for the first time or again."""
+    all_train: trio.Event
+    """Set when all nodes but the late joiners have begun to train."""
+    reach_round: Callable[[int], Awaitable[None]]
+    """Wait until the most advanced live node is in that round."""
+    is_settled: Callable[[float], bool]
+    """Whether all live nodes have one run state, by their statuses after that moment."""
+    say: Callable[[str], None]
+
+
+async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
+    """Wait for the fault's time, apply it to all its nodes at once, undo it if it ends, and see them train again."""
+    await _moment(fault, context)
+    nodes = _targets(fault, context)
+    if fault.kind != "join":
+        for node in nodes:  # on a busy machine the first may be rounds ahead of the last's start
+            await node.joined.wait()
+    began_at = trio.current_time()
+    standstill: dict[int, float | None] = {}
+    is_over = trio.Event()
+    healed_in = None
+    async with trio.open_nursery() as nursery:
+        for node in nodes:
+            if fault.duration is not None and node.is_running:
+                nursery.start_soon(_watch_standstill, node, is_over, standstill)
+        if fault.kind == "partition":
+            healed_in = await _partition(fault, nodes, context)
+        else:
+            async with trio.open_nursery() as doing:
+                for node in nodes:
+                    doing.start_soon(_DEEDS[fault.kind], fault, node, context)
+        is_over.set()
+    indices, at = [node.record.index for node in nodes], began_at - context.started_at
+    return FaultReport(fault.kind, indices, at, fault.duration, standstill, healed_in)
+
+
+async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: dict[int, float | None]) -> None:
+    """Watch the node until it trains again after the fault, or never will, and record its longest standstill."""
+    record, longest, over_at = node.record, 0.0, math.inf
+    last = trio.current_time() if record.trained_at is None else record.trained_at
+    while True:
+        await trio.sleep(LOOK_INTERVAL)
+        if is_over.is_set():
+            over_at = min(over_at, trio.current_time())
+        if record.trained_at is not None and record.trained_at > last:
+            longest, last = max(longest, record.trained_at - last), record.trained_at
+        if last > over_at:
+            standstill[record.index] = longest
+            return
+        is_gone = not node.is_running and (record.is_doomed or record.died)  # else another fault starts it again
+        if record.is_finished or record.wedged or (is_over.is_set() and is_gone):
+            standstill[record.index] = None
+            return
+
+
+def _targets(fault: Fault, context: FaultContext) -> list[NodeProcess]:
+    if fault.of_stage is None:
+        return [context.nodes[index] for index in fault.nodes]
+    holders = [node for node in context.nodes if node.is_running and not node.is_frozen]
+    holders = [node for node in holders if node.record.stage == fault.of_stage]
+    return holders[::-1][: fault.count]
+
+
+async def _moment(fault: Fault, context: FaultContext) -> None:
+    if fault.at_seconds is not None:
+        await trio.sleep_until(context.started_at + fault.at_seconds)
+    elif fault.after_start is not None:
+        await context.all_train.wait()
+        await trio.sleep(fault.after_start)
+    elif fault.at_round is not None:
+        await context.reach_round(fault.at_round)
+
+
+async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    context.say(f"kill -9 {node.name} in round {node.record.round}{_stage(node)}")
+    node.record.is_doomed = fault.kind == "kill"
+    node.kill()
+    await node.wait_ended()
+
+
+async def _restart(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    await _kill(fault, node, context)
+    await trio.sleep(fault.seconds)
+    context.say(f"starting {node.name} again in the same folder, {fault.seconds:g} s later")
+    await context.start(node)
+
+
+async def _flap(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    """Kill the node and start it again, until the time is over; then it is left running."""
+    context.say(f"kill -9 {node.name} every {2 * fault.interval:g} s for {fault.seconds:g} s{_where(node)}")
+    number, ends_at = 0, trio.current_time() + fault.seconds
+    while trio.current_time() < ends_at:
+        node.kill()
+        await node.wait_ended()
+        await trio.sleep(fault.interval)
+        await context.start(node)
+        number += 1
+        await trio.sleep(fault.interval)
+    context.say(f"{node.name} was killed {number} times, and goes on")
+
+
+async def _freeze(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    context.say(f"freezing {node.name} in round {node.record.round}{_stage(node)} for {fault.seconds:g} s")
+    await _hold(fault, node.freeze, node.thaw)
+    context.say(f"{node.name} goes on")
+
+
+async def _hold(fault: Fault, do: Callable[[], None], undo: Callable[[], None]) -> None:
+    do()
+    try:
+        await trio.sleep(fault.seconds)
+    finally:
+        undo()
+
+
+async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    """Take the processor from the trainer most of the time; the daemon is not slowed."""
+    context.say(f"slowing {node.name} down {fault.factor:g} times")
+    with trio.move_on_after(fault.duration if fault.duration is not None else float("inf")):
+        while not node.record.is_finished:
+            trainer = node.record.status.trainer_pid if node.record.status and node.is_running else None
+            try:
+                if trainer is not None:
+                    freeze(trainer, whole_group=False)
+                await trio.sleep(SLOW_PERIOD * (1 - 1 / fault.factor))
+            finally:
+                if trainer is not None:  # it may have been restarted; the next status names its successor
+                    thaw(trainer, whole_group=False)
+            await trio.sleep(SLOW_PERIOD / fault.factor)
+
+
+async def _starve(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    context.say(f"leaving {node.name} {1 / fault.factor:.0%} of a processor for {fault.seconds:g} s{_where(node)}")
+    await node.starve(1 / fault.factor, fault.seconds)
+    context.say(f"{node.name} has a processor again")
+
+
+async def _fill_disk(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    context.say(f"the disk of {node.name} is full for {fault.seconds:g} s{_where(node)}")
+    await _hold(fault, partial(node.limit_files, FULL_DISK_BYTES), partial(node.limit_files, None))
+    context.say(f"the disk of {node.name} has room again")
+
+
+async def _set_clock(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    drift = f", {fault.drift:+.0%} fast" if fault.drift else ""
+    wrong = f"is wrong by {fault.offset:+g} s{drift} for {fault.seconds:g} s"
+    context.say(f"the clock of {node.name} {wrong}{_where(node)}")
+    set_clock = partial(wrong_clock.set_clock, node.home)
+    await _hold(fault, partial(set_clock, fault.offset, fault.drift), set_clock)
+    context.say(f"the clock of {node.name} is right again")
+
+
+async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:
+    """Cut the nodes off, and heal; return how long it took then until all had one run state."""
+    names = ", ".join(str(node.record.index) for node in nodes)
+    context.say(f"nodes {names} are cut off from the others for {fault.seconds:g} s")
+    homes = [context.homes[node.record.index] for node in nodes]
+    await trio.to_thread.run_sync(part, homes)
+    try:
+        await trio.sleep(fault.seconds)
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(heal, homes)
+    healed_at = trio.current_time()
+    context.say(f"nodes {names} are connected with the others again")
+    with trio.move_on_after(HEAL_TIMEOUT):
+        while True:
+            await trio.sleep(LOOK_INTERVAL)
+            if context.is_settled(healed_at):
+                return trio.current_time() - healed_at
+    return None
+
+
+async def _join(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    context.say(f"{node.name} joins late")
+    await context.start(node)
+
+
+async def _leave(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    context.say(f"{node.name} leaves in round {node.record.round}{_stage(node)}")
+    node.record.is_doomed = True
+    await node.leave()
+
+
+_INTERRUPTIONS: Final = {
+    "cut": ("the line", Home.cut, Home.heal),
+    "unplug": ("the cable", Home.unplug, Home.plug),
+    "reboot_router": ("the router", Home.switch_off, Home.switch_on),
+}
+"""Kind of fault -> what is gone, and how that is done and undone."""
+
+
+async def _interrupt(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    home = context.homes[node.record.index]
+    what, stop, go = _INTERRUPTIONS[fault.kind]
+    context.say(f"{what} of {node.name} is gone for {fault.seconds:g} s in round {node.record.round}")
+    await trio.to_thread.run_sync(stop, home)
+    await trio.sleep(fault.seconds)
+    await trio.to_thread.run_sync(go, home)
+    context.say(f"{what} of {node.name} is back")
+
+
+async def _change_address(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    home = context.homes[node.record.index]
+    await trio.to_thread.run_sync(home.change_address)
+    context.say(f"{node.name} has another public address, {home.address}, in round {node.record.round}")
+
+
+def _where(node: NodeProcess) -> str:
+    return f", in round {node.record.round}{_stage(node)}"
+
+
+def _stage(node: NodeProcess) -> str:
+    return "" if node.record.pipeline is None else f", stage {node.record.stage}"
+
+
+_DEEDS: Final = {
+    "kill": _kill,
+    "restart": _restart,
+    "flap": _flap,
+    "freeze": _freeze,
+    "slow": _slow,
+    "starve": _starve,
+    "fill_disk": _fill_disk,
+    "set_clock": _set_clock,
+    "join": _join,
+    "leave": _leave,
+    "change_address": _change_address,
+    **dict.fromkeys(_INTERRUPTIONS, _interrupt),
+}

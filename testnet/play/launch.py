@@ -1,0 +1,474 @@
+"""Play a scenario: real daemons on 127.0.0.1, each with a folder, key and port of its own, watched and judged.
+
+    start the nodes -> faults, while they train -> wait until the run state is equal -> end them -> merge -> report
+
+The first node gets the manifest, the others an invite. No node is special beyond that: an invite lists nodes that are
+live at the moment, so a late joiner does not depend on the first node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.identity import load_or_create_key
+from farandole.node.mesh.addresses import rank
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest, sign_manifest
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
+
+from ..natlab.groups import Leash, open_leash
+from . import wrong_clock
+from .false_deaths import false_deaths
+from .fault import Fault, FaultReport
+from .faults import FaultContext, run_fault
+from .places import Lodging, open_lodgings
+from .process import NODE_COMMAND, NodeProcess
+from .record import NodeRecord
+from .report import Merged, NodeReport, PlayReport, is_state_equal, make_report, node_report
+from .scenario import Scenario
+from .vacancies import Vacancies
+
+WATCH_INTERVAL: Final = 0.5
+# Nodes that start at a time: imports take seconds of a core in each, and nodes that all wait for a core find each other
+# late.
+MAX_STARTING: Final = 2 * (os.cpu_count() or 1)
+# Number of addresses in an invite, of several nodes, since any may be dead.
+INVITE_ADDRESSES: Final = 4
+# Below the ephemeral ports (Linux: from 32768 on): another process could get such a port before its node, which may be
+# the last to start, listens on it.
+_PORTS: Final = range(20_000, 32_000)
+
+MANIFEST_NAME: Final = "run.manifest"
+REPORT_NAME: Final = "report.json"
+PICTURE_NAME: Final = "loss.png"
+MERGED_NAME: Final = "merged.safetensors"
+
+TARGETS: Final = "TESTNET_TARGETS"
+"""Environment variable of intruders: the addresses of all nodes."""
+
+Measure = Callable[[Manifest, bytes, Sequence[Path], Path], Merged]
+
+
+class TestnetError(FarandoleError):
+    """The testnet cannot be played here."""
+
+    __test__ = False  # not a test, whatever pytest makes of the name
+
+
+class PlayView(Protocol):
+    """The display of a play."""
+
+    def say(self, text: str) -> None:
+        """Show an event."""
+
+    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
+        """Show the state of all nodes; called about twice a second."""
+
+
+def measure_with_torch(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
+    """Call `farandole.testnet.play.merge.measure_merged`; it is imported here because it needs torch."""
+    from .merge import measure_merged
+
+    return measure_merged(manifest, run_id, checkpoints, out)
+
+
+@dataclass(frozen=True)
+class Intruder:
+    """A process that takes part and is not judged; it is started as a node is: ``command join INVITE OPTIONS``."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    is_daemon: bool = True
+    """Whether it reports its status; then the other nodes start once it does."""
+
+
+@dataclass
+class Testnet:
+    """One play of a scenario in the folder ``out``."""
+
+    __test__ = False
+
+    scenario: Scenario
+    out: Path
+    view: PlayView
+    command: Sequence[str] = NODE_COMMAND
+    measure: Measure = measure_with_torch
+    is_interrupted: bool = False
+    intruders: Sequence[Intruder] = ()
+    """Started once the first node is up, and gone before the run state is compared."""
+    like: Path | None = None
+    """Folder of another play, whose run and keys this one uses again: its nodes draw the same batches."""
+    _events: list[str] = field(default_factory=list)
+    _problems: list[str] = field(default_factory=list)
+    _lodgings: list[Lodging] = field(default_factory=list)
+    _nodes: list[NodeProcess] = field(default_factory=list)
+    _intruding: list[NodeProcess] = field(default_factory=list)
+    _started_at: float = 0.0
+    _exchanges_before: dict[int, int] = field(default_factory=dict)
+    """Node -> its exchanges before the last fault was over."""
+    _fault_reports: list[FaultReport] = field(default_factory=list)
+    _vacancies: Vacancies = field(default_factory=Vacancies)
+    _false_deaths: set[tuple[int, int]] = field(default_factory=set)
+    _all_train: trio.Event = field(default_factory=trio.Event)
+    _watched: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    """Where tasks wait for the next look at the nodes."""
+    _rounds_waited_for: dict[int, trio.Event] = field(default_factory=dict)
+    _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """The scope that Ctrl-C cancels: the training, or the measuring after it."""
+
+    async def play(self) -> PlayReport:
+        """Play the scenario; Ctrl-C ends it early, in order and with a report; a second one kills the nodes.
+
+        Raises `TestnetError` if the folder cannot be used, `NamespaceError` if its networks cannot be made here,
+        `NoFaketimeError` if clocks cannot be set.
+        """
+        if self.like is None:
+            manifest = self.scenario.manifest(time.time())
+            signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+        else:
+            manifest, signed = decode_manifest((self.like / MANIFEST_NAME).read_bytes())
+        prepare_folder(self.out)
+        (self.out / MANIFEST_NAME).write_bytes(signed.encode())
+        with (
+            trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
+            open_leash() as leash,
+            open_lodgings(self.scenario, leash) as self._lodgings,
+        ):
+            self._nodes = self._make_nodes(leash)
+            self._intruding = self._make_intruders(leash)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_signals, signals)
+                nodes, seconds = await self._run_nodes(signed)
+                merged = await self._measure(manifest, signed, nodes)
+                nursery.cancel_scope.cancel()
+        if self.is_interrupted:
+            self._problems.insert(0, "interrupted")
+        return make_report(
+            self.scenario,
+            signed.run_id,
+            nodes,
+            merged,
+            seconds=seconds,
+            events=self._events,
+            problems=self._problems,
+            faults=self._fault_reports,
+        )
+
+    def _say(self, text: str) -> None:
+        self._events.append(f"{trio.current_time() - self._started_at:.1f} s: {text}")
+        self.view.say(text)
+
+    async def _watch_signals(self, signals: AsyncIterator[int]) -> None:
+        async for _ in signals:
+            if self.is_interrupted:
+                for node in self._nodes:
+                    node.kill()
+            else:
+                self._say("interrupted: ending all nodes cleanly (again to kill them)")
+            self.is_interrupted = True
+            self._stage.cancel()
+
+    def _make_nodes(self, leash: Leash) -> list[NodeProcess]:
+        nodes = []
+        for index, (lodging, port) in enumerate(zip(self._lodgings, free_ports(self.scenario.nodes), strict=True)):
+            place = lodging.place
+            home = self.out / "nodes" / f"{index:02d}"
+            if self.like is not None:
+                home.mkdir(parents=True, mode=0o700)
+                shutil.copy(self.like / "nodes" / home.name / "key", home / "key")
+            peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
+            options, command = self._options(index, place.ip, place.port or port), [*place.enter, *self.command]
+            clock = wrong_clock.environment(home) if index in self.scenario.clocked else {}
+            nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, command, clock))
+        return nodes
+
+    def _make_intruders(self, leash: Leash) -> list[NodeProcess]:
+        targets = " ".join(
+            f"{node.options[node.options.index('--listen') + 1]}/p2p/{node.record.peer_id}" for node in self._nodes
+        )
+        made = []
+        for number, (intruder, port) in enumerate(zip(self.intruders, free_ports(len(self.intruders)), strict=True)):
+            index = len(self._nodes) + number
+            home = self.out / "nodes" / f"{index:02d}"
+            peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
+            options = self._options(index, "127.0.0.1", port)
+            environment = {**intruder.environment, TARGETS: targets}
+            record = NodeRecord(index, peer_id)
+            made.append(NodeProcess(record, home, options, leash, self._say, intruder.command, environment))
+        return made
+
+    def _options(self, index: int, ip: str, port: int) -> list[str]:
+        scenario = self.scenario
+        upload_mbit, download_mbit = scenario.caps(index)
+        settings = {
+            "--listen": f"/ip4/{ip}/tcp/{port}",
+            "--device": scenario.device,
+            **({"--max-rounds": scenario.rounds} if index < scenario.nodes else {}),
+            "--slow": scenario.slowness(index),
+            "--step-seconds": scenario.seconds_of_step(index),
+            "--heartbeat-seconds": scenario.heartbeat_seconds,
+            "--checkpoint-seconds": scenario.checkpoint_seconds,
+            "--validate-every": scenario.validate_every,
+            "--threads": 1,
+            "--upload-mbit": upload_mbit,
+            "--download-mbit": download_mbit,
+        }
+        if index < len(scenario.stage):
+            settings["--stage"] = scenario.stage[index]
+        return [str(part) for pair in settings.items() for part in pair]
+
+    async def _run_nodes(self, signed: SignedManifest) -> tuple[list[NodeReport], float]:
+        """Train, let the run state settle, record the results, and end the nodes."""
+        self._started_at = trio.current_time()
+        async with trio.open_nursery() as life:
+            with trio.CancelScope() as self._stage:
+                with trio.move_on_after(self.scenario.timeout) as limit:
+                    await self._train(life, signed)
+                if limit.cancelled_caught:
+                    self._problems.append(f"the training was not over after {self.scenario.timeout:g} s")
+                seconds = trio.current_time() - self._started_at
+                died = [node for node in self._intruding if node.record.died]
+                self._problems += [f"{node.name}, an intruder, ended early" for node in died]
+                await self._leave(self._intruding)
+                await self._settle()
+            if self._stage.cancelled_caught:
+                seconds = trio.current_time() - self._started_at
+            nodes = self._node_reports()
+            self._say("ending all nodes")
+            await self._leave([*self._nodes, *self._intruding])
+        return nodes, seconds
+
+    async def _leave(self, nodes: Sequence[NodeProcess]) -> None:
+        async with trio.open_nursery() as ending:
+            for node in nodes:
+                ending.start_soon(node.leave)
+
+    def _node_reports(self) -> list[NodeReport]:
+        for node in self._nodes:
+            node.record.ledger.settle(trio.current_time())
+        kinds = [lodging.home.kind.name if lodging.home else "" for lodging in self._lodgings]
+        return [
+            node_report(node.record, is_alive=node.is_running, home=kind)
+            for node, kind in zip(self._nodes, kinds, strict=True)
+        ]
+
+    async def _train(self, life: trio.Nursery, signed: SignedManifest) -> None:
+        """Train until every fault is over and every live node has done its rounds, or enough exchanges."""
+
+        async def start(node: NodeProcess) -> None:
+            await life.start(node.run, self._source(node, signed))
+
+        context = FaultContext(
+            nodes=self._nodes,
+            homes={index: lodging.home for index, lodging in enumerate(self._lodgings) if lodging.home is not None},
+            started_at=self._started_at,
+            start=start,
+            all_train=self._all_train,
+            reach_round=self._reach_round,
+            is_settled=self._is_settled,
+            say=self._say,
+        )
+        async with trio.open_nursery() as nursery:
+            for fault in self.scenario.fault:
+                nursery.start_soon(self._run_fault, fault, context)
+            nursery.start_soon(self._start_nodes, start)
+            while self._is_training():
+                self._watch()
+                await trio.sleep(WATCH_INTERVAL)
+            if self.scenario.exchanges_after_faults:
+                for node in self._nodes:
+                    nursery.start_soon(node.pause)
+        self._watch()
+        self._problems += self._vacancies.problems(self.scenario.max_empty_seconds, trio.current_time())
+        if self.scenario.no_false_death:
+            self._problems += [
+                f"node {there} was there, and node {observer} took it for dead"
+                for there, observer in sorted(self._false_deaths)
+            ]
+
+    @property
+    def _early_nodes(self) -> list[NodeProcess]:
+        return [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
+
+    def _is_training(self) -> bool:
+        return (
+            len(self._fault_reports) < len(self.scenario.fault)
+            or not all(node.joined.is_set() for node in self._early_nodes)
+            or any(node.is_running and not self._is_done(node.record) for node in self._nodes)
+        )
+
+    def _is_done(self, record: NodeRecord) -> bool:
+        needed = self.scenario.exchanges_after_faults
+        if not needed or record.is_finished:
+            return record.is_finished
+        num_exchanges = record.total("exchanges_ok") - self._exchanges_before.get(record.index, 0)
+        return num_exchanges >= needed and len(record.all_partners) >= self.scenario.min_partners
+
+    def _watch(self) -> None:
+        now = trio.current_time()
+        for node in self._nodes:
+            is_watched = node.is_running and not node.is_frozen
+            if is_watched and node.record.check_progress(now, self.scenario.wedged_after):
+                phase = node.record.status.phase if node.record.status else "starting"
+                self._say(f"{node.name} is wedged: {phase} for {self.scenario.wedged_after:g} s")
+        trained = [node.record for node in self._nodes if node.is_running and node.record.is_in_pipeline]
+        for news in self._vacancies.observe({record.stage for record in trained if record.stage is not None}, now):
+            self._say(news)
+        self._false_deaths.update(false_deaths(node.record for node in self._nodes))
+        self._watched.unpark_all()
+        if all(node.record.trained_at is not None for node in self._early_nodes):
+            self._all_train.set()
+        farthest = max((node.record.round for node in self._nodes if node.is_running), default=0)
+        for round_index, event in self._rounds_waited_for.items():
+            if farthest >= round_index:
+                event.set()
+        self.view.show(self._nodes, now - self._started_at, self.scenario)
+
+    async def _reach_round(self, round_index: int) -> None:
+        await self._rounds_waited_for.setdefault(round_index, trio.Event()).wait()
+
+    async def _run_fault(self, fault: Fault, context: FaultContext) -> None:
+        self._fault_reports.append(await run_fault(fault, context))
+        self._exchanges_before = {node.record.index: node.record.total("exchanges_ok") for node in self._nodes}
+
+    async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
+        """Start the first node, and when it can be dialled intruders and the others, one after the other."""
+        first, *others = self._early_nodes
+        self._say(f"starting {len(self._early_nodes)} nodes in {self.out / 'nodes'}")
+        async with trio.open_nursery() as nursery:
+
+            async def begin(node: NodeProcess) -> None:
+                await start(node)
+                if self.scenario.start_together:
+                    nursery.start_soon(node.pause)
+
+            await begin(first)
+            await first.is_up.wait()
+            for node, intruder in zip(self._intruding, self.intruders, strict=True):
+                if intruder.is_daemon:
+                    await begin(node)
+                    await node.is_up.wait()
+                else:
+                    await start(node)
+            for node in others:
+                await trio.sleep(self.scenario.start_interval)
+                while sum(node.is_starting for node in self._early_nodes) >= MAX_STARTING:
+                    await self._watched.park()
+                await begin(node)
+        if self.scenario.start_together:
+            await self._train_together()
+
+    async def _train_together(self) -> None:
+        """Resume all paused nodes, now that all have paused."""
+        daemons = [node for node, intruder in zip(self._intruding, self.intruders, strict=True) if intruder.is_daemon]
+        async with trio.open_nursery() as nursery:
+            for node in (*self._early_nodes, *daemons):
+                node.record.excuse(trio.current_time())
+                nursery.start_soon(node.resume)
+        self._say("all nodes are up, and begin to train")
+
+    def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:
+        """Return what the node joins with: None if it was in the run before, since it remembers it."""
+        if node.joined.is_set():
+            return None
+        if node is self._nodes[0]:
+            return str(self.out / MANIFEST_NAME)
+        live = [other.record.status for other in self._nodes if other.is_running]
+        addresses = [rank(status.addresses)[0] for status in live if status and status.addresses]
+        return encode_invite(Invite(signed.run_id, tuple(rank(addresses)[:INVITE_ADDRESSES])))
+
+    async def _settle(self) -> None:
+        """Wait until the run state is equal on all live nodes, by their statuses after the training."""
+        self._say("training is over; waiting until the run state is equal on all nodes")
+        trained_at = trio.current_time()
+        with trio.move_on_after(self.scenario.settle_timeout):
+            while not self._is_settled(trained_at):
+                self._watch()
+                await trio.sleep(WATCH_INTERVAL)
+            self._say("the run state is equal on all nodes")
+
+    def _is_settled(self, since: float) -> bool:
+        live = [node.record for node in self._nodes if node.is_running]
+        is_fresh = all(record.seen_at is not None and record.seen_at > since for record in live)
+        return is_fresh and is_state_equal(self._node_reports())
+
+    async def _measure(self, manifest: Manifest, signed: SignedManifest, nodes: Sequence[NodeReport]) -> Merged | None:
+        """Merge the replicas of the nodes that were live at the end; return None if there are none, or on Ctrl-C."""
+        alive = {node.index for node in nodes if node.is_alive}
+        newest = [node.checkpoint for node in self._nodes if node.record.index in alive]
+        checkpoints = [path for path in newest if path is not None]
+        if not checkpoints:
+            return None
+        self._say(f"measuring the mean of {len(checkpoints)} replicas on held-out text")
+        with trio.CancelScope() as self._stage:
+            try:
+                return await trio.to_thread.run_sync(
+                    self.measure,
+                    manifest,
+                    signed.run_id,
+                    checkpoints,
+                    self.out / MERGED_NAME,
+                    abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
+                )
+            except (OSError, ValueError, RuntimeError) as error:
+                self._problems.append(f"the replicas could not be merged: {error}")
+        return None
+
+
+def prepare_folder(out: Path) -> None:
+    """Make the folder, or empty it if a testnet was played in it; raise `TestnetError` if it holds anything else."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).exists())):
+        raise TestnetError(f"{out} holds other things: name a new folder with --out")
+    try:
+        for name in (REPORT_NAME, PICTURE_NAME, MERGED_NAME, MANIFEST_NAME):
+            (out / name).unlink(missing_ok=True)
+        if (out / "nodes").exists():
+            shutil.rmtree(out / "nodes")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TestnetError(f"cannot use the folder {out}: {error.strerror}; name another with --out") from error
+
+
+def free_ports(count: int) -> list[int]:
+    """Return free TCP ports on 127.0.0.1, outside the range of ephemeral ones. Raises `TestnetError`."""
+    ports: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if len(ports) == count:
+                break
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                ports.append(port)
+    if len(ports) < count:
+        raise TestnetError(f"{count} ports are needed, and of {_PORTS[0]} to {_PORTS[-1]} only {len(ports)} are free")
+    return ports
+
+
+def play_and_report(testnet: Testnet) -> PlayReport:
+    """Play a testnet to its end, and write its report. Raises `KeyboardInterrupt` for a play that was cut short."""
+    report = trio.run(testnet.play)
+    if testnet.is_interrupted:
+        raise KeyboardInterrupt
+    write_report(report, testnet.out)
+    return report
+
+
+def write_report(report: PlayReport, out: Path) -> None:
+    """Write ``report.json``."""
+    (out / REPORT_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

@@ -1,0 +1,395 @@
+"""A scenario in one TOML file: a run, its nodes, the faults and their times, and the conditions to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from farandole.node.base.config.faults import FaultyError, did_you_mean, faults_in, faults_of
+from farandole.node.base.config.faults import FileFault as FileFault
+from farandole.node.base.config.toml_file import TomlFile, read_toml
+from farandole.node.base.settings import MIN_CAP_MBIT
+from farandole.node.store.run_file import manifest_of
+from farandole.protocol.run.manifest import Manifest, RoundConfig
+from farandole.protocol.wire.errors import ManifestError
+
+from ..natlab.kinds import CARRIER_KINDS, KINDS, KindError, kind_named
+from .chaos import Chaos, ChaosError, draw_faults
+from .fault import HOME_FAULTS, MAX_NODES, Fault, FaultKind
+
+MAX_FAULTS: Final = 1_000
+DEFAULT_NODES: Final = 8
+DEFAULT_ROUNDS: Final = 20
+DEFAULT_MIN_PARTNERS: Final = 3
+# Partners are drawn at random: the next one may be the last one again, and sometimes no node is free.
+ROUNDS_A_PARTNER: Final = 3
+
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+_Caps = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0, le=1e6)], ...], msgspec.Meta(max_length=MAX_NODES)]
+
+
+_StepSeconds = Annotated[float, msgspec.Meta(ge=0, le=600)]
+_Settings = dict[str, Any]
+
+
+class ScenarioError(ManifestError):
+    """The scenario is not valid; the message says which field and why."""
+
+
+class LinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Links between each node and all others; needs Linux and root (`farandole.testnet.play.places`)."""
+
+    up_mbit: _Positive
+    """Upload rate of a node in Mbit/s."""
+    down_mbit: _Positive
+    delay_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
+    """Delay from one node to another; a round trip takes twice as long."""
+
+
+class HomeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The home of one node in the NAT lab (`farandole.testnet.natlab`), which needs Linux, root and nftables."""
+
+    kind: str
+    """One of `KINDS` or `CARRIER_KINDS`; ``open`` is a public host."""
+    up_mbit: _Positive | None = None
+    """Upload rate in Mbit/s; None: unlimited."""
+    down_mbit: _Positive | None = None
+    delay_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
+    """Delay in each direction between the home and the internet."""
+    loss: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Probability that a packet is lost, in each direction."""
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
+    """Number of nodes in the home, which share its line and its local network."""
+
+    def __post_init__(self) -> None:
+        try:
+            kind_named(self.kind)
+        except KindError as error:
+            near = did_you_mean(self.kind, (*KINDS, *CARRIER_KINDS))
+            raise ValueError(f"{error}{f'; did you mean {near}?' if near else ''}") from error
+
+
+class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hostile processes among the nodes (`farandole.testnet.zoo`, which the wheel does not contain)."""
+
+    members: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 2
+    """Number of hostile processes, in addition to the honest nodes."""
+    program: Literal["daemon", "ghosts", "flood"] = "daemon"
+    """A daemon with a hostile part, or a program that takes part in the run state alone."""
+    attack: str = "echo"
+    """What a daemon sends as its contribution: a name of `farandole.testnet.zoo.member_attacks.ATTACKS`."""
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=10**12)] = 10**12
+    """Number of tokens that it claims to have trained on in a round."""
+    trains: bool = True
+    """Whether it takes inner steps; a member that does not is always ready for an exchange."""
+    pairing: Literal["honest", "greedy", "absent"] = "honest"
+    """How it pairs: greedy ones propose to all at once and agree with all, absent ones never exchange after that."""
+    max_loss_above_clean: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.03
+    """Largest share by which the honest members' held-out loss may exceed the loss of the honest alone. Two plays of
+    the honest alone, with the same keys, were 1.2 % apart; smaller differences show only in many plays, or in a
+    simulation."""
+    min_exchanges: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """Smallest number of exchanges among the honest members, as a share of the number that the honest alone had."""
+    max_fair_share: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    """Largest share of the honest members' rounds that a hostile one may have, in fair shares; 0: no limit."""
+
+
+# What more nodes on the same cores need more of.
+_TIME_LIMITS: Final = ("timeout", "wedged_after", "settle_timeout")
+# Homes of a scenario that is played in homes without naming them: two nodes are open, the others have one of each kind.
+DEFAULT_HOMES: Final = ("open", *KINDS)
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A scenario that `farandole testnet run` plays."""
+
+    run: dict[str, Any]
+    """The run's settings, as in a run file."""
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = DEFAULT_NODES
+    rounds: Annotated[int, msgspec.Meta(ge=1, le=256)] = DEFAULT_ROUNDS
+    """At most the number of losses that a status keeps."""
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of the run; replaces ``run.seed``."""
+    slow: Annotated[tuple[Annotated[float, msgspec.Meta(ge=1, le=1_000)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    """Slow-down factor of each node's inner steps, from node 0 on; the others are not slowed."""
+    step_seconds: _StepSeconds | Annotated[tuple[_StepSeconds, ...], msgspec.Meta(max_length=MAX_NODES)] = 0.0
+    """Minimum seconds of an inner step, of all nodes or of each from node 0 on: nodes become as independent as machines
+    of their own."""
+    stage: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=511)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    """The stage that each node holds for good, from node 0 on; the others choose, and move where they are needed."""
+    upload_mbit: _Caps = ()
+    """Bandwidth caps of the nodes, from node 0 on, in Mbit/s; 0: no cap, as for the other nodes."""
+    download_mbit: _Caps = ()
+    start_interval: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.3
+    """Seconds between the starts of two nodes: nodes that start together compete for the cores."""
+    start_together: bool = False
+    """Whether no node trains before all are up: otherwise the first nodes are some rounds ahead."""
+    stages: Annotated[int, msgspec.Meta(ge=0, le=512)] = 0
+    """Number of the model's stages; replaces ``run.model.num_stages``; 0: keep that."""
+    device: str = "cpu"
+    """Device of the trainers."""
+    heartbeat_seconds: _Positive = 2.0
+    checkpoint_seconds: _Positive = 5.0
+    validate_every: Annotated[int, msgspec.Meta(ge=0)] = 0
+    timeout: _Positive = 280.0
+    """Seconds from the first launch to the end of training."""
+    wedged_after: _Positive = 60.0
+    """A live node whose training makes no progress for this number of seconds is wedged."""
+    settle_timeout: _Positive = 30.0
+    """Seconds after the training in which the run state must become equal on all nodes."""
+    min_partners: Annotated[int, msgspec.Meta(ge=0)] = DEFAULT_MIN_PARTNERS
+    """Minimum number of partners of each node; the default is lower with few nodes or rounds, and less is required of
+    a node that joins when fewer rounds are left."""
+    max_loss_merged: _Positive | None = None
+    """Validation loss of the mean of all replicas, in nats per token."""
+    max_empty_seconds: _Positive = 30.0
+    """Longest time that a stage may have no provider, once all stages have had one."""
+    every_round: bool = False
+    """Whether each node must take part in each round from its first on, slower ones with fewer inner steps."""
+    link: LinkSettings | None = None
+    """Links between the nodes; None: all nodes on the loopback interface."""
+    home: Annotated[tuple[HomeSettings, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    """Homes of the nodes, from node 0 on, and built again if there are more nodes; none: no NAT lab."""
+    min_utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of its time that each trainer must spend in inner steps."""
+    exchanges_after_faults: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    """Number of exchanges of each live node after the last fault until training ends, once it also has
+    ``min_partners``, however long its start took; then the nodes pause. 0: training ends when each node has done
+    ``rounds``."""
+    fault: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_FAULTS)] = ()
+    chaos: Chaos | None = None
+    """Faults drawn at random from ``seed``, in addition to ``fault``; `parse_scenario` draws them."""
+    min_throughput: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
+    """Tokens per given second, as a share of the clean run's (`farandole.testnet.play.beside`)."""
+    min_throughput_of_others: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
+    """The same of the nodes without faults."""
+    max_spread_over_clean: _Positive | None = None
+    """The replicas' spread over the clean run's."""
+    max_heal_seconds: _Positive | None = None
+    """Longest time from the end of a partition until all nodes have one run state."""
+    max_exchange_over_ideal: _Positive | None = None
+    """Each node's median exchange time, over the ideal time of its home's line; also, no exchange may fail."""
+    no_false_death: bool = False
+    """Whether no node may take a live node for dead."""
+    max_growth: _Positive | None = None
+    """Growth of a node's memory, as a share per hour (0.01: 1 %); its descriptors and tasks must be flat then, too."""
+    max_loss_above_clean: _Positive | None = None
+    """Share by which the merged model's loss may exceed the clean run's."""
+
+    hostile: HostileSettings | None = None
+    """Hostile members; the same scenario without them is played first (`farandole.testnet.zoo.play`)."""
+
+    def __post_init__(self) -> None:
+        if problems := [*self._problems_of_faults(), *self._problems_of_sizes()]:
+            raise ScenarioError(*problems)
+
+    def _problems_of_faults(self) -> Iterator[str]:
+        """Yield problems of the faults with the rest; each problem begins with the name of a setting."""
+        for index, fault in enumerate(self.fault):
+            name = f"fault[{index}]: {fault.kind!r}"
+            if max(fault.nodes, default=0) >= self.nodes:
+                yield f"{name} names node {max(fault.nodes)}, but the last is {self.nodes - 1}"
+            if fault.kind in HOME_FAULTS and not self.home:
+                yield f"{name} befalls a home: say which there are, or --nat"
+            if fault.at_round is not None and fault.at_round >= self.rounds:
+                yield f"{name} in round {fault.at_round} of {self.rounds} never happens"
+            if fault.kind == "join" and not fault.at_round:
+                yield f"{name}: say at_round, from 1 on, so that there are weights to get"
+            if fault.kind == "join" and 0 in fault.nodes:
+                yield f"{name}: node 0 begins the run and cannot join late"
+        if self.chaos is not None and max(self.chaos.nodes, default=0) >= self.nodes:
+            yield f"chaos.nodes names node {max(self.chaos.nodes)}, but the last is {self.nodes - 1}"
+
+    def _problems_of_sizes(self) -> Iterator[str]:
+        for name in ("slow", "stage", "upload_mbit", "download_mbit", "step_seconds"):
+            entries = getattr(self, name)
+            if isinstance(entries, tuple) and len(entries) > self.nodes:
+                yield f"{name} has {len(entries)} entries for {self.nodes} nodes"
+        for name in ("upload_mbit", "download_mbit"):
+            if any(0 < cap < MIN_CAP_MBIT for cap in getattr(self, name)):
+                yield f"{name}: a cap is at least {MIN_CAP_MBIT:g} Mbit/s; 0 is none"
+        if self.link and self.home:
+            yield "link: say link, or home, which has a link of its own"
+        if self.max_exchange_over_ideal is not None and not self.home:
+            yield "max_exchange_over_ideal: say home, whose line it is"
+        if self.min_partners >= self.nodes:
+            yield f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"
+
+    @property
+    def late_joiners(self) -> frozenset[int]:
+        """Return the nodes that a ``join`` fault starts."""
+        return self._named_by("join")
+
+    @property
+    def clocked(self) -> frozenset[int]:
+        """Return the nodes whose clock a fault sets."""
+        return self._named_by("set_clock")
+
+    def _named_by(self, kind: FaultKind) -> frozenset[int]:
+        return frozenset(index for fault in self.fault if fault.kind == kind for index in fault.nodes)
+
+    def slowness(self, index: int) -> float:
+        """Return how many times slower node ``index`` computes."""
+        return self.slow[index] if index < len(self.slow) else 1.0
+
+    def seconds_of_step(self, index: int) -> float:
+        """Return the minimum seconds of an inner step of node ``index``."""
+        if not isinstance(self.step_seconds, tuple):
+            return self.step_seconds
+        return self.step_seconds[index] if index < len(self.step_seconds) else 0.0
+
+    def caps(self, index: int) -> tuple[float, float]:
+        """Return the upload and download caps of node ``index`` in Mbit/s; 0: no cap."""
+        up, down = (caps[index] if index < len(caps) else 0.0 for caps in (self.upload_mbit, self.download_mbit))
+        return up, down
+
+    def manifest(self, now: float) -> Manifest:
+        """Return the run's manifest; raises `ManifestError` if its settings are not valid."""
+        return manifest_of(_run_settings(self.run, self.seed, self.stages), Path(), now)
+
+
+def _run_settings(run: Mapping[str, Any], seed: int, stages: int) -> _Settings:
+    """Return the run's settings with the scenario's seed and number of stages."""
+    settings = {**run, "seed": seed}
+    model = run.get("model")
+    if stages and isinstance(model, str | Mapping):
+        settings["model"] = {**({"preset": model} if isinstance(model, str) else model), "num_stages": stages}
+    return settings
+
+
+# The source has scenarios with hostile members; the wheel does not.
+_FOLDERS: Final = ("scenarios", "zoo/scenarios")
+
+
+def _delivered() -> dict[str, Traversable]:
+    """Return the scenarios that come with farandole, by name."""
+    folders = [files("farandole.testnet").joinpath(name) for name in _FOLDERS]
+    entries = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
+    return {entry.name.removesuffix(".toml"): entry for entry in entries if entry.name.endswith(".toml")}
+
+
+def scenario_names() -> list[str]:
+    """Return the names of the scenarios that come with farandole."""
+    return sorted(_delivered())
+
+
+def load_scenario(
+    name_or_path: str,
+    *,
+    nodes: int | None = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    stages: int | None = None,
+    nat: bool = False,
+    clean: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Scenario:
+    """Load a delivered scenario by its name, or a file; the other arguments replace its values.
+
+    With ``nat`` the nodes are in homes, in the default ones if the scenario names none. With ``clean`` it has no
+    faults. ``say`` is called with each condition that is dropped because there are too few nodes or rounds.
+
+    Raises `ScenarioError`, or `ManifestError` for its run settings.
+    """
+    file = _read(name_or_path)
+    sizes = {"nodes": nodes, "rounds": rounds, "stages": stages}
+    settings = _within_reach(file.values, {name: size for name, size in sizes.items() if size is not None}, say)
+    if seed is not None:
+        settings["seed"] = seed
+    if nat and not settings.get("home"):
+        settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
+    if clean:
+        settings |= {"fault": [], "chaos": None, "hostile": None}
+    with file.naming_lines():
+        return parse_scenario(settings)
+
+
+def _read(name_or_path: str) -> TomlFile:
+    if (delivered := _delivered().get(name_or_path)) is not None:
+        return read_toml(Path(str(delivered)))
+    if Path(name_or_path).exists():
+        return read_toml(Path(name_or_path))
+    near = did_you_mean(name_or_path, scenario_names())
+    hint = f"; did you mean {near}?" if near else ""
+    raise ScenarioError(
+        f"no scenario {name_or_path!r}: name a TOML file, or one of {', '.join(scenario_names())}{hint}"
+    )
+
+
+def _within_reach(settings: _Settings, sizes: Mapping[str, int], say: Callable[[str], None]) -> _Settings:
+    """Return the settings with other sizes, without conditions that these sizes cannot reach."""
+    made = {**settings, **sizes}
+    asked, most, before = settings.get("min_partners"), _num_others(made), _number(settings, "rounds", DEFAULT_ROUNDS)
+    rounds = sizes.get("rounds", before)
+    if rounds < before:
+        most = min(most, rounds // ROUNDS_A_PARTNER)
+    if sizes and isinstance(asked, int) and asked > most:
+        made["min_partners"] = most
+        say(f"min_partners is {most}, not the scenario's {asked}: there are too few nodes or rounds for more")
+    if rounds < before and settings.get("max_loss_merged") is not None:
+        made["max_loss_merged"] = None
+        say(f"max_loss_merged does not count: it is meant for the scenario's {before} rounds")
+    usual = _number(settings, "nodes", DEFAULT_NODES)
+    if (more := sizes.get("nodes", usual) / max(usual, 1)) > 1:
+        made |= _with_time(settings, more)
+        say(f"time limits are {more:.3g} times the scenario's: so many nodes share this machine's cores")
+    return made
+
+
+def _with_time(settings: _Settings, more: float) -> _Settings:
+    """Return time limits for ``more`` times as many nodes on the same cores."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
+    limits = {name: settings.get(name, defaults[name]) for name in _TIME_LIMITS}
+    made: _Settings = {name: more * limit for name, limit in limits.items() if isinstance(limit, int | float)}
+    run = settings.get("run")
+    rounds = run.get("rounds", {}) if isinstance(run, dict) else None
+    if isinstance(run, dict) and isinstance(rounds, dict):
+        seconds = rounds.get("exchange_seconds", RoundConfig().exchange_seconds)
+        if isinstance(seconds, int | float):
+            made["run"] = {**run, "rounds": {**rounds, "exchange_seconds": more * seconds}}
+    return made
+
+
+def _num_others(settings: _Settings) -> int:
+    """Return the number of possible partners of each node: the others of its stage, at least."""
+    nodes, stages = _number(settings, "nodes", DEFAULT_NODES), _number(settings, "stages", 1)
+    return max(0, nodes // max(1, stages) - 1)
+
+
+def _number(settings: _Settings, name: str, default: int) -> int:
+    """Return the value as it is, or ``default`` if it is no number, which is refused by name later."""
+    value = settings.get(name)
+    return value if isinstance(value, int) else default
+
+
+def parse_scenario(settings: _Settings) -> Scenario:
+    """Parse a TOML file's table; `FaultyError` has all faults of the scenario and its run, `ScenarioError` no room."""
+    reachable = min(_num_others(settings), _number(settings, "rounds", DEFAULT_ROUNDS) // ROUNDS_A_PARTNER)
+    settings = {"min_partners": min(DEFAULT_MIN_PARTNERS, reachable), **settings}
+    if faults := [*faults_of(settings, Scenario), *_faults_of_run(settings)]:
+        raise FaultyError(faults)
+    scenario = msgspec.convert(settings, Scenario)
+    if scenario.chaos is None:
+        return scenario
+    try:
+        drawn = draw_faults(scenario.chaos, scenario.nodes, scenario.seed)
+        return msgspec.convert(settings | {"fault": [*scenario.fault, *drawn]}, Scenario)
+    except (msgspec.ValidationError, ChaosError) as error:
+        raise ScenarioError(f"chaos: {error}") from error
+
+
+def _faults_of_run(settings: _Settings) -> list[FileFault]:
+    """Return the faults of the run's own settings, under the names that they have in the scenario."""
+    run = settings.get("run")
+    if not isinstance(run, Mapping):
+        return []
+    try:
+        manifest_of(_run_settings(run, _number(settings, "seed", 0), _number(settings, "stages", 0)), Path(), 0)
+    except ManifestError as error:
+        return [fault.within("run") for fault in faults_in(error)]
+    return []

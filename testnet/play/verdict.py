@@ -1,0 +1,66 @@
+"""The result of a play, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from farandole.node.base.figures import bits_per_byte, count, duration, loss
+
+from .report import PlayReport
+
+
+def course_lines(report: PlayReport) -> Iterator[str]:
+    """Yield lines on training, exchanges, and links."""
+    exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
+    yield (
+        f"{len(report.nodes)} nodes, {count(report.tokens)} tokens in {duration(report.seconds)} "
+        f"({count(report.tokens_per_second)}/s), {exchanges} exchanges"
+    )
+    yield (
+        f"training loss {loss(report.loss_first)} -> {loss(report.loss_last)}; "
+        f"held-out loss {loss(report.loss_start)} -> {loss(report.loss_merged)}"
+        f"{bits_per_byte(report.bits_per_byte_merged)}, mean of all replicas"
+    )
+    if report.spread is not None:
+        yield f"spread of the weights {report.spread:.2%}; run state {'equal' if report.state_equal else 'not equal'}"
+    if shares := [node.utilisation for node in report.nodes if node.utilisation is not None]:
+        moved = sum((Counter(node.paths) for node in report.nodes), Counter[str]())
+        paths = ", ".join(f"{number // 2} by {path}" for path, number in sorted(moved.items())) or "none"
+        yield f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths}"
+    clipped = sum(node.exchanges_clipped for node in report.nodes)
+    refused = sum(node.exchanges_refused for node in report.nodes)
+    if clipped or refused:
+        yield f"screening, counted at both partners: {clipped} clipped, {refused} refused"
+    if any(node.home for node in report.nodes):
+        links = Counter(path for node in report.nodes for path in node.links.values())
+        # The two ends of a link may have reported different paths at that moment.
+        ways = ", ".join(f"{(number + 1) // 2} {path}" for path, number in sorted(links.items()))
+        yield f"links between homes: {ways or 'none'}"
+
+
+def stage_lines(report: PlayReport) -> Iterator[str]:
+    """Yield one line per stage."""
+    for stage in report.stages:
+        busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
+        yield (
+            f"stage {stage.stage}: {stage.providers} nodes, {busy} busy of late; microbatches: {stage.kept} kept, "
+            f"{stage.dropped} dropped, {stage.rerouted} sent another way, {stage.taken_out} taken out again"
+        )
+
+
+def plot_losses(report: PlayReport, path: Path) -> None:
+    """Plot every node's loss over its rounds, and the merged model's. Raises `ImportError` without matplotlib."""
+    from ..report.plot import plot
+
+    curves = {f"node {node.index}": [(number + 1, loss) for number, loss in node.losses] for node in report.nodes}
+    marks = {}
+    if report.loss_start is not None:
+        marks[f"start, held-out text: {report.loss_start:.2f}"] = (0, report.loss_start)
+    if report.loss_merged is not None:
+        last = max((node.rounds for node in report.nodes), default=0)
+        label = f"merged model: {report.loss_merged:.2f}{bits_per_byte(report.bits_per_byte_merged)}"
+        marks[label] = (last, report.loss_merged)
+    title = f"{report.name}: {len(report.nodes)} nodes, {report.tokens:,} tokens, {report.verdict}"
+    plot(path, curves, marks, "rounds", title)

@@ -1,0 +1,1 @@
+"""Simulations of many nodes in virtual time, with the real state machines."""

@@ -1,0 +1,228 @@
+"""Sybils among honest authors: run state with the real state machines, in virtual time.
+
+Liars know every invented author, and repeatedly send all of them to their neighbours and to nodes that sync with them.
+The tables of an open run are smaller than the number of authors. With `invited`, an author needs an admission, and a
+member that may invite has a limited number of seats.
+
+The measures are whether honest authors stay in every honest node's table, and how fast an honest entry reaches all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Final, Literal
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.run.invitations import Admission, invite_members
+from farandole.protocol.state.entries import AdmissionProof, Delta, Kind, Member
+from farandole.protocol.state.state import MAX_AUTHORS
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.wire.messagepack import encode
+
+from .simulation import UNIX_EPOCH
+from .state import RUN_ID, SimulatedNode, World, key_of
+
+QUOTA: Final = 8
+"""Seats that the hostile member may give away."""
+FIRST_SYBIL: Final = 1_000_000
+"""Number of the first invented author; honest nodes have smaller ones."""
+_CREATOR: Final = 999_999
+_FOR_EVER: Final = int(UNIX_EPOCH) + 10**9
+_TELL_SECONDS: Final = 10.0
+_SEATS: Final = 1_000
+LIES_AT: Final = 1.0
+"""Virtual second at which the lies begin."""
+WRITES_AT: Final = 60.0
+WRITE_SECONDS, FOLLOWED_SECONDS = 15.0, 40.0
+"""Virtual seconds in which every honest node writes an entry, and from their beginning to the end of the play."""
+
+Admissions = Literal["open", "uninvited", "invited"]
+"""``open``: anybody is a member; else an invite is needed, which the liars lack, or have, with a quota."""
+
+
+@dataclass(frozen=True, slots=True)
+class SybilScenario:
+    """The parameters of a simulation."""
+
+    honest: int
+    sybils: int
+    """Number of invented authors; with 0 there are no liars."""
+    admission: Admissions = "open"
+    liars: int = 4
+    max_authors: int = MAX_AUTHORS
+    loss: float = 0.05
+    replaced_a_minute: float = 0.1
+    """Share of the honest nodes that are replaced each minute."""
+    writes_at: float = WRITES_AT
+    """Virtual second at which honest nodes begin to write, and the traffic to count; all nodes start at 0."""
+
+    @property
+    def ends_at(self) -> float:
+        """Return the virtual second at which the play ends."""
+        return self.writes_at + FOLLOWED_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class SybilOutcome:
+    """The state of the honest nodes at the end, without nodes that joined or died."""
+
+    kept: float
+    """Mean share of the honest authors that the honest tables hold."""
+    most_invented: int
+    """Number of invented authors in the table that has the most."""
+    are_equal: bool
+    """Whether all tables hold the same invented authors."""
+    delays: tuple[float, ...]
+    """Seconds from an entry's writing to its arrival at each node, sorted; infinity where it never arrived."""
+    messages: float
+    """Messages per node and second."""
+    num_bytes: float
+    """Bytes per node and second."""
+
+    def delay(self, share: float) -> float:
+        """Return the seconds within which this share of the deliveries was made."""
+        return self.delays[min(int(share * len(self.delays)), len(self.delays) - 1)]
+
+
+def network_of(peer: bytes) -> str:
+    """Return a network of its own for each peer: the best case for a liar."""
+    return hashlib.sha256(peer).hexdigest()
+
+
+def sybil_entries(number: int, now: float) -> Delta:
+    """Return the entries of ``number`` invented authors."""
+    entries = []
+    for index in range(number):
+        writer = Writer(key_of(FIRST_SYBIL + index), RUN_ID)
+        writer.marked(((0, int(now) + 100),))
+        entries.append(writer.write(Kind.MEMBER, 0, Member(device="invented"), now).signed)
+    return Delta(tuple(entries))
+
+
+def sybil_admissions(number: int, sponsor: Admission, sponsor_key: Ed25519PrivateKey, now: float) -> Delta:
+    """Return the entries of invented authors, each with an admission to one of the sponsor's seats."""
+    invite = invite_members(sponsor_key, RUN_ID, bytes(32), range(QUOTA), _FOR_EVER, sponsor=sponsor)
+    entries = []
+    for index in range(number):
+        writer = Writer(key_of(FIRST_SYBIL + index), RUN_ID)
+        writer.marked(((0, int(now) + 100),))
+        admission = encode(invite.admit(RUN_ID, writer.author, index % QUOTA))
+        entries.append(writer.write(Kind.ADMISSION, 0, AdmissionProof(admission), now).signed)
+        entries.append(writer.write(Kind.MEMBER, 0, Member(device="invented"), now).signed)
+    return Delta(tuple(entries))
+
+
+def let_lie(world: World, liar: SimulatedNode, sybils: Delta) -> None:
+    """Start a member that sends all invented authors to its neighbours, and to nodes that sync with it."""
+    liar.state.places.capacity = FIRST_SYBIL
+    liar.start(world.contacts())
+
+    def tell() -> bool:
+        now, unix = world.simulation.now, liar.clock.unix()
+        liar.gossip.merge(sybils, liar.author, unix, now, forward=False, is_asked=True)
+        liar.gossip.push.queue(sybils.entries, (), None)
+        return True
+
+    world.simulation.call_every(_TELL_SECONDS, tell)
+
+
+def build(scenario: SybilScenario, seed: int) -> tuple[World, Delta]:
+    """Return a world of settled honest nodes, and the entries that the liars send."""
+    now = UNIX_EPOCH + LIES_AT
+    if scenario.admission == "open":
+        world = World(seed, scenario.honest, scenario.loss, max_authors=scenario.max_authors, network_of=network_of)
+        return world, sybil_entries(scenario.sybils, now)
+    creator, liar = key_of(_CREATOR), scenario.honest + 1
+    sponsors = invite_members(creator, RUN_ID, b"sponsor".ljust(32), range(1), _FOR_EVER, quota=QUOTA)
+    sponsor = sponsors.admit(RUN_ID, public_bytes(key_of(liar)), 0)
+    invites = [
+        invite_members(
+            creator,
+            RUN_ID,
+            f"honest {index}".encode().ljust(32),
+            range(index * _SEATS, (index + 1) * _SEATS),  # a creator's invites share no seat; 0 is the sponsor's
+            _FOR_EVER,
+        )
+        for index in range(2 * scenario.honest // _SEATS + 1)  # up to the same number again join as replacements
+    ]
+
+    @cache
+    def admission_of(author_number: int) -> bytes:
+        if author_number == liar:
+            return encode(sponsor)
+        invite = invites[author_number // _SEATS]
+        return encode(invite.admit(RUN_ID, public_bytes(key_of(author_number)), author_number))
+
+    numbers = {public_bytes(key_of(number)): number for number in range(1, 2 * scenario.honest)}
+    world = World(
+        seed,
+        scenario.honest,
+        scenario.loss,
+        max_authors=scenario.max_authors,
+        network_of=network_of,
+        creator=public_bytes(creator),
+        admission_of=lambda author: admission_of(numbers[author]),
+    )
+    if scenario.admission == "uninvited":
+        return world, sybil_entries(scenario.sybils, now)
+    return world, sybil_admissions(scenario.sybils, sponsor, key_of(liar), now)
+
+
+def play(scenario: SybilScenario, seed: int) -> SybilOutcome:
+    """Play the scenario; equal seeds give equal outcomes."""
+    world, sybils = build(scenario, seed)
+    world.settle()
+    honest = list(world.nodes)
+    if sybils.entries:
+        liars = [world.add_node() for _ in range(scenario.liars if scenario.admission == "open" else 1)]
+        for liar in liars:
+            world.simulation.call_at(LIES_AT, partial(let_lie, world, liar, sybils))
+    _replace_some(world, honest, scenario)
+    world.simulation.run_until(scenario.writes_at)
+    sent = {node.author: _sent(world, node) for node in honest}
+    written = world.publish_all([node for node in honest if node.is_running], WRITE_SECONDS)
+    world.simulation.run_until(scenario.ends_at)
+    stayed = [node for node in honest if node.is_running]
+    authors = {node.author for node in stayed}
+    invented = {signed.author for signed in sybils.entries}
+    known = [frozenset(invented & set(node.state.authors)) for node in stayed]
+    kept = sum(other.author in node.state for node in stayed for other in stayed)
+    traffic = [(_sent(world, node), sent[node.author]) for node in stayed]
+    return SybilOutcome(
+        kept=kept / len(stayed) ** 2,
+        most_invented=max(map(len, known)),
+        are_equal=len(set(known)) == 1,
+        delays=tuple(
+            sorted(
+                node.seen_at.get(entry.id, float("inf")) - written_at
+                for entry, written_at in written
+                if entry.author in authors
+                for node in stayed
+            )
+        ),
+        messages=sum(after[0] - before[0] for after, before in traffic) / len(stayed) / FOLLOWED_SECONDS,
+        num_bytes=sum(after[1] - before[1] for after, before in traffic) / len(stayed) / FOLLOWED_SECONDS,
+    )
+
+
+def _sent(world: World, node: SimulatedNode) -> tuple[int, int]:
+    traffic = world.network.traffic[node.author]
+    return traffic.messages, traffic.num_bytes
+
+
+def _replace_some(world: World, honest: Sequence[SimulatedNode], scenario: SybilScenario) -> None:
+    """Replace nodes one after another, evenly over the whole play: one dies, and a new node joins."""
+    replaced = round(scenario.replaced_a_minute * len(honest) * scenario.ends_at / 60.0)
+    leavers = world.simulation.rng.sample(list(honest), replaced)
+
+    def replace(node: SimulatedNode) -> None:
+        node.stop()
+        world.add_node().start(world.contacts())
+
+    for index, node in enumerate(leavers):
+        world.simulation.call_at(scenario.ends_at * (index + 0.5) / replaced, partial(replace, node))

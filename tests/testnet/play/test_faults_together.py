@@ -1,0 +1,110 @@
+"""Real nodes with faults of all kinds, at random times and of their clocks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from farandole.node.base.control import call
+from farandole.node.status.status import NodeStatus
+from farandole.testnet.play.chaos import DURATIONS
+from farandole.testnet.play.launch import Testnet
+from farandole.testnet.play.scenario import Scenario, parse_scenario
+
+from .playing import SilentView
+
+HOUR, MONTH = 3_600.0, 30 * 86_400.0
+RUN: dict[str, Any] = {
+    "model": "tiny",
+    "inner": {"learning_rate": 3e-3, "warmup_steps": 10, "batch_size": 4},
+    "outer": {"codec": "bf16"},
+    "rounds": {"round_seconds": 3.0, "exchange_seconds": 5.0, "overlap": True},
+}
+
+
+def scenario(name: str, **settings: Any) -> Scenario:
+    return parse_scenario(
+        {
+            "run": {**RUN, "name": name},
+            # Longer than any machine needs: the plays end when the nodes have averaged again after the last fault.
+            "rounds": 256,
+            "exchanges_after_faults": 2,
+            "step_seconds": 0.25,  # leaves processor time to the other nodes
+            "timeout": 480.0,
+            "checkpoint_seconds": 15.0,  # a newcomer on a busy machine needs time to fetch one
+            "wedged_after": 240.0,  # on a busy machine six starts take long
+            "settle_timeout": 90.0,
+            "max_loss_merged": 4.5,
+            **settings,
+        }
+    )
+
+
+@pytest.mark.usefixtures("networks", "faketime")
+async def test_whatever_befalls_six_nodes_they_train_on_and_agree(tmp_path: Path) -> None:
+    """A small version of the scenario chaos: no node dies or hangs, all train again, and all have the same state."""
+    chaos = scenario(
+        "chaos",
+        nodes=6,
+        min_partners=1,
+        chaos={"seconds": 45.0, "faults": 12},
+        home=[{"kind": "open"}],
+    )
+    report = await Testnet(chaos, tmp_path / "out", SilentView()).play()
+    assert report.reasons == [], "\n".join(report.events)
+    assert sorted(fault.kind for fault in report.faults) == sorted([*DURATIONS, *DURATIONS])
+    assert all(seconds is not None for fault in report.faults for seconds in fault.standstill.values())
+
+
+class ClockView(SilentView):
+    """Sets an event once ``number`` clocks are wrong."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.are_wrong = trio.Event()
+        self._number = number
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        if sum("is wrong by" in each for each in self.said) == self._number:
+            self.are_wrong.set()
+
+
+async def status_of(home: Path) -> NodeStatus:
+    return msgspec.convert(await trio.to_thread.run_sync(partial(call, home, "status")), NodeStatus)
+
+
+@pytest.mark.usefixtures("faketime")
+async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_right(tmp_path: Path) -> None:
+    """Three clocks of six: an hour fast and 1 % too fast, an hour slow, a month slow."""
+    wrong = [(3, HOUR, 0.01), (4, -HOUR, 0.0), (5, -MONTH, 0.0)]
+    faults = [
+        {"kind": "set_clock", "nodes": [node], "after_start": 3.0, "duration": 20.0, "offset": offset, "drift": drift}
+        for node, offset, drift in wrong
+    ]
+    view = ClockView(len(wrong))
+    testnet = Testnet(scenario("clocks", nodes=6, min_partners=2, fault=faults), tmp_path / "out", view)
+    right = [tmp_path / "out" / "nodes" / f"{index:02d}" for index in range(3)]
+    async with trio.open_nursery() as nursery:
+
+        async def agree() -> None:
+            """Wait until the nodes with right clocks agree with each other, while the others' clocks are wrong."""
+            await view.are_wrong.wait()
+            with trio.fail_after(60):
+                while True:
+                    statuses = [await status_of(home) for home in right]
+                    lives = {status.run.members_live for status in statuses}
+                    if lives == {len(right)} and len({status.run.state_root for status in statuses}) == 1:
+                        return
+                    await trio.sleep(0.2)
+
+        nursery.start_soon(agree)
+        report = await testnet.play()
+    assert report.reasons == [], "\n".join(report.events)
+    assert report.state_equal
+    assert all(node.restarts == 0 for node in report.nodes)

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from farandole.node.base.control import NoNodeError, call
+from farandole.protocol.run.invite import decode_invite
+from farandole.testnet.play import launch, process
+from farandole.testnet.play.launch import TestnetError, prepare_folder
+from farandole.testnet.play.process import NodeProcess
+from farandole.testnet.play.scenario import Scenario, parse_scenario
+
+from ...patience import PATIENCE
+from .playing import SilentView, testnet
+
+PLAY = Path(__file__).with_name("play.py")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(launch, "WATCH_INTERVAL", 0.02)
+
+
+def scenario(**settings: Any) -> Scenario:
+    run = {"name": "fake", "model": "tiny"}
+    return parse_scenario(
+        {"run": run, "nodes": 3, "rounds": 8, "min_partners": 2, "start_interval": 0.0, "timeout": PATIENCE, **settings}
+    )
+
+
+async def test_a_scenario_without_faults_passes(tmp_path: Path) -> None:
+    report = await testnet(scenario(max_loss_merged=2.6), tmp_path).play()
+    assert report.reasons == []
+    assert report.verdict == "pass"
+    assert [node.rounds for node in report.nodes] == [8, 8, 8]
+    assert report.tokens == 24_000
+    assert report.state_equal
+    assert (report.loss_first, report.loss_last, report.loss_merged) == (5.0, -2.0, 2.5)
+    for node in report.nodes:
+        with pytest.raises(NoNodeError):
+            call(tmp_path / "nodes" / f"{node.index:02d}", "status")
+
+
+async def test_the_first_node_gets_the_manifest_and_the_others_an_invite(tmp_path: Path) -> None:
+    report = await testnet(scenario(), tmp_path).play()
+    first, second = ((tmp_path / "nodes" / name / "sources").read_text().split() for name in ("00", "01"))
+    assert first == [str(tmp_path / "run.manifest")]
+    assert decode_invite(second[0]).run_id.hex() == report.run_id
+    assert decode_invite(second[0]).addresses[0].endswith(report.nodes[0].peer_id)
+
+
+async def test_so_many_nodes_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[NodeProcess] = []
+    starting: list[int] = []
+    run = NodeProcess.run
+
+    async def note(node: NodeProcess, source: str | None, **kwargs: Any) -> None:
+        starting.append(sum(other.is_starting for other in started))
+        started.append(node)
+        await run(node, source, **kwargs)
+
+    monkeypatch.setattr(NodeProcess, "run", note)
+    monkeypatch.setattr(launch, "MAX_STARTING", 2)
+    report = await testnet(scenario(nodes=7), tmp_path).play()
+    assert report.verdict == "pass"
+    assert len(starting) == 7
+    assert max(starting) == 1, "and the one that starts"
+
+
+async def test_a_node_that_dies_fails_the_scenario(tmp_path: Path) -> None:
+    report = await testnet(scenario(), tmp_path, "--die", "1").play()
+    assert report.verdict == "fail"
+    assert [node.died for node in report.nodes] == [False, True, False]
+    assert any("node 1 died" in reason for reason in report.reasons)
+    assert any("node 1 died (exit code 7): see" in event for event in report.events)
+
+
+async def test_a_node_that_stands_still_is_wedged(tmp_path: Path) -> None:
+    class View(SilentView):
+        def say(self, text: str) -> None:
+            super().say(text)
+            if "is wedged" in text:
+                signal.raise_signal(signal.SIGINT)
+
+    play = testnet(scenario(wedged_after=10.0, timeout=PATIENCE), tmp_path, "--stall", "2")
+    play.view = View()
+    report = await play.play()
+    assert [node.wedged for node in report.nodes] == [False, False, True]
+    assert any("node 2 was wedged" in reason for reason in report.reasons)
+
+
+async def test_a_training_that_takes_too_long_fails(tmp_path: Path) -> None:
+    report = await testnet(scenario(timeout=1.0), tmp_path, "--stall", "2").play()
+    assert report.reasons[0] == "the training was not over after 1 s"
+
+
+async def test_nodes_that_do_not_agree_on_the_run_state(tmp_path: Path) -> None:
+    report = await testnet(scenario(settle_timeout=0.3), tmp_path, "--stray", "1").play()
+    assert not report.state_equal
+    assert report.reasons == ["the run state is not equal on all live nodes"]
+
+
+async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> None:
+    faults = [
+        {"kind": "restart", "nodes": [0], "at_round": 3, "duration": 0.1},
+        {"kind": "freeze", "nodes": [1], "at_seconds": 0.5, "duration": 0.2},
+        {"kind": "kill", "nodes": [2], "at_round": 5},
+        {"kind": "join", "nodes": [3], "at_round": 4},
+        {"kind": "leave", "nodes": [4], "at_round": 6},
+    ]
+    report = await testnet(scenario(nodes=5, rounds=40, fault=faults), tmp_path, "--late", "3").play()
+    assert report.reasons == []
+    first, _, killed, late, left = report.nodes
+    assert (first.restarts, first.rounds, first.died) == (1, 40, False)
+    # The exchanges of the first process between its last status and its death are unknown.
+    assert 1 <= first.exchanges_ok <= 40
+    assert [node.is_alive for node in report.nodes] == [True, True, False, True, False]
+    assert (killed.died, left.died) == (False, False)
+    assert killed.rounds < 40
+    assert late.rounds == 40
+    # Back in its folder a node needs no invite; a late one is invited by living nodes.
+    assert (tmp_path / "nodes" / "00" / "sources").read_text().split()[1:] == ["None"]
+    said = " ".join(report.events)
+    for words in ("kill -9 node 0", "starting node 0 again", "freezing node 1", "kill -9 node 2", "node 3 joins late"):
+        assert words in said
+
+
+async def test_however_late_faults_come_training_goes_on_after_them_and_the_nodes_pause(tmp_path: Path) -> None:
+    faults = [
+        # Once all have been seen training: on a busy machine the first may be far ahead by then.
+        {"kind": "restart", "nodes": [1], "after_start": 0.5, "duration": 0.1},
+        {"kind": "freeze", "nodes": [2], "after_start": 1.0, "duration": 0.1},
+    ]
+    settings = scenario(rounds=256, exchanges_after_faults=5, fault=faults)
+    report = await testnet(settings, tmp_path, "--pace", "0.5").play()
+    assert report.reasons == []
+    first, restarted, _ = report.nodes
+    assert 5 <= first.rounds < 256
+    assert (restarted.restarts, restarted.exchanges_since_restart >= 5) == (1, True)
+
+
+async def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
+    faults = [
+        {"kind": "restart", "nodes": [0], "at_round": 20, "duration": 1.0},
+        {"kind": "freeze", "nodes": [1], "at_round": 20, "duration": 1.0},
+        {"kind": "starve", "nodes": [2], "at_round": 20, "duration": 1.0, "factor": 4},
+    ]
+    report = await testnet(scenario(rounds=120, fault=faults), tmp_path).play()
+    assert report.reasons == []
+    killed, frozen, starved = report.nodes
+    assert killed.condition_seconds["absent"] >= 1.0
+    assert killed.condition_seconds["returning"] > 0.0
+    assert frozen.condition_seconds["frozen"] >= 1.0
+    assert starved.condition_seconds["starved"] >= 1.0
+    for node in report.nodes:
+        alive = ("starting", "returning", "working", "starved")
+        assert node.given_seconds == pytest.approx(sum(node.condition_seconds.get(each, 0.0) for each in alive))
+    assert report.tokens_per_given_second == pytest.approx(360_000 / sum(node.given_seconds for node in report.nodes))
+    assert {fault.kind: fault.nodes for fault in report.faults} == {"restart": [0], "freeze": [1], "starve": [2]}
+    for fault in report.faults:
+        (standstill,) = fault.standstill.values()
+        assert standstill is not None
+        assert standstill >= (0.9 if fault.kind != "starve" else 0.0)
+
+
+async def test_nothing_befalls_a_node_before_it_has_been_started(tmp_path: Path) -> None:
+    restart = {"kind": "restart", "nodes": [2], "at_seconds": 0.0, "duration": 0.1}
+    with trio.fail_after(PATIENCE):
+        report = await testnet(scenario(rounds=40, start_interval=0.3, fault=[restart]), tmp_path).play()
+    assert report.reasons == []
+    assert (tmp_path / "nodes" / "02" / "sources").read_text().split()[-1] == "None"  # as for an earlier member
+    assert not is_up(tmp_path / "nodes" / "02")
+
+
+async def test_a_node_that_flaps_is_left_alone_in_the_end(tmp_path: Path) -> None:
+    flap = {"kind": "flap", "nodes": [1], "at_round": 5, "duration": 2.0, "interval": 0.4}
+    report = await testnet(scenario(rounds=60, fault=[flap]), tmp_path).play()
+    assert report.reasons == []
+    assert any("node 1 was killed" in event for event in report.events)
+    assert report.nodes[1].condition_seconds["absent"] > 0.0
+    assert report.nodes[1].rounds == 60
+
+
+async def test_a_full_disk_takes_nothing_and_then_again(tmp_path: Path) -> None:
+    full = {"kind": "fill_disk", "nodes": [1], "after_start": 0.1, "duration": 1.0}
+    report = await testnet(scenario(rounds=100, fault=[full]), tmp_path, "--write", "1").play()
+    assert report.reasons == []
+    said = (tmp_path / "nodes" / "01" / "written").read_text().split()
+    assert "File" in said
+    assert said[-1] == "ok"
+
+
+async def test_ctrl_c_ends_all_nodes_and_still_writes_the_report(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        play = await nursery.start(start_play, tmp_path)
+        play.send_signal(signal.SIGINT)
+        with trio.fail_after(PATIENCE):
+            await play.wait()
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["verdict"] == "fail"
+    assert report["reasons"][0] == "interrupted"
+    assert not any(is_up(tmp_path / "out" / "nodes" / name) for name in ("00", "01"))
+
+
+async def test_a_launcher_that_is_killed_leaves_no_nodes_behind(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        play = await nursery.start(start_play, tmp_path)
+        play.kill()
+        await play.wait()
+    with trio.fail_after(PATIENCE):
+        await until(lambda: not any(is_up(tmp_path / "out" / "nodes" / name) for name in ("00", "01")))
+
+
+async def start_play(tmp_path: Path, *, task_status: Any) -> None:
+    """Play two endless fake nodes in a separate process; started once both nodes answer."""
+    path = tmp_path / "endless.toml"
+    path.write_text("nodes = 2\nrounds = 256\nmin_partners = 1\n[run]\nname = 'endless'\nmodel = 'tiny'\n")
+    command = [sys.executable, str(PLAY), str(path), str(tmp_path / "out")]
+    play = await trio.lowlevel.open_process(command, stdout=subprocess.DEVNULL)
+    with trio.fail_after(PATIENCE):
+        await until(lambda: all(is_up(tmp_path / "out" / "nodes" / name) for name in ("00", "01")))
+    task_status.started(play)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - other processes tell no event
+        await trio.sleep(0.05)
+
+
+def is_up(home: Path) -> bool:
+    try:
+        call(home, "status")
+    except NoNodeError:
+        return False
+    return True
+
+
+def test_a_folder_with_other_things_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(TestnetError, match="holds other things"):
+        prepare_folder(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_folder_of_an_earlier_play_is_emptied(tmp_path: Path) -> None:
+    prepare_folder(tmp_path / "new")
+    (tmp_path / "new" / "run.manifest").touch()
+    (tmp_path / "new" / "nodes" / "00").mkdir(parents=True)
+    prepare_folder(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []

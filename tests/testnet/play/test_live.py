@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from farandole.testnet.natlab.groups import Leash
+from farandole.testnet.play.live import open_view, summary, table
+from farandole.testnet.play.process import NodeProcess
+from farandole.testnet.play.record import NodeRecord
+from farandole.testnet.play.report import Merged, make_report, node_report
+from farandole.testnet.play.scenario import parse_scenario
+from farandole.testnet.play.verdict import plot_losses
+
+from .test_record import status
+
+SCENARIO = parse_scenario({"run": {"name": "demo", "model": "tiny"}, "nodes": 4, "rounds": 9})
+
+
+def node(index: int, *, is_running: bool = True, **fields: Any) -> NodeProcess:
+    record = NodeRecord(index, f"12D3KooW{index:08d}")
+    if fields:
+        record.observe(status(**fields), 0.0)
+    process = NodeProcess(record, Path(), (), Leash(io.BytesIO()), lambda text: None)
+    process.is_running = is_running
+    return process
+
+
+NODES = [
+    node(0, round=3, loss=2.5, exchanges_ok=3, partners={"bob": 3}, losses=[(0, 5.0), (1, 4.0)], tokens_per_second=900),
+    node(1, round=2, loss=2.75, exchanges_ok=1, exchanges_alone=1, partners={"a": 1}, tokens_per_second=600),
+    node(2),
+    node(3, is_running=False),
+]
+
+
+def shown(renderable: object, width: int = 140) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(renderable)
+    return file.getvalue()
+
+
+def test_the_summary_counts_live_nodes_and_each_exchange_once() -> None:
+    expected = "3 live, rounds 2 to 3 of 9, loss 2.500 to 2.750, 2 exchanges, 1.50 k tokens/s"
+    assert summary(NODES, SCENARIO) == expected
+    assert summary([node(0)], SCENARIO) == "1 nodes start"
+
+
+def test_the_table_has_a_line_for_each_node() -> None:
+    _, *rows = shown(table(NODES), width=80).splitlines()
+    assert [next(word for word in ("training", "starting", "not yet") if word in row) for row in rows] == [
+        "training",
+        "training",
+        "starting",
+        "not yet",
+    ]
+    assert "3/0/0" in rows[0]
+    assert "1/1/0" in rows[1]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_both_views_show_events(is_terminal: bool) -> None:
+    file = io.StringIO()
+    with ExitStack() as stack:
+        view = stack.enter_context(open_view(Console(file=file, width=120, force_terminal=is_terminal)))
+        view.say("kill -9 node [2]")
+        view.show(NODES, 65, SCENARIO)
+    assert "kill -9 node [2]" in file.getvalue()
+    assert ("ok/alone/failed" in file.getvalue()) == is_terminal
+    assert ("1 min 05 s: 3 live" in file.getvalue()) == is_terminal
+
+
+def test_the_picture_of_the_losses(tmp_path: Path) -> None:
+    nodes = [node_report(each.record, is_alive=each.is_running) for each in NODES]
+    report = make_report(SCENARIO, bytes(32), nodes, Merged(5.5, 2.4, 0.02), seconds=9, events=[])
+    plot_losses(report, tmp_path / "loss.png")
+    plot_losses(msgspec.structs.replace(report, loss_merged=None, loss_start=None), tmp_path / "again.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,76 @@
+"""Fake nodes in the homes of the NAT lab: they run there, and events of their homes are reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.testnet.natlab.groups import open_leash
+from farandole.testnet.natlab.namespace import Location
+from farandole.testnet.play import launch, process
+from farandole.testnet.play.places import Lodging, open_lodgings
+from farandole.testnet.play.report import PlayReport
+from farandole.testnet.play.scenario import parse_scenario
+
+from .playing import testnet
+
+RUN = {"name": "homes", "model": "tiny"}
+HOMES = [{"kind": "open"}, {"kind": "symmetric", "up_mbit": 20, "down_mbit": 50, "delay_ms": 5, "loss": 0.01}]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(launch, "WATCH_INTERVAL", 0.02)
+
+
+async def play(out: Path, **settings: Any) -> PlayReport:
+    scenario = parse_scenario({"nodes": 3, "min_partners": 2, "timeout": 60.0, "run": RUN, "home": HOMES, **settings})
+    return await testnet(scenario, out).play()
+
+
+@pytest.mark.usefixtures("networks")
+async def test_nodes_live_in_homes(tmp_path: Path) -> None:
+    report = await play(tmp_path, rounds=4, start_interval=0.0)
+    assert report.reasons == []
+    assert [node.home for node in report.nodes] == ["open", "symmetric", "open"]
+
+
+@pytest.mark.usefixtures("networks")
+def test_public_nodes_are_where_those_are_who_may_call_nothing_else() -> None:
+    scenario = parse_scenario({"nodes": 2, "min_partners": 1, "run": RUN, "home": HOMES})
+    with open_leash() as leash, open_lodgings(scenario, leash) as (public, home):
+        assert (public.place.port, home.place.port) == (443, None)
+        assert home.home is not None
+        assert (home.home.line.up_mbit, home.home.line.delay_ms, home.home.line.loss) == (20, 5, 0.01)
+
+
+@pytest.mark.usefixtures("networks")
+def test_nodes_of_one_home_are_machines_on_its_local_network() -> None:
+    homes = [{"kind": "open"}, {"kind": "full-cone", "nodes": 2}]
+    scenario = parse_scenario({"nodes": 4, "min_partners": 1, "run": RUN, "home": homes})
+    with open_leash() as leash, open_lodgings(scenario, leash) as (public, one, other, next_public):
+        assert one.home is other.home is not None
+        assert one.place.enter != other.place.enter
+        assert len({id(lodging.home) for lodging in (public, one, next_public)}) == 3
+
+
+def test_without_homes_and_links_all_are_on_loopback() -> None:
+    scenario = parse_scenario({"nodes": 2, "min_partners": 1, "run": RUN})
+    with open_leash() as leash, open_lodgings(scenario, leash) as lodgings:
+        assert lodgings == [Lodging(Location()), Lodging(Location())]
+
+
+@pytest.mark.usefixtures("networks")
+async def test_faults_befall_homes(tmp_path: Path) -> None:
+    kinds = ("cut", "unplug", "reboot_router")
+    faults = [{"kind": kind, "nodes": [1], "at_round": 1 + n, "duration": 0.1} for n, kind in enumerate(kinds)]
+    report = await play(tmp_path, rounds=40, fault=[*faults, {"kind": "change_address", "nodes": [2], "at_round": 5}])
+    assert report.reasons == []
+    told = " ".join(report.events)
+    for what in ("the line", "the cable", "the router"):
+        assert f"{what} of node 1 is gone for 0.1 s" in told
+        assert f"{what} of node 1 is back" in told
+    assert "node 2 has another public address, 5.3.2.1," in told

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from farandole.testnet.play.fault import FaultReport
+from farandole.testnet.play.link_table import link_table
+from farandole.testnet.play.record import Growth
+from farandole.testnet.play.report import Merged, NodeReport, PlayReport, make_report
+from farandole.testnet.play.scenario import Scenario, parse_scenario
+from farandole.testnet.play.verdict import course_lines
+
+ROUNDS = 4
+GOOD = NodeReport(
+    index=0,
+    peer_id="alice",
+    rounds=ROUNDS,
+    exchanges_ok=4,
+    exchanges_alone=0,
+    exchanges_failed=0,
+    partners={"bob": 2, "carol": 2},
+    bytes_sent=10,
+    bytes_received=10,
+    inner_steps=80,
+    tokens=1_000,
+    loss_first=5.0,
+    loss_last=2.0,
+    losses=[(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0)],
+    died=False,
+    wedged=False,
+    restarts=0,
+    exchanges_since_restart=4,
+    is_alive=True,
+    state_root="root",
+)
+MERGED = Merged(loss_start=5.5, loss=2.1, spread=0.02, bits_per_byte_start=7.9, bits_per_byte=3.0)
+
+
+def scenario(**settings: Any) -> Scenario:
+    return parse_scenario(
+        {
+            "run": {"name": "a", "model": "tiny"},
+            "nodes": 3,
+            "rounds": ROUNDS,
+            "min_partners": 2,
+            "max_loss_merged": 2.6,
+            **settings,
+        }
+    )
+
+
+def judge(nodes: list[NodeReport], merged: Merged | None = MERGED, **settings: Any) -> PlayReport:
+    return make_report(scenario(**settings), bytes(32), nodes, merged, seconds=10.0, events=[])
+
+
+def node(index: int, **changes: Any) -> NodeReport:
+    return msgspec.structs.replace(GOOD, index=index, **changes)
+
+
+def test_each_end_of_a_link_says_how_it_reaches_the_other() -> None:
+    near = node(0, home="open", links={"bob": "punched"})
+    far = node(1, home="symmetric", peer_id="bob", links={"alice": "relayed"})
+    table = link_table([near, far, node(2, peer_id="carol")])
+    assert table.header == ["link to node", "0", "1", "2"]
+    assert table.rows == [["0 open", "", "punched", "-"], ["1 symmetric", "relayed", "", "-"], ["2 ", "-", "-", ""]]
+
+
+def test_good_nodes_pass() -> None:
+    report = judge([node(0), node(1, loss_first=3.0), node(2)])
+    assert (report.verdict, report.reasons) == ("pass", [])
+    assert (report.tokens, report.tokens_per_second) == (3_000, 300.0)
+    assert report.loss_first == pytest.approx(13 / 3)
+    assert (report.loss_start, report.loss_merged, report.spread) == (5.5, 2.1, 0.02)
+    assert (report.bits_per_byte_start, report.bits_per_byte_merged) == (7.9, 3.0)
+    assert report.state_equal
+
+
+def test_the_verdict_shows_bits_per_byte_and_a_report_without_them_is_read() -> None:
+    report = judge([node(0), node(1), node(2)])
+    assert any("held-out loss 5.500 -> 2.100 (3.000 bits per byte), mean" in line for line in course_lines(report))
+    older = {name: value for name, value in msgspec.to_builtins(report).items() if not name.startswith("bits_per_byte")}
+    read = msgspec.convert(older, PlayReport)
+    assert any("held-out loss 5.500 -> 2.100, mean" in line for line in course_lines(read))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"died": True, "is_alive": False}, "node 1 died"),
+        ({"is_alive": False}, "node 1 was not there at the end"),
+        ({"wedged": True}, "node 1 was wedged"),
+        ({"restarts": 1, "exchanges_since_restart": 0}, "node 1 exchanged with nobody after"),
+        ({"losses": []}, "node 1 never trained"),
+        ({"rounds": 3}, "node 1 reached round 3 of 4"),
+        ({"partners": {"bob": 9}}, "node 1 had 1 of 2 required partners"),
+        ({"state_root": "other"}, "the run state is not equal"),
+        ({"state_root": ""}, "the run state is not equal"),
+    ],
+)
+def test_one_bad_node_fails_the_run(changes: dict[str, Any], reason: str) -> None:
+    report = judge([node(0), node(1, **changes), node(2)])
+    assert report.verdict == "fail"
+    assert len(report.reasons) == 1
+    assert report.reasons[0].startswith(reason)
+
+
+def test_a_node_that_was_killed_on_purpose_owes_nothing() -> None:
+    gone = node(1, is_alive=False, is_doomed=True, rounds=1, partners={}, state_root="")
+    assert judge([node(0), gone, node(2)]).verdict == "pass"
+
+
+def test_a_node_that_came_when_few_rounds_were_left_needs_fewer_partners() -> None:
+    late = {"losses": [(2, 3.0), (3, 2.0)], "partners": {"bob": 1}}
+    assert judge([node(0), node(1, **late), node(2)]).verdict == "pass"
+    assert judge([node(0), node(1, **late | {"partners": {}}), node(2)]).verdict == "fail"
+
+
+def test_a_late_joiner_must_begin_with_a_peers_weights() -> None:
+    fault = [{"kind": "join", "nodes": [1], "at_round": 2}]
+    assert judge([node(0), node(1, losses=[(2, 3.0), (3, 2.0)])], fault=fault).reasons == []
+    [reason] = judge([node(0), node(1)], fault=fault).reasons
+    assert reason == "node 1 joined late and began in round 0: it got no weights from a peer"
+
+
+def test_the_merged_loss_must_be_below_its_bound() -> None:
+    assert judge([GOOD], Merged(5.5, 2.6, 0.1)).reasons == ["the merged model's loss is 2.600, not below 2.6"]
+    assert judge([GOOD], Merged(5.5, float("nan"), 0.1)).verdict == "fail"
+    assert judge([GOOD], None).reasons == ["there is no merged model: no replica left a checkpoint"]
+
+
+def test_every_node_in_every_round_and_slow_ones_with_fewer_steps() -> None:
+    settings: dict[str, Any] = {"every_round": True, "slow": [1.0, 8.0]}
+    assert judge([node(0), node(1, inner_steps=11)], **settings).reasons == []
+    missing = node(1, inner_steps=11, losses=[(1, 4.0), (3, 2.0)])
+    assert judge([node(0), missing], **settings).reasons == ["node 1 took no part in rounds [2]"]
+    [reason] = judge([node(0), node(1)], **settings).reasons
+    assert reason == "node 1 took as many inner steps (80) as the faster node 0"
+
+
+def test_problems_outside_the_nodes_come_first() -> None:
+    report = make_report(scenario(), bytes(32), [GOOD], MERGED, seconds=1, events=["e"], problems=["interrupted"])
+    assert (report.verdict, report.reasons, report.events) == ("fail", ["interrupted"], ["e"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "failed", "reason"),
+    [
+        ([4.0, 5.0, 9.0], 0, None),
+        ([4.0, 6.0, 6.5], 0, "node 0 took 6.0 s for an exchange (median), more than 3 times the ideal 1.8 s"),
+        ([4.0], 1, "node 0 had 1 exchanges that failed"),
+        ([], 0, "node 0 completed no exchange"),
+    ],
+)
+def test_an_exchange_is_measured_by_its_line(seconds: list[float], failed: int, reason: str | None) -> None:
+    """A megabyte at 5 Mbit/s, with a round trip of 200 ms."""
+    line = {"kind": "open", "up_mbit": 5, "down_mbit": 20, "delay_ms": 50}
+    slow = node(0, exchange_seconds=seconds, exchange_bytes=1_000_000, exchanges_failed=failed)
+    good = [node(index, exchange_seconds=[2.0], exchange_bytes=1_000_000) for index in (1, 2)]
+    report = judge([slow, *good], max_exchange_over_ideal=3, home=[line])
+    assert report.reasons == ([] if reason is None else [reason])
+
+
+@pytest.mark.parametrize(("memory", "tasks", "is_flat"), [(0.009, 2, True), (0.02, 0, False), (0.0, 20, False)])
+def test_who_grows_does_not_pass(memory: float, tasks: float, is_flat: bool) -> None:
+    growth = Growth(hours=0.5, memory=memory, trainer_memory=None, descriptors=0, tasks=tasks)
+    report = judge([node(0, growths=[growth]), node(1), node(2)], max_growth=0.01)
+    assert (report.reasons == []) == is_flat
+    assert judge([node(0), node(1), node(2)], max_growth=0.01).reasons == [
+        "no node lived long enough to see whether it grows"
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "is_fine"), [(14.0, True), (16.0, False), (None, False)])
+def test_a_partition_heals_in_time_or_not(seconds: float | None, is_fine: bool) -> None:
+    partition = FaultReport("partition", [0], 3.0, 1.0, {0: 1.0}, seconds)
+    report = make_report(
+        scenario(max_heal_seconds=15),
+        bytes(32),
+        [node(0), node(1), node(2)],
+        MERGED,
+        seconds=10.0,
+        events=[],
+        faults=[partition],
+    )
+    assert (report.reasons == []) == is_fine
+    assert report.faults[0].healed_in == seconds

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.protocol.wire.errors import ManifestError
+from farandole.testnet.play.scenario import load_scenario, parse_scenario, scenario_names
+
+RUN = {"name": "a", "model": "tiny"}
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_delivered_scenarios_are_valid(name: str) -> None:
+    scenario = load_scenario(name)
+    assert scenario.max_loss_merged is not None
+    assert scenario.manifest(0).name == name
+
+
+def test_the_three_scenarios_are_delivered() -> None:
+    assert {"demo", "churn", "unequal", "overlap"} <= set(scenario_names())
+
+
+def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("nodes = 8\nrounds = 9\nmin_partners = 3\nrun = {name = 'a', model = 'tiny', seed = 4}\n")
+    scenario = load_scenario(str(path), nodes=4, rounds=12, seed=7)
+    assert (scenario.nodes, scenario.rounds, scenario.min_partners) == (4, 12, 3)
+    assert scenario.manifest(0).seed == 7
+    path.write_text("min_partners = 'all'\nrun = {name = 'a', model = 'tiny'}\n")
+    with pytest.raises(ManifestError, match="min_partners"):
+        load_scenario(str(path), nodes=3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "min_partners", "said"),
+    [
+        ({}, 3, ""),
+        ({"nodes": 3}, 2, "min_partners is 2, not the scenario's 3"),
+        ({"nodes": 1}, 0, "min_partners is 0"),
+        ({"rounds": 20}, 3, ""),
+        ({"rounds": 5}, 1, "min_partners is 1"),
+    ],
+)
+def test_so_few_nodes_and_rounds_are_not_asked_for_what_is_beyond_them(
+    sizes: dict[str, Any], min_partners: int, said: str
+) -> None:
+    told: list[str] = []
+    assert load_scenario("demo", **sizes, say=told.append).min_partners == min_partners
+    assert said in "\n".join(told)
+    assert bool(said) == bool(told)
+
+
+def test_more_nodes_on_the_same_cores_have_more_time() -> None:
+    told: list[str] = []
+    usual, many = load_scenario("demo"), load_scenario("demo", nodes=32, say=told.append)
+    for name in ("timeout", "wedged_after", "settle_timeout"):
+        assert getattr(many, name) == 4 * getattr(usual, name)
+    assert many.manifest(0).rounds.exchange_seconds == 4 * usual.manifest(0).rounds.exchange_seconds
+    assert many.manifest(0).rounds.inner_steps == usual.manifest(0).rounds.inner_steps
+    assert told == ["time limits are 4 times the scenario's: so many nodes share this machine's cores"]
+    assert load_scenario("demo", nodes=8) == usual
+
+
+def test_fewer_rounds_need_not_learn_as_much() -> None:
+    told: list[str] = []
+    assert load_scenario("demo", rounds=13, say=told.append).max_loss_merged is None
+    assert told == ["max_loss_merged does not count: it is meant for the scenario's 14 rounds"]
+    assert load_scenario("demo", rounds=15).max_loss_merged is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "min_partners"),
+    [({}, 3), ({"nodes": 3}, 2), ({"nodes": 9, "stages": 3}, 2), ({"rounds": 3}, 1), ({"nodes": 1}, 0)],
+)
+def test_a_scenario_need_not_say_how_many_partners_there_are(settings: dict[str, Any], min_partners: int) -> None:
+    assert parse_scenario({"run": RUN, **settings}).min_partners == min_partners
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "run"),
+        ({"run": RUN, "colour": 1}, "colour"),
+        ({"run": {"name": "a"}}, "model is missing"),
+        ({"run": {**RUN, "outer": {"gamma": 9.0}}}, r"outer\.gamma"),
+        ({"run": RUN, "nodes": 0}, "nodes"),
+        ({"run": RUN, "nodes": 2, "min_partners": 2}, "min_partners is 2"),
+        ({"run": RUN, "slow": [0.5]}, "slow"),
+        ({"run": RUN, "slow": [1.0] * 9}, "slow has 9 entries for 8 nodes"),
+        ({"run": RUN, "upload_mbit": [-1.0]}, "upload_mbit"),
+        ({"run": RUN, "upload_mbit": [0.0, 0.1]}, r"a cap is at least 0\.5 Mbit/s"),
+        ({"run": RUN, "download_mbit": [1.0] * 9}, "download_mbit has 9 entries for 8 nodes"),
+        ({"run": RUN, "fault": [{"kind": "explode", "nodes": [1], "at_round": 1}]}, "explode"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1]}]}, "say one of at_round"),
+        (
+            {"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "at_seconds": 1}]},
+            "say one of at_round",
+        ),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [8], "at_round": 1}]}, "names node 8, but the last is 7"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [], "at_round": 1}]}, "nodes"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "of_stage": 1, "at_round": 1}]}, "or of_stage"),
+        ({"run": RUN, "fault": [{"kind": "join", "of_stage": 1, "at_round": 1}]}, "holds no stage"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 20}]}, "never happens"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "duration": 2}]}, "has no duration"),
+        ({"run": RUN, "fault": [{"kind": "freeze", "nodes": [1], "at_round": 1}]}, "say its duration"),
+        ({"run": RUN, "fault": [{"kind": "cut", "nodes": [0], "at_round": 1, "duration": 2}]}, "which there are"),
+        ({"run": RUN, "fault": [{"kind": "cut", "nodes": [0], "at_round": 1}]}, "say its duration"),
+        ({"run": RUN, "home": [{"kind": "cone"}]}, "no kind of home 'cone'"),
+        ({"run": RUN, "home": [{"kind": "open", "loss": 2}]}, r"home.*loss"),
+        ({"run": RUN, "home": [{"kind": "open"}], "link": {"up_mbit": 9, "down_mbit": 9}}, "say link, or home"),
+        ({"run": RUN, "fault": [{"kind": "join", "nodes": [0], "at_round": 1}]}, "cannot join late"),
+        ({"run": RUN, "fault": [{"kind": "join", "nodes": [1], "at_seconds": 1}]}, "say at_round"),
+    ],
+)
+def test_what_is_wrong_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        parse_scenario(settings)
+
+
+FAULTY = """\
+rouns = 9
+nodes = 4
+slow = [
+  1.0,
+  0.5,
+]
+[run]
+name = "a"
+model = "tny"
+[run.outer]
+gamma = 2.5
+fragmets = 2
+[[fault]]
+kind = "kill"
+nodes = [1]
+at_round = 1
+[[fault]]
+kind = "exploded"
+nodes = [1]
+at_round = 1
+[[home]]
+kind = "symetric"
+"""
+
+
+def test_all_faults_of_a_file_are_named_at_once_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(FAULTY)
+    with pytest.raises(ManifestError) as caught:
+        load_scenario(str(path))
+    begins = [
+        "1: rouns is no setting; did you mean rounds?",
+        "5: slow[1]: expected a finite number, 1 to 1000, got 0.5",
+        "9: run.model: no preset is called 'tny'",
+        "12: run.outer.fragmets is no setting; did you mean fragments?",
+        "18: fault[1].kind: expected one of kill, freeze",
+        "21: home[0]: no kind of home 'symetric'",
+    ]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(begins)
+    for line, begin in zip(lines, begins, strict=True):
+        assert line.startswith(f"{path}:{begin}")
+    assert lines[-1].endswith("did you mean symmetric?")
+
+
+def test_all_relations_that_fail_are_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(
+        "nodes = 2\nmin_partners = 2\nslow = [1.0, 1.0, 1.0]\nrun = {name = 'a', model = 'tiny', outer = {gamma = 9}}\n"
+        "[[fault]]\nkind = 'kill'\nnodes = [0]\nat_round = 1\n[[fault]]\nkind = 'kill'\nnodes = [5]\nat_round = 1\n"
+    )
+    with pytest.raises(ManifestError) as caught:
+        load_scenario(str(path))
+    assert [line.removeprefix(f"{path}:")[:14] for line in str(caught.value).splitlines()] == [
+        "2: min_partner",
+        "3: slow has 3 ",
+        "4: run.outer.g",
+        "9: fault[1]: '",
+    ]
+
+
+def test_a_misspelt_name_is_recognised() -> None:
+    with pytest.raises(ManifestError, match=r"did you mean churn\?"):
+        load_scenario("chrun")
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(ManifestError, match=r"no scenario 'chrun'.*churn, demo"):
+        load_scenario("chrun")
+
+
+def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
+    faults = [
+        {"kind": "join", "nodes": [3], "at_round": 1},
+        {"kind": "kill", "nodes": [1, 2], "at_round": 1},
+        {"kind": "leave", "nodes": [4], "at_seconds": 9},
+        {"kind": "restart", "nodes": [5], "at_seconds": 9, "duration": 1},
+    ]
+    scenario = parse_scenario({"run": RUN, "fault": faults, "slow": [2.0]})
+    assert scenario.late_joiners == {3}
+    assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
+
+
+def test_any_scenario_is_played_in_homes(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("nodes = 2\nmin_partners = 1\nrun = {name = 'a', model = 'tiny'}\n")
+    assert load_scenario(str(path)).home == ()
+    assert [home.kind for home in load_scenario(str(path), nat=True).home[:3]] == ["open", "open", "firewall"]
+    path.write_text(path.read_text() + "[[home]]\nkind = 'symmetric'\ndelay_ms = 5\n")
+    assert [home.delay_ms for home in load_scenario(str(path), nat=True).home] == [5.0]
+
+
+def test_caps_are_those_of_the_first_nodes() -> None:
+    scenario = parse_scenario({"run": RUN, "upload_mbit": [2.0, 0.0], "download_mbit": [8.0]})
+    assert [scenario.caps(index) for index in range(3)] == [(2.0, 8.0), (0.0, 0.0), (0.0, 0.0)]

@@ -1,0 +1,111 @@
+"""Repeated testnets of real daemons, for ``make soak``. Each prints its figures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from farandole.testnet.bench.faults import BESIDE_CLEAN
+from farandole.testnet.play.beside import judged
+from farandole.testnet.play.fault_table import fault_lines, throughput_lines
+from farandole.testnet.play.launch import Testnet
+from farandole.testnet.play.report import PlayReport
+from farandole.testnet.play.scenario import load_scenario, parse_scenario
+
+# FARANDOLE_SOAK_STARTS=20 for a shorter run.
+NUM_STARTS = int(os.environ.get("FARANDOLE_SOAK_STARTS", "100"))
+
+# Scenarios that no page prints; the others are run by tests/documents/test_long.py.
+PLAYED_HERE = ("stages-unequal", "stages-unequal-pinned", "hour")
+
+
+class Quiet:
+    """A view without output."""
+
+    def say(self, text: str) -> None: ...
+
+    def show(self, nodes: object, seconds: float, scenario: object) -> None: ...
+
+
+def figures(report: PlayReport) -> str:
+    exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
+    alone = sum(node.exchanges_alone for node in report.nodes)
+    failed = sum(node.exchanges_failed for node in report.nodes)
+    return (
+        f"{report.name}: {report.verdict} in {report.seconds:.0f} s, {exchanges} exchanges, {alone} steps alone, "
+        f"{failed} exchanges failed, merged loss {report.loss_merged or 0:.3f}, "
+        f"wedged {sum(node.wedged for node in report.nodes)}"
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", PLAYED_HERE)
+async def test_a_delivered_scenario_passes(name: str, tmp_path: Path) -> None:
+    report = await Testnet(load_scenario(name), tmp_path / name, Quiet()).play()
+    print(f"\n{figures(report)}")
+    assert report.reasons == []
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("networks", "faketime")
+@pytest.mark.parametrize("name", [name for name in BESIDE_CLEAN if name != "chaos"])  # which a page prints
+async def test_faults_cost_no_more_than_they_may(name: str, tmp_path: Path) -> None:
+    clean = await Testnet(load_scenario(name, clean=True), tmp_path / "clean", Quiet()).play()
+    print(f"\n{figures(clean)}")
+    assert clean.reasons == []
+    scenario = load_scenario(name)
+    report = judged(await Testnet(scenario, tmp_path / name, Quiet()).play(), clean, scenario)
+    print("\n".join([figures(report), *fault_lines(report), *throughput_lines(report)]))
+    assert report.reasons == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start", range(NUM_STARTS))
+async def test_eight_nodes_start_and_none_is_wedged(start: int, tmp_path: Path) -> None:
+    scenario = parse_scenario(
+        {
+            "nodes": 8,
+            "rounds": 6,
+            "seed": start,
+            "start_interval": 0.0,
+            "min_partners": 1,
+            "run": {
+                "name": f"start {start}",
+                "model": "tiny",
+                "inner": {"batch_size": 4, "warmup_steps": 10, "learning_rate": 3e-3},
+                "rounds": {"round_seconds": 3.0, "exchange_seconds": 10.0},
+            },
+        }
+    )
+    report = await Testnet(scenario, tmp_path / "out", Quiet()).play()
+    print(f"\n{figures(report)}")
+    assert not any(node.wedged for node in report.nodes)
+    assert report.reasons == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("nodes", "stages"), [(8, 4), (9, 3)])
+async def test_stages_learn_as_well_as_the_whole_model(nodes: int, stages: int, tmp_path: Path) -> None:
+    """Compare with the uncut model at as many nodes as have drawn the data, trained on as many tokens."""
+    staged = load_scenario("stages", nodes=nodes, stages=stages)
+    report = await Testnet(staged, tmp_path / "stages", Quiet()).play()
+    print(f"\n{figures(report)}")
+    assert report.reasons == []
+    origins = [node for node in report.nodes if node.pipeline and node.pipeline.stage == 0]
+    steps = round(sum(node.inner_steps for node in origins) / len(origins) / staged.rounds)
+    rounds = {**staged.run["rounds"], "inner_steps": steps}
+    settings = {
+        "nodes": len(origins),
+        "rounds": staged.rounds,
+        "min_partners": 1,
+        "timeout": 600.0,
+        "run": {**staged.run, "rounds": rounds},
+    }
+    whole = await Testnet(parse_scenario(settings), tmp_path / "whole", Quiet()).play()
+    print(f"{figures(whole)}; {report.tokens} tokens in stages, {whole.tokens} whole")
+    assert whole.reasons == []
+    assert report.loss_merged is not None
+    assert whole.loss_merged is not None
+    assert report.loss_merged == pytest.approx(whole.loss_merged, rel=0.03)

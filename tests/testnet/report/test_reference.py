@@ -1,0 +1,45 @@
+"""`make reference` has been run: docs/reference.md, docs/errors.md and figures of docs/faq.md match the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farandole.node.app.doctor.causes import CAUSES
+from farandole.node.base.config.file import SETTINGS
+from farandole.node.base.exits import Exit
+from farandole.node.cli import main
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    return capsys.readouterr().out
+
+
+def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "reference")
+    assert text == (DOCS / "reference.md").read_text(), "make reference"
+    for heading in ("join", "run create", "config show", "testnet run"):
+        assert f"\n## farandole {heading}\n" in text
+    assert all(f"\n| `{setting.name}` |" in text and f" `{setting.variable}` |" in text for setting in SETTINGS)
+    assert all(f"env var: {variable}" in text for variable in ("FARANDOLE_HOME", "FARANDOLE_CONFIG"))
+    assert all(f"\n| {code.value} | {code.name} |" in text for code in Exit)
+
+
+def test_the_catalogue_of_errors_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "reference", "--errors")
+    assert text == (DOCS / "errors.md").read_text(), "make reference"
+    assert all(f"| {code.value} | {code.name} | {code.meaning} |" in text for code in Exit)
+    assert all(code.remedy for code in Exit if code is not Exit.OK)
+    assert all(f"\n| `{name}` | {cause.level} |" in text for name, cause in CAUSES.items())
+    assert "{" not in text
+
+
+def test_figures_of_traffic_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "faq.md").read_text()
+    for name, table in zip(("traffic", "needs"), said(capsys, "testnet", "traffic").split("\n\n"), strict=True):
+        assert f"<!-- begin {name} -->\n\n{table.strip()}\n\n<!-- end {name} -->" in page, "make reference"

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import msgspec
+import pytest
+
+from farandole.protocol.run.manifest import RoundConfig
+from farandole.testnet.simulate.pairing import PairingReport, PairingScenario, simulate
+
+BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
+OVERLAPPED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, overlap=True)
+SEVERAL = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, partners=2)
+STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
+EVEN, UNEVEN = (0.5, 0.5), (0.25, 2.0)
+# A chi-square variable is above this number of standard deviations, by chance, in less than one of 10,000 cases.
+MAX_DEVIATION = 5.0
+
+
+def chi_square(pairs: Counter[frozenset[bytes]], num_nodes: int) -> float:
+    """Return the distance of the pairs' counts from uniform, in standard deviations of a chi-square variable."""
+    num_pairs = num_nodes * (num_nodes - 1) // 2
+    expected = pairs.total() / num_pairs
+    met = sum((count - expected) ** 2 / expected for count in pairs.values())
+    statistic = met + (num_pairs - len(pairs)) * expected
+    freedom = num_pairs - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_nobody_waits_beyond_its_deadline_and_no_two_disagree(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        scenario = PairingScenario(
+            num_nodes=2 + seed % 11,
+            rounds=((BOXED, STEPS, OVERLAPPED) if seed % 2 else (BOXED, STEPS, SEVERAL))[seed % 3],
+            seconds=400.0,
+            step_seconds=UNEVEN if seed % 5 else EVEN,
+            start_spread=30.0,
+            loss=(0.0, 0.02, 0.1)[seed // 2 % 3],
+            num_deaths=seed % 4,
+            num_late=seed % 5,
+            num_fragments=1 + 3 * (seed % 2),
+        )
+        report = simulate(scenario, seed)
+        assert report.rounds > 0
+        assert report.longest_wait <= scenario.rounds.exchange_seconds + 1e-6, seed
+        assert report.disagreements == 0, seed
+        assert report.steps_too_many == 0, seed
+
+
+def test_the_same_seed_makes_the_same_trace() -> None:
+    scenario = PairingScenario(9, BOXED, 300.0, step_seconds=UNEVEN, loss=0.05, num_deaths=2, num_late=2)
+    assert simulate(scenario, 3).trace == simulate(scenario, 3).trace
+    assert simulate(scenario, 3).trace != simulate(scenario, 4).trace
+
+
+@pytest.mark.parametrize(("num_nodes", "seconds"), [(8, 6_000.0), (64, 1_500.0)])
+@pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
+def test_boxed_rounds_pair_nearly_all_uniformly_and_in_phase(
+    num_nodes: int, seconds: float, step_seconds: tuple[float, float]
+) -> None:
+    scenario = PairingScenario(num_nodes, BOXED, seconds, step_seconds=step_seconds, start_spread=10.0)
+    report = simulate(scenario, seed=1)
+    assert report.alone <= 0.01 * report.rounds
+    assert chi_square(report.pairs, num_nodes) < MAX_DEVIATION
+    assert report.repeats < 2 / (num_nodes - 1)
+    assert report.utilisation > 0.93
+    assert report.coherence > 0.9
+
+
+@pytest.mark.parametrize("rounds", [BOXED, STEPS])
+def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConfig) -> None:
+    honest = simulate(PairingScenario(16, rounds, 1_800.0, start_spread=5.0), seed=1)
+    attacked = simulate(PairingScenario(16, rounds, 1_800.0, start_spread=5.0, num_capturing=1), seed=1)
+    # Each node loses a round, then one of 3, one of 5, one of 9, and so on.
+    assert attacked.rounds > 0.8 * honest.rounds
+    assert attacked.alone <= 0.12 * attacked.rounds
+    assert chi_square(attacked.pairs, 16) < MAX_DEVIATION
+
+
+@pytest.mark.parametrize(
+    ("rounds", "num_honest", "num_greedy"),
+    [
+        (BOXED, 16, 2),
+        (BOXED, 16, 7),
+        (STEPS, 16, 4),
+        (BOXED, 60, 6),
+        pytest.param(BOXED, 60, 20, marks=pytest.mark.soak),
+    ],
+)
+def test_who_proposes_to_all_at_once_gets_at_most_half_more_than_its_share(
+    rounds: RoundConfig, num_honest: int, num_greedy: int
+) -> None:
+    seconds = 1_000.0  # 28 rounds
+    scenario = PairingScenario(
+        num_honest, rounds, seconds, start_spread=5.0, num_capturing=num_greedy, do_capturing_exchange=True
+    )
+    attacked = simulate(scenario, seed=1)
+    share = num_greedy / (num_honest + num_greedy - 1)
+    assert attacked.captured_share(10) < 2 * share
+    assert share < attacked.captured_share(28) < 1.5 * share
+    assert attacked.alone <= 0.01 * attacked.rounds
+
+
+def far_share(report: PairingReport, num_places: int) -> float:
+    """Return the share of all rounds in which a node met a far one; nodes are in the places in turns."""
+    far = 0
+    for pair, count in report.pairs.items():
+        one, other = (int.from_bytes(name[:4], "big") % num_places for name in pair)
+        far += count if one != other else 0
+    return 2 * far / report.rounds
+
+
+@pytest.mark.parametrize(("num_nodes", "num_places", "num_late"), [(8, 2, 0), (16, 4, 0), (8, 2, 8), (64, 8, 0)])
+@pytest.mark.parametrize("rounds", [BOXED, OVERLAPPED])
+def test_far_nodes_are_met_in_one_of_four_rounds(
+    rounds: RoundConfig, num_nodes: int, num_places: int, num_late: int
+) -> None:
+    two_levels = msgspec.structs.replace(rounds, far_every=4)
+    scenario = PairingScenario(
+        num_nodes, two_levels, 2_400.0, start_spread=10.0, num_places=num_places, num_late=num_late
+    )
+    report = simulate(scenario, seed=1)
+    assert 0.2 < far_share(report, num_places) < 0.3
+    if not num_late:  # each newcomer makes the number of nodes in its place odd, until the next one
+        assert report.alone <= 0.02 * report.rounds
+    assert report.longest_wait <= two_levels.exchange_seconds
+
+
+def test_nodes_without_near_ones_meet_in_one_of_four_rounds() -> None:
+    two_levels = msgspec.structs.replace(BOXED, far_every=4)
+    report = simulate(PairingScenario(8, two_levels, 2_400.0, start_spread=10.0, num_places=8), seed=1)
+    assert 0.2 < far_share(report, 8) < 0.3
+    assert report.alone == pytest.approx(0.75 * report.rounds, rel=0.05)
+
+
+def test_far_members_that_propose_to_all_at_once_get_at_most_half_more_than_their_share_of_far_meetings() -> None:
+    two_levels = msgspec.structs.replace(BOXED, far_every=4)
+    scenario = PairingScenario(
+        16, two_levels, 4_000.0, start_spread=5.0, num_places=4, num_capturing=4, do_capturing_exchange=True
+    )
+    report = simulate(scenario, seed=1)
+    num_far = 12 + 4
+    assert report.captured_share(100) < 1.5 * 4 / num_far / 4
+
+
+def test_an_odd_node_out_loses_no_time() -> None:
+    report = simulate(PairingScenario(9, BOXED, 3_000.0, start_spread=5.0), seed=1)
+    assert report.alone == pytest.approx(report.rounds / 9, rel=0.1)
+    assert report.longest_wait < 3.0
+
+
+def test_rounds_of_fixed_steps_and_equal_speeds_pair_nearly_all() -> None:
+    report = simulate(PairingScenario(8, STEPS, 3_000.0, start_spread=5.0), seed=1)
+    assert report.alone <= 0.01 * report.rounds
+    assert chi_square(report.pairs, 8) < MAX_DEVIATION
+
+
+def test_boxes_keep_unequal_nodes_busy_where_fixed_steps_do_not() -> None:
+    boxed = simulate(PairingScenario(16, BOXED, 1_500.0, step_seconds=UNEVEN, start_spread=30.0), seed=2)
+    steps = simulate(PairingScenario(16, STEPS, 1_500.0, step_seconds=UNEVEN, start_spread=30.0), seed=2)
+    assert boxed.utilisation > 0.94 > steps.utilisation
+    assert boxed.mean_wait < 2.0 < steps.mean_wait
+
+
+@pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
+def test_several_partners_are_met_one_after_another(step_seconds: tuple[float, float]) -> None:
+    scenario = PairingScenario(16, SEVERAL, 1_500.0, step_seconds=step_seconds, start_spread=10.0)
+    report = simulate(scenario, seed=1)
+    assert report.alone <= 0.06 * report.rounds
+    assert report.repeats < 0.05
+    assert report.coherence > 0.9
+    assert report.utilisation > 0.88  # each exchange takes 0.6 s of 30
+    assert report.longest_wait <= SEVERAL.exchange_seconds
+    assert (report.disagreements, report.steps_too_many) == (0, 0)
+
+
+@pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
+def test_a_thousand_nodes(step_seconds: tuple[float, float]) -> None:
+    scenario = PairingScenario(1_000, BOXED, 70.0, step_seconds=step_seconds, start_spread=10.0)
+    report = simulate(scenario, seed=1)
+    assert report.alone <= 0.02 * report.rounds
+    assert report.longest_wait <= 30.0
+    assert report.disagreements == 0
+    assert report.messages_per_round < 20
+
+
+@pytest.mark.parametrize(("num_nodes", "seconds"), [(8, 3_000.0), (64, 1_500.0)])
+@pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
+def test_exchanges_that_take_half_a_round_cost_no_time_where_they_overlap(
+    num_nodes: int, seconds: float, step_seconds: tuple[float, float]
+) -> None:
+    half_a_round = (10.0, 20.0)
+    overlapped, blocking = (
+        simulate(
+            PairingScenario(
+                num_nodes,
+                rounds,
+                seconds,
+                step_seconds=step_seconds,
+                start_spread=10.0,
+                transfer_seconds=half_a_round,
+                num_fragments=4,
+            ),
+            seed=1,
+        )
+        for rounds in (OVERLAPPED, BOXED)
+    )
+    assert blocking.utilisation < 0.75
+    assert overlapped.utilisation > 0.99
+    assert overlapped.alone <= 0.015 * overlapped.rounds  # 0.6 to 1.2 % over seven seeds with 64 unequal nodes
+    assert chi_square(overlapped.pairs, num_nodes) < MAX_DEVIATION
+    for report in (overlapped, blocking):
+        assert report.disagreements == 0
+        assert max(report.fragments.values()) - min(report.fragments.values()) <= 2 * num_nodes
+        assert len(report.fragments) == 4
