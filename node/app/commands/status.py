@@ -111,8 +111,7 @@ def _first_of(source: Path) -> NodeStatus:
 
     from farandole.protocol.wire.errors import FarandoleError
 
-    from ...ui.watch.feed import LinesFeed
-    from ...ui.watch.view import Lost
+    from ...ui.watch.feed import LinesFeed, Lost
 
     no_more = Event()
     no_more.set()
@@ -144,16 +143,13 @@ def _watch_json(home: Path, is_interrupted: Ending) -> None:
 
 def _watch(home: Path, source: Path | None, is_interrupted: Ending) -> None:
     """Show the status on the whole screen if there is one, otherwise print events line by line."""
-    from ...ui.watch.feed import HomeFeed, LinesFeed
-    from ...ui.watch.terminal import has_screen, keys_from_terminal
+    from ...ui.watch.feed import HomeFeed, LinesFeed, has_screen, print_lines
 
     feed = HomeFeed(home) if source is None else LinesFeed(source)
     if not has_screen():
-        from ...ui.watch.lines import print_lines
-
         print_lines(feed, is_interrupted, typer.echo)
         return
-    keys_from_terminal()
-    from ...ui.watch.app import WatchApp
+    from ...ui.watch.app import WatchApp, keys_from_terminal
 
+    keys_from_terminal()
     WatchApp(feed).run()

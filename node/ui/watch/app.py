@@ -7,6 +7,8 @@ news come and every second, since the screen shows the status's age.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections.abc import Callable
 from threading import Event, Thread
@@ -23,10 +25,10 @@ from textual.widgets import Footer, Static
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...status.status import NodeStatus
-from .feed import Feed
+from .feed import TERMINAL, Feed, News, NodeView
 from .panels import events_text, first_lines, links_table, node_panel, run_panel
-from .view import News, NodeView
 
+_STANDARD_INPUT: Final = 0
 REDRAW_INTERVAL: Final = 1.0
 # Below this many columns the panels are stacked.
 _WIDE: Final = 64
@@ -157,3 +159,15 @@ class WatchApp(App[None]):
         self._links_part.border_title = f"links: {status.connected_peers} peers connected"
         width = self._links_part.scrollable_content_region.width
         self._links.update(links_table(status.links, now, width))
+
+
+def keys_from_terminal() -> None:
+    """Read keys from the terminal although standard input is other data: Textual reads descriptor 0.
+
+    The reader of that data must have a descriptor of its own by then.
+    """
+    if sys.stdin.isatty():
+        return
+    terminal = os.open(TERMINAL, os.O_RDWR)
+    os.dup2(terminal, _STANDARD_INPUT)
+    os.close(terminal)

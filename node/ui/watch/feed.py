@@ -1,17 +1,21 @@
-"""Sources of statuses: the node of this machine, asked every second, or lines that another node writes.
+"""A node that is watched: the sources of its statuses, what is known of it, and its news line by line.
 
-A line is the output of ``farandole status --json --watch``: a status, or ``{"error": ...}`` if there was none.
+A source is the node of this machine, asked every second, or lines that another node writes: each is the output of
+``farandole status --json --watch``, a status, or ``{"error": ...}`` if there was none. Where there is no screen, the
+node's first line is printed whenever that changes, and its events.
 """
 
 from __future__ import annotations
 
-import abc
 import os
+import re
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 import msgspec
 
@@ -19,28 +23,50 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.control import MAX_RESPONSE_BYTES, NoNodeError, call
 from ...base.interrupts import Ending
-from ...status.status import NodeStatus
-from .view import Lost, News, NodeSeen
+from ...status.status import Event, NodeStatus
+from ..headline import Headline, headline
 
 INTERVAL: Final = 1.0
 # A screen has no room for more members, and `farandole peers` shows all: a status of a thousand members has a megabyte.
 MAX_MEMBERS: Final = 64
 STANDARD_INPUT: Final = Path("-")
+TERMINAL: Final = "/dev/tty"
+# A node answers within seconds, or says that it is stopped; a dead ssh connection says nothing at all.
+STALE_SECONDS: Final = 12.0
+# Most events of the watcher itself; nodes come and go less often.
+MAX_OWN_EVENTS: Final = 50
+# Durations and counts change all the time; that is no news.
+_FIGURES: Final = re.compile(r"\d")
 
 
-class Feed(abc.ABC):
+@dataclass(frozen=True, slots=True)
+class NodeSeen:
+    """The node answered."""
+
+    status: NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The node did not answer; ``why`` is for people."""
+
+    why: str
+
+
+News = NodeSeen | Lost
+
+
+class Feed(Protocol):
     """A source of news of one node."""
 
-    @abc.abstractmethod
     def news(self, is_over: Ending) -> Iterator[News]:
         """Yield news until ``is_over`` is set, or no more can come. It blocks, so it runs in a thread of its own."""
 
-    @abc.abstractmethod
     def ask(self, deed: str) -> str:
         """Make the node ``pause`` or ``resume``; return its answer. Raises `FarandoleError`."""
 
 
-class HomeFeed(Feed):
+class HomeFeed:
     """The node that runs in a home folder."""
 
     def __init__(self, home: Path) -> None:
@@ -60,7 +86,7 @@ class HomeFeed(Feed):
         return str(call(self._home, deed))
 
 
-class LinesFeed(Feed):
+class LinesFeed:
     """Lines of a stream, or of a file that may still grow, from its last line on."""
 
     def __init__(self, source: Path) -> None:
@@ -69,7 +95,7 @@ class LinesFeed(Feed):
         if source == STANDARD_INPUT and sys.stdin.isatty():
             raise FarandoleError("nothing comes in: `ssh HOST farandole status --json --watch | ...` goes before this")
         try:
-            # A descriptor of its own: keys may be read from standard input's (farandole.node.ui.watch.terminal).
+            # A descriptor of its own: keys may be read from standard input's (`farandole.node.ui.watch.app`).
             self._file: BinaryIO = os.fdopen(os.dup(0), "rb") if source == STANDARD_INPUT else source.open("rb")
         except OSError as error:
             raise FarandoleError(f"cannot read {source}: {error.strerror}") from error
@@ -126,3 +152,95 @@ class _Problem(msgspec.Struct):
 
 class _Line(msgspec.Struct):
     error: _Problem | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """The last status of a node; ``read_at`` and each method's ``now`` are on the viewer's monotonic clock."""
+
+    status: NodeStatus | None = None
+    read_at: float = 0.0
+    lost: str = ""
+    """Why the node does not answer; empty while it does."""
+    own_events: tuple[Event, ...] = ()
+    """Events that the node cannot know: its end and its return."""
+
+    def told(self, news: News, now: float) -> NodeView:
+        """Return the view with these news."""
+        match news:
+            case NodeSeen(status):
+                return self._seen(status, now)
+            case Lost(why):
+                view = replace(self, lost=why)
+                return view if self.lost else view._noting(f"the node does not answer: {why}", now)
+
+    def _seen(self, status: NodeStatus, now: float) -> NodeView:
+        view = replace(self, status=status, read_at=now, lost="")
+        before = self.status
+        if before is not None and (before.pid, before.started_at) != (status.pid, status.started_at):
+            return view._noting("the node was started anew", now, is_warning=False)
+        return view._noting("the node answers again", now, is_warning=False) if self.lost else view
+
+    def _noting(self, text: str, now: float, *, is_warning: bool = True) -> NodeView:
+        event = Event(self.node_time(now), text, is_warning)
+        return replace(self, own_events=(*self.own_events, event)[-MAX_OWN_EVENTS:])
+
+    def node_time(self, now: float) -> float:
+        """Return Unix seconds by the node's own clock, which may be another machine's."""
+        return 0.0 if self.status is None else self.status.at + now - self.read_at
+
+    def trouble(self, now: float) -> str:
+        """Return why the view is out of date; empty if it is current."""
+        silent = now - self.read_at
+        if self.lost or silent < STALE_SECONDS:
+            return self.lost
+        return "nothing has come yet" if self.status is None else f"nothing was heard of the node for {silent:.0f} s"
+
+    def headline(self, now: float) -> Headline:
+        """Return the first line."""
+        if trouble := self.trouble(now):
+            age = "" if self.status is None else f"; what is below is {now - self.read_at:.0f} s old"
+            return Headline("trouble", f"the node does not answer{age}", trouble)
+        if self.status is None:
+            return Headline("busy", "asking the node")
+        return headline(self.status, self.node_time(now))
+
+    def events(self) -> list[Event]:
+        """Return the events of the node and of this screen, oldest first."""
+        events = [] if self.status is None else self.status.events
+        return sorted([*events, *self.own_events], key=lambda event: event.at)
+
+
+def print_lines(
+    feed: Feed, is_over: Ending, echo: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Print news until ``is_over`` is set, or no more can come. ``clock``: seconds, never backwards."""
+    view = NodeView(read_at=clock())
+    told: tuple[str, str, str] | None = None
+    told_until = None
+    for news in feed.news(is_over):
+        now = clock()
+        view = view.told(news, now)
+        events = view.events()
+        if told_until is not None:
+            for event in events:
+                if event.at > told_until:
+                    stamp = time.strftime("%H:%M:%S", time.localtime(event.at))
+                    echo(f"{stamp}  {'warning: ' if event.is_warning else ''}{event.text}")
+        told_until = events[-1].at if events else 0.0
+        found = view.headline(now)
+        essence = found.level, _FIGURES.sub("", found.text), found.remedy
+        if essence != told:
+            told = essence
+            echo(f"{found.level}: {found.text}{f'. {found.remedy}' if found.remedy else ''}")
+
+
+def has_screen() -> bool:
+    """Return whether output goes to a terminal, and keys can be read from one."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on the latter
+        return False
+    try:
+        os.close(os.open(TERMINAL, os.O_RDWR))
+    except OSError:
+        return False
+    return True

@@ -9,8 +9,7 @@ import msgspec
 
 from farandole.node.base.interrupts import Ending
 from farandole.node.status.status import Event, LinkStatus, NodeStatus, Resources
-from farandole.node.ui.watch.feed import Feed
-from farandole.node.ui.watch.view import News
+from farandole.node.ui.watch.feed import Feed, News
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...statuses import BOB, NOW, STATUS

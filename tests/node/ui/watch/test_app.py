@@ -7,7 +7,7 @@ import pytest
 from textual.pilot import Pilot
 
 from farandole.node.ui.watch.app import WatchApp
-from farandole.node.ui.watch.view import STALE_SECONDS, Lost, News, NodeSeen
+from farandole.node.ui.watch.feed import STALE_SECONDS, Lost, News, NodeSeen
 
 from ...statuses import NOW
 from .feeds import FULL, GivenFeed, changed

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from farandole.node.ui.watch.chart import LABEL_WIDTH, plot
+from farandole.node.ui.watch.panels import LABEL_WIDTH, plot
 
 
 def test_a_falling_curve_falls_from_its_labelled_height_to_its_labelled_end() -> None:

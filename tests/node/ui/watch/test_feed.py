@@ -9,9 +9,7 @@ import pytest
 
 from farandole.node.status.status import NodeStatus
 from farandole.node.ui.watch import feed as feeds
-from farandole.node.ui.watch.feed import HomeFeed, LinesFeed, error_line, read_line
-from farandole.node.ui.watch.lines import print_lines
-from farandole.node.ui.watch.view import Lost, News, NodeSeen
+from farandole.node.ui.watch.feed import HomeFeed, LinesFeed, Lost, News, NodeSeen, error_line, print_lines, read_line
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...statuses import NOW
