@@ -27,7 +27,7 @@ from ..status.status import AuditStatus
 from ..transfers.donor import DonorBusyError
 from ..transfers.downloads import Downloads
 from ..transfers.fetch import ask_for_index, fetch_checkpoint
-from ..transfers.starts import Starts
+from ..transfers.holdings import Starts
 from .pause.pause import Rest
 
 logger = logging.getLogger(__name__)

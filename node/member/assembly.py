@@ -50,11 +50,10 @@ from ..store.own_model import require_trainable_model
 from ..store.weight_files import WeightFiles
 from ..transfers.donor import Conditions
 from ..transfers.downloads import Downloads
-from ..transfers.holdings import Holding
+from ..transfers.holdings import Holding, Starts
 from ..transfers.serve import BlockService
 from ..transfers.sketches import SketchService
 from ..transfers.start import Start
-from ..transfers.starts import Starts
 from ..transfers.weights import Weights
 from .parts import Daemon, Mesh
 from .preparation import Preparation
@@ -245,14 +244,14 @@ class _Assembly:
         return AuditKeeper(author, self.manifest.audits, gossip, store.downloads, starts, self.daemon.rest)
 
     def serve_blocks(self, store: _Stored, audits: AuditKeeper | None, exchanges: ExchangeService) -> None:
-        giving, start = store.weights.giving, store.start
+        provider, start = store.weights.provider, store.start
 
         async def find(question: BlockQuestion) -> Holding | None:
             found = (start and start.find(question)) or (audits and audits.starts.find(question))
-            return found or await giving.find(question)
+            return found or await provider.find(question)
 
         BlockService(store.conditions, find, exchanges).register()
-        SketchService(self.mesh.host, self.signed.run_id, giving.find_own).register()
+        SketchService(self.mesh.host, self.signed.run_id, provider.find_own).register()
 
     def pipeline(self, membership: Membership) -> PipelineService:
         host = self.mesh.host
@@ -300,7 +299,7 @@ class _Assembly:
         pipeline: PipelineService | None,
         leases: LeaseKeeper | None,
     ) -> Training:
-        daemon, membership, giving = self.daemon, preparation.membership, preparation.weights.giving
+        daemon, membership, provider = self.daemon, preparation.membership, preparation.weights.provider
         settings, manifest, by_person = daemon.settings, self.manifest, daemon.door is not None
         config = LoopConfig(
             run_id=self.signed.run_id,
@@ -312,7 +311,7 @@ class _Assembly:
         )
         surroundings = Surroundings(
             prepare=preparation.prepare,
-            on_saved=giving.note_saved,
+            on_saved=provider.note_saved,
             is_suspected=membership.is_suspected,
             is_near=membership.is_near,
             note_suspicion=membership.announcer.note_suspicion,

@@ -62,7 +62,7 @@ class Preparation:
                 break
             await self.weights.obtain()  # the run may have begun by now, at nodes that found its start
         settings, files, stage = self.daemon.settings, self.weights.files, self.membership.stage
-        self.weights.giving.trainer_stage = stage
+        self.weights.provider.trainer_stage = stage
         return messages.Prepare(
             run_id=self.run_id,
             author=self.author,

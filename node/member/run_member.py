@@ -169,7 +169,7 @@ class RunMember:
     async def _follow_wishes(self) -> None:
         """Make the trainer save whenever a peer wants newer weights than the stored ones."""
         while True:
-            await self.weights.giving.save_wanted()
+            await self.weights.provider.save_wanted()
             self.training.save_soon()
 
     async def _train(self) -> TrainerError | None:
@@ -200,7 +200,7 @@ class RunMember:
         if self.daemon.door is not None:
             self.daemon.door.dismissal = "the node leaves the run"
         size = self.weights.files.max_bytes(self.membership.stage)
-        seconds = leave_timeout(size, self.weights.giving.save_rate)
+        seconds = leave_timeout(size, self.weights.provider.save_rate)
         with trio.move_on_after(seconds) as patience:
             await self.training.leave()
         if patience.cancelled_caught:

@@ -33,8 +33,8 @@ from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_by
 from ..store.consolidated.tensors import ConsolidatedError
 from .downloads import Downloads
 from .fetch import FetchProgress, ask_for_index, fetch_checkpoint
-from .giving import TELL_INTERVAL
 from .holdings import Holding
+from .provider import TELL_INTERVAL
 
 # Between two looks at which nodes have it, while none has.
 RETRY_SECONDS: Final = 1.0

@@ -34,11 +34,11 @@ from ..base.errors import JoinError, PeerUnreachableError
 from ..join.bootstrap import reachable_providers
 from ..status.journal import Journal
 from .comparing import Comparison, open_comparison
+from .copies import CopyService
 from .downloads import Downloads
 from .fetch import Fetched, FetchProgress, Show
-from .giving import CopyKeeper, Giving
-from .library import Library
 from .partial_file import has_partial, partial_path
+from .provider import Provider
 
 # How long a newcomer to a run that is under way looks for a member that gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0
@@ -65,16 +65,15 @@ _Found = tuple[SignedIndex, Index, tuple[bytes, ...]]
 
 
 class Weights:
-    """The weights of one node: finds its trainer's, and has `giving` and the copies serve other nodes."""
+    """The weights of one node: finds its trainer's; `provider` and the copies are for other nodes."""
 
     def __init__(self, key: Ed25519PrivateKey, downloads: Downloads) -> None:
         self.files = downloads.files
         self._downloads = downloads
         self._membership = downloads.membership
         self._journal = downloads.journal
-        self._library = Library(self.files, key, downloads.conditions.run_id, self._membership)
-        self.giving = Giving(self._library, self._membership, self._journal)
-        self._copies = CopyKeeper(downloads, self._library)
+        self.provider = Provider(self.files, key, downloads.conditions.run_id, self._membership, self._journal)
+        self._copies = CopyService(downloads, self.provider)
         self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
         self._on_trial: tuple[Index, Sequence[bytes]] | None = None  # what was taken last, and its donors
         self._unfit_copies: Counter[bytes] = Counter()  # by donor
@@ -85,7 +84,7 @@ class Weights:
     async def run(self) -> None:
         """Serve other nodes, and keep copies, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.giving.run)
+            nursery.start_soon(self.provider.run)
             nursery.start_soon(self._copies.run)
 
     def download_seconds(self, stage: int) -> float:
@@ -351,10 +350,10 @@ class Weights:
 
     async def _take_own_copy(self, stage: int, after: int, show: Show) -> bool:
         """Take the copy that this node kept for others: its blocks are verified again, and no peer is asked."""
-        copy = self._library.copy
+        copy = self.provider.copy
         if copy is None or copy.index.stage != stage or copy.index.round <= after:
             return False
-        kept, path = self._library.copy_path(stage, copy.id), partial_path(self.files.fetched(stage), copy.id)
+        kept, path = self._copies.path(stage, copy.id), partial_path(self.files.fetched(stage), copy.id)
         try:
             await trio.to_thread.run_sync(shutil.copyfile, kept, path)
         except OSError as error:

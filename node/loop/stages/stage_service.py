@@ -81,7 +81,7 @@ class StageKeeper:
         """Decide on moves and carry them out, until cancelled."""
         while True:
             await trio.sleep(DECIDE_INTERVAL)
-            if self._weights.giving.trainer_stage not in (None, self._membership.stage):
+            if self._weights.provider.trainer_stage not in (None, self._membership.stage):
                 self._restart_trainer()  # it was still being started when this node moved
             if self._wanted is None:
                 await self._act(self._choice.decide(self._view(), trio.current_time()))
@@ -135,7 +135,7 @@ class StageKeeper:
 
     async def _hold(self, stage: int) -> None:
         membership = self._membership
-        self._weights.giving.forget_saved()
+        self._weights.provider.forget_own()
         await membership.hold(stage)
         self._journal.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
         await self._on_moved(stage)

@@ -221,7 +221,7 @@ class World:
         return ranked(RUN, 2, [ANN, BOB])
 
     async def given(self, weights: Weights, stage: int) -> Holding | None:
-        return await weights.giving.find(BlockQuestion(RUN, stage))
+        return await weights.provider.find(BlockQuestion(RUN, stage))
 
 
 async def run_here(function: Any, *args: object) -> object:

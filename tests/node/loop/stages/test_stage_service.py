@@ -31,7 +31,7 @@ class World:
         self.speed = 0.0
         self.own_lease: StageLease | None = None
         self.trainer_stage: int | None = None
-        self.giving = self
+        self.provider = self
         self.journal = Journal(say=lambda text: None)
 
     def keeper(self, wanted: int | None = None) -> StageKeeper:
@@ -77,7 +77,7 @@ class World:
         await trio.sleep(1.0)
         return self.has_weights
 
-    def forget_saved(self) -> None:
+    def forget_own(self) -> None:
         pass
 
     # rounds

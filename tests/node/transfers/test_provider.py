@@ -16,6 +16,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.store import weight_files
 from farandole.node.store.weight_files import WeightFiles
 from farandole.node.transfers import downloads
+from farandole.node.transfers.copies import PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyService
 from farandole.node.transfers.donor import (
     ANSWER_TIMEOUT,
     MAX_FRESH_SAVE,
@@ -24,14 +25,8 @@ from farandole.node.transfers.donor import (
 )
 from farandole.node.transfers.downloads import Downloads
 from farandole.node.transfers.fetch import Fetched, FetchError
-from farandole.node.transfers.giving import (
-    FRESH_SAVE_TIMEOUT,
-    PASS_OVER_SECONDS,
-    SLOW_COPY_INTERVAL,
-    CopyKeeper,
-    Giving,
-)
 from farandole.node.transfers.partial_file import partial_path
+from farandole.node.transfers.provider import FRESH_SAVE_TIMEOUT, Provider
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.run.manifest import Manifest
@@ -39,7 +34,7 @@ from farandole.protocol.state.entries import RULES, Kind
 from farandole.protocol.trainer import trainer_messages as messages
 
 from .donors import ANN, BOB, ME, MODEL, World, content_of
-from .files import RUN, index_of
+from .files import KEY, RUN, index_of
 
 
 async def test_the_next_stages_newest_weights_are_kept_told_and_given(
@@ -151,20 +146,20 @@ async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_st
     path.write_bytes(content)
     saved = messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes)
     nursery.start_soon(world.weights.run)
-    world.weights.giving.trainer_stage = 0
-    world.weights.giving.note_saved(saved)
+    world.weights.provider.trainer_stage = 0
+    world.weights.provider.note_saved(saved)
     await trio.sleep(1)
     assert world.told == []
-    world.weights.giving.trainer_stage = 1
-    world.weights.giving.note_saved(saved)
+    world.weights.provider.trainer_stage = 1
+    world.weights.provider.note_saved(saved)
     await trio.sleep(1)
     assert world.told == [(1, 30, False)]
     path.unlink()  # the trainer keeps two
     given = await world.given(world.weights, 1)
     assert given is not None
     assert given.read(0) == content
-    assert await world.weights.giving.find(BlockQuestion(RUN, 1, given.id)) is given
-    assert await world.weights.giving.find(BlockQuestion(RUN, 1, bytes(32))) is None
+    assert await world.weights.provider.find(BlockQuestion(RUN, 1, given.id)) is given
+    assert await world.weights.provider.find(BlockQuestion(RUN, 1, bytes(32))) is None
     nursery.cancel_scope.cancel()
 
 
@@ -206,8 +201,8 @@ async def test_a_checkpoint_whose_file_is_another_already_is_not_given(
     path = world.settings.checkpoints / "stage-1-round-30.safetensors"
     path.write_bytes(content_of(ME, 1, 31))  # saved again in the same round
     nursery.start_soon(world.weights.run)
-    world.weights.giving.trainer_stage = 1
-    world.weights.giving.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
+    world.weights.provider.trainer_stage = 1
+    world.weights.provider.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
     await trio.sleep(1)
     assert world.told == []
     assert list(world.settings.checkpoints.iterdir()) == [path]
@@ -238,25 +233,26 @@ async def test_what_is_held_is_told_again_before_the_run_forgets_it(
     nursery.cancel_scope.cancel()
 
 
-class GivingLarge:
+class LargeProvider:
     """A node whose checkpoints are large, and which holds an old one."""
 
     def __init__(self, max_bytes: int, rate: float | None) -> None:
         held: Any = SimpleNamespace(index=SimpleNamespace(round=1, stage=0))
         held.hold = lambda: held
-        library: Any = SimpleNamespace(newest=held, copy=None, max_bytes=max_bytes)
+        files: Any = SimpleNamespace(max_bytes=lambda stage: max_bytes)
         membership: Any = SimpleNamespace(stage=0)
         journal = Journal(say=lambda text: None)
         journal.update(round=30)
-        self.giving = Giving(library, membership, journal)
-        self.giving.save_rate = rate
+        self.provider = Provider(files, KEY, RUN, membership, journal)
+        self.provider._own.append(held)
+        self.provider.save_rate = rate
 
     async def seconds_until_answered(self) -> float:
         """Return the seconds until it answers; the trainer does not save in time."""
         began_at = trio.current_time()
-        assert await self.giving.find(BlockQuestion(RUN, 0)) is not None
+        assert await self.provider.find(BlockQuestion(RUN, 0)) is not None
         with trio.fail_after(1):
-            await self.giving.save_wanted()
+            await self.provider.save_wanted()
         return trio.current_time() - began_at
 
 
@@ -274,16 +270,16 @@ class GivingLarge:
 async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(
     max_bytes: int, rate: float | None, seconds: float, autojump_clock: trio.testing.MockClock
 ) -> None:
-    assert await GivingLarge(max_bytes, rate).seconds_until_answered() == pytest.approx(seconds, abs=0.01)
+    assert await LargeProvider(max_bytes, rate).seconds_until_answered() == pytest.approx(seconds, abs=0.01)
     assert seconds < ANSWER_TIMEOUT + fresh_save_timeout(max_bytes), "a newcomer waits for longer"
 
 
 def test_the_rate_of_saves_is_measured() -> None:
-    giving = GivingLarge(1_000, None).giving
-    giving.note_saved(messages.Saved(7, 70, 700, "path", size=4_000))
-    assert giving.save_rate is None
-    giving.note_saved(messages.Saved(8, 80, 800, "path", size=4_000, seconds=2.0))
-    assert giving.save_rate == 2_000
+    provider = LargeProvider(1_000, None).provider
+    provider.note_saved(messages.Saved(7, 70, 700, "path", size=4_000))
+    assert provider.save_rate is None
+    provider.note_saved(messages.Saved(8, 80, 800, "path", size=4_000, seconds=2.0))
+    assert provider.save_rate == 2_000
 
 
 async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
@@ -295,22 +291,22 @@ async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
     host: Any = SimpleNamespace(author=ME)
     membership: Any = world
     line = Downloads(host, Conditions(host, RUN), files, membership, world.journal)
-    library: Any = SimpleNamespace()
-    keeper = CopyKeeper(line, library)
+    provider: Any = SimpleNamespace()
+    copies = CopyService(line, provider)
     too_slow = files.required_bytes(0) / (6 * whole.rounds.round_seconds)
 
-    assert not keeper._is_in_vain(0)  # nothing is measured
+    assert not copies._is_in_vain(0)  # nothing is measured
     line.is_measured, line.rate = True, 2 * too_slow
-    assert not keeper._is_in_vain(0)
+    assert not copies._is_in_vain(0)
     line.rate = too_slow
-    assert keeper._is_in_vain(0)
+    assert copies._is_in_vain(0)
     assert "would be 6 rounds old" in world.journal.events[-1].text
     await trio.sleep(SLOW_COPY_INTERVAL)
-    assert not keeper._is_in_vain(0)  # once, to measure it
-    assert keeper._is_in_vain(0)
+    assert not copies._is_in_vain(0)  # once, to measure it
+    assert copies._is_in_vain(0)
 
 
 async def test_a_copy_of_a_stage_is_made_however_old_it_will_be(world: World) -> None:
-    keeper = world.weights._copies
+    copies = world.weights._copies
     world.weights._downloads.is_measured, world.weights._downloads.rate = True, 1e-3
-    assert not keeper._is_in_vain(2)
+    assert not copies._is_in_vain(2)
