@@ -47,8 +47,8 @@ from .base.system.children import STOP_SIGNALS
 from .inspect.listing import offers_of
 from .join.address_book import AddressBook
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
+from .join.invites import own_invite
 from .join.kept_ports import keep_ports, load_ports
-from .join.own_invite import own_invite
 from .loop.pause.idle import IdleWatch
 from .loop.pause.idle_service import IdleKeeper
 from .loop.pause.pause import Rest

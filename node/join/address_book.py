@@ -18,10 +18,15 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
+import trio
 
 from farandole.protocol.wire.identity import PUBLIC_KEY_BYTES
 
+from ..base.backoff import pauses
+from ..mesh.host import Host
 from ..state.store import Store, StoreError
+from ..status.journal import Journal
+from .bootstrap import Target, dial, find_members
 
 logger = logging.getLogger(__name__)
 
@@ -152,3 +157,69 @@ class AddressBook:
             if index >= MAX_PEERS or self._entries[peer].reached_at < oldest:
                 del self._entries[peer]
                 self._unsaved.add(peer)
+
+
+# Redialling
+
+# For a member that is cut off: seconds between two looks, and between two rounds of dialling, which become rarer.
+ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL = 5.0, 60.0
+
+
+class Reconnector:
+    """Redials the peers of the invite, of the address book and of the DHT. ``members`` returns the live members."""
+
+    def __init__(
+        self, host: Host, book: AddressBook, target: Target, members: Callable[[], frozenset[bytes]], journal: Journal
+    ) -> None:
+        self._host = host
+        self._book = book
+        self._target = target
+        self._members = members
+        self._journal = journal
+        self._rng = random.Random()
+
+    async def run(self) -> None:
+        """Reconnect whenever there is no connection to any member, until cancelled.
+
+        At first all known peers are dialled, once: the peers that answered first, at the start, may all belong to one
+        attacker, and know of each other only.
+        """
+        await dial(self._host, self._missing())
+        while True:
+            await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
+            if self._is_isolated:
+                await self._reconnect()
+            self._journal.update(isolation="")
+
+    async def _reconnect(self) -> None:
+        for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
+            is_any_known = await self._seek_members()
+            if not self._is_isolated:
+                return
+            if is_any_known:
+                times = "once" if attempt == 1 else f"{attempt} times"
+                words = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
+                self._journal.update(isolation=words)
+            next_at = trio.current_time() + pause
+            while trio.current_time() < next_at:
+                await trio.sleep(min(ISOLATION_INTERVAL, pause))
+                if not self._is_isolated:  # other peers have dialled this node
+                    return
+
+    @property
+    def _is_isolated(self) -> bool:
+        return not self._host.connected & self._members()
+
+    async def _seek_members(self) -> bool:
+        """Dial every known peer; return whether there was any."""
+        missing = self._missing()
+        await dial(self._host, missing, is_one_enough=True)
+        found: list[bytes] = []
+        if self._is_isolated and self._host.connected:
+            found = await find_members(self._host, self._target.run_id)
+        return bool(missing or found)
+
+    def _missing(self) -> dict[bytes, list[str]]:
+        known = {**self._book.peers(), **self._target.peers}
+        there = {self._host.author, *self._host.connected}
+        return {peer: addresses for peer, addresses in known.items() if peer not in there}

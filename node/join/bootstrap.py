@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -21,19 +21,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.mesh.records import run_key
 from farandole.protocol.run.invitations import InviteSecret
 from farandole.protocol.run.invite import Invite, InviteError, decode_invite, peers_at
-from farandole.protocol.run.manifest import decode_manifest
+from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES, decode_manifest
 from farandole.protocol.run.private_network import network_key_of
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
+from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import public_bytes, short_name
 
 from ..base.backoff import pauses
 from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError
 from ..base.settings import NodeSettings
+from ..base.streams import Stream, StreamHost, close_stream, receive_frame
 from ..mesh.host import Host
 from ..state.gossip import GossipService
 from ..status.journal import Journal
-from .address_book import AddressBook
-from .manifests import fetch_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,6 @@ DHT_TIMEOUT = 15.0
 SYNC_RETRY = 1.0
 # Once one peer has answered, the others get this much longer: several connections are better than one.
 LAGGARDS_TIMEOUT = 1.0
-# For a member that is cut off: seconds between two looks, and between two rounds of dialling, which become rarer.
-ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL = 5.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -298,61 +296,40 @@ async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> bytes |
     return answer
 
 
-class Reconnector:
-    """Redials the peers of the invite, of the address book and of the DHT. ``members`` returns the live members."""
+# The manifest, a newcomer's first question to a member. A question has a stream of its own: the run id (32 bytes). An
+# empty frame answers "not here"; otherwise one frame holds the manifest, which the run id proves.
 
-    def __init__(
-        self, host: Host, book: AddressBook, target: Target, members: Callable[[], frozenset[bytes]], journal: Journal
-    ) -> None:
-        self._host = host
-        self._book = book
-        self._target = target
-        self._members = members
-        self._journal = journal
-        self._rng = random.Random()
+MANIFEST_PROTOCOL = "/farandole/manifest/1"
+# A question and its small answer.
+ANSWER_TIMEOUT = 10.0
 
-    async def run(self) -> None:
-        """Reconnect whenever there is no connection to any member, until cancelled.
 
-        At first all known peers are dialled, once: the peers that answered first, at the start, may all belong to one
-        attacker, and know of each other only.
-        """
-        await dial(self._host, self._missing())
-        while True:
-            await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
-            if self._is_isolated:
-                await self._reconnect()
-            self._journal.update(isolation="")
+def serve_manifest(host: StreamHost, run_id: bytes, manifest: bytes) -> None:
+    """Answer newcomers from now on."""
 
-    async def _reconnect(self) -> None:
-        for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
-            is_any_known = await self._seek_members()
-            if not self._is_isolated:
-                return
-            if is_any_known:
-                times = "once" if attempt == 1 else f"{attempt} times"
-                words = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
-                self._journal.update(isolation=words)
-            next_at = trio.current_time() + pause
-            while trio.current_time() < next_at:
-                await trio.sleep(min(ISOLATION_INTERVAL, pause))
-                if not self._is_isolated:  # other peers have dialled this node
-                    return
+    async def answer(stream: Stream) -> None:
+        with trio.fail_after(ANSWER_TIMEOUT):
+            question = await receive_frame(stream, FrameParser(RUN_ID_BYTES))
+            await stream.send_all(frame(manifest if question == run_id else b"", 2 * MAX_MANIFEST_BYTES))
 
-    @property
-    def _is_isolated(self) -> bool:
-        return not self._host.connected & self._members()
+    host.set_handler(MANIFEST_PROTOCOL, answer)
 
-    async def _seek_members(self) -> bool:
-        """Dial every known peer; return whether there was any."""
-        missing = self._missing()
-        await dial(self._host, missing, is_one_enough=True)
-        found: list[bytes] = []
-        if self._is_isolated and self._host.connected:
-            found = await find_members(self._host, self._target.run_id)
-        return bool(missing or found)
 
-    def _missing(self) -> dict[bytes, list[str]]:
-        known = {**self._book.peers(), **self._target.peers}
-        there = {self._host.author, *self._host.connected}
-        return {peer: addresses for peer, addresses in known.items() if peer not in there}
+async def fetch_manifest(host: StreamHost, peer: bytes, run_id: bytes) -> bytes:
+    """Ask a peer for the manifest's bytes; the caller verifies them against the run id.
+
+    Raises `PeerUnreachableError` if this peer does not give it; another may.
+    """
+    try:
+        with trio.fail_after(ANSWER_TIMEOUT):
+            stream = await host.open_stream(peer, MANIFEST_PROTOCOL)
+            try:
+                await stream.send_all(frame(run_id, RUN_ID_BYTES))
+                raw = await receive_frame(stream, FrameParser(2 * MAX_MANIFEST_BYTES))
+            finally:
+                await close_stream(stream)
+    except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
+        raise PeerUnreachableError(f"no manifest from this peer: {str(error) or 'too slow'}") from error
+    if not raw:
+        raise PeerUnreachableError("this peer is not in the run")
+    return raw

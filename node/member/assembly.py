@@ -30,7 +30,7 @@ from ..base.nurseries import open_service_nursery
 from ..bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from ..bulk.negotiation import open_bulk
 from ..bulk.transport import Channels
-from ..join.manifests import serve_manifest
+from ..join.bootstrap import serve_manifest
 from ..loop.audit_service import AuditKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard

@@ -13,7 +13,8 @@ from farandole.protocol.state.entries import CheckpointNotice, Kind, Progress
 from ..base.errors import JoinError
 from ..base.release import VERSION
 from ..base.release_words import release_words
-from ..join.bootstrap import JOIN_TIMEOUT, Reconnector, Target, sync_state
+from ..join.address_book import Reconnector
+from ..join.bootstrap import JOIN_TIMEOUT, Target, sync_state
 from ..loop.audit_service import AuditKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.notices import NoticeBoard

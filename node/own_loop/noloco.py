@@ -161,7 +161,7 @@ class NoLoCo:
     def invite(self) -> str:
         """Return an invite for another member."""
         self._require_node()
-        from ..join.own_invite import own_invite  # with libp2p's addresses, which a loop needs for nothing else
+        from ..join.invites import own_invite  # with libp2p's addresses, which a loop needs for nothing else
 
         return own_invite(self.home)
 

@@ -33,12 +33,12 @@ from farandole.protocol.wire.identity import short_name
 from ..base.errors import JoinError, PeerUnreachableError
 from ..join.bootstrap import reachable_providers
 from ..status.journal import Journal
-from .comparing import Comparison, open_comparison
 from .copies import CopyService
 from .downloads import Downloads
 from .fetch import Fetched, FetchProgress, Show
 from .partial_file import has_partial, partial_path
 from .provider import Provider
+from .sketches import Comparison, open_comparison
 
 # How long a newcomer to a run that is under way looks for a member that gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0

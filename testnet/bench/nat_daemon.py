@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.node.join.invite_addresses import choose_bootstrap_addresses
+from farandole.node.join.invites import choose_bootstrap_addresses
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.run.invite import Invite, encode_invite
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import trio
 
-from farandole.node.join.own_invite import own_invite
+from farandole.node.join.invites import own_invite
 from farandole.node.own_loop.child_node import run_of_node
 
 from ..patience import PATIENCE

@@ -22,7 +22,7 @@ READ_IN = {
     "daemon.py": "since when the node runs, shown",
     "inspect/peek.py": "until when a visit is good",
     "join/address_book.py": "when a peer was reached last, kept from one life to the next",
-    "join/own_invite.py": "until when an invite is good",
+    "join/invites.py": "until when an invite is good",
     "member/assembly.py": "a number that grows from one life to the next",
     "mesh/gate.py": "whether an invite has expired",
     "mesh/reach/checkup.py": "told to whoever asks what time it is",

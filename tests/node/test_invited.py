@@ -11,7 +11,7 @@ import trio
 from farandole.node.base.control import ControlError, call
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
-from farandole.node.join.own_invite import own_invite
+from farandole.node.join.invites import own_invite
 from farandole.protocol.run.manifest import sign_manifest
 from farandole.protocol.wire.identity import public_key_of
 

@@ -9,7 +9,7 @@ import trio
 
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
-from farandole.node.join.own_invite import own_invite
+from farandole.node.join.invites import own_invite
 from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
 from farandole.protocol.run.manifest import sign_manifest
 

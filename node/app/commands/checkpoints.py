@@ -101,7 +101,7 @@ def pull_model(
     from ...base.identity import load_or_create_key
     from ...base.running import run_to_end
     from ...inspect.pull import pull
-    from ...join.own_invite import visit_invite
+    from ...join.invites import visit_invite
     from .progress import open_progress
 
     settings = replace(settings, invite=settings.invite or visit_invite(settings.home))

@@ -191,8 +191,7 @@ def make_invite(
     """
     from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
 
-    from ...join.invite_addresses import warnings_about
-    from ...join.own_invite import own_invite
+    from ...join.invites import own_invite, warnings_about
 
     if manifest is None:
         invite = own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota)
@@ -281,7 +280,7 @@ def audit(
 
     from ...base.running import run_to_end
     from ...inspect.audit import audit_run
-    from ...join.own_invite import visit_invite
+    from ...join.invites import visit_invite
 
     settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
     key = None if author is None else public_key_of(author)

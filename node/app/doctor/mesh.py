@@ -19,8 +19,7 @@ from farandole.protocol.wire.identity import short_name
 from ...base.clock_words import describe_skew
 from ...base.errors import PeerUnreachableError
 from ...base.settings import NodeSettings
-from ...join.bootstrap import dial
-from ...join.manifests import fetch_manifest
+from ...join.bootstrap import dial, fetch_manifest
 from ...mesh.host import Host
 from ...mesh.reach.checkup import ask_time
 from ...mesh.reach.reachability import Examiner, Reachability

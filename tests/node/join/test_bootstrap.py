@@ -15,8 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.errors import JoinError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
-from farandole.node.join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
-from farandole.node.join.manifests import serve_manifest
+from farandole.node.join.bootstrap import Target, connect_to_run, find_target, obtain_manifest, serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.status.journal import Journal
 from farandole.protocol.run.invite import Invite, encode_invite

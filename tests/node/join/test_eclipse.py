@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.join.address_book import MAX_PEERS, AddressBook
-from farandole.node.join.bootstrap import Reconnector, Target, connect_to_run
+from farandole.node.join.address_book import MAX_PEERS, AddressBook, Reconnector
+from farandole.node.join.bootstrap import Target, connect_to_run
 from farandole.node.status.journal import Journal
 from farandole.protocol.state.believing import Partners
 

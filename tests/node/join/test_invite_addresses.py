@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from farandole.node.join.invite_addresses import choose_bootstrap_addresses, warnings_about
+from farandole.node.join.invites import choose_bootstrap_addresses, warnings_about
 from farandole.node.status.status import MemberStatus
 from farandole.protocol.run.invite import MAX_ADDRESSES, Invite, decode_invite, encode_invite
 from farandole.protocol.wire.identity import peer_id_of

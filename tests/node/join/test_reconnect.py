@@ -7,8 +7,8 @@ import trio
 import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.join.address_book import AddressBook
-from farandole.node.join.bootstrap import MAX_ISOLATION_INTERVAL, Reconnector, Target
+from farandole.node.join.address_book import MAX_ISOLATION_INTERVAL, AddressBook, Reconnector
+from farandole.node.join.bootstrap import Target
 from farandole.node.status.journal import Journal
 
 RUN = b"r" * 32

@@ -16,7 +16,8 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
 from farandole.node.status.journal import Journal
 from farandole.node.store.weight_files import WeightFiles
-from farandole.node.transfers import comparing, downloads
+from farandole.node.transfers import downloads
+from farandole.node.transfers import sketches as comparing
 from farandole.node.transfers.donor import (
     Conditions,
     DonorBusyError,

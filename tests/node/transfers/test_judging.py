@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from farandole.node.base.errors import JoinError
-from farandole.node.transfers import comparing
+from farandole.node.transfers import sketches as comparing
 from farandole.node.transfers.weights import (
     CONTACT_INTERVAL,
     CONTACT_TIMEOUT,
@@ -217,7 +217,7 @@ async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(
     monkeypatch.setattr(comparing, "ask_for_sketch", never)
     began_at = trio.current_time()
     await world.weights.obtain()
-    assert trio.current_time() - began_at < comparing.ANSWER_TIMEOUT + 2
+    assert trio.current_time() - began_at < comparing.COMPARISON_TIMEOUT + 2
 
 
 async def test_a_stage_to_which_a_node_would_move_is_compared_too(
