@@ -100,7 +100,7 @@ def run_testnet(
     import trio
     from rich.console import Console
 
-    from .play.beside import check_clean, judged, load_report
+    from .play.judge import check_clean, judged, load_report
     from .play.launch import Testnet, write_report
     from .play.live import open_view
     from .play.scenario import load_scenario
@@ -172,9 +172,7 @@ def _draw(report: PlayReport, folder: Path) -> None:
 
 
 def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
-    from .play.fault_table import fault_lines, throughput_lines
-    from .play.link_table import link_table
-    from .play.verdict import course_lines, stage_lines
+    from .play.verdict import course_lines, fault_lines, link_table, stage_lines, throughput_lines
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     for line in course_lines(report):

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ..play.beside import judged, load_report
+from ..play.judge import ideal_exchange_seconds, judged, load_report
 from ..play.launch import REPORT_NAME, Testnet, play_and_report
 from ..play.live import open_view
-from ..play.report import PlayReport, ideal_exchange_seconds
+from ..play.report import PlayReport
 from ..play.scenario import Scenario, ScenarioError, load_scenario
 from ..report.section import Grid
 from .report import Bench, BenchReport, Out, Write, open_bench

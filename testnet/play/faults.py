@@ -14,7 +14,6 @@ from ..natlab.groups import freeze, thaw
 from ..natlab.home import Home
 from . import wrong_clock
 from .fault import Fault, FaultReport
-from .partition import heal, part
 from .process import NodeProcess
 
 # A slowed trainer is stopped and continued in turns of this length: shorter than an exchange's deadlines.
@@ -267,3 +266,33 @@ _DEEDS: Final = {
     "change_address": _change_address,
     **dict.fromkeys(_INTERRUPTIONS, _interrupt),
 }
+
+
+# A network that splits into two parts, in the NAT lab: its internet forwards nothing between them.
+
+
+def rules(table: str, addresses: Sequence[str]) -> str:
+    """Return input for ``nft -f``: a table that drops packets between these addresses and all others."""
+    part = f"{{ {', '.join(addresses)} }}"
+    return f"""table ip {table} {{
+  chain forward {{
+    type filter hook forward priority filter
+    ip saddr {part} ip daddr != {part} drop
+    ip saddr != {part} ip daddr {part} drop
+  }}
+}}
+"""
+
+
+def part(homes: Sequence[Home]) -> None:
+    """Cut these homes off from all others; they still reach each other."""
+    homes[0].internet.run("nft -f -", rules(_table(homes), [home.address for home in homes]))
+
+
+def heal(homes: Sequence[Home]) -> None:
+    """Undo `part`."""
+    homes[0].internet.run(f"nft delete table ip {_table(homes)}")
+
+
+def _table(homes: Sequence[Home]) -> str:
+    return f"part{homes[0].index}"

@@ -33,15 +33,14 @@ from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 from ..natlab.groups import Leash, open_leash
 from . import wrong_clock
-from .false_deaths import false_deaths
 from .fault import Fault, FaultReport
 from .faults import FaultContext, run_fault
+from .judge import is_state_equal, make_report, node_report
 from .places import Lodging, open_lodgings
 from .process import NODE_COMMAND, NodeProcess
-from .record import NodeRecord
-from .report import Merged, NodeReport, PlayReport, is_state_equal, make_report, node_report
+from .record import NodeRecord, Vacancies, false_deaths
+from .report import Merged, NodeReport, PlayReport
 from .scenario import Scenario
-from .vacancies import Vacancies
 
 WATCH_INTERVAL: Final = 0.5
 # Nodes that start at a time: imports take seconds of a core in each, and nodes that all wait for a core find each other

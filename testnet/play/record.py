@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -285,3 +285,64 @@ class NodeRecord:
 
 def _counters(status: NodeStatus) -> dict[str, int]:
     return {name: getattr(status, name) for name in COUNTERS}
+
+
+# Live nodes, however slow, that others take for dead.
+
+# A node that was just started or thawed needs this time until others hear from it.
+GRACE: Final = 15.0
+_THERE: Final = ("working", "starved", "finished")
+
+
+def false_deaths(records: Iterable[NodeRecord]) -> Iterator[tuple[int, int]]:
+    """Yield (live node, observer whose latest status says that it is gone)."""
+    records = [*records]
+    for observer in records:
+        status, seen_at = observer.status, observer.seen_at
+        if status is None or seen_at is None or not _is_there(observer, seen_at):
+            continue
+        live = {member.peer_id for member in status.members if member.is_live or member.is_heard}
+        for record in records:
+            if record is not observer and _is_there(record, seen_at) and record.peer_id not in live:
+                yield record.index, observer.index
+
+
+def _is_there(record: NodeRecord, at: float) -> bool:
+    return record.ledger.condition in _THERE and at - record.ledger.there_since >= GRACE
+
+
+# Stages without a provider: when, and for how long.
+
+
+@dataclass
+class Vacancies:
+    """Tracks the stages whose trainers run; a stage counts from its first provider on."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    """The longest completed time without a provider, by stage."""
+    _held: set[int] = field(default_factory=set)
+    _empty_since: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, held: Collection[int], now: float) -> list[str]:
+        """Record which stages are held, and return a line for each change."""
+        news = []
+        for stage in sorted(self._held.difference(held, self._empty_since)):
+            self._empty_since[stage] = now
+            news.append(f"nobody holds stage {stage}")
+        for stage in sorted(self._empty_since.keys() & set(held)):
+            seconds = now - self._empty_since.pop(stage)
+            self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+            news.append(f"stage {stage} is held again, {seconds:.1f} s later")
+        self._held.update(held)
+        return news
+
+    def problems(self, limit: float, now: float) -> list[str]:
+        """Return stages that were, or have been, without a provider for too long."""
+        longest = {**self.seconds}
+        for stage, since in self._empty_since.items():
+            longest[stage] = max(now - since, longest.get(stage, 0.0))
+        return [
+            f"nobody held stage {stage} for {seconds:.0f} s, more than {limit:g} s"
+            for stage, seconds in sorted(longest.items())
+            if seconds > limit
+        ]

@@ -19,8 +19,7 @@ from farandole.protocol.run.manifest import Manifest, RoundConfig
 from farandole.protocol.wire.errors import ManifestError
 
 from ..natlab.kinds import CARRIER_KINDS, KINDS, KindError, kind_named
-from .chaos import Chaos, ChaosError, draw_faults
-from .fault import HOME_FAULTS, MAX_NODES, Fault, FaultKind
+from .fault import HOME_FAULTS, MAX_NODES, Chaos, ChaosError, Fault, FaultKind, draw_faults
 
 MAX_FAULTS: Final = 1_000
 DEFAULT_NODES: Final = 8
@@ -165,7 +164,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chaos: Chaos | None = None
     """Faults drawn at random from ``seed``, in addition to ``fault``; `parse_scenario` draws them."""
     min_throughput: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
-    """Tokens per given second, as a share of the clean run's (`farandole.testnet.play.beside`)."""
+    """Tokens per given second, as a share of the clean run's (`farandole.testnet.play.judge`)."""
     min_throughput_of_others: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
     """The same of the nodes without faults."""
     max_spread_over_clean: _Positive | None = None

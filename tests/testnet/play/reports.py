@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from farandole.testnet.play.judge import node_report
 from farandole.testnet.play.record import NodeRecord
-from farandole.testnet.play.report import NodeReport, PlayReport, node_report
+from farandole.testnet.play.report import NodeReport, PlayReport
 
 PASSED = PlayReport(
     name="chaos",

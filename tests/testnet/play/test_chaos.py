@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from farandole.testnet.play.chaos import DURATIONS, Chaos, ChaosError, draw_faults
-from farandole.testnet.play.fault import Fault
+from farandole.testnet.play.fault import DURATIONS, Chaos, ChaosError, Fault, draw_faults
 from farandole.testnet.play.scenario import load_scenario
 
 LONG = Chaos(seconds=1_800.0, faults=60)

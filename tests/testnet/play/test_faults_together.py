@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,11 @@ import trio
 
 from farandole.node.base.control import call
 from farandole.node.status.status import NodeStatus
-from farandole.testnet.play.chaos import DURATIONS
+from farandole.testnet.natlab.groups import open_leash
+from farandole.testnet.natlab.home import Home
+from farandole.testnet.natlab.lab import open_lab
+from farandole.testnet.play.fault import DURATIONS
+from farandole.testnet.play.faults import heal, part
 from farandole.testnet.play.launch import Testnet
 from farandole.testnet.play.scenario import Scenario, parse_scenario
 
@@ -108,3 +114,36 @@ async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_
     assert report.reasons == [], "\n".join(report.events)
     assert report.state_equal
     assert all(node.restarts == 0 for node in report.nodes)
+
+
+LISTEN = "import socket; s = socket.create_server(('0.0.0.0', 7000)); print(flush=True)\nwhile True: s.accept()"
+CALL = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=float(sys.argv[2]))"
+
+
+def reaches(one: Home, other: Home, seconds: float = 60.0) -> bool:
+    command = [*one.host.enter, sys.executable, "-c", CALL, other.address, str(seconds)]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("networks")
+def test_two_parts_hear_nothing_of_each_other_until_they_are_healed() -> None:
+    with open_leash() as leash, open_lab(leash) as lab:
+        alice, bob, carol = homes = [lab.add_home("open") for _ in range(3)]
+        listeners = [
+            subprocess.Popen([*home.host.enter, sys.executable, "-c", LISTEN], stdout=subprocess.PIPE) for home in homes
+        ]
+        try:
+            for listener in listeners:
+                assert listener.stdout is not None
+                listener.stdout.readline()
+            assert reaches(alice, bob)
+            part([alice, carol])
+            assert reaches(alice, carol)
+            assert not reaches(alice, bob, 0.5)
+            assert not reaches(bob, carol, 0.5)
+            heal([alice, carol])
+            assert reaches(bob, carol)
+        finally:
+            for listener in listeners:
+                with listener:
+                    listener.kill()

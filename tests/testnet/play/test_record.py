@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from farandole.node.status.status import (
     REFUSED_HERE,
@@ -10,10 +11,13 @@ from farandole.node.status.status import (
     ExchangeStatus,
     MemberStatus,
     NodeStatus,
+    Resources,
     RunStatus,
 )
-from farandole.testnet.play.record import NodeRecord
-from farandole.testnet.play.report import node_report
+from farandole.testnet.play.judge import node_report
+from farandole.testnet.play.record import GRACE, WARM_UP, Ledger, NodeRecord, Samples, Vacancies, false_deaths
+
+from ...node.statuses import STATUS
 
 RUN = RunStatus("ab", "demo", 1, 0, 0, 0.0, None, None, None, "root")
 PATHS = {"bob": "relayed", "carol": ""}  # carol is not connected
@@ -116,3 +120,111 @@ def test_what_the_screening_did_to_exchanges_is_counted_once() -> None:
         record.observe(status(recent_exchanges=[*exchanges, *clipped]), 0.0)
     report = node_report(record, is_alive=True)
     assert (report.exchanges_clipped, report.exchanges_refused) == (2, 2)
+
+
+def test_only_the_time_in_which_it_was_alive_counts() -> None:
+    ledger = Ledger()
+    for at, condition in (
+        (0, "starting"),
+        (10, "working"),
+        (110, "starved"),
+        (150, "working"),
+        (200, "frozen"),
+        (230, "returning"),
+        (231, "working"),
+        (300, "absent"),
+        (320, "returning"),
+        (328, "working"),
+        (400, "finished"),
+    ):
+        ledger.enter(condition, float(at))  # type: ignore[arg-type]  # the literals of the list above
+    ledger.settle(500.0)
+    assert ledger.seconds == {
+        "starting": 10,
+        "working": 100 + 50 + 69 + 72,
+        "starved": 40,
+        "frozen": 30,
+        "returning": 1 + 8,
+        "absent": 20,
+        "finished": 100,
+    }
+    assert ledger.given == 10 + 291 + 9 + 40
+
+
+def life(hours: float, leak: float) -> Samples:
+    """Return samples a minute apart; after a warm-up in which memory doubles it grows by ``leak`` an hour."""
+    samples = Samples()
+    for second in range(0, int(3_600 * hours), 60):
+        cold = max(0.0, 1 - second / WARM_UP)
+        memory = round(100e6 * (1 - cold / 2) * (1 + leak * second / 3_600))
+        samples.note(Resources(memory, 2 * memory, 40 + (second // 60) % 3, 90), float(second))
+    return samples
+
+
+@pytest.mark.parametrize("leak", [0.0, 0.02, -0.01])
+def test_a_leak_is_seen_and_a_warm_up_is_none(leak: float) -> None:
+    growth = life(2.0, leak).growth()
+    assert growth is not None
+    assert growth.memory == pytest.approx(leak, abs=0.001)
+    assert growth.trainer_memory == pytest.approx(leak, abs=0.001)
+    assert abs(growth.descriptors) <= 1
+    assert growth.tasks == 0
+
+
+def test_a_short_life_says_nothing() -> None:
+    assert life(0.4, 0.5).growth() is None
+
+
+def test_the_memory_of_a_trainer_counts_while_there_is_one() -> None:
+    samples = life(2.0, 0.02)
+    end = samples.taken[-1][0]
+    for second in range(60, 300, 60):
+        samples.note(Resources(100_000_000, None, 40, 90), end + second)
+    growth = samples.growth()
+    assert growth is not None
+    assert growth.trainer_memory == pytest.approx(0.02, abs=0.002)
+
+
+ALICE, BOB = "12D3KooWalice", "12D3KooWbob"
+
+
+def record(index: int, peer_id: str, live: list[str], since: float) -> NodeRecord:
+    made = NodeRecord(index, peer_id)
+    made.ledger.enter("starting", since)
+    made.ledger.enter("working", since + 1.0)
+    members = [msgspec.structs.replace(STATUS.members[0], peer_id=peer, is_live=True) for peer in live]
+    made.observe(msgspec.structs.replace(STATUS, members=members), GRACE + 10.0)
+    return made
+
+
+def test_who_is_there_and_not_seen_was_taken_for_dead() -> None:
+    alice, bob = record(0, ALICE, [ALICE], 0.0), record(1, BOB, [ALICE, BOB], 0.0)
+    assert list(false_deaths([alice, bob])) == [(1, 0)]
+    assert list(false_deaths([record(0, ALICE, [ALICE, BOB], 0.0), bob])) == []
+
+
+def test_who_was_just_started_or_is_gone_is_not_expected() -> None:
+    alice, young = record(0, ALICE, [ALICE], 0.0), record(1, BOB, [BOB], 15.0)
+    assert list(false_deaths([alice, young])) == [], "it may not have been heard of, nor have heard"
+    gone = record(1, BOB, [ALICE, BOB], 0.0)
+    gone.ledger.enter("absent", 12.0)
+    assert list(false_deaths([alice, gone])) == []
+
+
+def test_a_stage_counts_from_the_first_time_that_it_is_held() -> None:
+    vacancies = Vacancies()
+    assert vacancies.observe({0}, 0.0) == []
+    assert vacancies.observe({0, 1}, 50.0) == []
+    assert vacancies.problems(10.0, 50.0) == []
+
+
+def test_an_empty_stage_is_told_and_so_is_its_end() -> None:
+    vacancies = Vacancies()
+    vacancies.observe({0, 1, 2}, 0.0)
+    assert vacancies.observe({0, 2}, 10.0) == ["nobody holds stage 1"]
+    assert vacancies.observe({0, 2}, 20.0) == []
+    assert vacancies.problems(15.0, 24.0) == []
+    assert vacancies.problems(15.0, 26.0) == ["nobody held stage 1 for 16 s, more than 15 s"]
+    assert vacancies.observe({0, 1, 2}, 27.5) == ["stage 1 is held again, 17.5 s later"]
+    assert vacancies.seconds == {1: 17.5}
+    assert vacancies.problems(15.0, 90.0) == ["nobody held stage 1 for 18 s, more than 15 s"]

@@ -1,0 +1,325 @@
+"""The verdict on a play: its report, from the nodes' records and the scenario's conditions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from farandole.node.base.figures import BYTES_PER_MBIT
+from farandole.protocol.run.presets import num_parameters
+from farandole.protocol.wire.errors import FarandoleError
+
+from .fault import FaultReport
+from .record import COUNTERS, Growth, NodeRecord
+from .report import Beside, Merged, NodeReport, PlayReport, StageReport
+from .scenario import Scenario
+
+# Descriptors or tasks: one median may include two connections, and the tasks that serve them, that the other lacks.
+MAX_MORE: Final = 8
+
+_AS_RECORDED: Final = (
+    *("index", "peer_id", "tokens", "loss_first", "loss_last", "died", "wedged", "restarts", "is_doomed"),
+    *("num_parameters", "pipeline"),
+)
+"""Fields of `NodeReport` that a `NodeRecord` has, too."""
+
+
+def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeReport:
+    """Return the report of one node."""
+    status = record.status
+    recorded: dict[str, Any] = {name: getattr(record, name) for name in _AS_RECORDED}
+    recorded |= {name: record.total(name) for name in COUNTERS}
+    return NodeReport(
+        **recorded,
+        rounds=record.round,
+        partners=dict(record.all_partners),
+        inner_steps=status.inner_steps if status else 0,
+        losses=sorted(record.losses.items()),
+        exchanges_since_restart=status.exchanges_ok if status else 0,
+        is_alive=is_alive,
+        state_root=status.run.state_root if status and is_alive else "",
+        utilisation=status.utilisation if status else None,
+        recent_utilisation=status.recent_utilisation if status else None,
+        paths=dict(record.all_paths),
+        home=home,
+        condition_seconds=dict(record.ledger.seconds),
+        given_seconds=record.ledger.given,
+        exchange_seconds=[record.exchanges[at].seconds for at in sorted(record.exchanges)],
+        exchange_bytes=min((exchange.bytes_sent for exchange in record.exchanges.values()), default=0),
+        exchanges_clipped=sum(exchange.clip < 1.0 for exchange in record.exchanges.values()),
+        exchanges_refused=len(record.refused),
+        resources=status.resources if status else None,
+        growths=record.all_growths,
+        links={member.peer_id: member.path for member in status.members if member.path} if status else {},
+    )
+
+
+def stage_reports(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[StageReport]:
+    """Return the report of each stage; none where the model is not cut."""
+    num_stages = scenario.manifest(0).model.num_stages
+    return [_stage_report(stage, nodes) for stage in range(num_stages)] if num_stages > 1 else []
+
+
+_MICROBATCHES: Final = ("kept", "dropped", "rerouted", "taken_out", "refused")
+
+
+def _stage_report(stage: int, nodes: Sequence[NodeReport]) -> StageReport:
+    parts = [(node, node.pipeline) for node in nodes if node.pipeline is not None and node.pipeline.stage == stage]
+    live = [node for node, _ in parts if node.is_alive]
+    return StageReport(
+        stage=stage,
+        providers=len(live),
+        inner_steps=round(_mean(float(node.inner_steps) for node in live) or 0),
+        **{name: sum(getattr(pipeline, name) for _, pipeline in parts) for name in _MICROBATCHES},
+        utilisation=_mean(node.recent_utilisation for node in live),
+    )
+
+
+def make_report(
+    scenario: Scenario,
+    run_id: bytes,
+    nodes: Sequence[NodeReport],
+    merged: Merged | None,
+    *,
+    seconds: float,
+    events: Sequence[str],
+    problems: Sequence[str] = (),
+    faults: Sequence[FaultReport] = (),
+) -> PlayReport:
+    """Sum up and judge a play; ``problems`` are reasons against a pass that the nodes' figures do not show."""
+    reasons = [*problems, *_reasons(scenario, nodes, merged), *_heal_problems(scenario, faults)]
+    tokens = sum(node.tokens for node in nodes)
+    return PlayReport(
+        name=str(scenario.run.get("name", "")),
+        run_id=run_id.hex(),
+        verdict="fail" if reasons else "pass",
+        reasons=reasons,
+        nodes=list(nodes),
+        loss_first=_mean(node.loss_first for node in nodes),
+        loss_last=_mean(node.loss_last for node in nodes),
+        loss_start=merged.loss_start if merged else None,
+        loss_merged=merged.loss if merged else None,
+        spread=merged.spread if merged else None,
+        bits_per_byte_start=merged.bits_per_byte_start if merged else None,
+        bits_per_byte_merged=merged.bits_per_byte if merged else None,
+        tokens=tokens,
+        tokens_per_second=tokens / max(seconds, 1e-9),
+        seconds=seconds,
+        state_equal=is_state_equal(nodes),
+        events=list(events),
+        stages=stage_reports(scenario, nodes),
+        faults=sorted(faults, key=lambda fault: fault.at),
+        tokens_per_given_second=tokens / given if (given := sum(node.given_seconds for node in nodes)) else None,
+    )
+
+
+def _heal_problems(scenario: Scenario, faults: Sequence[FaultReport]) -> list[str]:
+    most = scenario.max_heal_seconds
+    healing = [fault.healed_in for fault in faults if fault.kind == "partition"]
+    if most is None or all(seconds is not None and seconds <= most for seconds in healing):
+        return []
+    words = ", ".join("not at all" if seconds is None else f"{seconds:.1f} s" for seconds in healing)
+    return [f"after partitions all nodes had one run state in: {words}; not within {most:g} s"]
+
+
+def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
+    """Return whether all live nodes have the same root; False if there are none."""
+    roots = {node.state_root for node in nodes if node.is_alive}
+    return len(roots) == 1 and "" not in roots
+
+
+def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | None) -> Iterator[str]:
+    for node in nodes:
+        yield from (f"node {node.index} {problem}" for problem in _node_problems(scenario, node))
+    if not is_state_equal(nodes):
+        yield "the run state is not equal on all live nodes"
+    if merged is None:
+        yield "there is no merged model: no replica left a checkpoint"
+    elif scenario.max_loss_merged is not None and not merged.loss < scenario.max_loss_merged:
+        yield f"the merged model's loss is {merged.loss:.3f}, not below {scenario.max_loss_merged:g}"
+    if scenario.max_growth is not None and not any(node.growths for node in nodes):
+        yield "no node lived long enough to see whether it grows"
+    if scenario.every_round:
+        yield from _speed_problems(scenario, nodes)
+    yield from _stage_problems(scenario, nodes)
+
+
+def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
+    if node.died:
+        yield "died"
+    if node.wedged:
+        yield f"was wedged: its training stood still for {scenario.wedged_after:g} s"
+    if not node.is_alive:
+        if not node.died and not node.is_doomed:
+            yield "was not there at the end"
+        return
+    if not (node.losses or (node.pipeline and node.inner_steps)):
+        yield "never trained"
+    if node.rounds < scenario.rounds and not scenario.exchanges_after_faults:
+        yield f"reached round {node.rounds} of {scenario.rounds}"
+    if len(node.partners) < (required := _required_partners(scenario, node)):
+        yield f"had {len(node.partners)} of {required} required partners"
+    if node.utilisation is not None and node.utilisation < scenario.min_utilisation:
+        yield f"spent {node.utilisation:.1%} of its time in inner steps, not {scenario.min_utilisation:.0%}"
+    if node.restarts and not node.exchanges_since_restart:
+        yield "exchanged with nobody after it was started again"
+    if node.index in scenario.late_joiners and node.losses and node.losses[0][0] == 0:
+        yield "joined late and began in round 0: it got no weights from a peer"
+    if scenario.max_exchange_over_ideal is not None:
+        yield from _exchange_problems(scenario, scenario.max_exchange_over_ideal, node)
+    if scenario.max_growth is not None:
+        for growth in node.growths:
+            yield from _growth_problems(scenario.max_growth, growth)
+    if scenario.every_round and (missed := _rounds_missed(node, scenario.rounds)):
+        yield f"took no part in rounds {missed}"
+
+
+def ideal_exchange_seconds(scenario: Scenario, node: NodeReport) -> float:
+    """Return the seconds that the home's line needs for its contribution at the slower rate, and a round trip."""
+    home = scenario.home[node.index % len(scenario.home)]
+    rate = min(home.up_mbit or math.inf, home.down_mbit or math.inf) * BYTES_PER_MBIT
+    return node.exchange_bytes / rate + 4 * home.delay_ms / 1e3
+
+
+def _exchange_problems(scenario: Scenario, most: float, node: NodeReport) -> Iterator[str]:
+    if not node.exchange_seconds:
+        yield "completed no exchange"
+        return
+    ideal, median = ideal_exchange_seconds(scenario, node), statistics.median(node.exchange_seconds)
+    if median > most * ideal:
+        yield f"took {median:.1f} s for an exchange (median), more than {most:g} times the ideal {ideal:.1f} s"
+    if node.exchanges_failed:
+        yield f"had {node.exchanges_failed} exchanges that failed"
+
+
+def _growth_problems(most: float, growth: Growth) -> Iterator[str]:
+    for name, share in (("memory", growth.memory), ("trainer's memory", growth.trainer_memory)):
+        if share is not None and share > most:
+            yield f"grew: its {name} by {share:.1%} an hour, over {growth.hours:.1f} h"
+    for name, more in (("descriptors", growth.descriptors), ("tasks", growth.tasks)):
+        if more > MAX_MORE:
+            yield f"grew: {more:g} more {name} after {growth.hours:.1f} h"
+
+
+def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:
+    """Report stages without a provider at the end, and nodes that held the whole model."""
+    stages = stage_reports(scenario, nodes)
+    problems = [f"nobody holds stage {stage.stage}" for stage in stages if not stage.providers]
+    if stages:
+        whole = num_parameters(scenario.manifest(0).model)
+        problems += [
+            f"node {node.index} held all {whole:,} parameters" for node in nodes if node.num_parameters >= whole
+        ]
+    return problems
+
+
+def _required_partners(scenario: Scenario, node: NodeReport) -> int:
+    """Return how many partners a node must have: fewer if it joined when few rounds were left.
+
+    On a machine with few cores, the last of many nodes joins that late.
+    """
+    first = min((round_index for round_index, _ in node.losses), default=0)
+    if not first or scenario.exchanges_after_faults:
+        return scenario.min_partners
+    return min(scenario.min_partners, max(scenario.rounds - first - 1, 1))
+
+
+def _rounds_missed(node: NodeReport, rounds: int) -> list[int]:
+    """Return the rounds that a node missed after the first one that it took part in."""
+    taken = {round_index for round_index, _ in node.losses}
+    return [index for index in range(min(taken, default=0), rounds) if index not in taken]
+
+
+def _speed_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:
+    """Report slow nodes that took as many inner steps as faster ones, where rounds have a fixed duration."""
+    alive = [node for node in nodes if node.is_alive]
+    fastest = [node for node in alive if scenario.slowness(node.index) == min(scenario.slow, default=1.0)]
+    slowest = [node for node in alive if scenario.slowness(node.index) == max(scenario.slow, default=1.0)]
+    return [
+        f"node {slow.index} took as many inner steps ({slow.inner_steps}) as the faster node {fast.index}"
+        for slow in slowest
+        for fast in fastest
+        if scenario.slowness(slow.index) > scenario.slowness(fast.index) and slow.inner_steps >= fast.inner_steps
+    ]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+# A comparison of a play with faults with one without: throughput of the live nodes, and loss.
+
+
+class CleanReportError(FarandoleError):
+    """The report of the clean run cannot be had, or is of another run."""
+
+
+def check_clean(clean: PlayReport, name: str, num_nodes: int) -> None:
+    """Raise `CleanReportError` unless the report is of a clean play of this scenario with ``num_nodes`` nodes.
+
+    The check is for a caller that is about to play the scenario, which takes a while.
+    """
+    if clean.name != name or len(clean.nodes) != num_nodes or clean.faults:
+        raise CleanReportError("that is no report of the same scenario without faults (--clean)")
+
+
+def compare(report: PlayReport, clean: PlayReport) -> Beside:
+    """Return the comparison; `CleanReportError` if a play trained nothing, or the scenarios differ."""
+    check_clean(clean, report.name, len(report.nodes))
+    if not clean.tokens_per_given_second or report.tokens_per_given_second is None:
+        raise CleanReportError("nothing was trained in one of the two plays")
+    loss_above = None
+    if report.loss_merged is not None and clean.loss_merged:
+        loss_above = report.loss_merged / clean.loss_merged - 1
+    others = {node.index for node in report.nodes} - {index for fault in report.faults for index in fault.nodes}
+    mine, theirs = _throughput(report, others), _throughput(clean, others)
+    return Beside(
+        clean.tokens_per_given_second,
+        clean.loss_merged,
+        report.tokens_per_given_second / clean.tokens_per_given_second,
+        loss_above,
+        throughput_of_others=mine / theirs if mine is not None and theirs else None,
+        spread=report.spread / clean.spread if report.spread is not None and clean.spread else None,
+    )
+
+
+def _throughput(report: PlayReport, indices: Collection[int]) -> float | None:
+    nodes = [node for node in report.nodes if node.index in indices]
+    given = sum(node.given_seconds for node in nodes)
+    return sum(node.tokens for node in nodes) / given if given else None
+
+
+def judged(report: PlayReport, clean: PlayReport, scenario: Scenario) -> PlayReport:
+    """Return the report with the comparison, and with its reasons against a pass. Raises as `compare` does."""
+    beside = compare(report, clean)
+    reasons = [*report.reasons]
+    if beside.throughput < scenario.min_throughput:
+        reasons.append(f"{beside.throughput:.1%} of the clean run's throughput, not {scenario.min_throughput:.1%}")
+    least = scenario.min_throughput_of_others
+    if least and (beside.throughput_of_others is None or beside.throughput_of_others < least):
+        share = "an unknown share" if beside.throughput_of_others is None else f"{beside.throughput_of_others:.1%}"
+        reasons.append(f"the nodes that no fault befell had {share} of the clean run's throughput, not {least:.1%}")
+    widest = scenario.max_spread_over_clean
+    if widest is not None and (beside.spread is None or beside.spread > widest):
+        reasons.append(f"the weights' spread is {beside.spread or 0:.2f} of the clean run's, not at most {widest:g}")
+    most = scenario.max_loss_above_clean
+    if most is not None and (beside.loss_above is None or beside.loss_above > most):
+        above = "not known" if beside.loss_above is None else f"{beside.loss_above:+.1%}"
+        reasons.append(f"the merged model's loss beside the clean run's is {above}, not at most {most:+.1%}")
+    verdict = "fail" if reasons else "pass"
+    return msgspec.structs.replace(report, beside=beside, reasons=reasons, verdict=verdict)
+
+
+def load_report(path: Path) -> PlayReport:
+    """Load a play's ``report.json``, from its path or its folder; raises `CleanReportError`."""
+    path = path / "report.json" if path.is_dir() else path
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PlayReport)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CleanReportError(f"cannot read the report {path}: {error}") from error
