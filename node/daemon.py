@@ -49,11 +49,9 @@ from .join.address_book import AddressBook
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
 from .join.invites import own_invite
 from .join.kept_ports import keep_ports, load_ports
-from .loop.pause.idle import IdleWatch
-from .loop.pause.idle_service import IdleKeeper
-from .loop.pause.pause import Rest
-from .loop.pause.pause_service import RestKeeper
-from .loop.traffic.traffic_service import TrafficKeeper
+from .loop.idle_service import IdleService, IdleWatch
+from .loop.rest_service import Rest, RestService
+from .loop.traffic_service import TrafficService
 from .member.assembly import close_gate, open_member
 from .member.parts import Daemon, Mesh
 from .member.run_member import PARTNERS_FACT, RunMember
@@ -161,7 +159,7 @@ async def open_mesh(
     settings = daemon.settings
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
     limit = round(settings.monthly_traffic * 1e9)
-    traffic = TrafficKeeper(limit, daemon.rest, daemon.store, shaping, datetime.now, daemon.journal.warn)
+    traffic = TrafficService(limit, daemon.rest, daemon.store, shaping, datetime.now, daemon.journal.warn)
     await traffic.begin()
     shaping = replace(shaping, may_spend=traffic.may_spend)
     ports = await load_ports(daemon.store, settings.listening)
@@ -300,7 +298,7 @@ async def _dial(daemon: Daemon, host: Host, address: object) -> str:
 async def be_node(daemon: Daemon) -> None:
     """Join a run, train until asked to leave, and leave."""
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
-    rest_keeper = RestKeeper(rest, store, settings.quiet_hours, datetime.now, journal.warn)
+    rest_keeper = RestService(rest, store, settings.quiet_hours, datetime.now, journal.warn)
     stored = await store.get_fact(MANIFEST_FACT)
     stored_network_key = await store.get_fact(NETWORK_KEY_FACT) or b""
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
@@ -348,7 +346,7 @@ async def be_node(daemon: Daemon) -> None:
         async with open_desk(daemon, mesh, target.run_id, questions, deeds) as desk:
             if settings.only_when_idle:
                 watch = IdleWatch()
-                idle_keeper = IdleKeeper(
+                idle_keeper = IdleService(
                     rest, watch, lambda: journal.state.trainer_pid, journal.warn, looks_at_gpu=settings.device != "cpu"
                 )
                 await idle_keeper.look()

@@ -210,7 +210,7 @@ class Shaping:
     up: Shaper = field(default_factory=Shaper)
     down: Shaper = field(default_factory=Shaper)
     may_spend: Callable[[int], bool] = field(default=lambda num_bytes: True, kw_only=True)
-    """Whether bulk of this number of bytes, both ways together, may begin now (`farandole.node.loop.traffic`)."""
+    """Whether bulk of this number of bytes, both ways together, may begin now (`TrafficService`)."""
 
     @classmethod
     def of_mbit(cls, up: float, down: float) -> Shaping:

@@ -28,7 +28,7 @@ from ..transfers.donor import DonorBusyError
 from ..transfers.downloads import Downloads
 from ..transfers.fetch import ask_for_index, fetch_checkpoint
 from ..transfers.holdings import Starts
-from .pause.pause import Rest
+from .rest_service import Rest
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ FAULT: Final = "fault"
 """The name of the reason (`Rest`) for a machine that computes wrongly."""
 
 
-class AuditKeeper:
+class AuditService:
     """One node's audits, in a run that audits ``rate`` of all rounds; ``rest`` begins if this machine errs."""
 
     def __init__(

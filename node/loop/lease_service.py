@@ -73,7 +73,7 @@ class Others(Protocol):
         """Return the live members that draw data."""
 
 
-class LeaseKeeper:
+class LeaseService:
     """One node's leases, in a run that counts epochs.
 
     ``liveness`` provides the heartbeats' period.

@@ -20,7 +20,7 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from ..state.gossip import GossipService
 from ..status.journal import Journal
-from .pause.pause import Rest
+from .rest_service import Rest
 
 STATE_SLOT, MESSAGE_SLOT = 0, 1
 RENEW_INTERVAL: Final = 86_400.0

@@ -28,11 +28,11 @@ from ..state.messenger import Messenger
 from ..status.journal import Journal
 from ..trainer.script import ScriptDoor
 from ..trainer.trainer import Trainer, TrainerError, open_trainer
-from .audit_service import AuditKeeper
-from .lease_service import LeaseKeeper
-from .pause.pause import Rest
-from .stages.pipeline import PipelineService
-from .stages.worker import Worker
+from .activation_links import Worker
+from .audit_service import AuditService
+from .lease_service import LeaseService
+from .pipeline_service import PipelineService
+from .rest_service import Rest
 from .trainer_session import TrainerSession
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
@@ -63,7 +63,7 @@ class Surroundings:
     """Called with each partner of an exchange that was committed."""
     may_spend: Callable[[int], bool] = lambda num_bytes: True
     """Returns whether there is traffic for an exchange of ``num_bytes``."""
-    audits: AuditKeeper | None = None
+    audits: AuditService | None = None
     """The audits, if the run has them."""
     stopped: trio.Event = field(default_factory=trio.Event)
     """Set when the run's creator stops the run."""
@@ -86,7 +86,7 @@ class Training:
         rest: Rest,
         surroundings: Surroundings,
         pipeline: PipelineService | None = None,
-        leases: LeaseKeeper | None = None,
+        leases: LeaseService | None = None,
     ) -> None:
         self._loop = loop
         self._messenger = messenger
@@ -171,7 +171,7 @@ class Training:
                 self.handle(pairing.TrafficSaved(is_saving))
             await trio.sleep(TRAFFIC_INTERVAL)
 
-    async def _watch_data(self, leases: LeaseKeeper) -> None:
+    async def _watch_data(self, leases: LeaseService) -> None:
         await leases.over.wait()
         self.handle(machine.DataOver())
 

@@ -31,12 +31,12 @@ from ..bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from ..bulk.negotiation import open_bulk
 from ..bulk.transport import Channels
 from ..join.bootstrap import serve_manifest
-from ..loop.audit_service import AuditKeeper
-from ..loop.lease_service import LeaseKeeper
+from ..loop.activation_links import ACTIVATIONS_PROTOCOL, Links
+from ..loop.audit_service import AuditService
+from ..loop.lease_service import LeaseService
 from ..loop.notices import NoticeBoard
-from ..loop.stages.links import ACTIVATIONS_PROTOCOL, Links
-from ..loop.stages.pipeline import PipelineService
-from ..loop.stages.stage_service import StageKeeper
+from ..loop.pipeline_service import PipelineService
+from ..loop.stage_service import StageService
 from ..loop.training import PAIRING_PROTOCOL, Surroundings, Training
 from ..mesh.host import Host
 from ..state.announcer import Announcer
@@ -236,14 +236,14 @@ class _Assembly:
         start = None if self.manifest.start is None else Start(self.manifest.start, downloads)
         return _Stored(conditions, downloads, Weights(self.daemon.key, downloads), start)
 
-    def audits(self, gossip: GossipService, store: _Stored) -> AuditKeeper | None:
+    def audits(self, gossip: GossipService, store: _Stored) -> AuditService | None:
         if not self.manifest.audits:
             return None
         starts = Starts(self.daemon.settings.checkpoints / "replays", self.daemon.key, self.signed.run_id)
         author = self.mesh.host.author
-        return AuditKeeper(author, self.manifest.audits, gossip, store.downloads, starts, self.daemon.rest)
+        return AuditService(author, self.manifest.audits, gossip, store.downloads, starts, self.daemon.rest)
 
-    def serve_blocks(self, store: _Stored, audits: AuditKeeper | None, exchanges: ExchangeService) -> None:
+    def serve_blocks(self, store: _Stored, audits: AuditService | None, exchanges: ExchangeService) -> None:
         provider, start = store.weights.provider, store.start
 
         async def find(question: BlockQuestion) -> Holding | None:
@@ -265,8 +265,8 @@ class _Assembly:
         )
         return PipelineService(links, self.messenger, self.manifest, host.author, self.rng, self.daemon.journal.warn)
 
-    def leases(self, gossip: GossipService, membership: Membership) -> LeaseKeeper:
-        return LeaseKeeper(
+    def leases(self, gossip: GossipService, membership: Membership) -> LeaseService:
+        return LeaseService(
             self.manifest,
             self.mesh.host.author,
             gossip.state,
@@ -295,9 +295,9 @@ class _Assembly:
         preparation: Preparation,
         exchanges: ExchangeService,
         notices: NoticeBoard,
-        audits: AuditKeeper | None,
+        audits: AuditService | None,
         pipeline: PipelineService | None,
-        leases: LeaseKeeper | None,
+        leases: LeaseService | None,
     ) -> Training:
         daemon, membership, provider = self.daemon, preparation.membership, preparation.weights.provider
         settings, manifest, by_person = daemon.settings, self.manifest, daemon.door is not None
@@ -327,9 +327,9 @@ class _Assembly:
         loop = TrainingLoop(config, pairing, preparation.supervisor)
         return Training(loop, self.messenger, exchanges, daemon.journal, daemon.rest, surroundings, pipeline, leases)
 
-    def stages(self, preparation: Preparation, training: Training, record: StageRecord) -> StageKeeper:
+    def stages(self, preparation: Preparation, training: Training, record: StageRecord) -> StageService:
         settings = self.daemon.settings
-        return StageKeeper(
+        return StageService(
             preparation.membership,
             preparation.weights,
             self.daemon.journal,

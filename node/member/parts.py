@@ -12,8 +12,8 @@ from farandole.protocol.state.believing import Partners
 from ..base.bandwidth import Shaping
 from ..base.settings import NodeSettings
 from ..join.address_book import AddressBook
-from ..loop.pause.pause import Rest
-from ..loop.traffic.traffic_service import TrafficKeeper
+from ..loop.rest_service import Rest
+from ..loop.traffic_service import TrafficService
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
 from ..state.store import Store
@@ -45,4 +45,4 @@ class Mesh:
     host: Host
     connectivity: Connectivity
     shaping: Shaping
-    traffic: TrafficKeeper
+    traffic: TrafficService

@@ -12,7 +12,7 @@ from farandole.protocol.state.entries import Progress
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor
 
-from ..loop.stages.stage_service import wait_quiet
+from ..loop.stage_service import wait_quiet
 from ..state.membership import Membership
 from ..state.store import StoreError
 from ..transfers.start import Start

@@ -15,11 +15,11 @@ from ..base.release import VERSION
 from ..base.release_words import release_words
 from ..join.address_book import Reconnector
 from ..join.bootstrap import JOIN_TIMEOUT, Target, sync_state
-from ..loop.audit_service import AuditKeeper
-from ..loop.lease_service import LeaseKeeper
+from ..loop.audit_service import AuditService
+from ..loop.lease_service import LeaseService
 from ..loop.notices import NoticeBoard
-from ..loop.stages.pipeline import PipelineService
-from ..loop.stages.stage_service import StageKeeper
+from ..loop.pipeline_service import PipelineService
+from ..loop.stage_service import StageService
 from ..loop.training import Training
 from ..mesh.host import Host
 from ..state.connections import ConnectionKeeper
@@ -65,11 +65,11 @@ class RunMember:
     membership: Membership
     weights: Weights
     training: Training
-    stages: StageKeeper
+    stages: StageService
     stage_record: StageRecord
     pipeline: PipelineService | None
-    leases: LeaseKeeper | None
-    audits: AuditKeeper | None
+    leases: LeaseService | None
+    audits: AuditService | None
     """None where the run names no tasks."""
     notices: NoticeBoard
     releases: ReleaseWatch
@@ -157,7 +157,7 @@ class RunMember:
             self.mesh.connectivity.members = membership.everyone
             await membership.changed()
 
-    async def _follow_audits(self, audits: AuditKeeper) -> None:
+    async def _follow_audits(self, audits: AuditService) -> None:
         while True:
             await audits.avoided_changed()
             self._set_peers()

@@ -10,7 +10,7 @@ from ..base.control import ControlError
 from ..base.figures import BYTES_PER_MBIT
 from ..base.quiet_hours import QuietHoursError
 from ..base.settings import MIN_CAP_MBIT
-from ..loop.pause.pause_service import RestKeeper
+from ..loop.rest_service import RestService
 
 
 def set_caps(shaping: Shaping, params: Mapping[str, object]) -> str:
@@ -32,7 +32,7 @@ def set_caps(shaping: Shaping, params: Mapping[str, object]) -> str:
     return f"until this node ends: upload {up}, download {down}"
 
 
-def change_quiet_hours(keeper: RestKeeper, params: Mapping[str, object]) -> str:
+def change_quiet_hours(keeper: RestService, params: Mapping[str, object]) -> str:
     """Keep the quiet hours that ``hours`` in ``params`` lists, with commas between them, until the node ends.
 
     An empty text ends them. Returns them in words. Raises `ControlError` for anything else that is no quiet hours.

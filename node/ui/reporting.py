@@ -19,12 +19,12 @@ from farandole.protocol.wire.identity import peer_id_of, short_name
 from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
 from ..base.release import VERSION
-from ..loop.audit_service import AuditKeeper
-from ..loop.lease_service import LeaseKeeper
+from ..loop.audit_service import AuditService
+from ..loop.lease_service import LeaseService
 from ..loop.notices import NoticeBoard
-from ..loop.pause.pause import Rest
-from ..loop.stages.pipeline import PipelineService
-from ..loop.traffic.traffic_service import TrafficKeeper
+from ..loop.pipeline_service import PipelineService
+from ..loop.rest_service import Rest
+from ..loop.traffic_service import TrafficService
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
 from ..status.journal import Journal
@@ -54,13 +54,13 @@ class Reporter:
     state: RunState | None = None
     liveness: Liveness | None = None
     pipeline: PipelineService | None = None
-    leases: LeaseKeeper | None = None
-    audits: AuditKeeper | None = None
+    leases: LeaseService | None = None
+    audits: AuditService | None = None
     notices: NoticeBoard | None = None
     nodes_of_stages: Callable[[], Sequence[frozenset[bytes]]] = tuple
     apart: Callable[[], Collection[bytes]] = frozenset
     """Returns the peers whose release this node cannot average with."""
-    traffic: TrafficKeeper | None = None
+    traffic: TrafficService | None = None
     rest: Rest = field(default_factory=Rest)
     _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
     """Time by trio's clock, the members, and their summary at that time."""

@@ -21,7 +21,7 @@ outlier is dropped. A peer that sends several, or over which most microbatches a
 (`farandole.protocol.stages.avoidance`): its links are closed and, if it is an origin, its microbatches are refused. A
 node without a link to the next stage gives no credits.
 
-Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.loop.stages.pipeline`).
+Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.loop.pipeline_service`).
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ import trio
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.loop.stages.links import Links
-from farandole.node.loop.stages.pipeline import PipelineService
-from farandole.node.loop.stages.worker import Worker
+from farandole.node.loop.activation_links import Links, Worker
+from farandole.node.loop.pipeline_service import PipelineService
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.trainer.trainer import Trainer, open_trainer

@@ -15,7 +15,7 @@ from farandole.node.app.commands.leave import LEAVE_TIMEOUT
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join.address_book import AddressBook
-from farandole.node.loop.pause.pause import Rest
+from farandole.node.loop.rest_service import Rest
 from farandole.node.member.assembly import make_member
 from farandole.node.member.parts import Daemon, Mesh
 from farandole.node.member.run_member import FAREWELL_TIMEOUT, RunMember, leave_timeout, remember

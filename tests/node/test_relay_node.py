@@ -18,8 +18,7 @@ from farandole.node.admissions import admission_handlers
 from farandole.node.base.control import ControlError, call
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
-from farandole.node.loop.traffic.budget import Used
-from farandole.node.loop.traffic.traffic_service import TRAFFIC_FACT
+from farandole.node.loop.traffic_service import TRAFFIC_FACT, Used
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.state.store import open_store

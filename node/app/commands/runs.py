@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from farandole.protocol.run.invite import Invite
     from farandole.protocol.run.manifest import Manifest, SignedManifest
 
-    from ...loop.stages.measuring import MeasuredCut
+    from ...loop.measuring import MeasuredCut
 
 Who = Annotated[
     list[str], typer.Argument(metavar="PEER_ID|INVITE...", help="Members by their peer ids, or whole invites.")
@@ -104,7 +104,7 @@ def create_run(
         raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
     measured = None
     if measure:
-        from ...loop.stages.measuring import cut_by_measuring
+        from ...loop.measuring import cut_by_measuring
 
         manifest, measured = cut_by_measuring(manifest, settings.allow_model)
     key = load_or_create_key(settings.key)
@@ -135,7 +135,7 @@ def create_run(
 def _show_measured(measured: MeasuredCut) -> None:
     from rich.console import Console
 
-    from ...loop.stages.measuring import cuts_table
+    from ...loop.measuring import cuts_table
 
     typer.echo(
         f"for one microbatch, there and back, a layer takes {measured.layer_seconds:.3g} s and both ends "

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseKeeper
+from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseService
 from farandole.node.status.journal import Journal
 from farandole.protocol.epochs.lease_events import Announce
 from farandole.protocol.epochs.leases import SETTLE_SECONDS
@@ -81,7 +81,7 @@ class Node:
         self.journal = Journal(say=lambda text: None)
         self.partners = Partners()
         self.others: frozenset[bytes] = frozenset()
-        self.keeper = LeaseKeeper(
+        self.keeper = LeaseService(
             manifest,
             public_bytes(ALICE),
             run.state,

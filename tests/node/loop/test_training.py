@@ -16,7 +16,7 @@ import trio.testing
 from farandole.node.base.system.memory import SharedCounter, counted_size
 from farandole.node.bulk.exchange_session import Judge, Outgoing
 from farandole.node.loop import training as training_module
-from farandole.node.loop.pause.pause import BY_HAND, Rest
+from farandole.node.loop.rest_service import BY_HAND, Rest
 from farandole.node.loop.training import TRAFFIC_INTERVAL, Surroundings, Training
 from farandole.node.status.journal import Journal
 from farandole.node.trainer.trainer import TrainerError

@@ -11,8 +11,7 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.control import ControlError
 from farandole.node.base.exits import Exit
 from farandole.node.base.figures import BYTES_PER_MBIT
-from farandole.node.loop.pause.pause import Rest
-from farandole.node.loop.pause.pause_service import RestKeeper
+from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import open_store
 from farandole.node.ui.caps import change_quiet_hours, set_caps
 
@@ -31,7 +30,7 @@ def test_it_takes_a_cap_and_a_running_node(run: Run, home: Path) -> None:
 async def test_quiet_hours_are_set_all_or_none(tmp_path: Path) -> None:
     rest = Rest()
     async with open_store(tmp_path / "store.sqlite") as store:
-        keeper = RestKeeper(rest, store, ["22:00-07:30"], lambda: datetime(2026, 11, 23, 12), lambda text: None)
+        keeper = RestService(rest, store, ["22:00-07:30"], lambda: datetime(2026, 11, 23, 12), lambda text: None)
         for wrong in ({}, {"hours": 22}, {"hours": "09:00-10:00, at night"}):
             with pytest.raises(ControlError):
                 change_quiet_hours(keeper, wrong)

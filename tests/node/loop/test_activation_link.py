@@ -11,8 +11,8 @@ import trio.testing
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.channel import BulkChannel
-from farandole.node.loop.stages import activation_link
-from farandole.node.loop.stages.activation_link import PROGRESS_TIMEOUT, ActivationLink
+from farandole.node.loop import activation_links as activation_link
+from farandole.node.loop.activation_links import PROGRESS_TIMEOUT, ActivationLink
 from farandole.protocol.exchange.bulk import Secrets
 from farandole.protocol.exchange.pipe import BULK_FROM, Chunk, Route
 from farandole.protocol.stages.activations import (
@@ -30,8 +30,8 @@ from farandole.protocol.stages.activations import (
 )
 from farandole.protocol.wire.record_layer import Sealer
 
-from ...parties import AlwaysWaits
-from ...sockets import tcp_pair
+from ..parties import AlwaysWaits
+from ..sockets import tcp_pair
 
 PATIENCE = 10.0
 HELLO = Hello(run_id=b"r" * 32, stage=1, shape=b"s" * 32)

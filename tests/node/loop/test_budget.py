@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.node.loop.traffic.budget import HEAD_START, LAST_BYTES, RESUME_SECONDS, WIRE_SHARE, Budget, Used
+from farandole.node.loop.traffic_service import HEAD_START, LAST_BYTES, RESUME_SECONDS, WIRE_SHARE, Budget, Used
 
 GB = 10**9
 NOVEMBER = datetime(2026, 11, 1)

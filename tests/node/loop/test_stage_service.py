@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from farandole.node.base.errors import JoinError
-from farandole.node.loop.stages.stage_service import StageKeeper, wait_quiet
+from farandole.node.loop.stage_service import StageService, wait_quiet
 from farandole.node.status.journal import Journal
 from farandole.protocol.stages.stage_choice import Provider, View, even_stages
 from farandole.protocol.state.entries import StageLease
@@ -34,9 +34,9 @@ class World:
         self.provider = self
         self.journal = Journal(say=lambda text: None)
 
-    def keeper(self, wanted: int | None = None) -> StageKeeper:
+    def keeper(self, wanted: int | None = None) -> StageService:
         me: Any = self
-        return StageKeeper(
+        return StageService(
             me,
             me,
             self.journal,

@@ -1,6 +1,6 @@
 """Microbatches in and out of a node that holds a stage: carries out what `farandole.protocol.stages.pipeline` decides.
 
-Activations come from neighbours' streams (`farandole.node.loop.stages.links`) straight into memory that the trainer
+Activations come from neighbours' streams (`farandole.node.loop.activation_links`) straight into memory that the trainer
 shares, and are sent from there. The machine lives as long as its trainer: without one there are no links.
 """
 
@@ -23,14 +23,14 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
-from ...base.driver import Driver
-from ...state.messenger import Messenger
-from ...status.status import PipelineStatus
-from .links import Links
-from .worker import Worker
+from ..base.driver import Driver
+from ..state.messenger import Messenger
+from ..status.status import PipelineStatus
+from .activation_links import Links, Worker
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
+
 
 MICROBATCH_PROTOCOL: Final = "/farandole/microbatch/1"
 

@@ -23,10 +23,10 @@ from farandole.protocol.stages.stage_choice import (
     first_stage,
 )
 
-from ...base.errors import JoinError
-from ...state.membership import Membership
-from ...status.journal import Journal
-from ...transfers.weights import Weights
+from ..base.errors import JoinError
+from ..state.membership import Membership
+from ..status.journal import Journal
+from ..transfers.weights import Weights
 
 DECIDE_INTERVAL: Final = 1.0
 # A lease lives for three minutes (`protocol.entries`).
@@ -38,7 +38,7 @@ QUIET_SECONDS: Final = 3.0
 MAX_QUIET_SECONDS: Final = 20.0
 
 
-class StageKeeper:
+class StageService:
     """One node's stage of a model that is cut into several.
 
     ``wanted``: the stage that the volunteer has fixed. ``on_moved`` is called with each new stage, the first one

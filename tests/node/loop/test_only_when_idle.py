@@ -14,16 +14,15 @@ from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
 from farandole.node.daemon import be_node
 from farandole.node.join.address_book import AddressBook
-from farandole.node.loop.pause import idle
-from farandole.node.loop.pause import idle_service as idle_keeper
-from farandole.node.loop.pause.pause import Rest
+from farandole.node.loop import idle_service as idle_keeper
+from farandole.node.loop.rest_service import Rest
 from farandole.node.member.parts import Daemon
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
 from farandole.protocol.run.manifest import manifest_from_dict, sign_manifest
 from farandole.protocol.state.believing import Partners
 
-from ....patience import PATIENCE
+from ...patience import PATIENCE
 
 MANIFEST: dict[str, Any] = {
     "name": "idle",
@@ -44,8 +43,8 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
 ) -> None:
     """Everything is real except the driver, the length of a minute, and the battery, of which there is none."""
     monkeypatch.setattr(idle_keeper, "LOOK_INTERVAL", 0.05)
-    monkeypatch.setattr(idle, "CALM_SECONDS", 0.1)
-    monkeypatch.setattr(idle, "BEGIN_SECONDS", dict.fromkeys(idle.Reason, 0.0))
+    monkeypatch.setattr(idle_keeper, "CALM_SECONDS", 0.1)
+    monkeypatch.setattr(idle_keeper, "BEGIN_SECONDS", dict.fromkeys(idle_keeper.Reason, 0.0))
     monkeypatch.setattr(idle_keeper, "is_on_battery", lambda: None)
     driver, users = tmp_path / "bin" / "nvidia-smi", tmp_path / "bin" / "users"
     driver.parent.mkdir()

@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 import trio
 
-from farandole.node.loop.pause import idle_probe as probing
-from farandole.node.loop.pause.idle import CALM_SECONDS, IdleWatch
-from farandole.node.loop.pause.idle_probe import (
+from farandole.node.loop import idle_probe as probing
+from farandole.node.loop.idle_probe import (
     GPU_TIMEOUT,
     GpuProbe,
     ProbeError,
     parse_gpu_processes,
 )
-from farandole.node.loop.pause.idle_service import LOOK_INTERVAL, IdleKeeper
-from farandole.node.loop.pause.pause import Rest
+from farandole.node.loop.idle_service import CALM_SECONDS, LOOK_INTERVAL, IdleService, IdleWatch
+from farandole.node.loop.rest_service import Rest
 
 
 class Battery(NamedTuple):
@@ -144,7 +143,7 @@ async def test_a_node_rests_while_another_uses_the_gpu_and_goes_on_later(
     """The files and the program are real, the time between two looks is not."""
     monkeypatch.setattr("psutil.sensors_battery", lambda: None)
     rest, warnings, now = Rest(), list[str](), 0.0
-    keeper = IdleKeeper(rest, IdleWatch(), lambda: None, warnings.append, clock=lambda: now)
+    keeper = IdleService(rest, IdleWatch(), lambda: None, warnings.append, clock=lambda: now)
 
     async def look_for(seconds: float) -> None:
         nonlocal now

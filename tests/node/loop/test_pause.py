@@ -3,7 +3,7 @@ from __future__ import annotations
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from farandole.node.loop.pause.pause import BY_HAND, Rest
+from farandole.node.loop.rest_service import BY_HAND, Rest
 
 
 async def test_a_node_rests_while_there_is_any_reason() -> None:

@@ -12,16 +12,15 @@ import trio
 import trio.testing
 
 from farandole.node.base.quiet_hours import QuietHoursError
-from farandole.node.loop.pause import pause_service as keeper_module
-from farandole.node.loop.pause.pause import Rest
-from farandole.node.loop.pause.pause_service import RestKeeper
+from farandole.node.loop import rest_service as keeper_module
+from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import open_store
 
 MIDNIGHT = datetime(2026, 11, 23)
 
 
 @asynccontextmanager
-async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestKeeper, Rest]]:
+async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestService, Rest]]:
     """Open a keeper whose local time starts at Monday's midnight, and advances with trio's clock."""
     rest, began = Rest(), trio.current_time()
     async with open_store(home / "store.sqlite") as store:
@@ -29,7 +28,7 @@ async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestKeeper
         def local_time() -> datetime:
             return MIDNIGHT + timedelta(seconds=trio.current_time() - began)
 
-        yield RestKeeper(rest, store, hours, local_time, lambda warning: None), rest
+        yield RestService(rest, store, hours, local_time, lambda warning: None), rest
 
 
 async def test_a_node_rests_in_its_quiet_hours_and_not_else(

@@ -13,7 +13,7 @@ from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
 
-from ...base.figures import count
+from ..base.figures import count
 
 # The default of `join --threads`.
 THREADS = 1

@@ -14,12 +14,11 @@ import trio
 import trio.testing
 
 from farandole.node.base.bandwidth import Shaping
-from farandole.node.loop.pause.pause import Rest
-from farandole.node.loop.traffic.budget import HEAD_START, WIRE_SHARE
-from farandole.node.loop.traffic.traffic_service import MAX_AHEAD_SHARE, TrafficKeeper
+from farandole.node.loop.rest_service import Rest
+from farandole.node.loop.traffic_service import HEAD_START, MAX_AHEAD_SHARE, WIRE_SHARE, TrafficService
 from farandole.node.state.store import open_store
 
-from ....patience import PATIENCE
+from ...patience import PATIENCE
 
 GB = 10**9
 LIMIT = 100 * GB
@@ -37,7 +36,7 @@ class Story:
     async def life(self, limit: int = LIMIT) -> AsyncIterator[Story]:
         self.rest, self.shaping = Rest(), Shaping()
         async with open_store(self.home / "store.sqlite") as store:
-            self.keeper = TrafficKeeper(limit, self.rest, store, self.shaping, lambda: self.now, self.warnings.append)
+            self.keeper = TrafficService(limit, self.rest, store, self.shaping, lambda: self.now, self.warnings.append)
             await self.keeper.begin()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.keeper.run)
@@ -124,15 +123,15 @@ import sys, time
 from datetime import datetime
 from pathlib import Path
 import trio
-from farandole.node.loop.pause.pause import Rest
+from farandole.node.loop.rest_service import Rest
 from farandole.node.state.store import open_store
 from farandole.node.base.bandwidth import Shaping
-from farandole.node.loop.traffic.traffic_service import TrafficKeeper
+from farandole.node.loop.traffic_service import TrafficService
 
 async def main():
     shaping = Shaping()
     async with open_store(Path(sys.argv[1])) as store:
-        keeper = TrafficKeeper(100 * 10**9, Rest(), store, shaping, lambda: datetime(2026, 11, 3), print)
+        keeper = TrafficService(100 * 10**9, Rest(), store, shaping, lambda: datetime(2026, 11, 3), print)
         await keeper.begin()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keeper.run)

@@ -22,10 +22,9 @@ from safetensors.torch import load_file
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.loop.stages import activation_link
-from farandole.node.loop.stages.links import ACTIVATIONS_PROTOCOL, Links
-from farandole.node.loop.stages.pipeline import PipelineService
-from farandole.node.loop.stages.worker import Worker
+from farandole.node.loop import activation_links as activation_link
+from farandole.node.loop.activation_links import ACTIVATIONS_PROTOCOL, Links, Worker
+from farandole.node.loop.pipeline_service import PipelineService
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
@@ -39,9 +38,9 @@ from farandole.protocol.wire.identity import public_bytes, short_name
 from farandole.training.data.dataset import Bring
 from farandole.training.engine.learner import build_learner
 
-from ....patience import PATIENCE
-from ...hosts import LOOPBACK
-from ...trainer_commands import prepare_for
+from ...patience import PATIENCE
+from ..hosts import LOOPBACK
+from ..trainer_commands import prepare_for
 
 STEPS = 8
 NUM_HELD_OUT = 2  # batches, which are microbatches here

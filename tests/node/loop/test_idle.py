@@ -5,7 +5,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.node.loop.pause.idle import BEGIN_SECONDS, CALM_SECONDS, MAX_CALM_SECONDS, IdleWatch, Reason, Seen
+from farandole.node.loop.idle_service import (
+    BEGIN_SECONDS,
+    CALM_SECONDS,
+    MAX_CALM_SECONDS,
+    IdleWatch,
+    Reason,
+    Seen,
+)
 
 STEP = 5.0
 CALM = Seen(on_battery=False, gpu_users=())

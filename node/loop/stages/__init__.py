@@ -1,1 +1,0 @@
-"""Microbatches between the stages of a model that is cut, and which node holds which stage."""

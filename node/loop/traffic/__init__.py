@@ -1,1 +1,0 @@
-"""The traffic that a node may use in a calendar month: counted, stored, and spent evenly."""
