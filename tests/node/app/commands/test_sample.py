@@ -237,7 +237,7 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(run: Run, tmp_path: Path) -> 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farandole.node.inspect.whole_model.available_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("farandole.node.inspect.sample.available_bytes", lambda: 100_000_000)
     code, _, says = run("sample", model)
     assert code == Exit.BAD_INPUT
     assert "100 MB are free: stop other programs" in says
