@@ -502,7 +502,7 @@ def test_streams_are_judged_by_their_names_and_not_opened(tmp_path: Path, monkey
     judged = check_data([], streams)
     assert [finding.cause for finding in judged] == ["data-stream"] * 3 + ["data-no-stream"]
     assert [finding.cause for finding in check_data([tmp_path], streams)] == ["data-two-kinds"]
-    monkeypatch.setattr("farandole.node.app.doctor.inputs._STREAMS_NEED", "a_package_that_nobody_has")
+    monkeypatch.setattr("farandole.node.app.doctor.machine._STREAMS_NEED", "a_package_that_nobody_has")
     (finding,) = check_data([], ["owner/name"])
     assert (finding.cause, "pip install 'datasets" in finding.remedy) == ("data-no-package", True)
 
