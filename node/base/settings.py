@@ -231,8 +231,7 @@ class NodeSettings:
     recompute: bool = setting(
         False,
         "Keep only the input of each layer for the backward pass, and compute the layer again there: less memory for "
-        "activations, the same gradients, inner steps about a third longer. Only for farandole's own models that are "
-        "not cut into stages; a cut run has pipeline.recompute.",
+        "activations, the same gradients, inner steps about a third longer. Only for farandole's own models.",
     )
     stage: int | None = setting(
         None,

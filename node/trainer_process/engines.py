@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from farandole.protocol.run.exclusions import exclusions_in
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer.trainer_messages import Prepare, Preparing
 from farandole.training.base.errors import TrainingError
@@ -28,8 +29,9 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
 
     Raises `TrainingError` if the text, the tokenizer, the device or the model is unsuitable.
     """
-    if prepare.lean and manifest.model.num_stages > 1:
-        raise TrainingError("--lean is for models that are not cut into stages, and this run's is: leave it out")
+    flags = [flag for flag, is_set in _flags(prepare).items() if is_set]
+    if problems := list(exclusions_in(manifest, flags)):
+        raise TrainingError(f"{'; '.join(problems)}. Leave out one of the node's settings")
     bring = _bring_of(prepare, channel)
     if manifest.model.num_stages == 1:
         return build_learner(
@@ -52,11 +54,24 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
         author=prepare.author,
         device=prepare.device,
         bring=bring,
+        recomputes=prepare.recompute,
         allowed_models=prepare.allowed_models,
     )
     size = 2 * manifest.pipeline.in_flight * worker.activation_bytes
     worker.memory = memoryview(map_shared_memory(prepare.activations, size))
     return worker
+
+
+def _flags(prepare: Prepare) -> dict[str, bool]:
+    """Return which of the node's settings that may exclude others are in use."""
+    return {
+        "--lean": prepare.lean,
+        "--recompute": prepare.recompute,
+        "--compile": prepare.compile,
+        "--data": bool(prepare.data),
+        "--data-weight": bool(prepare.data_weights),
+        "--stream": bool(prepare.streams),
+    }
 
 
 def _bring_of(prepare: Prepare, channel: TrainerSocket) -> Bring:

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from ..wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from ..wire.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, public_key_of, sign
+from .exclusions import exclusions_in
 from .families import HFConfig
 from .families.base import NumLayers
 from .invitations import Roster
@@ -312,7 +313,7 @@ def _problems(manifest: Manifest) -> list[str]:
         for field, value in msgspec.structs.asdict(getattr(manifest, name)).items():
             if isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{name}.{field} is {value}: it must be a finite number")
-    problems += manifest.outer.problems
+    problems += [*manifest.outer.problems, *exclusions_in(manifest)]
     if not isinstance(manifest.admission, str):
         problems += [f"admission names {peer_id!r}, which is no peer id" for peer_id in _wrong_ids(manifest.admission)]
     model, rounds = manifest.model, manifest.rounds
@@ -373,58 +374,25 @@ def _problems(manifest: Manifest) -> list[str]:
         problems.append(
             "rounds.round_seconds is 0: with stages, a round that waits for others' microbatches needs an end"
         )
-    if manifest.data.mask_documents and (model.own is not None or model.hf is not None or model.num_stages > 1):
+    if manifest.audits and not manifest.inner.deterministic:
         problems.append(
-            "data.mask_documents is true: that needs farandole's own model, not cut into stages, of which only the "
-            "first has the tokens"
+            f"audits = {manifest.audits:g} needs inner.deterministic = true: otherwise two replays of one round differ"
         )
-    if manifest.audits:
-        problems += [f"audits = {manifest.audits:g} {problem}" for problem in _problems_of_audits(manifest)]
     return [*problems, *_problems_of_rounds(manifest)]
 
 
 def _problems_of_rounds(manifest: Manifest) -> Iterator[str]:
-    rounds, model = manifest.rounds, manifest.model
+    rounds = manifest.rounds
     if not rounds.inner_steps and not rounds.round_seconds:
         yield "rounds.inner_steps and rounds.round_seconds are both 0: a round would never end"
-    if rounds.far_every > 1 and (rounds.partners > 1 or model.num_stages > 1):
-        yield f"rounds.far_every is {rounds.far_every}: that needs a model that is not cut into stages, and one partner"
-    if rounds.partners == 1:
-        return
-    several = f"rounds.partners is {rounds.partners}"
-    if rounds.overlap:
-        yield f"{several}, and rounds.overlap is true: one exchange can overlap with inner steps, not several"
-    if model.num_stages > 1 or model.external is not None:
-        yield f"{several}: that needs a model that nodes train themselves, not cut into stages"
-    if manifest.outer.fragments > 1:
-        yield f"{several}, and outer.fragments is {manifest.outer.fragments}: one of them must be 1"
 
 
 def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterator[str]:
-    """Yield problems of an external model: setting what members choose themselves could mislead them."""
+    """Yield problems of an external model."""
     if manifest.model != ModelConfig(1, 0, 0, 0, 0, 0, external=external):
         yield "model.external has no sizes and no stages: num_layers is 1, the others are 0, and there is nothing else"
-    own_affairs = {"tokenizer": TokenizerConfig(), "data": DataConfig(), "inner": InnerConfig(), "audits": 0.0}
-    own_affairs |= {"pipeline": PipelineConfig()}
-    for name, default in own_affairs.items():
-        if getattr(manifest, name) != default:
-            yield f"{name} is set, but in a run for members' own loops each loop chooses it: leave it out"
-    if manifest.outer.drift:
-        yield "outer.drift is set, but with model.external members' own loops take the inner steps"
     if external.num_parameters > MAX_PARAMETERS:
         yield f"model.external has more than {MAX_PARAMETERS} parameters"
-
-
-def _problems_of_audits(manifest: Manifest) -> Iterator[str]:
-    """Yield the reasons why other members cannot replay rounds."""
-    if not manifest.inner.deterministic:
-        yield "needs inner.deterministic = true: otherwise two replays of one round differ"
-    if manifest.model.num_stages > 1 or manifest.model.own is not None or manifest.model.hf is not None:
-        yield "needs farandole's own model, not cut into stages: others may draw random numbers as they train"
-    if manifest.rounds.overlap or manifest.rounds.partners > 1 or manifest.data.epochs:
-        yield "needs rounds without overlap and with one partner, and data without epochs"
-    if manifest.outer.codec == "topk":
-        yield "has no replay of the codec topk"
 
 
 def _wrong_ids(peer_ids: Iterable[str]) -> Iterator[str]:

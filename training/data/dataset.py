@@ -314,10 +314,6 @@ def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring
     data, batch_size, model = manifest.data, manifest.inner.batch_size, manifest.model
     loaded = load_tokenizer(manifest.tokenizer, bring.tokenizer)
     if data.source == "text" and bring.streams:
-        if bring.paths:
-            raise DataError("--data and --stream are two kinds of text: name one of them")
-        if bring.weights:
-            raise DataError("--data-weight is for --data: streams take turns, each with the same share; leave it out")
         from .streaming import DataStream, StreamSampler
 
         return StreamSampler(

@@ -83,7 +83,7 @@ class Learner(Engine):
         recomputes: bool = False,
     ) -> None:
         if lean_author is not None:
-            _check_lean(module)
+            _own(module, "--lean")
         if recomputes:
             _own(module, "--recompute").recomputes = True
         if recipe.data.mask_documents:
@@ -114,8 +114,6 @@ class Learner(Engine):
 
     def _compile(self) -> None:
         """Compile the module and call it once, which runs the compilers: a round must not wait for them, or fail."""
-        if torch.are_deterministic_algorithms_enabled():
-            raise TrainingError("this run is deterministic (inner.deterministic): leave out --compile")
         self._forward = cast("nn.Module", torch.compile(self.replica.module))
         try:
             self._add_gradient(np.zeros((self.microbatch_size, self.sampler.context + 1), np.int64), 1.0)
@@ -195,15 +193,6 @@ def _own(module: nn.Module, flag: str) -> Transformer:
     if not isinstance(module, Transformer):
         raise TrainingError(f"{flag} is for farandole's own models, and this run's is another: leave it out")
     return module
-
-
-def _check_lean(module: nn.Module) -> None:
-    """Raise `TrainingError` unless a replica of this module may be lean."""
-    _own(module, "--lean")
-    if torch.are_deterministic_algorithms_enabled():
-        raise TrainingError(
-            "this run is deterministic (inner.deterministic), and its rounds are replayed in fp32: leave out --lean"
-        )
 
 
 def build_learner(

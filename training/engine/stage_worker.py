@@ -34,6 +34,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -506,9 +507,12 @@ def build_stage_worker(
     author: bytes,
     device: str = "auto",
     bring: Bring = NOTHING,
+    recomputes: bool = False,
     allowed_models: Collection[str] = (),
 ) -> StageWorker:
     """Return a stage's replica from a run's manifest and this node's settings; only stage 0 reads text.
+
+    ``recomputes``: as ``pipeline.recompute``, of this node alone.
 
     Raises `DataError` if the text or tokenizer is unfit, `TrainingError` if the device or stage does not exist.
     """
@@ -519,7 +523,7 @@ def build_stage_worker(
         build_stage(manifest.model, manifest.seed, stage, allowed_models),
         manifest.model,
         Recipe.of(manifest),
-        manifest.pipeline,
+        msgspec.structs.replace(manifest.pipeline, recompute=manifest.pipeline.recompute or recomputes),
         sampler,
         run_id=run_id,
         device=choose_device(device),

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from farandole.protocol.run.exclusions import EXCLUSIONS
+
 from ...base.config.file import SETTINGS, default_of
 from ...base.exits import Exit
 from .markdown_table import table
@@ -29,6 +31,11 @@ environment variable, settings file, default. `farandole config init` writes a f
 For a setting with several values, repeat the flag, separate the values by spaces in the variable (paths by `:`), or
 write a list in the file. Relative paths in the file start at its folder.
 """
+_EXCLUSIONS: Final = """\
+## Settings that exclude each other
+
+A run file or a node that uses both is refused, with the reason.
+"""
 
 
 def print_reference(
@@ -44,8 +51,16 @@ def print_reference(
         from .run_settings import run_settings
 
         exits = table("| code | name | meaning |", ((str(code.value), code.name, code.meaning) for code in Exit))
-        settings = (_SETTINGS, _settings(), "", run_settings(), "## Exit codes\n", exits, "")
-        parts = itertools.chain([_HEAD], _commands(root.command, root), settings)
+        settings = (
+            _SETTINGS,
+            _settings(),
+            "",
+            run_settings(),
+            _EXCLUSIONS,
+            _exclusions(),
+            "",
+        )
+        parts = itertools.chain([_HEAD], _commands(root.command, root), settings, ["## Exit codes\n", exits, ""])
     typer.echo("\n".join(parts), nl=False)
 
 
@@ -102,6 +117,11 @@ def _settings() -> str:
         default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
         rows.append((f"`{setting.name}`", flag, f"`{setting.variable}`", setting.expected, default, about.help))
     return table("| key | flag | variable | value | default | meaning |", rows)
+
+
+def _exclusions() -> str:
+    rows = ((f"`{each.setting}`", ", ".join(f"`{name}`" for name in each.others), each.reason) for each in EXCLUSIONS)
+    return table("| setting | excludes | because |", rows)
 
 
 def _markdown(text: str) -> str:

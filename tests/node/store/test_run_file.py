@@ -92,7 +92,7 @@ def test_a_tokenizer_with_which_no_node_could_train_is_refused(tmp_path: Path, c
         (
             "name = 'a'\n[model]\npreset = 'tiny'\nnum_stages = 2\n[rounds]\nround_seconds = 9\n[data]\n"
             "mask_documents = true",
-            r":8: data\.mask_documents is true: that needs farandole's own model, not cut into stages",
+            r":8: data\.mask_documents and model\.num_stages exclude each other",
         ),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = 1\ntotal_steps = 2", r":4: .*say the same: leave one"),
         ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = 0", r":4: inner\.total_tokens is 0: a positive number"),
@@ -174,7 +174,7 @@ def test_all_faults_are_named_at_once_with_their_lines_and_what_would_be_right(t
             "model = 'tinny'\n[outer]\nkind = 'nolco'\n[screening]\nradius = 0.5",
             [
                 "2: model: no preset is called 'tinny'; there are tiny, 0.5M, ",
-                "4: outer.kind: expected one of noloco, diloco",
+                "4: outer.kind: expected one of noloco, plain",
                 "6: screening.radius: expected a finite number, 1 to 100",
             ],
         ),

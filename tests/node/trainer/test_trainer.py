@@ -391,7 +391,7 @@ async def test_a_lean_trainer_that_computes_layers_again_trains(prepare: Callabl
 @pytest.mark.parametrize(
     ("changes", "num_stages", "words"),
     [
-        ({"lean": True}, 2, "--lean is for models that are not cut into stages"),
+        ({"lean": True}, 2, "--lean and model.num_stages exclude each other"),
     ],
 )
 async def test_settings_that_exclude_being_lean_are_named(

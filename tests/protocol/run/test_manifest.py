@@ -25,9 +25,6 @@ from farandole.protocol.run.vectors import FAST, OPTIMIZER_VECTORS, SENT, SLOW
 from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
 from farandole.protocol.wire.identity import sign
 
-from .test_families import GPT2
-from .test_families import SIZES as GPT2_SIZES
-
 CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OWN = {"function": "a.b:c", "package": "a", "ends": {"weight": [100, 100]}}
 MODEL = {"num_layers": 2, "width": 32, "num_heads": 2, "hidden": 64, "context": 32, "vocabulary": 256}
@@ -97,12 +94,6 @@ def test_a_long_manifest_is_refused_unread() -> None:
         ({"model": {**MODEL, "vocabulary": 100}}, "vocabulary"),
         ({"rounds": {"partners": 0}}, "partners"),
         ({"rounds": {"far_every": 0}}, "far_every"),
-        ({"rounds": {"far_every": 4, "partners": 2}}, "rounds.far_every is 4"),
-        ({"rounds": {"far_every": 4}, "model": {**MODEL, "num_stages": 2}}, "not cut into stages"),
-        ({"rounds": {"partners": 2, "overlap": True}}, "rounds.overlap"),
-        ({"rounds": {"partners": 2}, "model": {**MODEL, "num_stages": 2}}, "not cut into stages"),
-        ({"rounds": {"partners": 2}, "outer": {"fragments": 2}}, "outer.fragments is 2"),
-        ({"rounds": {"partners": 2}, "inner": {"deterministic": True}, "audits": 0.03}, "with one partner"),
         ({"tokenizer": {"kind": "tokenizers"}}, "sha256"),
         ({"tokenizer": {"sha256": "0" * 64}}, "sha256"),
         ({"data": {"source": "http://example.org"}}, "source"),
@@ -128,20 +119,6 @@ def test_a_long_manifest_is_refused_unread() -> None:
 def test_what_is_out_of_range_is_refused_by_name(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ManifestError, match=words):
         manifest(**sections)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {**MODEL, "num_stages": 2},
-        {**GPT2_SIZES, "hf": GPT2},
-        {**MODEL, "num_layers": 1, "num_heads": 0, "hidden": 0, "width": 0, "own": OWN},
-    ],
-)
-def test_only_a_whole_model_of_our_own_masks_documents(model: dict[str, Any]) -> None:
-    assert not manifest(model=model).data.mask_documents
-    with pytest.raises(ManifestError, match=r"data\.mask_documents is true: .*own model, not cut into stages"):
-        manifest(model=model, data={"mask_documents": True})
 
 
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])

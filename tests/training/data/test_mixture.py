@@ -84,14 +84,12 @@ def test_all_texts_keep_their_cache_files(paths: tuple[Path, Path], tmp_path: Pa
         mixture(Bring(tuple(parts), weights=(1.0,) * 7, cache=tmp_path / "small", cache_bytes=2_000), manifest)
 
 
-def test_weights_that_do_not_fit_are_refused(paths: tuple[Path, Path], tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_refused(paths: tuple[Path, Path]) -> None:
     with pytest.raises(DataError, match="--data-weight is given 1 times and --data 2 times: give one weight for each"):
         mixture(Bring(paths, weights=(1.0,)))
     epochs = msgspec.structs.replace(MANIFEST, data=DataConfig(source="text", epochs=1))
     with pytest.raises(DataError, match=r"each document is trained on once per epoch; weights .* would repeat some"):
         mixture(Bring(paths, weights=(1.0, 2.0)), epochs)
-    with pytest.raises(DataError, match="streams take turns"):
-        mixture(Bring(streams=(str(tmp_path),), weights=(1.0,)))
 
 
 def test_a_text_that_is_too_short_is_named(paths: tuple[Path, Path], tmp_path: Path) -> None:

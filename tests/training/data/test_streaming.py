@@ -13,7 +13,7 @@ import pytest
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig
 from farandole.training.base.errors import DataError
 from farandole.training.data.batches import is_held_out
-from farandole.training.data.dataset import Bring, build_sampler
+from farandole.training.data.dataset import Bring
 from farandole.training.data.streaming import DataStream, StreamSampler
 from farandole.training.data.tokenizer import ByteTokenizer
 from farandole.training.engine.learner import build_learner
@@ -127,12 +127,6 @@ def test_a_learner_learns_from_a_stream(folder: Path) -> None:
     for _ in range(60):
         learner.learn()
     assert learner.evaluate(2) < before - 1
-
-
-def test_two_kinds_of_text_are_one_too_many(folder: Path) -> None:
-    bring = Bring((folder,), streams=(str(folder),))
-    with pytest.raises(DataError, match="name one of them"):
-        build_sampler(Manifest("a run", MODEL, data=DataConfig(source="text")), b"run", b"alice", bring)
 
 
 def test_what_is_wrong_with_a_stream_is_said(folder: Path) -> None:

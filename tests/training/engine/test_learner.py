@@ -107,12 +107,6 @@ def test_a_compiler_that_is_missing_is_told_with_what_to_do(
         learner(model, text, 0, is_compiled=True)
 
 
-def test_a_deterministic_run_is_not_compiled(model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with pytest.raises(TrainingError, match="this run is deterministic"):
-        learner(model, text, 0, is_compiled=True)
-
-
 def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**62, dtype=torch.uint8)

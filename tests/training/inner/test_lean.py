@@ -246,11 +246,8 @@ def test_what_is_computed_again_has_the_same_gradient(
     assert plain.evaluate() == again.evaluate()
 
 
-def test_what_cannot_be_lean_says_why(make_replica: MakeReplica, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_lean_says_why(make_replica: MakeReplica) -> None:
     node = make_replica()
     for settings in ({"lean_author": ALICE}, {"recomputes": True}):
         with pytest.raises(TrainingError, match="for farandole's own models"):
             Learner(nn.Linear(2, 2), Recipe(), node.sampler, run_id=RUN_ID, device=node.device, **settings)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with pytest.raises(TrainingError, match=r"this run is deterministic .* leave out --lean"):
-        make_replica(is_lean=True)

@@ -1,0 +1,100 @@
+"""Settings that exclude each other: one table, by which manifests and nodes refuse, and which the reference prints.
+
+A setting of a manifest is named by its path and is in use where it differs from its default, or has the value that the
+name gives. A node's setting is named by its flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+
+class Exclusion(NamedTuple):
+    """A setting, those that it excludes, and why."""
+
+    setting: str
+    others: tuple[str, ...]
+    reason: str
+
+
+STAGES: Final = "model.num_stages"
+OTHER_MODELS: Final = ("model.hf", "model.own")
+
+EXCLUSIONS: Final = (
+    Exclusion(
+        "audits",
+        (STAGES, *OTHER_MODELS),
+        "others replay a round from its start alone, and these models need other nodes, or draw random numbers",
+    ),
+    Exclusion(
+        "audits",
+        ("rounds.overlap", "rounds.partners", "data.epochs", "outer.codec = topk"),
+        "a replay takes one outer step between two rounds, on the text that a node draws by itself, and has no memory "
+        "of what was not sent",
+    ),
+    Exclusion(
+        "rounds.partners",
+        ("rounds.overlap", "outer.fragments", STAGES, "model.external"),
+        "several meetings follow one another while inner steps wait, each of the whole model, which nodes train "
+        "themselves",
+    ),
+    Exclusion(
+        "rounds.far_every",
+        ("rounds.partners", STAGES),
+        "near members are met one a round; members of one stage are few, and meet each other wherever they are",
+    ),
+    Exclusion(
+        "data.mask_documents",
+        (*OTHER_MODELS, STAGES),
+        "masks need farandole's own attention, and only the first stage has the tokens",
+    ),
+    Exclusion(
+        "model.external",
+        ("tokenizer", "data", "inner", "pipeline", "audits", "outer.drift"),
+        "each member's own loop chooses its text and its inner steps",
+    ),
+    Exclusion(
+        "--lean",
+        (STAGES, *OTHER_MODELS, "inner.deterministic"),
+        "weights in bf16 are rounded at random by farandole's own optimizer, for a whole model",
+    ),
+    Exclusion("--recompute", OTHER_MODELS, "these models' layers are computed by code of others"),
+    Exclusion("--compile", ("inner.deterministic", STAGES), "compiled code has other bits, and is of a whole model"),
+    Exclusion(
+        "data.epochs",
+        ("--data-weight", "--stream"),
+        "each document is trained on once an epoch, which needs all of the text beforehand and no weights",
+    ),
+    Exclusion("--stream", ("--data", "--data-weight"), "streams take turns, each with the same share, and no files"),
+)
+
+
+def exclusions_in(manifest: msgspec.Struct, flags: Collection[str] = ()) -> Iterator[str]:
+    """Yield a line for each pair of settings in use that exclude each other; it begins with the first one's name.
+
+    ``flags``: the node's settings in use.
+    """
+    for setting, others, reason in EXCLUSIONS:
+        if is_used(manifest, setting, flags):
+            for other in others:
+                if is_used(manifest, other, flags):
+                    yield f"{setting} and {other} exclude each other: {reason}"
+
+
+def is_used(manifest: msgspec.Struct, setting: str, flags: Collection[str] = ()) -> bool:
+    """Return whether a setting that `EXCLUSIONS` names is in use."""
+    if setting.startswith("--"):
+        return setting in flags
+    path, _, value = setting.partition(" = ")
+    *sections, name = path.split(".")
+    section: Any = manifest
+    for part in sections:
+        section = getattr(section, part)
+    given = getattr(section, name)
+    if value:
+        return bool(given == value)
+    (field,) = (field for field in msgspec.structs.fields(section) if field.name == name)
+    return bool(given != field.default)
