@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PREFIX ?= $(HOME)/.local/share/farandole
 BIN_DIR ?= $(HOME)/.local/bin
 
-.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference docs bench bench-exchange bench-join bench-lines bench-stages bench-mesh bench-save bench-deterministic bench-faults bench-hostile bench-large bench-race bench-nat bench-dashboard wheel install release clean
+.PHONY: help setup demo test lint types unit soak fuzz lock release-check reference docs bench wheel install release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,9 +43,6 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-
-lint-platforms: $(STAMP) ## Type-check what runs on volunteers' machines as macOS would (1 minute)
-	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin $(addprefix src/farandole/,node protocol training)
 
 unit: $(STAMP)
 	@.ci/packages
@@ -92,62 +89,8 @@ docs: $(STAMP) ## Build the documents as a site in out/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "out/site/index.html"
 
-bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on the same tokens, three seeds; and the others
-	$(BIN)/farandole testnet compare --out out/bench --write BENCHMARKS.md
-
-bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lattica (10 minutes)
-	$(BIN)/farandole testnet bench exchange --out out/bench --write BENCHMARKS.md
-
-bench-mesh: $(STAMP) ## What requests, streams and files cost programs that use the mesh, beside Lattica's SDK (3 minutes)
-	$(BIN)/farandole testnet bench mesh --out out/bench --write BENCHMARKS.md
-
-bench-join: $(STAMP) ## How fast a newcomer gets its weights, beside hivemind; needs root (5 minutes)
-	$(BIN)/farandole testnet bench join --out out/bench --write BENCHMARKS.md
-
-bench-lines: $(STAMP) ## How fast contributions move over several lines at once; needs root (3 minutes)
-	@.ci/packages
-	$(BIN)/farandole testnet bench lines --out out/bench --write BENCHMARKS.md
-
-bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipelining (10 minutes)
-	$(BIN)/farandole testnet bench stages --out out/bench --write BENCHMARKS.md
-
-bench-save: $(STAMP) ## What a checkpoint a round costs training, beside torch.save (10 minutes)
-	$(BIN)/farandole testnet bench save --out out/bench --write BENCHMARKS.md
-
-bench-deterministic: $(STAMP) ## What equal bits cost an inner step (5 minutes)
-	$(BIN)/farandole testnet bench deterministic --out out/bench --write BENCHMARKS.md
-
-bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run; needs root (3 hours, goes on if stopped)
-	@.ci/packages
-	$(BIN)/farandole testnet bench faults --out out/faults --write BENCHMARKS.md
-
-bench-large: $(STAMP) ## 125 and 350 M parameters in two homes, parts of a round, joining with 1 GB; root, 24 GB (1 hour)
-	$(BIN)/farandole testnet bench large --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench large --scenario larger --out out/bench/350M
-	$(BIN)/farandole testnet bench round-end --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench join --size 1000 --repeats 3 --no-peers --out out/bench/1-GB
-
-bench-race: $(STAMP) ## Wall-clock to a loss in eight homes, beside DiLoCo with a barrier; needs root (20 minutes)
-	$(BIN)/farandole testnet bench race --out out/bench --write BENCHMARKS.md
-
-bench-hostile: $(STAMP) ## What strangers and hostile members cost: connections, daemons, every attack simulated (2 hours)
-	$(BIN)/farandole testnet bench hostile --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench zoo --attacks noise-1,zeros,alie-1.5,dissensus-1,labels --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench members --claims many --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench members --claims many --honest 12 --hostile 4 --out out/bench/4-of-16
-	$(BIN)/farandole testnet bench members --claims many --honest 5 --hostile 3 --out out/bench/3-of-8
-	$(BIN)/farandole testnet bench honest --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench greedy --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench sybils --out out/bench --write BENCHMARKS.md
-
-bench-dashboard: $(STAMP) ## What a page about a run of 1,000 members costs; needs Chromium (5 minutes)
-	@.ci/packages
-	$(BIN)/farandole testnet bench dashboard --out out/bench --write BENCHMARKS.md
-
-bench-nat: $(STAMP) ## How any home reaches any home, in the NAT lab, and back; needs root (15 minutes)
-	@.ci/packages
-	$(BIN)/farandole testnet bench nat --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench nat-recovery --out out/bench --write BENCHMARKS.md
+bench: $(STAMP) ## How contributions move, beside hivemind and Lattica (10 minutes); the others: farandole testnet bench --help
+	$(BIN)/farandole testnet bench exchange --out out/bench --write
 
 clean: ## Remove .venv, out/ and caches
 	rm -rf $(VENV) out .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,8 +19,6 @@ from farandole.node.base.exits import Exit
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import how_to_add
 
-from .report.section import Write
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -231,7 +229,6 @@ def compare(
     device: Annotated[
         str, typer.Option(help="cpu: one training per core. cuda: all seeds and rates of a method at once.")
     ] = "cpu",
-    write: Write = None,
 ) -> None:
     """Compare NoLoCo, DiLoCo, synchronous training and training without averaging on the same tokens, in simulation.
 
@@ -241,7 +238,6 @@ def compare(
     from farandole.training.base.errors import DataError
 
     from .methods.compare import MethodComparison, choose_methods, run_compare
-    from .report.section import Section
 
     if methods == ["list"]:
         typer.echo("\n".join(method.name for method in choose_methods([], interval)))
@@ -250,7 +246,6 @@ def compare(
         choose_methods(methods or (), interval)
     except DataError as error:
         raise typer.BadParameter(f"{error}", param_hint="--methods") from error
-    section = Section(write, "compare") if write else None
     comparison = MethodComparison(
         nodes,
         steps,
@@ -264,7 +259,7 @@ def compare(
         is_mixed=is_mixed,
         device=device,
     )
-    results = run_compare(comparison, out / "compare.json" if out else None, section)
+    results = run_compare(comparison, out / "compare.json" if out else None)
     if out:
         with _drawing("compare.png"):
             from .methods.compare import plot_comparison
@@ -284,7 +279,11 @@ def factors(text: str) -> list[float]:
 
 
 @testnet_app.command("traffic", hidden=True)
-def traffic(write: Write = None) -> None:
+def traffic(
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose sections get the figures.")
+    ] = None,
+) -> None:
     """Print what exchanges send, by the model's size and codec, and what members need, as Markdown."""
     from .report.section import Section
     from .report.traffic import needs_table, traffic_table

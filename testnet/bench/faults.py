@@ -19,7 +19,7 @@ from ..play.live import open_view
 from ..play.report import PlayReport
 from ..play.scenario import Scenario, ScenarioError, load_scenario
 from ..report.section import Grid
-from .report import Bench, BenchReport, Out, Write, open_bench
+from .report import Bench, BenchReport, Claim, Out, Write, open_bench
 
 SCENARIOS: Final = {
     "starved": "two of 8 at 5 % of a processor for 60 s",
@@ -66,7 +66,9 @@ class FaultFigures:
             rows.append([name, row.what, row.measured, row.limit])
             before = row.scenario
         grid = Grid("Faults, and what they cost", HEADER, rows, num_left=2)
-        return BenchReport(setting, [grid], {"rows": [asdict(row) for row in self.rows]}, misses=self.reasons)
+        claims = [Claim(f"`{row.scenario}`: {row.what} (limit {row.limit})", row.measured) for row in self.rows]
+        data = {"rows": [asdict(row) for row in self.rows]}
+        return BenchReport(setting, [grid], data, misses=self.reasons, claims=claims)
 
 
 def run(
@@ -74,7 +76,7 @@ def run(
         list[str] | None, typer.Argument(metavar="[SCENARIO]...", help="Which of them.", show_default="all")
     ] = None,
     out: Out = Path("out/faults"),
-    write: Write = None,
+    write: Write = False,
 ) -> None:
     """Play the scenarios of faults, some also without faults to compare with, and measure what the faults cost.
 

@@ -20,7 +20,7 @@ import typer
 from ..report.section import Grid
 from .hostile_attacks import ATTACKS, RAW
 from .process import BenchWorker, Say, open_worker, worker_command
-from .report import OUT, BenchReport, Out, Write, open_bench
+from .report import OUT, BenchReport, Claim, Out, Write, open_bench
 
 # Limits.
 MAX_DIAL_SECONDS: Final = 2.0
@@ -126,7 +126,15 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[FloodResult]) -> BenchR
         "rows": [asdict(row) for row in rows],
         "limits": {"dial_seconds": MAX_DIAL_SECONDS, "over_mb": MAX_OVER_MB, "left_over": MAX_LEFT_OVER},
     }
-    return BenchReport(setting, [grid], data, misses=[miss for row in rows for miss in row.misses()])
+    slowest = max((row.dial_max for row in rows if row.dial_max is not None), default=0.0)
+    failed = sum(len(row.failures) for row in rows)
+    num_dials = failed + sum(row.dials for row in rows)
+    claims = [
+        Claim(f"slowest honest dial, seconds (limit {MAX_DIAL_SECONDS:g})", f"{slowest:.2f}"),
+        Claim(f"honest dials that failed, of {num_dials:,} (limit 0)", f"{failed}"),
+        Claim(f"memory above that before, MB (limit {MAX_OVER_MB:g})", f"{max(row.over_mb for row in rows):.0f}"),
+    ]
+    return BenchReport(setting, [grid], data, misses=[miss for row in rows for miss in row.misses()], claims=claims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +209,8 @@ def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[Fl
     rows = []
     for plan in (*plans, None):
         with contextlib.ExitStack() as stack:
-            kinds = ("AttackedNode", "Attackers", "HonestDialler")
-            commands = {kind: worker_command(f"hostile_node:{kind}") for kind in kinds}
-            workers = [stack.enter_context(open_worker(kind, command, log)) for kind, command in commands.items()]
+            parts = ("attacked node", "attackers", "honest dialler")
+            workers = [stack.enter_context(open_worker(part, worker_command(part), log)) for part in parts]
             node, attackers, dialler = workers
             stage = _Stage(node, attackers, dialler, node.ask("address")["address"])
             stage.dialler.ask("dial", address=stage.address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
@@ -217,7 +224,7 @@ def run(
     rate: Annotated[float, typer.Option(min=1, help="Connections that send garbage, a second.")] = 100.0,
     cycles: Annotated[int, typer.Option(min=1, help="Connections of one peer that come and go.")] = 5_000,
     out: Out = OUT,
-    write: Write = None,
+    write: Write = False,
 ) -> None:
     """Measure what strangers can do to a node on loopback, and how honest newcomers fare meanwhile.
 

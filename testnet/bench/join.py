@@ -31,8 +31,6 @@ from ..natlab.namespace import Location, NamespaceError
 from ..play.places import open_links
 from ..play.scenario import LinkSettings
 from ..report.section import Grid, cell
-from .environments import obtain_python
-from .join_node import RUN_ID
 from .pair import open_peers
 from .process import (
     MB,
@@ -43,11 +41,13 @@ from .process import (
     elapsed,
     get_all,
     median_of,
+    obtain_python,
     open_worker,
     take_turns,
     worker_command,
 )
-from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Repeats, Write, missing, open_bench
+from .report import CACHE, OUT, Bench, BenchReport, Cache, Claim, Out, Repeats, Write, missing, open_bench
+from .worker.join import RUN_ID
 
 SIZE_MB: Final = 100
 # Cap of the newcomer whose donor is killed: slow enough to catch the moment of half the transfer.
@@ -96,8 +96,19 @@ class JoinFigures:
         return Grid(f"A newcomer gets {self.size_mb} MB of state", ("from", "seconds", "and"), rows)
 
     def report(self, setting: dict[str, Any]) -> BenchReport:
-        """Return the table and data."""
-        return BenchReport(setting, [self.grid()], asdict(self), missing(self.problems))
+        """Return the table, claims and data."""
+        words = f"seconds for {self.size_mb} MB of weights from one donor, verified and durable; theirs: hivemind's"
+        claims = [
+            Claim(words, cell(self.one_donor_s, "{:.2f}"), cell(self.hivemind_s, "{:.2f}")),
+            Claim("the same from two donors", cell(self.two_donors_s, "{:.2f}")),
+            Claim("megabytes fetched twice where a donor is killed at half", cell(self.killed_extra_mb, "{:.1f}")),
+            Claim(
+                f"seconds on lines of {LINK.up_mbit:g} Mbit/s up, over size / rate",
+                cell(self.link_over_ideal, "{:.2f}"),
+            ),
+            Claim("by how much the donors' own rounds are longer meanwhile", cell(self.rounds_slower, "{:+.1%}")),
+        ]
+        return BenchReport(setting, [self.grid()], asdict(self), missing(self.problems), claims=claims)
 
 
 def make_checkpoint(path: Path, size_mb: int) -> None:
@@ -159,7 +170,7 @@ class Nodes:
 @contextlib.contextmanager
 def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[Nodes]:
     """Open the nodes; the newcomer is in the first place."""
-    command, names = worker_command("join_node:JoinNode"), ("newcomer", "donor 1", "donor 2")
+    command, names = worker_command("joining node"), ("newcomer", "donor 1", "donor 2")
     with contextlib.ExitStack() as stack:
         commands = [(name, [*place.enter, *command]) for name, place in zip(names, places, strict=True)]
         workers = [stack.enter_context(open_worker(name, entered, log)) for name, entered in commands]
@@ -178,7 +189,7 @@ def run(
     link: Annotated[bool, typer.Option(help="Measure on a shaped line too; needs Linux and root.")] = True,
     cache: Cache = CACHE,
     out: Out = OUT,
-    write: Write = None,
+    write: Write = False,
 ) -> None:
     """Measure how fast a newcomer gets its weights from two donors, from one and from hivemind's, and what it costs.
 

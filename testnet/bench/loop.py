@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from farandole.node.base.control import call
 
-from .meter import percentiles
+from ..report.section import Grid
 from .process import MB, BenchWorker, Say, connect, elapsed, greatest_of, open_payload, open_worker, worker_command
+from .worker.server import percentiles
 
 # Interval of status requests: short enough for a 99th percentile, long enough not to be a load.
 STATUS_INTERVAL: Final = 0.02
@@ -41,7 +42,7 @@ class LoopLag:
     status_max_ms: float
     """Times of the control socket's answers during the transfers, over all repeats."""
     peak_mb: float | None
-    """See `Meter.running`."""
+    """See `UsageMeter.running`."""
 
 
 def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLag:
@@ -60,7 +61,7 @@ def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLa
             memories = [stack.enter_context(open_payload(name, piece_mb * MB)) for name in ("outgoing", "incoming")]
             memories[0].fill()
             descriptors = [memory.descriptor for memory in memories]
-            node = open_worker(f"node {index}", worker_command("node:BenchNode"), log, descriptors)
+            node = open_worker(f"node {index}", worker_command("exchanging node"), log, descriptors)
             nodes.append(stack.enter_context(node))
         connect(*nodes)
         nodes[0].ask("control", home=home)
@@ -105,3 +106,17 @@ def _worst(figures: list[dict[str, Any]], prefix: str) -> dict[str, float]:
     medians = {name: statistics.median(max(one[name], other[name]) for one, other in pairs) for name in ("p50", "p99")}
     worst = {**medians, "max": max(each["max"] for each in lags)}
     return {f"{prefix}{name}_ms": value for name, value in worst.items()}
+
+
+def loop_grid(lag: LoopLag) -> Grid:
+    """Return the table of the event loop's lag."""
+    by_case = {
+        "at rest": (lag.idle_p50_ms, lag.idle_p99_ms, lag.idle_max_ms),
+        "moving": (lag.p50_ms, lag.p99_ms, lag.max_ms),
+        "moving: a request on the control socket": (lag.status_p50_ms, lag.status_p99_ms, lag.status_max_ms),
+    }
+    rows = [[case, *(f"{value:.2f}" for value in values)] for case, values in by_case.items()]
+    title = (
+        f"Milliseconds that the event loop is late, {lag.moved_mb:,} MB moving both ways at {lag.mb_s:,.0f} MB/s each"
+    )
+    return Grid(title, ["event loop", "p50", "p99", "max"], rows)

@@ -22,9 +22,10 @@ from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
 from ..methods.compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..report.section import Grid
 from ..zoo.member_attacks import ATTACKS
+from .commands import BENCHES
 from .kept_plays import play_and_keep
 from .process import BenchError
-from .report import OUT, BenchReport, Out, Write, open_bench
+from .report import OUT, BenchReport, Claim, Out, Write, open_bench
 from .simulate_hostile import HostileOutcome, HostileRun, play
 
 ALONE: Final = "the honest alone"
@@ -49,7 +50,7 @@ def run(
     ] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="Screen as strictly as a run file may ask for.")] = False,
     out: Out = OUT,
-    write: Write = None,
+    write: Write = False,
 ) -> None:
     """Measure what hostile members cost a run, attack by attack, in simulation (10 minutes a seed on two cores).
 
@@ -66,7 +67,11 @@ def run(
     choices: dict[str, Any] = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds, "strict": strict}
     if partners > 1:
         choices["partners"] = partners
-    with open_bench("members", out, write, **choices) as bench:
+    total = honest + hostile
+    name, title = "members", BENCHES["members"].title
+    if (honest, hostile) != (6, 2):
+        name, title = f"{name}-{hostile}-of-{total}", f"{title}, {hostile} of {total}"
+    with open_bench(name, out, write, title=title, **choices) as bench:
         screening = STRICT if strict else GuardConfig()
         manifests = [manifest_of(rounds, seed, screening, partners) for seed in range(seeds)]
         runs = _plays(tried, honest, hostile, rounds, manifests)
@@ -136,4 +141,16 @@ def report(
         "for nothing; the others were refused. *Many*, *few*: tokens that they claim. *Triggered*: held-out sequences "
         "that, if they end in a backdoor's trigger, make honest members' models say what it wants."
     ]
-    return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, words)
+    attacked = [row for row in rows if row[0] not in (ALONE, CLEAN, UNEQUAL, AWAY)]
+    clean = [outcome for name in (CLEAN, UNEQUAL, AWAY) for outcome in outcomes[name]]
+    touched = sum(outcome.honest_refused + outcome.honest_clipped for outcome in clean)
+    costliest, noisiest = (max(attacked, key=lambda row: float(row[of].rstrip("%"))) for of in (2, 6))
+    claims = [
+        Claim(f"loss above the honest alone, the costliest attack: {costliest[0]}", costliest[2]),
+        Claim(f"honest exchanges refused or clipped, the most of any attack: {noisiest[0]}", noisiest[6]),
+        Claim(
+            "honest exchanges refused or clipped without an attack",
+            f"{touched / sum(outcome.honest_exchanges for outcome in clean):.2%}",
+        ),
+    ]
+    return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, words, claims=claims)

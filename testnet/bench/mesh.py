@@ -1,193 +1,183 @@
-"""What a mesh costs the programs that use it: farandole's `Mesh`, Lattica's SDK, and a plain TCP socket.
+"""What a mesh costs the programs that use it: farandole's `Mesh`, and Lattica's SDK.
 
 Two programs on loopback, each a process. Those of farandole use a daemon each, as on a volunteer's machine: bytes go
-from the program over a local socket to its node, encrypted to the other node, and to the other program. Lattica's and
-the socket are in the programs' own processes. Nothing is measured from before both are connected.
+from the program over a local socket to its node, encrypted to the other node, and to the other program. Lattica is in
+the programs' own processes. Nothing is measured before both are connected.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Final
 
-import typer
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from ..natlab.groups import open_leash
-from ..report.section import Grid
-from .daemon import running_daemon, sign_run, wait_for_node
-from .environments import obtain_python
-from .process import MB, BenchError, BenchWorker, Say, ask_all, elapsed, open_worker, take_turns
-from .report import CACHE, OUT, BenchReport, Cache, Out, Repeats, Write, missing, open_bench
+from farandole.node.base.control import ControlError, NoNodeError, call
+from farandole.node.status.status import NodeStatus
+from farandole.protocol.run.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
-KB: Final = 1_000
-REQUEST_BYTES: Final = (KB, 200 * KB)
-# A peer may begin 32 streams a second (`farandole.node.mesh.connection`); so few are far from its limit.
-NEW_STREAMS: Final = 20
+from ..natlab.groups import Leash, open_leash
+from ..natlab.namespace import held
+from ..report.section import Grid, cell
+from .process import (
+    MB,
+    BenchError,
+    BenchWorker,
+    Say,
+    ask_all,
+    elapsed,
+    obtain_python,
+    open_worker,
+    peer_command,
+    take_turns,
+    worker_command,
+)
+
+REQUEST_BYTES: Final = (1_000, 200_000)
 WARM_UPS: Final = 2
-CONNECT_TIMEOUT: Final = 60.0
-CONNECT_INTERVAL: Final = 0.1
-OURS: Final = "farandole.Mesh"
-ANEW: Final = f"{OURS}, a new stream each"
-LATTICA: Final = "Lattica"
-SOCKET: Final = "TCP socket"
+# A busy machine takes this long to start a daemon.
+START_TIMEOUT: Final = 180.0
+LOOK_INTERVAL: Final = 0.1
+OURS, LATTICA = "farandole.Mesh", "Lattica"
+_RUN: Final = {
+    "name": "bench-mesh",
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
+    "data": {"source": "text"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class MeshCost:
-    """One turn of one way; or medians of several."""
+    """One turn of a pair of programs; or medians of several."""
 
-    calls: dict[int, tuple[float, float]]
-    """Size of a request, and of its answer, in bytes -> median and 99th percentile, in seconds."""
-    push: float | None = None
+    who: str
+    calls: tuple[float, ...]
+    """Median seconds of a request of each of `REQUEST_BYTES`, whose answer is as long."""
+    push: float
     """Seconds in which bytes arrive at the other program, on a stream."""
-    fetch: float | None = None
-    """Seconds in which a file of as many bytes is fetched."""
+    fetch: float
+    """Seconds in which a file of as many bytes is fetched, with its hashes."""
 
 
-Measure = Callable[[], MeshCost]
-
-
-def run(
-    size: Annotated[int, typer.Option(min=1, help="Size of the stream and of the file, in megabytes.")] = 100,
-    requests: Annotated[int, typer.Option(min=2, help="Requests of each size in a turn.")] = 200,
-    repeats: Repeats = 5,
-    peers: Annotated[bool, typer.Option(help="Measure Lattica, too.")] = True,
-    cache: Cache = CACHE,
-    out: Out = OUT,
-    write: Write = None,
-) -> None:
-    """Measure requests, streams and files of programs that use a mesh, compared with Lattica's SDK (2 minutes).
-
-    Example: [cyan]farandole testnet bench mesh --size 20 --repeats 2[/cyan]
-    """
-    with open_bench("mesh", out, write, size=size, requests=requests, repeats=repeats) as bench:
-        done, problems = measure(out, size, requests, repeats, cache if peers else None, bench.say)
-        bench.publish(report(bench.setting, size, done, problems))
-
-
-def measure(
-    folder: Path, size: int, requests: int, repeats: int, cache: Path | None, say: Say
-) -> tuple[dict[str, MeshCost], dict[str, str]]:
-    """Measure all in turns, and return what could not be measured; without a cache folder, not Lattica."""
+def measure_mesh(
+    folder: Path, size_mb: int, requests: int, repeats: int, cache: Path | None, say: Say
+) -> tuple[list[MeshCost], dict[str, str]]:
+    """Measure both in turns, and return what could not be measured; without a cache folder, not Lattica."""
     problems: dict[str, str] = {}
+    log = folder / "mesh.log"
     with contextlib.ExitStack() as stack:
-        say("starting two daemons")
-        homes = stack.enter_context(_open_nodes(folder))
-        log = folder / "mesh.log"
-        ours = stack.enter_context(_open_pair("farandole", Path(sys.executable), [str(home) for home in homes], log))
-        plain = stack.enter_context(_open_pair("socket", Path(sys.executable), ["", ""], log))
-        ways: dict[str, Measure] = {
-            SOCKET: partial(_measure, plain, requests, size, has_files=False),
-            OURS: partial(_measure, ours, requests, size),
-            ANEW: partial(_measure_anew, ours, min(requests, NEW_STREAMS)),
-        }
-        others: dict[str, Measure] = {}
+        say("mesh: starting two daemons")
+        homes = [str(home) for home in stack.enter_context(_open_nodes(folder))]
+        ours = stack.enter_context(_open_pair(OURS, worker_command("program"), homes, log))
+        ways: dict[str, Callable[[], MeshCost]] = {OURS: partial(_measure, OURS, ours, requests, size_mb * MB)}
         if cache is not None:
             try:
-                python = obtain_python("lattica", cache, say)
-                pair = stack.enter_context(_open_pair("lattica", python, ["", ""], log))
-                others[LATTICA] = partial(_measure, pair, requests, size)
+                command = peer_command(obtain_python("lattica", cache, say), "lattica")
+                pair = stack.enter_context(_open_pair(LATTICA, command, ["", ""], log))
+                ways[LATTICA] = partial(_measure, LATTICA, pair, requests, size_mb * MB)
             except BenchError as error:
                 problems[LATTICA] = str(error)
-        done, dropped = take_turns("mesh", ways | others, others, repeats, WARM_UPS, say)
-    return {name: _median(each) for name, each in done.items() if each}, problems | dropped
+        done, dropped = take_turns("mesh", ways, [LATTICA], repeats, WARM_UPS, say)
+    return [_median(turns) for turns in done.values() if turns], problems | dropped
+
+
+def mesh_grid(costs: Sequence[MeshCost], size_mb: int) -> Grid:
+    """Return the table of both."""
+    header = ["programs", *(f"request of {size // 1_000} kB, ms" for size in REQUEST_BYTES), "stream, MB/s"]
+    rows = [
+        [
+            cost.who,
+            *(cell(1e3 * seconds, "{:.2f}") for seconds in cost.calls),
+            f"{size_mb / cost.push:,.0f}",
+            f"{size_mb / cost.fetch:,.0f}",
+        ]
+        for cost in costs
+    ]
+    return Grid("What a mesh costs programs", [*header, "file, MB/s"], rows)
 
 
 @contextlib.contextmanager
 def _open_nodes(folder: Path) -> Iterator[list[Path]]:
-    """Run two connected nodes, and return their homes."""
-    signed, homes = sign_run(), [(folder / f"mesh-{name}").absolute() for name in ("first", "second")]
-    with open_leash() as leash, running_daemon(leash, homes[0], signed):
-        first = wait_for_node(homes[0], lambda status: status.phase == "paused")
-        with running_daemon(leash, homes[1], signed, ["--bootstrap", first.addresses[0]]):
+    """Run two connected nodes, paused, and return their homes."""
+    signed = sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate())
+    homes = [(folder / f"mesh-{name}").absolute() for name in ("first", "second")]
+    with open_leash() as leash, _running_node(leash, homes[0], signed, []):
+        address = _wait_for(homes[0], lambda status: bool(status.addresses)).addresses[0]
+        with _running_node(leash, homes[1], signed, ["--bootstrap", address]):
             for home in homes:
-                wait_for_node(home, lambda status: status.run.members_live >= 2)
+                _wait_for(home, lambda status: status.run.members_live >= 2)
+                call(home, "pause")
             yield homes
 
 
 @contextlib.contextmanager
-def _open_pair(kind: str, python: Path, places: list[str], log: Path) -> Iterator[list[BenchWorker]]:
+def _running_node(
+    leash: Leash, home: Path, signed: SignedManifest, options: Sequence[str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    shutil.rmtree(home, ignore_errors=True)
+    manifest, text = (home.with_suffix(suffix) for suffix in (".manifest", ".txt"))
+    manifest.write_bytes(signed.encode())
+    text.write_text("Nobody trains on this text. " * 1_000)
+    command = [sys.executable, "-m", "farandole.node", "join", str(manifest), "--home", str(home), "--data", str(text)]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns", "--no-upnp", *options]
+    with home.with_suffix(".log").open("wb") as output, held(command, leash, stdout=output, stderr=output) as process:
+        yield process
+
+
+def _wait_for(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
+    """Return the daemon's status as soon as it is so."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        with contextlib.suppress(NoNodeError, ControlError):
+            status = msgspec.convert(call(home, "status", max_members=0), NodeStatus)
+            if is_so(status):
+                return status
+        time.sleep(LOOK_INTERVAL)  # the daemon sends no event for this, so poll it
+    raise BenchError(f"the daemon of {home} does not come so far; see {home.with_suffix('.log')}")
+
+
+@contextlib.contextmanager
+def _open_pair(who: str, command: Sequence[str], places: Sequence[str], log: Path) -> Iterator[list[BenchWorker]]:
     """Open two connected programs; of the second, figures are taken."""
-    # ``-P`` hides the script's own folder from its imports.
-    command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), f"mesh_{kind}"]
-    with open_worker(f"{kind} 0", command, log) as first, open_worker(f"{kind} 1", command, log) as second:
+    with open_worker(f"{who} 0", command, log) as first, open_worker(f"{who} 1", command, log) as second:
         addresses = first.ask("open", place=places[0], peers=[])["addresses"]
         second.ask("open", place=places[1], peers=addresses)
-        give_up_at = time.monotonic() + CONNECT_TIMEOUT
-        while not all(answer["is_connected"] for answer in ask_all([first, second], "is_connected")):
-            if time.monotonic() > give_up_at:
-                raise BenchError(f"{kind}: the programs did not find each other in {CONNECT_TIMEOUT:g} s")
-            time.sleep(CONNECT_INTERVAL)  # there is no event for it, so poll
+        wait_until_connected(who, [first, second])
         yield [first, second]
 
 
-def _measure(pair: list[BenchWorker], requests: int, size: int, *, has_files: bool = True) -> MeshCost:
-    calls = _calls(pair[1], "call", requests)
-    push = elapsed([pair[1].ask("push", size=size * MB)])
-    if not has_files:
-        return MeshCost(calls, push)
-    shared = pair[0].ask("share", size=size * MB)
-    return MeshCost(calls, push, elapsed([pair[1].ask("fetch", file=shared["file"], size=size * MB)]))
+def wait_until_connected(who: str, pair: Sequence[BenchWorker]) -> None:
+    """Wait until both of a pair know each other."""
+    give_up_at = time.monotonic() + START_TIMEOUT
+    while not all(answer["is_connected"] for answer in ask_all(pair, "is_connected")):
+        if time.monotonic() > give_up_at:
+            raise BenchError(f"{who}: the two did not find each other in {START_TIMEOUT:g} s")
+        time.sleep(LOOK_INTERVAL)  # there is no event for it, so poll
 
 
-def _measure_anew(pair: list[BenchWorker], requests: int) -> MeshCost:
-    return MeshCost(_calls(pair[1], "call_anew", requests))
+def _measure(who: str, pair: Sequence[BenchWorker], requests: int, size: int) -> MeshCost:
+    giver, asker = pair
+    answers = [asker.ask("call", number=requests, size=each)["seconds"] for each in REQUEST_BYTES]
+    push = elapsed([asker.ask("push", size=size)])
+    file = giver.ask("share", size=size)["file"]
+    fetch = elapsed([asker.ask("fetch", file=file, size=size)])
+    return MeshCost(who, tuple(map(statistics.median, answers)), push, fetch)
 
 
-def _calls(worker: BenchWorker, do: str, requests: int) -> dict[int, tuple[float, float]]:
-    answers = {size: sorted(worker.ask(do, number=requests, size=size)["seconds"]) for size in REQUEST_BYTES}
-    return {size: (statistics.median(each), each[int(0.99 * len(each))]) for size, each in answers.items()}
-
-
-def _median(turns: list[MeshCost]) -> MeshCost:
-    def median(values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known else None
-
+def _median(turns: Sequence[MeshCost]) -> MeshCost:
     return MeshCost(
-        {
-            size: (
-                statistics.median(turn.calls[size][0] for turn in turns),
-                statistics.median(turn.calls[size][1] for turn in turns),
-            )
-            for size in REQUEST_BYTES
-        },
-        median([turn.push for turn in turns]),
-        median([turn.fetch for turn in turns]),
+        turns[0].who,
+        tuple(statistics.median(turn.calls[index] for turn in turns) for index in range(len(REQUEST_BYTES))),
+        statistics.median(turn.push for turn in turns),
+        statistics.median(turn.fetch for turn in turns),
     )
-
-
-def report(
-    setting: Mapping[str, Any], size: int, done: Mapping[str, MeshCost], problems: Mapping[str, str]
-) -> BenchReport:
-    """Return the table, words and data."""
-
-    def rate(seconds: float | None) -> str:
-        return "" if seconds is None else f"{size / seconds:,.0f}"
-
-    header = ["programs", *(f"request of {each // KB} kB, ms" for each in REQUEST_BYTES), "stream, MB/s", "file, MB/s"]
-    rows = [
-        [
-            name,
-            *(f"{p50 * 1e3:.2f} / {p99 * 1e3:.2f}" for p50, p99 in cost.calls.values()),
-            rate(cost.push),
-            rate(cost.fetch),
-        ]
-        for name, cost in done.items()
-    ]
-    words = [
-        "Of a request: median / 99th percentile of the time from sending it to its answer, which is as long. *Stream*: "
-        f"{size} MB to the other program; *file*: as many that the other program shares and this one fetches, with "
-        "their hashes. Medians of the turns. A node takes 32 new streams a second from a peer, after 128 at once: more "
-        "requests need a stream that stays open.",
-        *missing(problems),
-    ]
-    grid = Grid("What a mesh costs programs", header, rows)
-    return BenchReport(setting, [grid], {name: asdict(cost) for name, cost in done.items()}, words)

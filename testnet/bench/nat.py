@@ -1,9 +1,9 @@
 """Any home reaches any home: two members of a run behind routers of every pair of kinds.
 
 In the NAT lab (`farandole.testnet.natlab`) a run has two public members, which relay. For each pair of kinds two
-newcomers (`farandole.testnet.bench.nat_node`: a node without a trainer) join it from fresh homes at the same time, with
-an invite from the public members. They learn of each other through the run state, connect, and become direct if they
-can. Then they exchange contributions over whatever path there is, and leave.
+newcomers (`farandole.testnet.bench.worker.nat`: a node without a trainer) join it from fresh homes at the same time,
+with an invite from the public members. They learn of each other through the run state, connect, and become direct if
+they can. Then they exchange contributions over whatever path there is, and leave.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..natlab.lab import Lab, open_lab
 from ..natlab.namespace import Location
 from ..report.section import Grid, cell
 from .process import BenchError, BenchWorker, open_worker, worker_command
-from .report import OUT, BenchReport, Out, Write, open_bench
+from .report import OUT, BenchReport, Claim, Out, Write, open_bench
 
 # Limits.
 MAX_CONNECT_SECONDS: Final = 30.0
@@ -119,7 +119,7 @@ class PairResult:
 
 
 def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchReport:
-    """Return the table, words, data and misses of all pairs."""
+    """Return the table, claims, data and misses of all pairs."""
     title = f"Two homes behind routers of these kinds, and an exchange of {EXCHANGE_BYTES // 10**6} MB both ways"
     grid = Grid(title, HEADER, [row.cells() for row in rows])
     total = len(rows)
@@ -128,18 +128,19 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchRe
     possible = sum(row.theory != RELAYED for row in rows)
     in_time = sum(seconds <= MAX_CONNECT_SECONDS for seconds in connected)
     exchanged = sum(not row.failure for row in rows)
-    words = (
-        f"Connected within {MAX_CONNECT_SECONDS:g} s: {in_time} of {total}, the slowest after "
-        f"{max(connected, default=0.0):.1f} s. Direct: {len(direct)}; plain sockets get through in {possible}. "
-        f"Exchanges: {exchanged} of {total}."
-    )
-    data = {"rows": [asdict(row) for row in rows]}
-    return BenchReport(setting, [grid], data, [words], [miss for row in rows for miss in row.misses()])
+    claims = [
+        Claim(f"pairs of homes connected within {MAX_CONNECT_SECONDS:g} s, of {total}", f"{in_time}"),
+        Claim("seconds to a connection, the slowest pair", f"{max(connected, default=0.0):.1f}"),
+        Claim("pairs with a direct connection; theirs: of plain sockets", f"{len(direct)}", f"{possible}"),
+        Claim(f"pairs that exchange, of {total}", f"{exchanged}"),
+    ]
+    misses = [miss for row in rows for miss in row.misses()]
+    return BenchReport(setting, [grid], {"rows": [asdict(row) for row in rows]}, misses=misses, claims=claims)
 
 
 @dataclass
 class NatPeer:
-    """A `farandole.testnet.bench.nat_node` process in a place."""
+    """A `farandole.testnet.bench.worker.nat` process in a place."""
 
     worker: BenchWorker
     peer: str = ""
@@ -162,7 +163,7 @@ class NatPeer:
 @contextlib.contextmanager
 def open_peer(name: str, place: Location, log: Path) -> Iterator[NatPeer]:
     """Open a `NatPeer` that runs as long as the block; then it is killed."""
-    with open_worker(name, [*place.enter, *worker_command("nat_node:NatNode")], log) as worker:
+    with open_worker(name, [*place.enter, *worker_command("home")], log) as worker:
         yield NatPeer(worker)
         worker.kill()
 
@@ -324,7 +325,7 @@ def run(
     ] = None,
     at_once: Annotated[int, typer.Option(min=1, max=16, help="Pairs that are tried at the same time.")] = 3,
     out: Out = OUT,
-    write: Write = None,
+    write: Write = False,
 ) -> None:
     """Measure how any home reaches any home: two nodes behind routers of each pair of kinds connect, and exchange.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from .paths import PATHS
+from ..report.section import Grid, cell
 from .process import (
     MB,
     BenchError,
@@ -22,10 +22,18 @@ from .process import (
     open_worker,
     worker_command,
 )
+from .worker.paths import PATHS
 
 # A small payload takes a millisecond, so it is moved repeatedly, until this number of megabytes has been moved.
 SMALL_MB: Final = 64
 MAX_TIMES_AS_OFTEN: Final = 8
+PATH_NAMES: Final = {
+    "raw": "raw TCP socket, blocking",
+    "tls": "one TLS socket in trio",
+    "stock": "py-libp2p stream as it comes (Noise, its yamux)",
+    "libp2p": "our libp2p stream (Noise, our yamux)",
+    "bulk": "our bulk channel (AES-256-GCM records, hashed on arrival)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class OneWay:
     receiver_cpu_s_per_gb: float
     sender_peak_mb: float | None
     receiver_peak_mb: float | None
-    """See `Meter.running`."""
+    """See `UsageMeter.running`."""
     seconds: list[float]
     """Seconds of each repeat."""
 
@@ -82,7 +90,7 @@ def measure_one_way(
 @contextlib.contextmanager
 def _open_pair(path: str, log: Path, payloads: Sequence[SharedPayload]) -> Iterator[tuple[BenchWorker, BenchWorker]]:
     """Open a connected sender and receiver, on half of the cores each: otherwise they sometimes share a core."""
-    command, descriptors = worker_command("paths:Mover"), [payload.descriptor for payload in payloads]
+    command, descriptors = worker_command("mover"), [payload.descriptor for payload in payloads]
     with (
         open_worker(f"{path} receiver", command, log, descriptors, side=0) as receiver,
         open_worker(f"{path} sender", command, log, descriptors, side=1) as sender,
@@ -117,3 +125,33 @@ def _summary(path: str, size_mb: int, moves: list[_Move], raw: list[_Move]) -> O
         receiver_peak_mb=greatest_of([move.receiver["peak_mb"] for move in moves]),
         seconds=[move.seconds for move in moves],
     )
+
+
+def one_way_grid(results: Sequence[OneWay]) -> Grid:
+    """Return the table of each path's rates by size."""
+    sizes = sorted({result.size_mb for result in results})
+    rows = []
+    for path, name in PATH_NAMES.items():
+        by_size = {result.size_mb: result for result in results if result.path == path}
+        cells = [_rate(by_size[size]) if size in by_size else "" for size in sizes]
+        rows.append([name, *cells])
+    return Grid("MB/s one way (share of the raw socket)", ["one way", *(f"{size:,} MB" for size in sizes)], rows)
+
+
+def cost_grid(results: Sequence[OneWay]) -> Grid:
+    """Return the table of each path's cost with the largest size."""
+    largest = max(result.size_mb for result in results)
+    rows = [[PATH_NAMES[result.path], *_costs(result)] for result in results if result.size_mb == largest]
+    header = ["sender / receiver", "CPU s a GB", "peak memory over idle"]
+    return Grid(f"What it costs to move {largest:,} MB one way", header, rows)
+
+
+def _rate(result: OneWay) -> str:
+    return f"{result.mb_s:,.0f}" + ("" if result.path == "raw" else f" ({result.of_raw:.2f})")
+
+
+def _costs(result: OneWay) -> list[str]:
+    return [
+        f"{result.sender_cpu_s_per_gb:.2f} / {result.receiver_cpu_s_per_gb:.2f}",
+        " / ".join(cell(peak, "{:.0f}", "?") for peak in (result.sender_peak_mb, result.receiver_peak_mb)) + " MB",
+    ]

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from farandole.node.base.system.memory import counted_size
 from farandole.training.outer.codec import encoded_size
 
-from .environments import obtain_python
+from ..report.section import Grid, cell
+from .mesh import wait_until_connected
 from .process import (
     MB,
     BenchError,
@@ -28,11 +26,12 @@ from .process import (
     ask_all,
     connect,
     elapsed,
-    get_all,
     greatest_of,
     median_of,
+    obtain_python,
     open_payload,
     open_worker,
+    peer_command,
     take_turns,
     worker_command,
 )
@@ -43,10 +42,9 @@ LATTICA_WARM_UPS: Final = 8
 # Root mean square error of a mean of two standard normal vectors that still counts as averaged: 8-bit means are off by
 # 0.01; an unchanged vector is off by 0.7.
 MAX_RMS_ERROR: Final = 0.1
-CONNECT_TIMEOUT: Final = 20.0
-CONNECT_INTERVAL: Final = 0.1
 
-# (codec, way): see `node.Way`. The exchange alone: the trainer encodes before it, decodes and averages after it.
+# (codec, way): see `farandole.testnet.bench.worker.exchange`. The trainer encodes before an exchange, and decodes and
+# averages after it.
 WAYS: Final = (
     ("fp32", "new channel"),
     ("fp32", "kept channel"),
@@ -54,14 +52,6 @@ WAYS: Final = (
     ("bf16", "new channel"),
     ("int8", "new channel"),
 )
-# The same as a daemon's round: the trainer encodes, receives and screens while bytes move, and takes an outer step;
-# once without the guard.
-ROUNDS: Final = (
-    *(("fp32", "new channel"), ("bf16", "new channel"), ("int8", "new channel")),
-    ("fp32", "new channel, without the guard"),
-)
-AS_A_ROUND: Final = ", as a round"
-UNGUARDED: Final = ", without the guard"
 HIVEMIND_CODECS: Final = ("fp32", "fp16", "8-bit")
 
 
@@ -80,7 +70,12 @@ class Averaging:
     """Decoding and averaging; None where it is part of the exchange."""
     rms_error: float = 0.0
     peak_mb: float | None = None
-    """Peak memory of the mesh process: see `Meter.running`."""
+    """Peak memory of the mesh process: see `UsageMeter.running`."""
+
+    @property
+    def name(self) -> str:
+        """Return the name for tables."""
+        return f"{self.who}, {self.how}"
 
     @property
     def total_s(self) -> float:
@@ -103,7 +98,6 @@ def measure_pairs(
     cache: Path | None,
     say: Say,
     ways: Sequence[tuple[str, str]] = WAYS,
-    rounds: Sequence[tuple[str, str]] = ROUNDS,
 ) -> tuple[list[Averaging], dict[str, str]]:
     """Measure all ways in turns, and return what could not be measured; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
@@ -111,7 +105,7 @@ def measure_pairs(
     others: dict[str, Average] = {}
     with contextlib.ExitStack() as stack:
         say("averaging: starting farandole")
-        ours = stack.enter_context(open_farandole(num_elements, log, ways, rounds))
+        ours = stack.enter_context(open_farandole(num_elements, log, ways))
         for name, open_peer in (("hivemind", open_hivemind), ("Lattica", open_lattica)):
             if cache is not None:
                 try:
@@ -136,9 +130,7 @@ def _median(averagings: list[Averaging]) -> Averaging:
 
 
 @contextlib.contextmanager
-def open_farandole(
-    num_elements: int, log: Path, ways: Sequence[tuple[str, str]], rounds: Sequence[tuple[str, str]]
-) -> Iterator[dict[str, Average]]:
+def open_farandole(num_elements: int, log: Path, ways: Sequence[tuple[str, str]]) -> Iterator[dict[str, Average]]:
     """Open two nodes of two processes each, as in a daemon: the trainer encodes, the mesh process exchanges."""
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(_open_node(index, encoded_size("fp32", num_elements), log)) for index in range(2)]
@@ -146,25 +138,19 @@ def open_farandole(
         connect(*nodes)
         ask_all(trainers, "begin", [{"index": index} for index in range(2)], num_elements=num_elements)
         pair = FarandolePair(nodes, trainers)
-        yield {
-            f"farandole, {codec}, {way}{suffix}": partial(average, codec, way)
-            for average, suffix, variants in ((pair.average, "", ways), (pair.take_round, AS_A_ROUND, rounds))
-            for codec, way in variants
-        }
+        yield {f"farandole, {codec}, {way}": partial(pair.average, codec, way) for codec, way in ways}
 
 
 @contextlib.contextmanager
 def _open_node(index: int, size: int, log: Path) -> Iterator[tuple[BenchWorker, BenchWorker]]:
     """Open a mesh process and its trainer, which share memory for contributions of ``size`` bytes."""
     with contextlib.ExitStack() as stack:
-        payloads = [stack.enter_context(open_payload(name, counted_size(size))) for name in ("outgoing", "incoming")]
-        workers = []
-        for kind, link in zip(("node:BenchNode", "trainer:BenchTrainer"), socket.socketpair(), strict=True):
-            with link:
-                descriptors = [*(payload.descriptor for payload in payloads), link.fileno()]
-                worker = open_worker(f"{kind} {index}", worker_command(kind), log, descriptors)
-                workers.append(stack.enter_context(worker))
-        node, trainer = workers
+        payloads = [stack.enter_context(open_payload(name, size)) for name in ("outgoing", "incoming")]
+        descriptors = [payload.descriptor for payload in payloads]
+        node, trainer = (
+            stack.enter_context(open_worker(f"{part} {index}", worker_command(part), log, descriptors))
+            for part in ("exchanging node", "averaging trainer")
+        )
         yield node, trainer
 
 
@@ -192,33 +178,9 @@ class FarandolePair:
             rms_error=_error(finished),
             peak_mb=greatest_of([answer["peak_mb"] for answer in exchanged]),
         )
-        return _checked(averaging)
-
-    def take_round(self, codec: str, way: str) -> Averaging:
-        """Do all of it at once, as a daemon does, with the outer step."""
-        ask_all(self._trainers, "learn", codec=codec, is_guarded=not way.endswith(UNGUARDED))
-        round_index = next(self._rounds)
-        for node in self._nodes:
-            node.put("take_round", round=round_index, codec=codec, way=way.removesuffix(UNGUARDED))
-        taken = ask_all(self._trainers, "take_round", [{"is_first": True}, {"is_first": False}])
-        exchanged = get_all(self._nodes)
-        finish_s = max(answer["ended_at"] - answer["averaging_at"] for answer in taken)
-        averaging = Averaging(
-            "farandole",
-            f"{codec}, {way}{AS_A_ROUND}",
-            payload_mb=taken[0]["size"] / MB,
-            exchange_s=elapsed(taken) - finish_s,
-            finish_s=finish_s,
-            rms_error=_error(taken),
-            peak_mb=greatest_of([answer["peak_mb"] for answer in exchanged]),
-        )
-        return _checked(averaging)
-
-
-def _checked(averaging: Averaging) -> Averaging:
-    if not averaging.has_averaged:
-        raise BenchError(f"{averaging.who}, {averaging.how}: not the mean, but off by {averaging.rms_error:g}")
-    return averaging
+        if not averaging.has_averaged:
+            raise BenchError(f"{averaging.name}: not the mean, but off by {averaging.rms_error:g}")
+        return averaging
 
 
 def _error(answers: Sequence[dict[str, Any]]) -> float:
@@ -244,11 +206,7 @@ def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[s
 def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Average]]:
     """Open two peers that call each other with their vectors, and average with numpy."""
     with open_peers("lattica", python, num_elements, log) as pair:
-        give_up_at = time.monotonic() + CONNECT_TIMEOUT
-        while not all(answer["is_connected"] for answer in ask_all(pair, "empty")):
-            if time.monotonic() > give_up_at:
-                raise BenchError(f"Lattica: the peers did not find each other in {CONNECT_TIMEOUT:g} s")
-            time.sleep(CONNECT_INTERVAL)  # Lattica has no event for it, so poll
+        wait_until_connected("Lattica", pair)
 
         def average() -> Averaging:
             ask_all(pair, "empty")
@@ -266,8 +224,7 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
 @contextlib.contextmanager
 def open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[BenchWorker]]:
     """Open two peers of another project, of which the second knows the first."""
-    # ``-P`` hides the script's own folder from its imports.
-    command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), name]
+    command = peer_command(python, name)
     with (
         open_worker(f"{name} 0", command, log) as first,
         open_worker(f"{name} 1", command, log) as second,
@@ -275,3 +232,18 @@ def open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterato
         addresses = first.ask("open", index=0, num_elements=num_elements, peers=[])["addresses"]
         second.ask("open", index=1, num_elements=num_elements, peers=addresses)
         yield [first, second]
+
+
+def pair_grid(results: Sequence[Averaging], vector_mb: int) -> Grid:
+    """Return the table of averaging times by project."""
+    rows = [
+        [
+            result.name,
+            cell(result.payload_mb, "{:.1f}"),
+            *(cell(s, "{:.3f}") for s in (result.prepare_s, result.exchange_s, result.finish_s, result.total_s)),
+            f"{result.rms_error:.1g}" + ("" if result.has_averaged else ": not averaged"),
+        ]
+        for result in results
+    ]
+    header = ["two peers average", "MB each way", "encode, hash", "exchange", "decode, mean", "in all", "RMS error"]
+    return Grid(f"Seconds in which two peers average {vector_mb} MB of fp32", header, rows)

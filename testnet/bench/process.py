@@ -31,6 +31,16 @@ _PATTERN_BYTES: Final = 16 * MB
 # How much of a payload is compared to check that it arrived: this many bytes at its start, middle and end.
 _CHECKED_BYTES: Final = 4_096
 
+# Most of it is for torch.
+INSTALL_TIMEOUT: Final = 1_200.0
+MAX_REASON_CHARS: Final = 500
+REQUIREMENTS: Final = {
+    # Its 8-bit averaging changes nothing with later numpy. Without a pinned torch, pip fetches gigabytes of CUDA.
+    "hivemind": ("hivemind==1.1.12", "numpy==2.2.6", "torch==2.13.0"),
+    "lattica": ("lattica==1.0.21", "numpy==2.2.6"),
+}
+"""What is installed for each project that farandole is compared with."""
+
 
 Say = Callable[[str], None]
 """Called with what is being done."""
@@ -142,17 +152,46 @@ def _half_of_the_cores(side: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, own)
 
 
-def worker_command(kind: str) -> list[str]:
-    """Return the command of a `farandole.testnet.bench.server` process; ``kind`` is a module here and its class."""
-    return [sys.executable, "-m", f"{__package__}.server", kind]
+def worker_command(part: str) -> list[str]:
+    """Return the command of a process that plays one of the parts of `farandole.testnet.bench.worker`."""
+    return [sys.executable, "-m", f"{__package__}.worker", part]
+
+
+def peer_command(python: Path, name: str) -> list[str]:
+    """Return the command of a process that plays another project's peer, in the environment of ``python``."""
+    # ``-P`` hides the script's own folder from its imports.
+    return [str(python), "-P", str(Path(__file__).with_name("peers") / "peer.py"), name]
 
 
 @contextlib.contextmanager
-def open_workers(kind: str, names: Iterable[str], log: Path) -> Iterator[list[BenchWorker]]:
-    """Open one `worker_command` process for each name."""
-    command = worker_command(kind)
+def open_workers(part: str, names: Iterable[str], log: Path) -> Iterator[list[BenchWorker]]:
+    """Open one process for each name, which all play this part."""
+    command = worker_command(part)
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(open_worker(name, command, log)) for name in names]
+
+
+def obtain_python(name: str, cache: Path, say: Say) -> Path:
+    """Return the interpreter of a project's environment; install it if needed. `BenchError` if that fails."""
+    folder = cache.absolute() / name
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    requirements = REQUIREMENTS[name]
+    if not stamp.exists() or stamp.read_text() != "\n".join(requirements):
+        say(f"installing {requirements[0]} into {folder}, once")
+        folder.mkdir(parents=True, exist_ok=True)
+        _install(name, [sys.executable, "-m", "venv", "--clear", str(folder)])
+        _install(name, [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements])
+        stamp.write_text("\n".join(requirements))
+    return python
+
+
+def _install(name: str, command: Sequence[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT)
+    except subprocess.CalledProcessError as error:
+        raise BenchError(f"{name} could not be installed: {error.stderr.strip()[-MAX_REASON_CHARS:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"{name} could not be installed: {error}") from error
 
 
 def connect(listener: BenchWorker, caller: BenchWorker, **request: Any) -> None:

@@ -2,15 +2,14 @@
 
 First the nodes are played, then the others on lines and at speeds that are the same, for as long, with the same members
 replaced at the same times. DiLoCo has it easier than it would among volunteers: it moves its contributions without
-encryption (`race_member`), nobody has to notice that a member is gone, a newcomer gets its weights for nothing, and a
-member is replaced only where no all-reduce has to begin again.
+encryption (`farandole.testnet.bench.worker.race`), nobody has to notice that a member is gone, a newcomer gets its
+weights for nothing, and a member is replaced only where no all-reduce has to begin again.
 
-hivemind's members (`hivemind_member`) average 8-bit weights with all others in the background, about as often as nodes
-with one partner, and wait for nobody.
+hivemind's members (`farandole.testnet.bench.peers.hivemind_member`) average 8-bit weights with all others in the
+background, about as often as nodes with one partner, and wait for nobody.
 
 Losses are of the mean of all replicas on held-out text: of the nodes' newest checkpoints, which are up to
-`Scenario.checkpoint_seconds` old, of DiLoCo's weights after each round, and of hivemind's as they are. The seconds of
-an inner step are compared with `farandole.testnet.simulate.pace` for these very lines and speeds.
+`Scenario.checkpoint_seconds` old, of DiLoCo's weights after each round, and of hivemind's as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from farandole.protocol.run.codec_sizes import encoded_bytes
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.presets import num_parameters
 from farandole.protocol.run.vectors import SLOW
@@ -46,12 +44,9 @@ from ..play.places import LINK_DEVICE, open_links
 from ..play.process import NodeProcess
 from ..play.report import PlayReport
 from ..play.scenario import Scenario, load_scenario
-from ..report.section import Grid
-from ..simulate.lines import SimulatedHome, SimulatedLine
-from ..simulate.pace import MBIT, Lines, RunPace, Timing, barrier, pairs
-from .environments import obtain_python
-from .process import BenchError, BenchWorker, ask_all, open_worker, worker_command
-from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Write, open_bench
+from ..report.section import Grid, cell
+from .process import BenchError, BenchWorker, ask_all, obtain_python, open_worker, peer_command, worker_command
+from .report import CACHE, OUT, Bench, BenchReport, Cache, Claim, Out, Write, open_bench
 
 SAMPLE_SECONDS: Final = 15.0
 # What the nodes should be at least, in times as fast to the last loss of DiLoCo.
@@ -150,7 +145,7 @@ def run(
     ] = 24.0,
     cache: Cache = CACHE,
     out: Out = OUT,
-    write: Write = None,
+    write: Write = False,
 ) -> None:
     """Measure the wall-clock to a loss on slow home lines, beside DiLoCo and hivemind (30 minutes; Linux, root).
 
@@ -209,7 +204,7 @@ def play_diloco(
         places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
 
         def begin(index: int) -> BenchWorker:
-            command = [*places[index].enter, *worker_command("race_member:Member")]
+            command = [*places[index].enter, *worker_command("DiLoCo member")]
             worker = stack.enter_context(open_worker(f"member {index}", command, bench.log))
             worker.put("begin", manifest=settings, author=index, step_seconds=scenario.seconds_of_step(index))
             return worker
@@ -262,7 +257,7 @@ def play_hivemind(
         "codec": "8-bit",
         "target": round(interval * speed * manifest.inner.batch_size),
     }
-    command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), "hivemind_member"]
+    command = peer_command(python, "hivemind_member")
     with ExitStack() as stack:
         places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
         addresses: list[str] = []
@@ -350,26 +345,6 @@ def node_pace(scenario: Scenario, manifest: Manifest, play: PlayReport, seconds:
     return seconds * num_early / num_steps
 
 
-def simulated(scenario: Scenario, manifest: Manifest, interval: int) -> dict[str, RunPace]:
-    """Simulate both on the scenario's lines and at its speeds, without replacements."""
-    assert scenario.link is not None
-    line = SimulatedLine(scenario.link.up_mbit * MBIT, scenario.link.down_mbit * MBIT)
-    early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
-    homes = [SimulatedHome(line, scenario.seconds_of_step(index)) for index in early]
-    lines = Lines(latency=scenario.link.delay_ms / 1e3, latency_spread=0.0)
-    size, rounds = num_parameters(manifest.model), manifest.rounds
-    speed = sum(1 / home.step_seconds for home in homes) / len(homes)
-
-    def timing(steps: float, codec: str) -> Timing:
-        contribution = encoded_bytes(codec, size // manifest.outer.fragments)
-        return Timing(steps, contribution, exchange_seconds=rounds.exchange_seconds, has_churn=False)
-
-    of_pairs = pairs(
-        homes, lines, timing(rounds.round_seconds * speed, manifest.outer.codec), 0, overlap=rounds.overlap
-    )
-    return {NODES: of_pairs, DILOCO: barrier(homes, lines, timing(interval, "fp32"), 0, "ring")}
-
-
 def report(
     setting: Mapping[str, Any],
     scenario: Scenario,
@@ -381,13 +356,11 @@ def report(
 ) -> BenchReport:
     """Return the tables and their data."""
     nodes, diloco, manifest = curves[NODES], curves[DILOCO], scenario.manifest(0.0)
-    expected = simulated(scenario, manifest, settings.interval)
     rows = [
         [
             way,
             f"{curve[-1].seconds:.0f}",
             f"{paces[way]:.2f}",
-            *_simulated_cells(paces[way], expected.get(way)),
             f"{curve[-1].loss:.3f}",
         ]
         for way, curve in curves.items()
@@ -402,9 +375,8 @@ def report(
         f"{len(early)} homes, {num_parameters(manifest.model):,} parameters; an inner step takes {min(early):g} to "
         f"{max(early):g} s. Pairs average {manifest.outer.codec} every {manifest.rounds.round_seconds:g} s, DiLoCo "
         f"fp32 every {settings.interval} inner steps of each member, at {settings.rate:g} times their learning rate. "
-        "*A step*: seconds of the run for an inner step of an average member; *simulated*: the same by "
-        "`farandole.testnet.simulate.pace`, for these lines and speeds, and "
-        "without replacements. Losses are of the mean of all replicas, in nats a token.",
+        "*A step*: seconds of the run for an inner step of an average member. Losses are of the mean of all replicas, "
+        "in nats a token.",
     ]
     if HIVEMIND in curves:
         words.append(
@@ -419,13 +391,18 @@ def report(
     sample, seconds = reached[-1]
     if seconds is None or sample.seconds < LEAST_GAIN * seconds:
         misses.append(f"the nodes reach DiLoCo's last loss less than {LEAST_GAIN:g} times as fast")
-    return BenchReport(setting, grids, data, words, misses)
+    claims = [
+        _claim("DiLoCo with a barrier", reached[-1]),
+        *([_claim("hivemind", times_to_losses(nodes, curves[HIVEMIND])[-1])] if HIVEMIND in curves else []),
+        Claim("seconds of the run for an inner step; theirs: DiLoCo", f"{paces[NODES]:.2f}", f"{paces[DILOCO]:.2f}"),
+    ]
+    return BenchReport(setting, grids, data, words, misses, claims)
 
 
-def _simulated_cells(pace: float, expected: RunPace | None) -> list[str]:
-    if expected is None:
-        return ["", ""]
-    return [f"{expected.seconds_per_step:.2f}", f"{pace / expected.seconds_per_step - 1:+.0%}"]
+def _claim(who: str, reached: tuple[Sample, float | None]) -> Claim:
+    sample, seconds = reached
+    words = f"seconds to the loss that {who} ends with, {sample.loss:.3f}"
+    return Claim(words, cell(seconds, "{:.0f}", "never"), f"{sample.seconds:.0f}")
 
 
 def times_to_losses(nodes: Sequence[Sample], other: Sequence[Sample]) -> list[tuple[Sample, float | None]]:
@@ -450,4 +427,4 @@ def _times_grid(who: str, reached: Sequence[tuple[Sample, float | None]]) -> Gri
     )
 
 
-_PACE_HEADER: Final = ("averaged by", "seconds", "a step, s", "simulated, s", "off by", "loss at the end")
+_PACE_HEADER: Final = ("averaged by", "seconds", "a step, s", "loss at the end")

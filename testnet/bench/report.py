@@ -1,8 +1,9 @@
-"""The common parts of all benchmarks: their options, their reports, and where a report is written.
+"""The common parts of all benchmarks: their options, their results, and the page that is written from all results.
 
-A program measures inside `open_bench`, and makes a `BenchReport` of its figures: tables and words for people, data for
-JSON, and the limits that were missed. `Bench.publish` writes ``NAME.json`` and ``NAME.md``, prints the report, and
-replaces the section of a document if all limits are met.
+A program measures inside `open_bench`, and makes a `BenchReport` of its figures: claims for the page, tables and words
+for people, data for JSON, and the limits that were missed. `Bench.publish` writes ``OUT/NAME.json`` and prints the
+report. With ``--write`` it also keeps the result in the folder `RESULTS`, and writes BENCHMARKS.md from all that is
+kept there. Results of other commands, such as `farandole testnet run`, are kept there by hand.
 """
 
 from __future__ import annotations
@@ -15,19 +16,87 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.status import Status
 
-from ..report.section import LINE_WIDTH, Grid, Section, compose, setting
-from ..report.section import Write as Write
+from ..report.section import Grid, setting
+from .commands import BENCHES
 from .process import BenchError
 
 OUT: Final = Path("out/bench")
 CACHE: Final = Path(".bench")
-Out = Annotated[Path, typer.Option(help="Folder for NAME.json, NAME.md and logs.")]
+RESULTS: Final = Path(__file__).resolve().with_name("results")
+PAGE: Final = RESULTS.parents[2] / "BENCHMARKS.md"
+Out = Annotated[Path, typer.Option(help="Folder for NAME.json and logs.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Repetitions of each measurement; the median counts.")]
 Cache = Annotated[Path, typer.Option(help="Folder in which other projects are installed.")]
+Write = Annotated[
+    bool, typer.Option("--write", help="Keep the result in testnet/bench/results, and write BENCHMARKS.md.")
+]
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A row of the page."""
+
+    claim: str
+    ours: str
+    theirs: str = ""
+    """A peer's figure, or what ours is compared with; the claim says of whom."""
+
+
+class KeptTable(msgspec.Struct, frozen=True):
+    """A table behind the claims; cells are separated by ``|``, and the first row is the header."""
+
+    title: str
+    rows: list[str]
+
+
+class KeptResult(msgspec.Struct, frozen=True):
+    """A file of `RESULTS`: a section of the page, and the tables behind it."""
+
+    title: str
+    setting: dict[str, str | int | float]
+    """Command, date, machine and choices (`farandole.testnet.report.section`)."""
+    claims: list[Claim]
+    tables: list[KeptTable] = []
+    words: list[str] = []
+
+    def section(self) -> str:
+        """Return the section of the page."""
+        origin = {name: value for name, value in self.setting.items() if name in ("cores", "device", "Python", "torch")}
+        commands = textwrap.indent(str(self.setting["command"]), "    ")
+        where = ", ".join(f"{name} {value}" for name, value in origin.items())
+        rows = [
+            f"| {self.setting['date']}: {where} | ours | theirs |",
+            "|---|---:|---:|",
+            *(f"| {each.claim} | {each.ours} | {each.theirs} |" for each in self.claims),
+        ]
+        return "\n\n".join([f"## {self.title}", *([commands] if commands else []), "\n".join(rows)])
+
+
+def page() -> str:
+    """Return BENCHMARKS.md, from the kept results: first those of `farandole testnet bench`, in its order."""
+    order = [*BENCHES]
+
+    def rank(path: Path) -> tuple[int, str]:
+        bench = next((name for name in order if path.stem.startswith(name)), "")
+        return order.index(bench) if bench else len(order), path.stem
+
+    files = sorted(RESULTS.glob("*.json"), key=rank)
+    results = [msgspec.json.decode(file.read_bytes(), type=KeptResult) for file in files]
+    return "\n\n".join([HEAD, *(result.section() for result in results)]) + "\n"
+
+
+HEAD: Final = """\
+# Benchmarks
+
+What was measured, with the command, the day and the machine; *theirs* is the figure of the peer that the row names.
+`testnet/bench/results` has the tables behind each section. With `--write` a benchmark replaces its section, and
+`farandole testnet bench --help` lists what can be measured. `join`, `faults`, `race` and `nat` create network
+namespaces, so they need root. Figures are between processes of one machine unless a row says otherwise, a megabyte is
+10^6 bytes, and losses are in nats a byte of held-out text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +112,22 @@ class BenchReport:
     words: Sequence[str] = ()
     """Paragraphs below the tables; empty ones are left out."""
     misses: Sequence[str] = ()
-    """Limits that were not met, in words. A report with misses is not published in a document."""
+    """Limits that were not met, in words. A report with misses is not kept."""
+    claims: Sequence[Claim] = ()
+    """Rows of the page."""
 
-    @property
-    def paragraphs(self) -> list[str]:
-        """Return the words, wrapped."""
-        return [textwrap.fill(text, LINE_WIDTH, break_on_hyphens=False) for text in self.words if text]
-
-    def document(self) -> dict[str, Any]:
-        """Return everything, for JSON."""
-        return {**self.data, "setting": dict(self.setting), "misses": list(self.misses)}
-
-    def markdown(self) -> str:
-        """Return the section of a document."""
-        return compose(self.setting, *(grid.markdown() for grid in self.grids), *self.paragraphs)
+    def kept(self, title: str) -> dict[str, Any]:
+        """Return what is kept of the report."""
+        return {
+            "title": title,
+            "setting": dict(self.setting),
+            "claims": msgspec.to_builtins(list(self.claims)),
+            "tables": [
+                {"title": grid.title, "rows": [" | ".join(row) for row in (grid.header, *grid.rows)]}
+                for grid in self.grids
+            ],
+            "words": [text for text in self.words if text],
+        }
 
 
 def missing(problems: Mapping[str, str]) -> list[str]:
@@ -70,8 +141,10 @@ class Bench:
 
     name: str
     out: Path
+    title: str
+    """Title of the section in BENCHMARKS.md."""
     setting: dict[str, Any]
-    section: Section | None
+    is_kept: bool
     console: Console = field(default_factory=Console)
     _status: Status | None = None
 
@@ -101,40 +174,42 @@ class Bench:
             self._status = None
 
     def write(self, report: BenchReport) -> None:
-        """Write ``NAME.json`` and ``NAME.md``."""
-        (self.out / f"{self.name}.json").write_text(json.dumps(report.document(), indent=2) + "\n")
-        (self.out / f"{self.name}.md").write_text(report.markdown())
+        """Write ``NAME.json``: what is kept, all data, and the limits that were missed."""
+        document = {**report.data, **report.kept(self.title), "misses": list(report.misses)}
+        (self.out / f"{self.name}.json").write_text(json.dumps(document, indent=2) + "\n")
 
     def publish(self, report: BenchReport, *others: Path) -> None:
-        """Write and print the report, and replace the section; ``others`` are further paths to name.
+        """Write and print the report, and keep it if that was asked for; ``others`` are further paths to name.
 
-        Raises `BenchError` if a limit was not met, and then leaves the section as it was; `SectionError`.
+        Raises `BenchError` if a limit was not met, and then keeps nothing.
         """
         self.write(report)
         for grid in report.grids:
             self.console.print(grid.rich())
-        for text in report.paragraphs:
-            self.tell(text)
-        written = [self.out / f"{self.name}.json", self.out / f"{self.name}.md", *others]
-        self.tell(", ".join(map(str, written)))
+        for text in filter(None, report.words):
+            self.tell(textwrap.fill(text, 120, break_on_hyphens=False))
+        self.tell(", ".join(map(str, [self.out / f"{self.name}.json", *others])))
         if report.misses:
             raise BenchError("; ".join(report.misses))
-        if self.section is not None:
-            self.section.write(report.markdown())
+        if self.is_kept:
+            kept = json.dumps(report.kept(self.title), indent=2, ensure_ascii=False)
+            (RESULTS / f"{self.name}.json").write_text(kept + "\n")
+            PAGE.write_text(page())
 
 
 @contextlib.contextmanager
-def open_bench(name: str, out: Path, write: Path | None = None, **choices: Any) -> Iterator[Bench]:
-    """Open a benchmark that writes into ``out``, and into the section ``name`` of the document ``write``.
+def open_bench(name: str, out: Path, write: bool = False, title: str = "", **choices: Any) -> Iterator[Bench]:
+    """Open a benchmark that writes into ``out``; ``choices`` are shown with the figures.
 
-    ``choices`` are shown with the figures. Raises `SectionError`, before anything is measured, if the document has no
-    such section.
+    Its section has the title of the command ``name`` unless another one is given.
     """
-    section = Section(write, name) if write else None
-    if section is not None:
-        section.check()
     out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(name, out, {**setting(), **choices}, section)
+    title = title or (BENCHES[name].title if name in BENCHES else name)
+    bench = Bench(name, out, title, {**setting(), **choices}, write)
     bench.log.unlink(missing_ok=True)
     with contextlib.closing(bench):
         yield bench
+
+
+if __name__ == "__main__":  # after a result was changed by hand
+    PAGE.write_text(page())

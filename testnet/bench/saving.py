@@ -25,7 +25,7 @@ from farandole.node.store.run_file import manifest_of
 
 from ..report.section import Grid, cell
 from .process import BenchWorker, greatest_of, median_of, open_workers
-from .report import OUT, Bench, BenchReport, Out, Write, open_bench
+from .report import OUT, Bench, BenchReport, Claim, Out, Write, open_bench
 
 # 25.7 M parameters: a checkpoint of 411 MB.
 MODEL: Final[Mapping[str, int]] = {
@@ -155,7 +155,27 @@ class SavingFigures:
         """Return the table and data."""
         rows = [{**asdict(row), "rate_mb_s": row.rate_mb_s} for row in rows_of(self.rounds)]
         data = {**asdict(self), "rows": rows, "chance_share": chance_share(self.rounds)}
-        return BenchReport(setting, [self.grid()], data, [self.words()])
+        return BenchReport(setting, [self.grid()], data, [self.words()], claims=self.claims())
+
+    def claims(self) -> list[Claim]:
+        """Return our costs beside those of a blocking `torch.save`."""
+        by_way = {row.way: row for row in rows_of(self.rounds)}
+        ours, theirs = by_way.get("behind"), by_way.get("torch")
+        if ours is None or theirs is None:
+            return []
+        size = ours.size / 1e6
+        return [
+            Claim(
+                f"share of a round that a checkpoint of {size:,.0f} MB costs; theirs: torch.save and fsync",
+                *(f"{row.lost_share:.1%}" for row in (ours, theirs)),
+            ),
+            Claim("seconds that the trainer is held", *(f"{row.held_seconds:.3f}" for row in (ours, theirs))),
+            Claim(
+                "megabytes a second until durable; ours are hashed too",
+                *(cell(row.rate_mb_s, "{:,.0f}") for row in (ours, theirs)),
+            ),
+            Claim("by how much two rounds without a save differ", cell(chance_share(self.rounds), "{:.1%}")),
+        ]
 
 
 def run(
@@ -165,15 +185,15 @@ def run(
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of a trainer.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 4,
     out: Out = OUT,
-    write: Write = None,
+    write: Write = False,
 ) -> None:
     """Measure what a checkpoint a round costs training, and what a blocking torch.save does.
 
     Examples: [cyan]farandole testnet bench save[/cyan];
     [cyan]farandole testnet bench save --device cuda --batch-size 64[/cyan]
     """
-    choices = {"turns": turns, "device": device, "threads of a trainer": threads}
-    with open_bench("saving", out, write, **choices) as bench:
+    choices: dict[str, Any] = {"turns": turns, "device": device, "threads of a trainer": threads}
+    with open_bench("save", out, write, **choices) as bench:
         figures = measure(bench, turns, round_seconds, batch_size, {"device": device, "threads": threads})
         bench.publish(figures.report(bench.setting))
 
@@ -208,7 +228,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Trainers:
-    """Processes of `farandole.testnet.bench.saving_worker` that take turns; made by `open_trainers`."""
+    """Processes of `farandole.testnet.bench.worker.saving` that take turns; made by `open_trainers`."""
 
     bench: Bench
     workers: dict[str, BenchWorker]
@@ -233,7 +253,7 @@ def open_trainers(bench: Bench, begin: Mapping[str, Mapping[str, Any]]) -> Itera
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        with open_workers("saving_worker:SavingTrainer", begin, bench.log) as opened:
+        with open_workers("saving trainer", begin, bench.log) as opened:
             workers = dict(zip(begin, opened, strict=True))
             begun = [each.ask("begin", folder=str(folder / name), **begin[name]) for name, each in workers.items()]
             yield Trainers(bench, workers, begun[-1]["num_parameters"])

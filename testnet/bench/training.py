@@ -11,8 +11,9 @@ parameters, L layers, T tokens of context, C width), and the device's peak is it
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -21,17 +22,20 @@ import numpy as np
 import trio
 import typer
 
+from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.presets import num_parameters, preset
+from farandole.training.base.device import choose_device
 
 from ..play.launch import PlayView, Testnet
 from ..play.live import open_view
 from ..play.process import NodeProcess
 from ..play.report import Merged
 from ..play.scenario import Scenario
-from .plain import EngineRate, PlainRate
+from ..report.section import Grid, cell
+from .memory import GPU, Way, held_by
 from .process import ANSWER_TIMEOUT, BenchError, get_all, open_workers
-from .report import OUT, Bench, BenchReport, Out, open_bench
+from .report import OUT, Bench, BenchReport, Claim, Out, Write, open_bench
 
 NUM_NODES: Final = 2
 # TFLOP/s for dense bf16 with fp32 sums, by a part of the device name in CUDA: NVIDIA's data sheets.
@@ -50,6 +54,9 @@ PEAK_TFLOPS: Final = {
 # Turns of inner steps alone, of each kind.
 ENGINE_TURNS: Final = 10
 ENGINE_SECONDS: Final = 3.0
+# Ends of a round that are timed, and the longest answer: a billion parameters on a slow disk.
+END_TURNS: Final = 3
+END_TIMEOUT: Final = 20 * ANSWER_TIMEOUT
 # A slope through fewer is noise: statuses arrive once a second.
 MIN_SAMPLES: Final = 5
 
@@ -69,8 +76,12 @@ class TrainingRates(msgspec.Struct, frozen=True):
     node_tokens_per_second: float
     ratio: float
     """The nodes' rate over the plain loops'."""
-    engine: EngineRate
-    """Inner steps alone, without exchanges."""
+    engine_over_plain: float
+    """Inner steps alone, without exchanges: the engine's rate over a plain loop's, in one process, in turns."""
+    round_end: dict[str, float]
+    """Seconds of each part of a round's end, in one trainer without a network."""
+    bytes_per_parameter: tuple[float, float]
+    """Peak memory of a GPU with one sequence, of a node and of a plain loop, counted without a GPU."""
     utilisation: list[float]
     """Utilisation of each node's trainer, by its own clock."""
     flops_per_token: float
@@ -112,16 +123,19 @@ def run(
     peak_tflops: Annotated[
         float | None, typer.Option(min=0.001, help="The device's peak, dense bf16; known for some GPUs.")
     ] = None,
+    write: Write = False,
 ) -> None:
     """Measure what exchanging costs training: two nodes on one device, and two plain PyTorch loops.
 
     Examples: [cyan]farandole testnet bench trainer --device cuda[/cyan];
     [cyan]farandole testnet bench trainer --device cpu --model 0.5M --rounds 4 --round-seconds 5[/cyan]
     """
-    with open_bench("trainer", out) as bench:
+    where = choose_device(device).torch_device.type
+    name, title = ("trainer", "") if where == "cpu" else (f"trainer-{where}", "Training on a GPU")
+    with open_bench(name, out, write, title=title) as bench:
         manifest = manifest_of_bench(model, batch_size, codec, round_seconds)
         rates = measure(bench, manifest, device, rounds, round_seconds, peak_tflops)
-        bench.publish(BenchReport(bench.setting, [], msgspec.to_builtins(rates), [summary(rates)]))
+        bench.publish(report({**bench.setting, "device": rates.device}, rates))
 
 
 def measure(
@@ -133,6 +147,8 @@ def measure(
     """
     bench.say(f"inner steps of a node and of a plain loop, in {2 * ENGINE_TURNS} turns of {ENGINE_SECONDS:g} s")
     engine = _compare_steps(bench.log, run, device)
+    bench.say("the end of a round")
+    round_end = _end_rounds(bench, run, device)
     bench.say(f"{NUM_NODES} plain loops for {round_seconds * 2:g} s")
     plain = _run_plain(bench.log, run, device, warmup_seconds=round_seconds, seconds=2 * round_seconds)
     bench.close()
@@ -149,10 +165,10 @@ def measure(
         raise BenchError(f"the nodes never exchanged: see {folder / 'nodes'}")
     model = preset(run["model"])
     rate, flops = sum(map(slope, samples.of.values())), flops_per_token(model)
-    plain_rate = sum(each.tokens_per_second for each in plain)
-    peak = peak_tflops or peak_of(plain[0].device)
+    plain_rate, plain_device = sum(each["tokens_per_second"] for each in plain), str(plain[0]["device"])
+    peak = peak_tflops or peak_of(plain_device)
     return TrainingRates(
-        device=plain[0].device,
+        device=plain_device,
         model=run["model"],
         num_parameters=num_parameters(model),
         codec=run["outer"]["codec"],
@@ -162,7 +178,9 @@ def measure(
         plain_tokens_per_second=plain_rate,
         node_tokens_per_second=rate,
         ratio=rate / plain_rate,
-        engine=engine,
+        engine_over_plain=engine,
+        round_end=round_end,
+        bytes_per_parameter=_memory_of(run),
         utilisation=[node.utilisation for node in report.nodes if node.utilisation is not None],
         flops_per_token=flops,
         peak_tflops=peak,
@@ -182,20 +200,48 @@ def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: fl
     }
 
 
-def _compare_steps(log: Path, run: dict[str, Any], device: str) -> EngineRate:
-    """Compare inner steps alone."""
-    with open_workers("plain:PlainTrainer", ["inner steps"], log) as (worker,):
+def _compare_steps(log: Path, run: dict[str, Any], device: str) -> float:
+    """Compare inner steps alone: return the engine's rate over a plain loop's."""
+    with open_workers("plain trainer", ["inner steps"], log) as (worker,):
         worker.put("compare", run=run, device=device, turns=ENGINE_TURNS, seconds=ENGINE_SECONDS)
-        return msgspec.convert(worker.get(ANSWER_TIMEOUT + 4 * ENGINE_TURNS * ENGINE_SECONDS), EngineRate)
+        return float(worker.get(ANSWER_TIMEOUT + 4 * ENGINE_TURNS * ENGINE_SECONDS)["ratio"])
 
 
-def _run_plain(log: Path, run: dict[str, Any], device: str, warmup_seconds: float, seconds: float) -> list[PlainRate]:
+def _end_rounds(bench: Bench, run: dict[str, Any], device: str) -> dict[str, float]:
+    """Return the median seconds of each part of a round's end, with a partner whose contribution equals ours."""
+    checkpoint = bench.out / f"{bench.name}.checkpoint"
+    try:
+        with open_workers("ending trainer", ["a round's end"], bench.log) as (worker,):
+            manifest = msgspec.to_builtins(manifest_of(run, Path(), 0.0))
+            worker.put("begin", manifest=manifest, device=device, path=str(checkpoint))
+            worker.get(END_TIMEOUT)
+            turns = []
+            for _ in range(END_TURNS + 1):  # the first one maps memory
+                worker.put("play")
+                turns.append(worker.get(END_TIMEOUT)["seconds"])
+    finally:
+        for leftover in bench.out.glob(f"{checkpoint.name}*"):
+            leftover.unlink()
+    return {part: statistics.median(turn[part] for turn in turns[1:]) for part in turns[0]}
+
+
+def _memory_of(run: dict[str, Any]) -> tuple[float, float]:
+    """Return the bytes a parameter that a node and a plain loop have on a GPU at their peak."""
+    manifest = manifest_of(run, Path(), 0.0)
+    node, plain = (held_by(Way(manifest, is_plain=is_plain))[GPU].most for is_plain in (False, True))
+    number = num_parameters(manifest.model)
+    return node / number, plain / number
+
+
+def _run_plain(
+    log: Path, run: dict[str, Any], device: str, warmup_seconds: float, seconds: float
+) -> list[dict[str, Any]]:
     """Run all plain loops at once."""
     request = {"run": run, "device": device, "warmup_seconds": warmup_seconds, "seconds": seconds}
-    with open_workers("plain:PlainTrainer", [f"plain loop {author}" for author in range(NUM_NODES)], log) as workers:
+    with open_workers("plain trainer", [f"plain loop {author}" for author in range(NUM_NODES)], log) as workers:
         for author, worker in enumerate(workers):
             worker.put("learn", author=author, **request)
-        return msgspec.convert(get_all(workers, ANSWER_TIMEOUT + warmup_seconds + seconds), list[PlainRate])
+        return get_all(workers, ANSWER_TIMEOUT + warmup_seconds + seconds)
 
 
 def _measure_nothing(*_: object) -> Merged:
@@ -221,15 +267,27 @@ def peak_of(device: str) -> float | None:
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
-def summary(rates: TrainingRates) -> str:
-    """Return a summary of the rates in words."""
-    mfu = "MFU unknown: pass --peak-tflops"
-    if rates.plain_mfu is not None and rates.node_mfu is not None:
-        mfu = f"MFU {rates.plain_mfu:.1%} and {rates.node_mfu:.1%} of {rates.peak_tflops:g} TFLOP/s"
-    return (
-        f"{rates.device}, {rates.model} ({rates.num_parameters:,} parameters), {rates.codec}: inner steps alone "
-        f"{rates.engine.engine_tokens_per_second:,.0f} tokens/s, a plain loop's "
-        f"{rates.engine.plain_tokens_per_second:,.0f} (ratio {rates.engine.ratio:.3f}); {NUM_NODES} plain loops "
-        f"{rates.plain_tokens_per_second:,.0f} tokens/s, {NUM_NODES} nodes with {rates.exchanges // 2} exchanges "
-        f"{rates.node_tokens_per_second:,.0f} tokens/s: ratio {rates.ratio:.3f}; {mfu}"
+def report(setting: Mapping[str, Any], rates: TrainingRates) -> BenchReport:
+    """Return the table, claims and data."""
+    size = f"{rates.num_parameters:,} parameters, {rates.codec}"
+    nodes = f"{NUM_NODES} nodes with {rates.exchanges // 2} exchanges, tokens/s"
+    mfu = [cell(each, "{:.1%}") for each in (rates.node_mfu, rates.plain_mfu)]
+    ends = ", ".join(f"{part} {seconds:.2f}" for part, seconds in rates.round_end.items())
+    node, plain = (f"{each:.2f}" for each in rates.bytes_per_parameter)
+    claims = [
+        Claim(f"inner steps of a node, over those of a plain PyTorch loop; {size}", f"{rates.engine_over_plain:.2f}"),
+        Claim(
+            f"{nodes}; theirs: as many plain loops at once",
+            f"{rates.node_tokens_per_second:,.0f}",
+            f"{rates.plain_tokens_per_second:,.0f}",
+        ),
+        *([Claim(f"utilisation of the device's {rates.peak_tflops:g} TFLOP/s", *mfu)] if rates.peak_tflops else []),
+        Claim("peak bytes a parameter on a GPU, counted without one; theirs: a plain loop", node, plain),
+        Claim("seconds of the parts of a round's end", ends),
+    ]
+    grid = Grid(
+        "What exchanging costs training",
+        ["", "ours", "theirs"],
+        [[*msgspec.structs.astuple(claim)] for claim in claims],
     )
+    return BenchReport(setting, [grid], msgspec.to_builtins(rates), claims=claims)

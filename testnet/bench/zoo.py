@@ -6,6 +6,7 @@ the table states them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -16,7 +17,7 @@ from ..play.scenario import Scenario, load_scenario, scenario_names
 from ..zoo.member_attacks import ATTACKS
 from ..zoo.play import HostileReport, play_clean, play_hostile, zoo_grid
 from .process import BenchError
-from .report import OUT, BenchReport, Out, Write, open_bench
+from .report import OUT, BenchReport, Claim, Out, Write, open_bench
 
 # The scenario whose frame other attacks are played in.
 FRAME: Final = "hostile-reversed"
@@ -34,7 +35,7 @@ def run(
     attacks: Annotated[str, typer.Option(help="Further attacks, as of `members`, with commas between them.")] = "",
     only: Annotated[str, typer.Option(help="Scenarios, with commas between them; all without this.")] = "",
     out: Out = OUT,
-    write: Write = None,
+    write: Write = False,
 ) -> None:
     """Measure what hostile members cost a run of real daemons (20 minutes on two cores).
 
@@ -53,7 +54,7 @@ def run(
             made.append(play_hostile(scenario, out / "zoo" / name, view, clean))
             bench.tell(f"{name}: {'; '.join(made[-1].reasons) or 'unharmed'}")
             data = {report.name: msgspec.to_builtins(report) for report in made}
-            report = BenchReport(bench.setting, [zoo_grid(made)], data, [WORDS])
+            report = BenchReport(bench.setting, [zoo_grid(made)], data, [WORDS], claims=claims_of(made))
             bench.write(report)
         bench.publish(report)
 
@@ -65,3 +66,13 @@ def _framed(attack: str) -> Scenario:
     assert frame.hostile is not None
     hostile = msgspec.structs.replace(frame.hostile, attack=attack)
     return msgspec.structs.replace(frame, hostile=hostile, run={**frame.run, "name": f"hostile-{attack}"})
+
+
+def claims_of(made: Sequence[HostileReport]) -> list[Claim]:
+    """Return the greatest cost to the honest members, and how many of their exchanges were not averaged in full."""
+    costliest = max(made, key=lambda report: report.loss_above)
+    touched = sum(report.attacked.honest_refused + report.attacked.honest_clipped for report in made)
+    return [
+        Claim(f"loss above the honest alone, the costliest attack: {costliest.name}", f"{costliest.loss_above:+.1%}"),
+        Claim("honest exchanges refused or clipped, all attacks", f"{touched}"),
+    ]

@@ -39,7 +39,7 @@ from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.sources import Reader, sources_of, stdlib_sources
 from farandole.training.data.token_cache import Found
 
-from ..report.section import Grid, Section, compose, setting
+from ..report.section import Grid, setting
 from ..simulate.plays import play_all
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
@@ -184,17 +184,14 @@ class MethodComparison:
         return replace(preset(self.model), context=MODEL.context) if self.model else MODEL
 
 
-def run_compare(comparison: MethodComparison, out: Path | None = None, section: Section | None = None) -> list[Result]:
+def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[Result]:
     """Train with every method and seed, with progress and a table on the terminal.
 
     With the defaults a method takes some ten minutes per seed and core. ``out`` is a JSON file, updated after each
-    result; the results that it already has are not repeated. At the end the ``section`` is written. Raises `DataError`
-    if there are fewer kinds of text than nodes, if ``out`` is of another comparison, or as
-    `choose_methods` does; `TrainingError` if there is no such device, or a method cannot be trained on it;
-    `ManifestError` for an unknown preset; `SectionError`.
+    result; the results that it already has are not repeated. Raises `DataError` if there are fewer kinds of text than
+    nodes, if ``out`` is of another comparison, or as `choose_methods` does; `TrainingError` if there is no such device,
+    or a method cannot be trained on it; `ManifestError` for an unknown preset.
     """
-    if section is not None:
-        section.check()
     chosen = choose_methods(comparison.words, comparison.interval)
     texts = texts_by_kind(comparison.nodes, comparison.text)
     texts = mixed(texts) if comparison.is_mixed else texts
@@ -229,10 +226,7 @@ def run_compare(comparison: MethodComparison, out: Path | None = None, section: 
     tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
     chosen = best_of(tried, play((method, TUNING_SEED) for method in tried)) if len(comparison.rates) > 1 else tried
     final = play((method, seed) for method in chosen for seed in range(comparison.seeds))
-    grid = result_grid(final, chosen, comparison.baseline)
-    console.print(grid.rich())
-    if section is not None:
-        section.write(compose(measured, grid.markdown()))
+    console.print(result_grid(final, chosen, comparison.baseline).rich())
     return final
 
 

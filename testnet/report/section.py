@@ -1,10 +1,9 @@
 """Sections of a document that commands write: the text between two comments, each on a line of its own.
 
-    <!-- begin exchange -->
-    <!-- end exchange -->
+    <!-- begin traffic -->
+    <!-- end traffic -->
 
-Text outside the sections is never changed. A new measurement replaces all figures of a section, together with the
-command and the machine that they come from, so nothing is pasted by hand.
+Text outside the sections is never changed.
 """
 
 from __future__ import annotations
@@ -18,22 +17,15 @@ import re
 import shlex
 import shutil
 import sys
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from farandole.protocol.wire.errors import FarandoleError
 
-Write = Annotated[
-    Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose section gets the figures.")
-]
-LINE_WIDTH = 120
 _MARKER = re.compile(r"^<!-- (begin|end) (\S+) -->(?=\r?$)", re.MULTILINE)
 
 
@@ -47,10 +39,6 @@ class Section:
 
     document: Path
     name: str
-
-    def check(self) -> None:
-        """Raise `SectionError` if the section could not be written; for a check before hours of measuring."""
-        self._parts()
 
     def write(self, content: str) -> None:
         """Replace the section's content, atomically, in the document's present version. Raises `SectionError`."""
@@ -84,14 +72,7 @@ class Section:
         return text[: begin.end()], text[end.start() :]
 
 
-def compose(setting: Mapping[str, object], *parts: str) -> str:
-    """Return a section's content: the command, its machine, and its tables and words."""
-    words = ", ".join(f"{name} {value}" for name, value in setting.items() if name not in ("command", "date"))
-    origin = textwrap.fill(f"Measured on {setting['date']}: {words}.", LINE_WIDTH, break_on_hyphens=False)
-    return "\n\n".join([f"    {setting['command']}", origin, *parts]) + "\n"
-
-
-# A table of words, for a terminal and as Markdown.
+# A table of words.
 
 # In narrower columns, names break in the middle of a word on a terminal of 80 columns.
 LEFT_WIDTH = 18
@@ -115,12 +96,6 @@ class Grid:
         for row in self.rows:
             table.add_row(*row)
         return table
-
-    def markdown(self) -> str:
-        """Return the table as Markdown, for a document."""
-        rule = ["---" if index < self.num_left else "---:" for index in range(len(self.header))]
-        lines = [f"| {' | '.join(row)} |" for row in (self.header, *self.rows)]
-        return "\n".join([f"{self.title}:", "", lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
 
 
 def cell(value: float | None, form: str, missing: str = "") -> str:

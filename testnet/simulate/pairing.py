@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -33,7 +33,6 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
-from .lines import LineExchanges, SimulatedHome
 from .simulation import Network, SimulatedTimer, Simulation
 
 # The outer step, between an exchange's end and the next round.
@@ -71,11 +70,6 @@ class PairingScenario:
     num_capturing: int = 0
     """Number of hostile members, in addition to the others: see `_Coalition`."""
     do_capturing_exchange: bool = False
-    homes: Sequence[SimulatedHome] = ()
-    """Lines and speeds of the nodes, in turns. They replace ``step_seconds`` and ``transfer_seconds``."""
-    contribution_bytes: float = 0.0
-    latency: tuple[float, float] | None = None
-    """Median in seconds and log-deviation of a message's log-normal latency; None: uniform, as in `Network`."""
     num_places: int = 0
     """Nodes are in this many places, in turns, and near those of their own; 0: nobody is near."""
 
@@ -132,12 +126,6 @@ class _World:
         self.simulation = Simulation(seed)
         self.rng = random.Random(f"pairing {seed}")
         self.network = Network(self.simulation, ordered=True)
-        self.exchanges: LineExchanges | None = None
-        if scenario.latency is not None:
-            median, deviation = scenario.latency
-            self.network.draw_latency = partial(self.rng.lognormvariate, math.log(median), deviation)
-        if scenario.homes:
-            self.exchanges = LineExchanges(self.simulation, scenario.contribution_bytes, self.network.draw_latency)
         self.report = PairingReport()
         self.nodes: dict[bytes, _Node] = {}
         self.beliefs: dict[bytes, dict[bytes, bool]] = {}
@@ -171,11 +159,7 @@ class _World:
         fastest, slowest = self.scenario.step_seconds
         share = index / max(total - 1, 1)
         speed = (1 - share) / fastest + share / slowest
-        step_seconds = 1 / speed
-        if self.exchanges is not None:
-            home = self.scenario.homes[index % len(self.scenario.homes)]
-            step_seconds, self.exchanges.lines[name] = home.step_seconds, home.line
-        node = _Node(self, name, step_seconds)
+        node = _Node(self, name, 1 / speed)
         self.nodes[name] = node
         self.network.attach(name, node.receive)
         return node
@@ -590,10 +574,7 @@ class _Exchange:
                 self.end(verb is _Verb.COMMITTED)
 
     def transfer(self) -> None:
-        world, start = self.node.world, self.start
-        if world.exchanges is not None:
-            world.exchanges.begin(start.session, self.node.name, start.peer, self.accept)
-            return
+        world = self.node.world
         world.simulation.call_after(world.rng.uniform(*world.scenario.transfer_seconds), self.accept)
 
     def accept(self) -> None:
@@ -627,8 +608,6 @@ class _Exchange:
             return
         self.is_over = True
         del node.exchanges[session]
-        if node.world.exchanges is not None:
-            node.world.exchanges.cancel(session, node.name, self.start.peer)
         if self.start.is_initiator:
             node.outcomes.decide(session, committed=False)  # unless it is decided already
         node.world.beliefs.setdefault(session, {})[node.name] = is_committed

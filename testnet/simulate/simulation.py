@@ -148,16 +148,11 @@ class Network:
         self.duplicates = duplicates
         self.ordered = ordered
         self.traffic: dict[bytes, Traffic] = {}
-        self.draw_latency: Callable[[], float] = self._draw_latency
-        """Draws the latency of each message; may be replaced."""
         self._rng = random.Random(f"network {simulation.seed}")
         self._receivers: dict[bytes, Receive] = {}
         self._lives: dict[bytes, int] = {}
         self._group_of: dict[bytes, int] = {}
         self._arrives_at: dict[tuple[bytes, bytes], float] = {}
-
-    def _draw_latency(self) -> float:
-        return self._rng.uniform(*self.latency)
 
     def attach(self, node: bytes, receive: Receive) -> None:
         """Start the node's life; ``receive`` gets its messages."""
@@ -209,7 +204,7 @@ class Network:
         copies = 2 if not is_stream and self._rng.random() < self.duplicates else 1
         lives = (self._lives[source], self._lives[destination])
         for _ in range(copies):
-            at = self.simulation.now + delay + self.draw_latency()
+            at = self.simulation.now + delay + self._rng.uniform(*self.latency)
             if self.ordered:
                 at = max(at, self._arrives_at.get((source, destination), 0.0))
                 self._arrives_at[source, destination] = at

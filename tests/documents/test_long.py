@@ -8,7 +8,6 @@ commands without these options.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -33,21 +32,13 @@ PATIENCE: Final = 2 * 3_600.0
 SMALL: Final = {
     "testnet compare": "--nodes 2 --steps 4 --seeds 1 --interval 2",
     "testnet bench exchange": "--sizes 1 --repeats 1 --no-peers",
-    "testnet bench mesh": "--size 1 --requests 4 --repeats 1 --no-peers",
-    "testnet bench lines": "--lines 1,2 --size 1",
     "testnet bench join": "--size 32 --repeats 1 --no-peers --no-link",
-    "testnet bench stages": "--stages 2 --steps 1 --preset tiny --repeats 1 --codec-steps 2 --seeds 1",
+    "testnet bench stages": "--stages 2 --steps 1 --preset tiny --repeats 1",
     "testnet bench save": "--turns 1 --round-seconds 1",
-    "testnet bench round-end": "--models tiny --turns 1",
     "testnet bench hostile": "--silent 20 --garbage 50 --rate 50 --cycles 50",
     "testnet bench faults": "starved",
-    "testnet bench dashboard": "--members 50 --seconds 6",
     "testnet bench nat": "--pairs open/open",
-    "testnet bench nat-recovery": "",
-    "testnet bench large": "--scenario slow-link",
     "testnet bench race": "--scenario tests/testnet/bench/small_race.toml",
-    "testnet bench recipe": "--plays 1 --seeds 2",
-    "testnet bench sybils --only": "--honest 30 --sybils 120",
     "testnet bench trainer": "--device cpu --model tiny --batch-size 4 --rounds 5 --round-seconds 3",
     "-s -m soak": "--collect-only -q",
 }
@@ -100,17 +91,11 @@ def needs_transformers() -> None:
         pytest.skip("the extra 'hf' is not installed")
 
 
-def needs_chromium() -> None:
-    if shutil.which("chromium") is None:
-        pytest.skip("needs Chromium")
-
-
 # Pattern of a command -> check whether this machine can run it.
 NEEDS: Final[dict[str, Callable[[], None]]] = {
-    r"run (slow-link|large|race|halves|bad-line|homes)|--nat|bench nat|bench (large|lines|race)": needs_networks,
+    r"run (slow-link|large|race|halves|bad-line|homes)|--nat|bench nat|bench race": needs_networks,
     r"run chaos": needs_faketime,
     r"llama": needs_transformers,
-    r"bench dashboard": needs_chromium,
 }
 
 

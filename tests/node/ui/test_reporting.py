@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,11 +17,12 @@ from farandole.node.status.exchange_history import MAX_PARTNERS_REMEMBERED
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import MAX_LINKS
 from farandole.node.ui.reporting import Reporter
-from farandole.protocol.state.entries import Delta
+from farandole.protocol.state.entries import Beat, Delta, Entry, Kind, Member, Progress
 from farandole.protocol.state.liveness import Liveness
 from farandole.protocol.state.state import RunState
-from farandole.protocol.wire.identity import peer_id_of
-from farandole.testnet.bench.crowd import Crowd
+from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
+from farandole.testnet.simulate.state import key_of
 
 from ..hosts import LOOPBACK, host_at_loopback
 from ..statuses import ended
@@ -31,21 +31,35 @@ RUN_ID = b"r" * 32
 NUM_MEMBERS = 1_000
 
 
+def entries_of(key: Ed25519PrivateKey, number: int) -> list[Entry]:
+    """Return what a newcomer hears of a member."""
+    writer, now = Writer(key, RUN_ID), time.time()
+    writer.resume(())
+    if (mark := writer.mark_needed(Kind.MEMBER, 0, now)) is not None:
+        writer.marked(mark)
+    payloads = {
+        Kind.MEMBER: Member(device="cpu", addresses=("/ip4/127.0.0.1/tcp/9",) if number % 3 else ()),
+        Kind.PROGRESS: Progress(0, 0, 0, 0, 0),
+        Kind.BEAT: Beat(0, 0, 10_000_000, 10_000, b""),
+    }
+    return [writer.write(kind, 0, payload, now) for kind, payload in payloads.items()]
+
+
 @asynccontextmanager
-async def reporter_of(journal: Journal, num_members: int) -> AsyncIterator[tuple[Reporter, Host, Crowd]]:
-    crowd = Crowd(RUN_ID, num_members, random.Random(1))
+async def reporter_of(journal: Journal, num_members: int) -> AsyncIterator[tuple[Reporter, Host]]:
     state, liveness = RunState(RUN_ID, b"c" * 32), Liveness()
-    entries = crowd.all_at_once()
+    keys = [key_of(1_000_000 + number) for number in range(num_members)]
+    entries = [entry for number, key in enumerate(keys) for entry in entries_of(key, number)]
     state.merge(Delta(tuple(entry.signed for entry in entries)), time.time())
-    for member in crowd.members:
-        liveness.beat(member.author, 1, trio.current_time())
-        if member is not crowd.members[0]:
-            liveness.trust(member.author)
+    for number, key in enumerate(keys):
+        liveness.beat(public_bytes(key), 1, trio.current_time())
+        if number:
+            liveness.trust(public_bytes(key))
     async with (
         host_at_loopback() as host,
         open_connectivity(host, Ed25519PrivateKey.generate(), RUN_ID, Shaping()) as connectivity,
     ):
-        yield Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, state, liveness), host, crowd
+        yield Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, state, liveness), host
 
 
 async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> None:
@@ -55,8 +69,8 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         journal.record_exchange(ended(round_index, peer, bytes_sent=1, bytes_received=1, seconds=1))
         journal.note("x" * 10_000)
     async with (
-        reporter_of(journal, NUM_MEMBERS) as (reporter, host, crowd),
-        open_host(crowd.members[700].key, LOOPBACK) as other,
+        reporter_of(journal, NUM_MEMBERS) as (reporter, host),
+        open_host(key_of(1_000_700), LOOPBACK) as other,
     ):
         with host.connection_events() as events:
             await other.connect(host.author, host.addresses)
@@ -76,7 +90,7 @@ async def test_a_link_says_how_the_last_exchange_over_it_went() -> None:
     bob = b"b" * 32
     journal.record_exchange(ended(1, bob, bytes_sent=3_000_000, bytes_received=1_000_000, seconds=2.0))
     journal.record_exchange(ended(2, bob, "the partner aborted: refused: its norm is off"))
-    async with reporter_of(journal, 1) as (reporter, _, _):
+    async with reporter_of(journal, 1) as (reporter, _):
         (link,) = reporter.links()
     assert (link.path, link.round_trip_seconds, link.committed) == ("", None, 1)
     assert (link.last_round, link.last_verdict[:6], link.last_at) == (2, "failed", 5.0)

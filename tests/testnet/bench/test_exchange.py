@@ -8,31 +8,27 @@ from typing import Any
 
 import pytest
 
-from farandole.testnet.bench import peer
-from farandole.testnet.bench.environments import REQUIREMENTS, obtain_python
-from farandole.testnet.bench.exchange import ExchangeFigures, measure, run
-from farandole.testnet.bench.pair import ROUNDS, Averaging
-from farandole.testnet.bench.peer import class_of
-from farandole.testnet.bench.process import BenchError, open_payload, open_worker, worker_command
-from farandole.testnet.bench.report import open_bench
-from farandole.testnet.report.section import SectionError
-
-HEADLINES = (
-    "bulk_over_raw",
-    "pair_100mb_s",
-    "pair_100mb_s_hivemind",
-    "pair_100mb_s_lattica",
-    "peak_mb_over_payload",
-    "loop_lag_p99_ms",
+from farandole.testnet.bench.exchange import ExchangeFigures, measure
+from farandole.testnet.bench.mesh import OURS
+from farandole.testnet.bench.pair import Averaging
+from farandole.testnet.bench.peers import peer
+from farandole.testnet.bench.peers.peer import class_of
+from farandole.testnet.bench.process import (
+    REQUIREMENTS,
+    BenchError,
+    obtain_python,
+    open_payload,
+    open_worker,
+    worker_command,
 )
+from farandole.testnet.bench.report import open_bench
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the results of a small benchmark."""
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the results of a small benchmark."""
     folder = tmp_path_factory.mktemp("bench")
-    (folder / "FIGURES.md").write_text("Prose.\n\n<!-- begin exchange -->\n<!-- end exchange -->\n")
-    with open_bench("exchange", folder, folder / "FIGURES.md", repeats=1) as bench:
+    with open_bench("exchange", folder, repeats=1) as bench:
         figures = measure(
             bench,
             sizes_mb=[1, 2],
@@ -41,26 +37,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             loop_mb=4,
             paths=["raw", "bulk"],
             ways=[("fp32", "new channel"), ("int8", "stream")],
-            rounds=[*ROUNDS[::3], ("bf16", "kept channel")],
+            mesh_requests=4,
         )
         bench.publish(figures.report(bench.setting))
-    return folder
-
-
-@pytest.fixture
-def document(out: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((out / "exchange.json").read_text())
+    result: dict[str, Any] = json.loads((folder / "exchange.json").read_text())
     return result
-
-
-def test_the_headlines_are_there_and_those_of_others_unknown(document: dict[str, Any]) -> None:
-    assert set(HEADLINES) <= set(document)
-    assert document["pair_100mb_s_hivemind"] is document["pair_100mb_s_lattica"] is None
-    assert document["bulk_over_raw"] > 0
-    assert document["guard_over_none"] > 0
-    assert document["pair_100mb_s"] > 0
-    assert document["pair_100mb_in_all_s"] > 0
-    assert document["loop_lag_p99_ms"] >= document["loop"]["p50_ms"]
 
 
 def test_each_path_is_measured_with_each_size(document: dict[str, Any]) -> None:
@@ -75,17 +56,11 @@ def test_each_path_is_measured_with_each_size(document: dict[str, Any]) -> None:
 
 
 def test_both_partners_hold_the_mean(document: dict[str, Any]) -> None:
-    full, small, full_round, _, half_round = document["pair"]
+    full, small = document["averagings"]
     assert (full["how"], small["how"]) == ("fp32, new channel", "int8, stream")
-    for taken, codec, bound in ((full_round, "fp32, new", 1e-6), (half_round, "bf16, kept", 0.01)):
-        assert taken["how"] == f"{codec} channel, as a round"
-        assert taken["has_averaged"]
-        assert taken["rms_error"] < bound
-        assert taken["total_s"] == taken["exchange_s"] + taken["finish_s"]
     assert full["payload_mb"] == 2
     assert small["payload_mb"] == pytest.approx(2 * 8.125 / 32, rel=1e-3)
     assert full["rms_error"] < 1e-6 < small["rms_error"] < 0.01
-    assert full["has_averaged"]
 
 
 def test_the_loop_is_watched_and_answers_meanwhile(document: dict[str, Any]) -> None:
@@ -95,52 +70,36 @@ def test_the_loop_is_watched_and_answers_meanwhile(document: dict[str, Any]) -> 
     assert 0 < loop["status_p50_ms"] <= loop["status_max_ms"]
 
 
-def test_a_document_gets_tables_words_and_where_they_come_from(out: Path) -> None:
-    section = (out / "exchange.md").read_text()
-    assert "| our bulk channel (AES-256-GCM records, hashed on arrival) |" in section
-    assert "| farandole, fp32, new channel | 2.0 |" in section
-    assert "| at rest |" in section
-    assert "From 2 MB on the bulk channel has at least" in section
-    assert "repeats 1" in section
-    expected = f"Prose.\n\n<!-- begin exchange -->\n\n{section}\n<!-- end exchange -->\n"
-    assert (out / "FIGURES.md").read_text() == expected
+def test_programs_use_the_mesh_of_two_daemons(document: dict[str, Any]) -> None:
+    (ours,) = document["mesh"]
+    assert ours["who"] == OURS
+    assert min(*ours["calls"], ours["push"], ours["fetch"]) > 0
 
 
-def test_how_others_do_is_said_in_words() -> None:
+def test_what_is_kept_says_what_was_measured_and_where(document: dict[str, Any]) -> None:
+    claims = [claim["claim"] for claim in document["claims"]]
+    assert "least share of a raw socket's rate on the bulk channel, from 2 MB" in claims
+    assert document["setting"]["repeats"] == 1
+    assert {"command", "date", "cores", "Python", "torch"} <= document["setting"].keys()
+    assert document["tables"][-1]["rows"][1].startswith(f"{OURS} | ")
+
+
+def test_how_others_do_stands_beside_ours() -> None:
     def averaging(who: str, how: str, exchange_s: float) -> Averaging:
         return Averaging(who, how, 100.0, 0.1, exchange_s, 0.2, 0.0, 1.0)
 
     ours = averaging("farandole", "fp32, new channel", 0.2)
-    as_a_round = averaging("farandole", "fp32, new channel, as a round", 0.3)
-    report = ExchangeFigures(100, averagings=[ours, as_a_round, averaging("hivemind", "fp32", 0.9)])
-
-    assert report.summary() == (
-        "The exchange of fp32 is 4.5 times as fast as hivemind's, from vector to mean 2.4 times; a whole round of "
-        "ours, outer step included, takes 0.50 of the time of its averaging. "
-        "Over its idle self and the payload a mesh process needs at most 1 MB."
-    )
-
-
-def test_a_document_without_the_section_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    document = tmp_path / "FIGURES.md"
-    document.write_text("Prose.\n")
-
-    with pytest.raises(SectionError, match="<!-- begin exchange -->"):
-        run(tmp_path / "out", write=document)
-
-    assert not (tmp_path / "out").exists()
+    exchange, whole, *_ = ExchangeFigures(100, averagings=[ours, averaging("hivemind", "fp32", 0.9)]).claims()
+    assert (exchange.ours, exchange.theirs) == ("0.200", "0.900")
+    assert (whole.ours, whole.theirs) == ("0.500", "1.200")
 
 
 def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with open_payload("outgoing", 10) as outgoing, open_payload("incoming", 10) as incoming:
-        descriptors = [outgoing.descriptor, incoming.descriptor]
-        with (
-            open_worker("broken", worker_command("no such kind"), log, descriptors) as worker,
-            pytest.raises(BenchError, match="broken"),
-        ):
-            worker.ask("open", address=None)
-    assert "no such kind" in log.read_text()
+    command = worker_command("no such part")
+    with open_worker("broken", command, log) as worker, pytest.raises(BenchError, match="broken"):
+        worker.ask("open", address=None)
+    assert "no such part" in log.read_text()
 
 
 def test_a_payload_knows_what_has_arrived() -> None:

@@ -19,7 +19,7 @@ from farandole.testnet.play.scenario import ScenarioError
 
 from ..play.reports import PASSED, node
 
-DOCUMENT = "# Figures\n\n<!-- begin faults -->\nold\n<!-- end faults -->\n"
+RISE = {"ours": "+1.0% (2.000 -> 2.020)", "theirs": ""}
 PLAY = msgspec.structs.replace(PASSED, seconds=120.0)
 
 
@@ -45,10 +45,7 @@ def test_plays_that_are_there_are_judged_and_shown_not_played_again(tmp_path: Pa
     keep(hour, tmp_path / "hour" / "faults")
     line = [node(index, exchange_seconds=[3.0, 4.0, 5.0], exchange_bytes=1_000_000) for index in range(4)]
     keep(msgspec.structs.replace(PLAY, name="bad-line", nodes=line), tmp_path / "bad-line" / "faults")
-    document = tmp_path / "figures.md"
-    document.write_text(DOCUMENT)
-
-    run(["halves", "bad-line", "hour"], tmp_path, document)
+    run(["halves", "bad-line", "hour"], tmp_path)
     report = json.loads((tmp_path / "faults.json").read_text())
     assert report["misses"] == []
     figures = {(row["scenario"], row["what"]): (row["measured"], row["limit"]) for row in report["rows"]}
@@ -59,9 +56,7 @@ def test_plays_that_are_there_are_judged_and_shown_not_played_again(tmp_path: Pa
     assert figures["bad-line", "an exchange over the ideal (median, worst node)"] == ("2.22", "3")
     assert figures["hour", "memory an hour, worst life"] == ("+0.40%", "+1.0%")
     assert figures["hour", "descriptors, tasks, worst life"] == ("+1, +0", "flat")
-    written = document.read_text()
-    assert "old" not in written
-    assert "| `halves`: 8 nodes in halves for 60 s | verdict (faults: 1) | pass in 2.0 min" in written
+    assert report["claims"][1] == {"claim": "`halves`: held-out loss beside clean (limit +3.0%)", **RISE}
 
 
 def test_what_misses_its_limit_is_said(tmp_path: Path) -> None:

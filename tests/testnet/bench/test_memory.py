@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -11,7 +9,7 @@ from farandole.protocol.planning.needs import activation_bytes, needs_of
 from farandole.protocol.run.manifest import InnerConfig, Manifest
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
 from farandole.protocol.run.presets import parts_of, preset
-from farandole.testnet.bench.memory import GPU, HOST, Way, held_by, run
+from farandole.testnet.bench.memory import GPU, HOST, Way, held_by
 
 pytestmark = pytest.mark.started  # a fork shares memory
 
@@ -62,12 +60,3 @@ def test_a_lean_trainer_takes_half_of_it_and_layers_computed_again_keep_their_in
     before, after = (each[GPU].most - 16 * num_parameters for each in (usual, again))
     assert after < 0.5 * before
     assert after == pytest.approx(activation_bytes(manifest, 0, recomputes=True), rel=0.2)
-
-
-def test_a_benchmark_says_how_far_it_is_where_there_is_no_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("tiny", 16, tmp_path)
-    said = capsys.readouterr().out
-    assert said.index("a plain loop") < said.index("a node with") < said.index("parameters")
-    assert (tmp_path / "memory.json").exists()

@@ -18,10 +18,9 @@ from farandole.testnet.bench.race import (
     mean_weights,
     replacements,
     seconds_to,
-    simulated,
     times_to_losses,
 )
-from farandole.testnet.bench.race_member import OUTER_MOMENTUM, OUTER_RATE
+from farandole.testnet.bench.worker.race import OUTER_MOMENTUM, OUTER_RATE
 from farandole.testnet.play.fault import Fault
 from farandole.testnet.play.scenario import load_scenario
 
@@ -64,14 +63,6 @@ def test_who_is_replaced_when() -> None:
         replacements(msgspec.structs.replace(scenario, fault=(frozen,)))
 
 
-def test_the_simulation_is_of_these_lines_and_speeds() -> None:
-    """A barrier waits for the slowest, whose 12 steps take 24 s, and for the ring: 14/8 of 11.7 MB at 2.5 MB/s."""
-    scenario = load_scenario("race")
-    pairs, barrier = simulated(scenario, scenario.manifest(0.0), 12).values()
-    assert pairs.seconds_per_step == pytest.approx(0.8, rel=0.1), "the harmonic mean of 0.5 to 2 s"
-    assert 12 * barrier.seconds_per_step == pytest.approx(24 + 8.2 + 1, abs=2)
-
-
 def test_the_mean_of_checkpoints_is_of_the_slow_weights(tmp_path: Path) -> None:
     for number in range(2):
         tensors = {f"{SLOW}/w": torch.full((3,), float(number)), "momentum/w": torch.ones(3)}
@@ -95,7 +86,7 @@ def weights_of(members: list[BenchWorker], folder: Path) -> list[dict[str, torch
 def test_members_take_the_step_of_the_paper_and_a_newcomer_takes_part(tmp_path: Path) -> None:
     settings = msgspec.to_builtins(small_manifest(data={"source": "stdlib"}))
     log = tmp_path / "log"
-    with open_workers("race_member:Member", [f"member {number}" for number in range(3)], log) as (one, two, three):
+    with open_workers("DiLoCo member", [f"member {number}" for number in range(3)], log) as (one, two, three):
         everybody = [one, two, three]
         authors = [{"author": number} for number in range(3)]
         ask_all(everybody, "begin", authors, manifest=settings, step_seconds=0.0)

@@ -36,22 +36,21 @@ def test_people_and_programs_read_the_same() -> None:
     figures.rounds += [*rounds(NONE, 10.0, 10.1), *rounds("torch", 11.0, 11.1, held=1.0, write=1.0)]
 
     report = figures.report({"command": "c", "date": "d"})
-    assert "| torch.save and fsync | 11.05 | 1.00 | 10.0% | 1.000 | 5 | 100 |" in report.markdown()
-    assert "differ by 1.0%" in report.markdown()
-    (_, torch) = report.document()["rows"]
+    assert report.grids[0].rows[1] == ["torch.save and fsync", "11.05", "1.00", "10.0%", "1.000", "5", "100"]
+    assert report.words == ["Two rounds without a save, one after the other, differ by 1.0%."]
+    (_, torch) = report.data["rows"]
     assert torch["rate_mb_s"] == 100.0
 
 
 @pytest.mark.soak
 def test_a_tiny_one(tmp_path: Path) -> None:
-    document = tmp_path / "figures.md"
-    document.write_text("<!-- begin saving -->\n\n<!-- end saving -->\n")
-    with open_bench("saving", tmp_path / "out", document) as bench:
+    with open_bench("save", tmp_path / "out") as bench:
         figures = measure(bench, turns=2, round_seconds=0.01, model=TINY)
         bench.publish(figures.report(bench.setting))
     rows = rows_of(figures.rounds)
     assert [row.way for row in rows] == list(WAYS)
     assert all(row.write_seconds is not None for row in rows[1:])
-    assert "torch.save and fsync" in document.read_text()
-    assert json.loads((tmp_path / "out" / "saving.json").read_text())["num_parameters"] == figures.num_parameters
-    assert not (tmp_path / "out" / "saving").exists()
+    document = json.loads((tmp_path / "out" / "save.json").read_text())
+    assert document["num_parameters"] == figures.num_parameters
+    assert len(document["claims"]) == 4
+    assert not (tmp_path / "out" / "save").exists()

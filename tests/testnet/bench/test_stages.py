@@ -12,11 +12,9 @@ import pytest
 
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.stages import Throughput, measure, throughput_grid
-from farandole.testnet.bench.stages_codecs import MODEL, CodecLoss, codec_grid, codec_losses
-from farandole.testnet.bench.stages_task import Task
-from farandole.testnet.bench.stages_torch import bytes_per_token
-from farandole.testnet.bench.stages_turns import Turn, Variant, rate, rows_of, turn_of
+from farandole.testnet.bench.stages import Throughput, Turn, Variant, measure, rate, rows_of, throughput_grid, turn_of
+from farandole.testnet.bench.worker.stages_task import Task
+from farandole.testnet.bench.worker.stages_torch import bytes_per_token
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 TASK = Task(num_stages=2, steps=2, num_microbatches=4, model=TINY)
@@ -106,36 +104,10 @@ def test_the_table_leaves_out_what_means_nothing() -> None:
     ]
 
 
-def test_codecs_are_compared_seed_by_seed() -> None:
-    losses = [
-        CodecLoss("fp32", 0, 2.0),
-        CodecLoss("fp32", 1, 3.0),
-        CodecLoss("int8", 0, 2.1),
-        CodecLoss("int8", 1, 3.1),
-    ]
-
-    plain, coarse = codec_grid(losses).rows
-
-    assert plain == ["fp32", "2,048", "2", "2.500 ± 0.707", ""]
-    assert coarse == ["int8", "520", "2", "2.600 ± 0.707", "+0.1000 ± 0.0000"]
-
-
-def test_stages_learn_alike_through_any_codec() -> None:
-    small = msgspec.structs.replace(MODEL, width=16, hidden=32, context=16)
-
-    exact, coarse = codec_losses(steps=3, seeds=1, codecs=["fp32", "int8"], model=small)
-
-    assert exact.loss != coarse.loss
-    assert exact.loss == pytest.approx(coarse.loss, rel=1e-2)
-
-
 @pytest.mark.soak
 def test_every_variant_learns_the_same(tmp_path: Path) -> None:
-    document = tmp_path / "FIGURES.md"
-    document.write_text("<!-- begin stages -->\n<!-- end stages -->\n")
-
-    with open_bench("stages", tmp_path, document) as bench:
-        bench.publish(measure(bench, [TASK], 1, codec_steps=2, seeds=1).report(bench.setting))
+    with open_bench("stages", tmp_path) as bench:
+        bench.publish(measure(bench, [TASK], 1).report(bench.setting))
 
     written = json.loads((tmp_path / "stages.json").read_text())
     assert written["misses"] == []
@@ -143,8 +115,4 @@ def test_every_variant_learns_the_same(tmp_path: Path) -> None:
     assert {row["who"] for row in model["rows"]} == {"one process", "torch.distributed.pipelining", "farandole"}
     sent = {row["how"]: row["bytes_per_token"] for row in model["rows"] if row["who"] == "farandole"}
     assert sent["fp32"] > sent["bf16"] > sent["int8"] > 0
-    assert [each["codec"] for each in written["codec_losses"]] == [
-        *("fp32", "bf16", "fp16", "int8"),
-        "fp32, steps overlap",
-    ]
-    assert "| farandole, int8 |" in document.read_text()
+    assert [claim["claim"].partition(":")[0] for claim in written["claims"]][:2] == ["fp32", "bf16"]

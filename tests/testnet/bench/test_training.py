@@ -4,11 +4,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.presets import num_parameters, preset
-from farandole.testnet.bench.plain import PlainLoop, run
-from farandole.testnet.bench.process import BenchError
-from farandole.testnet.bench.report import BenchReport, open_bench
-from farandole.testnet.bench.training import flops_per_token, manifest_of_bench, measure, peak_of, slope, summary
+from farandole.testnet.bench.process import BenchError, open_workers
+from farandole.testnet.bench.report import open_bench
+from farandole.testnet.bench.training import flops_per_token, manifest_of_bench, measure, peak_of, report, slope
 
 
 def test_a_rate_is_the_slope_of_what_was_seen() -> None:
@@ -41,13 +41,20 @@ def test_peaks_go_by_the_devices_name(device: str, peak: float | None) -> None:
     assert peak_of(device) == peak
 
 
-def test_a_plain_loop_trains_and_tells_its_rate() -> None:
-    settings: dict[str, object] = {"name": "plain", "model": "tiny", "inner": {"batch_size": 2}}
+def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
+    run = {"name": "plain", "model": "tiny", "inner": {"batch_size": 2}}
+    with open_workers("plain trainer", ["plain"], tmp_path / "log") as (plain,):
+        rate = plain.ask("learn", run=run, device="cpu", warmup_seconds=0.1, seconds=0.3, author=1)
+    assert rate["tokens_per_second"] > 0
+    assert rate["device"].startswith("CPU")
 
-    rate = run(PlainLoop(settings, "cpu", warmup_seconds=0.1, seconds=0.3, author=1))
-
-    assert rate.tokens_per_second > 0
-    assert rate.device.startswith("CPU")
+    manifest = msgspec.to_builtins(manifest_of(run, Path(), 0.0))
+    with open_workers("ending trainer", ["ending"], tmp_path / "log") as (ending,):
+        begun = ending.ask("begin", manifest=manifest, device="cpu", path=str(tmp_path / "checkpoint"))
+        end = ending.ask("play")
+    assert min(end["seconds"].values()) > 0
+    assert {"encode", "decode", "judge", "outer step", "save", "load"} <= end["seconds"].keys()
+    assert end["checkpoint_bytes"] > 8 * begun["num_parameters"], "weights, momentum and the means"
 
 
 @pytest.mark.soak
@@ -55,7 +62,7 @@ def test_two_nodes_exchange_beside_two_plain_loops(tmp_path: Path) -> None:
     with open_bench("trainer", tmp_path) as bench:
         manifest = manifest_of_bench("tiny", batch_size=4, codec="topk", round_seconds=3.0)
         rates = measure(bench, manifest, "cpu", rounds=5, round_seconds=3.0, peak_tflops=0.1)
-        bench.publish(BenchReport(bench.setting, [], msgspec.to_builtins(rates), [summary(rates)]))
+        bench.publish(report(bench.setting, rates))
 
     assert rates.exchanges > 0
     assert rates.ratio > 0

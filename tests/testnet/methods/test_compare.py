@@ -28,7 +28,6 @@ from farandole.testnet.methods.compare import (
     run_compare,
     texts_by_kind,
 )
-from farandole.testnet.report.section import Section, SectionError
 from farandole.training.base.errors import DataError
 from farandole.training.data.dataset import Text
 
@@ -38,12 +37,9 @@ from ...token_arrays import array_of
 def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "compare.json"
 
-    figures = tmp_path / "FIGURES.md"
-    figures.write_text("<!-- begin compare -->\n<!-- end compare -->\n")
-
     comparison = MethodComparison(nodes=2, steps=2, seeds=1, interval=1)
 
-    results = run_compare(comparison, out, Section(figures, "compare"))
+    results = run_compare(comparison, out)
 
     document = json.loads(out.read_text())
     assert [result.method for result in results] == [method.name for method in methods()]
@@ -51,10 +47,8 @@ def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pyt
     assert all(0 < result["loss"] < 7 for result in document["results"])
     assert all([step for step, _ in result["curve"]] == [1, 2] for result in document["results"])
     assert document["settings"]["nodes"] == len(document["settings"]["kinds"]) == 2
+    assert {document["settings"][name] for name in ("steps", "interval")} == {2, 1}
     assert "DiLoCo" in capsys.readouterr().out
-    assert all(f"\n| {method.name} | 1 | " in figures.read_text() for method in methods())
-    assert "less DiLoCo's" in figures.read_text()
-    assert "nodes 2, steps 2, seeds 1, interval 1" in figures.read_text().replace("\n", " ")
 
 
 def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,11 +132,6 @@ def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, content: s
     with pytest.raises(DataError, match=says):
         run_compare(MethodComparison(nodes=2, steps=2, seeds=1, words=["nobody"]), out)
     assert out.read_text() == content
-
-
-def test_a_document_without_the_section_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(SectionError, match="cannot read"):
-        run_compare(MethodComparison(), section=Section(tmp_path / "FIGURES.md", "compare"))
 
 
 def test_the_command_lists_the_methods_and_refuses_a_name_that_is_none() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.report.section import Section, SectionError, compose, setting
+from farandole.testnet.report.section import Section, SectionError
 
 DOCUMENT = """# Figures
 
@@ -66,18 +66,17 @@ def test_a_document_without_the_section_is_refused_and_stays(document: Path, tex
     document.write_text(text)
     section = Section(document, "speed")
 
-    for refused in (section.check, lambda: section.write("new")):
-        with pytest.raises(SectionError, match="it needs the lines <!-- begin speed --> and <!-- end speed -->"):
-            refused()
+    with pytest.raises(SectionError, match="it needs the lines <!-- begin speed --> and <!-- end speed -->"):
+        section.write("new")
     assert document.read_text() == text
 
 
 def test_a_document_that_cannot_be_read_is_refused(document: Path) -> None:
     with pytest.raises(SectionError, match=r"cannot read .*MISSING\.md"):
-        Section(document.with_name("MISSING.md"), "speed").check()
+        Section(document.with_name("MISSING.md"), "speed").write("new")
     document.write_bytes(b"\xff")
     with pytest.raises(SectionError, match="cannot read"):
-        Section(document, "speed").check()
+        Section(document, "speed").write("new")
 
 
 def test_a_document_that_cannot_be_written_is_left_whole(document: Path) -> None:
@@ -88,20 +87,3 @@ def test_a_document_that_cannot_be_written_is_left_whole(document: Path) -> None
         Section(document, "speed").write("new")
 
     assert document.read_bytes() == DOCUMENT.encode()
-
-
-def test_figures_come_with_their_command_date_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/usr/bin/farandole", "testnet", "bench"])
-
-    text = compose({**setting(), "repeats": 3}, "| a table |", "Words.")
-
-    assert text.startswith("    farandole testnet bench\n")
-    assert "\n\nMeasured on 20" in text
-    for name in ("cores", "memory", "load at the start", "system", "Python", "torch", "repeats 3"):
-        assert name in text
-    assert text.endswith("\n\n| a table |\n\nWords.\n")
-
-
-@pytest.mark.parametrize("name", ["compare", "exchange"])
-def test_the_published_figures_have_their_sections(name: str) -> None:
-    Section(Path(__file__).parents[3] / "BENCHMARKS.md", name).check()

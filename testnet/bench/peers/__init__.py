@@ -1,0 +1,1 @@
+"""Peers of other projects, each run in a virtual environment that has that project and not farandole."""

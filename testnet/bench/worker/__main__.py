@@ -1,0 +1,82 @@
+"""A process of a benchmark that answers requests (`farandole.testnet.bench.process`), one JSON object per line.
+
+    python -m farandole.testnet.bench.worker PART SOCKET [DESCRIPTOR...]
+
+Requests arrive on the socket. Each is a call of an action, a method of the part's class, which is created with a
+`Server` and the other descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from importlib import import_module
+from typing import Final
+
+import trio
+
+from farandole.node.base.system.tuning import importing_for_good
+
+from .server import Server
+
+# Requests are lines of a few hundred bytes.
+MAX_REQUEST_BYTES: Final = 65_536
+PARTS: Final = {
+    "mover": "paths:Mover",
+    "exchanging node": "exchange:ExchangingNode",
+    "averaging trainer": "exchange:AveragingTrainer",
+    "program": "exchange:MeshProgram",
+    "joining node": "join:JoiningNode",
+    "whole model": "stages:WholeModel",
+    "stage node": "stages:StageNode",
+    "torch rank": "stages_torch:TorchRank",
+    "saving trainer": "saving:SavingTrainer",
+    "plain trainer": "training:PlainTrainer",
+    "ending trainer": "training:EndingTrainer",
+    "DiLoCo member": "race:DiLoCoMember",
+    "home": "nat:HomeNode",
+    "attacked node": "hostile:AttackedNode",
+    "attackers": "hostile:Attackers",
+    "honest dialler": "hostile:HonestDialler",
+}
+"""Part of a benchmark -> module here and class, whose methods are the actions."""
+
+
+async def serve(part: str, descriptor: int, *others: int) -> None:
+    """Answer requests until the other end closes; an action's error is sent as its answer."""
+    module, _, name = PARTS[part].partition(":")
+    control = trio.SocketStream(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
+    async with contextlib.AsyncExitStack() as stack:
+        server = Server(control, stack)
+        with importing_for_good():  # as daemons and trainers do
+            served_class = getattr(import_module(f".{module}", __package__), name)
+        served = served_class(server, *others)
+        async for line in _lines(control):
+            request = json.loads(line)
+            try:
+                answer = getattr(served, request.pop("do"))(**request)
+                if inspect.isawaitable(answer):
+                    answer = await answer
+            except Exception as error:  # the benchmark shows any error, and continues
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            if answer is not None:
+                await server.answer(answer)
+
+
+async def _lines(control: trio.SocketStream) -> AsyncIterator[bytes]:
+    buffer = b""
+    while data := await control.receive_some(MAX_REQUEST_BYTES):
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
+if __name__ == "__main__":
+    part, *descriptors = sys.argv[1:]
+    # The benchmark may be interrupted while an answer is due; a connection that breaks then is no error.
+    with contextlib.suppress(BrokenPipeError):
+        trio.run(serve, part, *map(int, descriptors))

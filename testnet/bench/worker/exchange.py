@@ -1,0 +1,250 @@
+"""The parts of the benchmark of exchanges: a mesh process, its trainer, and a program that uses a node's mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+import trio
+from blake3 import blake3
+
+import farandole
+from farandole.node.base.control import serve_control
+from farandole.node.base.nurseries import open_service_nursery
+from farandole.node.base.system.tuning import keep_memory
+from farandole.node.bulk.exchange_service import ExchangeService
+from farandole.node.bulk.exchange_session import Outgoing
+from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
+from farandole.protocol.run.outer_rules import Codec
+from farandole.training.outer.codec import decode, encode, encoded_size
+
+from ..peers.peer import vector
+from .paths import open_node
+from .server import Server, UsageMeter, map_payload, watched_loop
+
+# Enough for an exchange of whole contributions over a slow line or a relay, on a busy machine.
+EXCHANGE_SECONDS: Final = 60.0
+ECHO, SINK = "bench-echo/1", "bench-sink/1"
+PIECE_BYTES: Final = 1024 * 1024
+# Of a program's request or stream.
+TIMEOUT: Final = 120.0
+_DIGEST: Final = bytes(32)
+
+Way = Literal["new channel", "kept channel", "stream"]
+
+
+class Lenient:
+    """A judge that accepts every contribution."""
+
+    async def refusal(self, size: int, tokens: int) -> str | None:
+        """Return no refusal."""
+        return None
+
+
+async def exchange_with(
+    exchanges: ExchangeService,
+    peer: bytes,
+    round_index: int,
+    outgoing: Outgoing,
+    incoming: memoryview,
+    *,
+    is_initiator: bool,
+    codec: Codec = "fp32",
+) -> ExchangeEnded:
+    """Run one session of `ExchangeService.run`, named by the round, in which nothing is refused."""
+    session = round_index.to_bytes(16, "big")
+    deadline = trio.current_time() + EXCHANGE_SECONDS
+    offer = Offer(
+        run_id=_DIGEST,
+        session=session,
+        stage=0,
+        layout=_DIGEST,
+        codec=codec,
+        size=outgoing.memory.nbytes,
+        round=round_index,
+        tokens=1,
+    )
+    start = StartExchange(session, peer, round_index, is_initiator, deadline)
+    return await exchanges.run(start, offer, outgoing, incoming, Lenient(), None)
+
+
+def check_committed(result: ExchangeEnded) -> None:
+    """Raise `ConnectionError` unless the exchange was committed."""
+    if not result.committed:
+        raise ConnectionError(f"an exchange was not committed: {result.reason}")
+
+
+class ExchangingNode:
+    """One of two nodes with an open connection; the node that connected initiates the exchanges."""
+
+    def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
+        self._server = server
+        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
+
+    async def open(self, address: str | None) -> dict[str, Any] | None:
+        """Listen and announce the address, or connect to ``address``; both then have a bulk channel."""
+        stack = self._server.stack
+        opened = await stack.enter_async_context(open_node(address, self._server.announce))
+        self._host, self._channels, self._channel, self._peer = opened
+        self._is_initiator = address is not None
+        self._exchanges = ExchangeService(self._host, self._channels)
+        self._nursery = await stack.enter_async_context(open_service_nursery())
+        self._meter = UsageMeter([self._outgoing, self._incoming])
+        return {} if address else None
+
+    async def exchange(self, round: int, codec: Codec, size: int, digest: str, way: Way) -> dict[str, Any]:
+        """Exchange an encoded contribution."""
+        outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
+        self._exchanges.channels = None if way == "stream" else self._channels
+        with self._meter.running() as figures:
+            if way == "new channel":
+                self._channels.close()
+            incoming, is_initiator = self._incoming[:size], self._is_initiator
+            result = await exchange_with(
+                self._exchanges, self._peer, round, outgoing, incoming, is_initiator=is_initiator, codec=codec
+            )
+            check_committed(result)
+        return figures
+
+    async def swap(self, size: int, times: int) -> dict[str, Any]:
+        """Move ``size`` bytes each way at once over the bulk channel, ``times`` times, and measure the loop's lag."""
+        with self._meter.running() as figures:
+            async with watched_loop(figures):
+                for _ in range(times):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._channel.send, self._outgoing[:size])
+                        nursery.start_soon(self._channel.receive_into, self._incoming[:size])
+        return figures
+
+    async def rest(self, seconds: float) -> dict[str, Any]:
+        """Do nothing, and measure the loop's lag."""
+        with self._meter.running() as figures:
+            async with watched_loop(figures):
+                await trio.sleep(seconds)
+        return figures
+
+    async def control(self, home: str) -> dict[str, Any]:
+        """Serve ``status`` on a control socket from now on."""
+        await self._nursery.start(serve_control, Path(home, "control.sock"), {"status": self._status})
+        return {}
+
+    async def _status(self, _: dict[str, Any]) -> object:
+        return {"peers": len(self._host.connected), "addresses": self._host.addresses, "time": time.time()}
+
+
+class AveragingTrainer:
+    """Holds the ``index``-th of two vectors: encodes it for the mesh process, decodes the partner's, and averages."""
+
+    def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
+        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
+
+    def begin(self, index: int, num_elements: int) -> dict[str, Any]:
+        """Draw fresh vectors; both trainers share the machine, so each has one thread."""
+        torch.set_num_threads(1)
+        keep_memory()
+        first, second = (torch.from_numpy(vector(number, num_elements)) for number in range(2))
+        self._vector, self._mean = (first, second)[index], (first + second) / 2
+        return {}
+
+    def contribute(self, codec: str) -> dict[str, Any]:
+        """Encode, and hash for the offer."""
+        started_at = time.monotonic()
+        size = encode(codec, self._vector, self._outgoing)
+        digest = blake3(self._outgoing[:size]).hexdigest()
+        return {"started_at": started_at, "ended_at": time.monotonic(), "size": size, "digest": digest}
+
+    def average(self, codec: str) -> dict[str, Any]:
+        """Decode and average; return the distance from the mean of both vectors."""
+        started_at = time.monotonic()
+        size = encoded_size(codec, len(self._vector))
+        mean = decode(codec, self._incoming[:size], len(self._vector)).add_(self._vector).mul_(0.5)
+        ended_at = time.monotonic()
+        error = float((mean - self._mean).square().mean().sqrt())
+        return {"started_at": started_at, "ended_at": ended_at, "rms_error": error}
+
+
+class MeshProgram:
+    """A program that uses the mesh of the node in a data directory, and serves another such program."""
+
+    def __init__(self, server: Server) -> None:
+        self._folder = Path()
+
+    def open(self, place: str, peers: list[str]) -> dict[str, Any]:
+        """Use the node in ``place``; ``peers`` are for programs that know none."""
+        self._folder = Path(place)
+        self._mesh = farandole.Mesh(home=place)
+        for name, serve in ((ECHO, _echo), (SINK, _sink)):
+            threading.Thread(target=_serve_all, args=[self._mesh.listen(name), serve], daemon=True).start()
+        return {"addresses": []}
+
+    def is_connected(self) -> dict[str, Any]:
+        """Return whether the other program can be called."""
+        try:
+            self._other = self._mesh.members()[0]
+            self._calls = self._mesh.open(self._other, ECHO, 5.0)
+        except (IndexError, farandole.MeshError):
+            return {"is_connected": False}
+        return {"is_connected": True}
+
+    def call(self, number: int, size: int) -> dict[str, Any]:
+        """Send requests on one stream, one after the other; return the seconds until each answer."""
+        seconds = []
+        for _ in range(number):
+            request = os.urandom(size)
+            started_at = time.monotonic()
+            self._calls.send(request, TIMEOUT)
+            answer = self._calls.receive(TIMEOUT)
+            seconds.append(time.monotonic() - started_at)
+            assert answer == request
+        return {"seconds": seconds}
+
+    def push(self, size: int) -> dict[str, Any]:
+        """Send bytes on a stream until the other program has them all."""
+        piece = os.urandom(PIECE_BYTES)
+        started_at = time.monotonic()
+        with self._mesh.open(self._other, SINK) as stream:
+            for start in range(0, size, PIECE_BYTES):
+                stream.send(memoryview(piece)[: min(PIECE_BYTES, size - start)], TIMEOUT)
+            stream.end()
+            answer = stream.receive(TIMEOUT)
+        assert answer == str(size).encode()
+        return {"started_at": started_at, "ended_at": time.monotonic()}
+
+    def share(self, size: int) -> dict[str, Any]:
+        """Offer a file of random bytes."""
+        path = self._folder / f"bench-{time.monotonic_ns()}"
+        path.write_bytes(os.urandom(size))
+        return {"file": self._mesh.share(path)}
+
+    def fetch(self, file: str, size: int) -> dict[str, Any]:
+        """Fetch the other's file."""
+        path = self._folder / "bench-fetched"
+        started_at = time.monotonic()
+        self._mesh.fetch(file, path)
+        ended_at = time.monotonic()
+        assert path.stat().st_size == size
+        path.unlink()
+        return {"started_at": started_at, "ended_at": ended_at}
+
+
+def _serve_all(listener: farandole.MeshListener, serve: Callable[[farandole.MeshStream], None]) -> None:
+    for stream in listener:
+        threading.Thread(target=serve, args=[stream], daemon=True).start()
+
+
+def _echo(stream: farandole.MeshStream) -> None:
+    with contextlib.suppress(farandole.MeshError, TimeoutError), stream:
+        for message in stream:
+            stream.send(message, TIMEOUT)
+
+
+def _sink(stream: farandole.MeshStream) -> None:
+    with contextlib.suppress(farandole.MeshError, TimeoutError), stream:
+        stream.send(str(sum(map(len, stream))).encode(), TIMEOUT)

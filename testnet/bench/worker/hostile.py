@@ -1,0 +1,164 @@
+"""The processes of the benchmark of a hostile internet: the attacked node, the attackers, and honest dialers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.host import open_host
+from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.protocol.wire.identity import public_key_of
+
+from ..hostile_attacks import AttackTarget, attack
+from .paths import LOOPBACK, PROTOCOL
+from .server import Server, cpu_seconds, memory_mb
+
+# Attackers at once: both ends of their connections, and of the honest ones, must fit into the limit of descriptors.
+MAX_AT_ONCE: Final = 1_500
+# An honest dial that takes longer has failed.
+DIAL_TIMEOUT: Final = 10.0
+# Limits of every attack, whatever is requested.
+MAX_FLOOD_SECONDS: Final = 900.0
+MAX_ATTACKS: Final = 100_000
+
+
+class LineCounter(logging.Handler):
+    """Counts the lines that a daemon would write to its log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_lines = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count one line."""
+        self.num_lines += 1
+
+
+class HostileProcess:
+    """One of the processes, with its limit of descriptors raised to the maximum."""
+
+    def __init__(self, server: Server) -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class AttackedNode(HostileProcess):
+    """The attacked node: a host with one protocol, whose log is at the daemon's level."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self._stack = server.stack
+        self._log = LineCounter()
+        logging.getLogger().addHandler(self._log)
+        logging.getLogger("farandole").setLevel(logging.INFO)
+
+    async def address(self) -> dict[str, Any]:
+        """Listen, and return the address."""
+        host = await self._stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), [LOOPBACK]))
+        host.set_handler(PROTOCOL, echo)
+        return {"address": host.addresses[0]}
+
+    def figures(self) -> dict[str, Any]:
+        """Return the node's present use of resources."""
+        return {
+            "rss_mb": memory_mb("VmRSS"),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "tasks": trio.lowlevel.current_statistics().tasks_living,
+            "cpu_seconds": cpu_seconds(),
+            "log_lines": self._log.num_lines,
+            "at": time.monotonic(),
+        }
+
+
+async def echo(stream: Libp2pStream) -> None:
+    """Send back all data."""
+    with trio.fail_after(DIAL_TIMEOUT):
+        while data := await stream.receive_some():
+            await stream.send_all(data)
+
+
+class Attackers(HostileProcess):
+    """Many strangers in one process."""
+
+    async def flood(
+        self, port: int, peer: str, kinds: Sequence[str], number: int, per_second: float, sources: int, patience: float
+    ) -> dict[str, Any]:
+        """Attack with ``number`` connections of these kinds in turn, from ``sources`` addresses of 127.0.0.0/8.
+
+        A connection starts when it is due at ``per_second``, but not while `MAX_AT_ONCE` are open, so the rate may be
+        lower.
+        """
+        target = AttackTarget(port, public_key_of(peer))
+        rng = random.Random(0)
+        limit = trio.CapacityLimiter(MAX_AT_ONCE)
+        started_at = trio.current_time()
+        num_begun = 0
+
+        async def one(index: int) -> None:
+            try:
+                await attack(kinds[index % len(kinds)], target, _source(index, sources), rng, patience)
+            finally:
+                limit.release_on_behalf_of(index)
+
+        with trio.move_on_after(MAX_FLOOD_SECONDS):
+            async with trio.open_nursery() as nursery:
+                for index in range(min(number, MAX_ATTACKS)):
+                    await trio.sleep_until(started_at + index / per_second)
+                    await limit.acquire_on_behalf_of(index)
+                    nursery.start_soon(one, index)
+                    num_begun += 1
+                flooded = trio.current_time() - started_at
+        return {"number": num_begun, "seconds": flooded}
+
+
+def _source(index: int, sources: int) -> str:
+    """Return the source address: the honest dialer's for one source, else one of many, in networks of 250."""
+    if sources <= 1:
+        return "127.0.0.1"
+    index %= sources
+    return f"127.7.{index // 250}.{1 + index % 250}"
+
+
+class HonestDialler(HostileProcess):
+    """An honest peer that dials the node."""
+
+    async def dial(self, address: str, seconds: float, interval: float) -> dict[str, Any]:
+        """Dial as newcomers for ``seconds``, each with a key of its own; return each one's seconds until the answer."""
+        peer = public_key_of(address.rpartition("/")[2])
+        times: list[float] = []
+        failures: list[str] = []
+        ends_at = trio.current_time() + min(seconds, MAX_FLOOD_SECONDS)
+        while trio.current_time() < ends_at:
+            async with open_host(Ed25519PrivateKey.generate(), []) as host:
+                started_at = trio.current_time()
+                try:
+                    host.add_addresses(peer, [address])
+                    stream = await host.open_stream(peer, PROTOCOL, DIAL_TIMEOUT)
+                    with trio.fail_after(DIAL_TIMEOUT):
+                        await stream.send_all(b"?")
+                        if not await stream.receive_some():
+                            raise trio.BrokenResourceError("no answer")
+                    times.append(trio.current_time() - started_at)
+                except (PeerUnreachableError, trio.BrokenResourceError, trio.TooSlowError) as error:
+                    failures.append(f"{trio.current_time() - started_at:.2f} s: {error!r}")
+            await trio.sleep(interval)
+        return {"times": times, "failures": failures}
+
+    async def cycle(self, address: str, number: int) -> dict[str, Any]:
+        """Connect and disconnect ``number`` times."""
+        peer = public_key_of(address.rpartition("/")[2])
+        started_at = trio.current_time()
+        async with open_host(Ed25519PrivateKey.generate(), []) as host:
+            for _ in range(number):
+                await host.connect(peer, [address])
+                await host.disconnect(peer)
+        return {"seconds": trio.current_time() - started_at}

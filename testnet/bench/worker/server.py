@@ -1,0 +1,115 @@
+"""What the parts of a benchmark's process share: the answers, the payloads, and the measurements of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import resource
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from farandole.node.base.system.memory import map_shared_memory
+
+# Sleep of the watched loop's task.
+NAP: Final = 0.001
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Server:
+    """The parts of its process that the answering object may use."""
+
+    def __init__(self, control: trio.SocketStream, stack: contextlib.AsyncExitStack) -> None:
+        self.stack = stack
+        """Closed when the requests end."""
+        self._control = control
+
+    async def announce(self, address: str) -> None:
+        """Answer the present request with an address before its method returns, which must then return None."""
+        await self.answer({"address": address})
+
+    async def answer(self, figures: dict[str, Any]) -> None:
+        """Send one answer."""
+        await self._control.send_all(json.dumps(figures).encode() + b"\n")
+
+
+def map_payload(descriptor: int) -> memoryview:
+    """Map the memory of a `SharedPayload`."""
+    return memoryview(map_shared_memory(descriptor, os.fstat(descriptor).st_size))
+
+
+class UsageMeter:
+    """Measures blocks of code. Memory counts above the process's memory at the start, when its payload was mapped."""
+
+    def __init__(self, payload: list[memoryview]) -> None:
+        for memory in payload:
+            for start in range(0, memory.nbytes, mmap.PAGESIZE):
+                memory[start]
+        self._idle_mb = memory_mb("VmRSS")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[dict[str, Any]]:
+        """Yield a dictionary, and fill it when the block ends.
+
+        ``started_at``, ``ended_at``: `time.monotonic`; ``cpu_seconds`` of all threads; ``peak_mb``: the peak resident
+        memory during the block above the idle process's, None where the system does not report it (the kernel keeps a
+        maximum, VmHWM, which is reset before; pages of the payload are resident before and after).
+        """
+        figures: dict[str, Any] = {}
+        if self._idle_mb is not None:
+            _CLEAR_REFS.write_text("5")
+        cpu_before = cpu_seconds()
+        figures["started_at"] = time.monotonic()
+        yield figures
+        figures["ended_at"] = time.monotonic()
+        figures["cpu_seconds"] = cpu_seconds() - cpu_before
+        peak = memory_mb("VmHWM")
+        figures["peak_mb"] = None if peak is None or self._idle_mb is None else max(0.0, peak - self._idle_mb)
+
+
+def cpu_seconds() -> float:
+    """Return all CPU seconds that this process has used."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def memory_mb(name: str) -> float | None:
+    """Return a figure of this process's memory (proc(5), ``status``), such as VmRSS, in MB; None without /proc."""
+    if not _CLEAR_REFS.exists():
+        return None
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1_024 / 1e6
+
+
+@contextlib.asynccontextmanager
+async def watched_loop(figures: dict[str, Any]) -> AsyncIterator[None]:
+    """Measure the lag of a task that repeatedly sleeps 1 ms, behind its due time: ``lag_ms`` with p50, p99, max."""
+    lags: list[float] = []
+    has_two = trio.Event()
+
+    async def nap() -> None:
+        while True:
+            due_at = time.perf_counter() + NAP
+            await trio.sleep(NAP)
+            lags.append(1e3 * (time.perf_counter() - due_at))
+            if len(lags) == 2:
+                has_two.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(nap)
+        yield
+        await has_two.wait()  # the block may be over sooner, and percentiles need two values
+        nursery.cancel_scope.cancel()
+    figures["lag_ms"] = percentiles(lags)
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Return p50, p99 and the maximum of at least two values."""
+    hundredths = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p50": hundredths[49], "p99": hundredths[98], "max": max(values)}

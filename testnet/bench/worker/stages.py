@@ -1,0 +1,162 @@
+"""The parts of the benchmark of stages: the whole model in one process, and a node that holds a stage.
+
+The node has only a daemon's parts for its stage: a libp2p host, bulk channels, the pipeline with its links, and the
+trainer in its own process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+import trio
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.nurseries import open_service_nursery
+from farandole.node.base.system.tuning import TRAINING_NICENESS
+from farandole.node.bulk.negotiation import open_bulk
+from farandole.node.loop.activation_links import Links, Worker
+from farandole.node.loop.pipeline_service import PipelineService
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.state.messenger import open_messenger
+from farandole.node.trainer.trainer import Trainer, open_trainer
+from farandole.protocol.run.manifest import Manifest, manifest_from_dict
+from farandole.protocol.stages import pipeline_events as machine
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.identity import public_bytes
+from farandole.training.base.device import choose_device
+from farandole.training.data.dataset import build_sampler
+from farandole.training.engine.replica import Recipe, Replica
+from farandole.training.model.model import build_model, language_loss
+
+from ..process import ANSWER_TIMEOUT
+from .server import Server
+from .stages_task import RUN_ID, author, key_of
+
+# The machine gives its trainer two jobs at a time, and settles up to eight microbatches; in addition there are a step,
+# the round's begin and end.
+MAX_COMMANDS: Final = 16
+
+
+class WholeModel:
+    """Trains the whole model alone, and sums the gradients of the same microbatches: the baseline for stages."""
+
+    def __init__(self, server: Server) -> None:
+        os.nice(TRAINING_NICENESS)  # as trainers are
+
+    def learn(self, manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
+        """Take ``steps`` inner steps; return the time of each, and the mean loss of all."""
+        torch.set_num_threads(threads)
+        checked = manifest_from_dict(manifest)
+        model, inner = checked.model, checked.inner
+        sampler = build_sampler(checked, RUN_ID, author())
+        module = build_model(model, checked.seed)
+        replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
+        stepped_at, losses = [], []
+        for step in range(steps):
+            microbatches = torch.split(torch.as_tensor(sampler.batch(step)), checked.pipeline.microbatch_size)
+            replica.clear_gradient()
+            for tokens in microbatches:  # (b, T + 1)
+                loss = language_loss(module, tokens)
+                loss.backward()
+                losses.append(float(loss.detach()))
+            replica.inner_step(inner.batch_size * model.context, len(microbatches))
+            stepped_at.append(time.monotonic())
+        return {"stepped_at": stepped_at, "loss": sum(losses) / len(losses)}
+
+
+class StageNode:
+    """One node: call `listen`, then `join`, then `learn`, once each."""
+
+    _manifest: Manifest
+    _stage: int
+    _host: Host
+    _service: PipelineService
+    _trainer: Trainer
+
+    def __init__(self, server: Server) -> None:
+        self._stack = server.stack
+        self._authors: list[bytes] = []
+
+    async def listen(self, manifest: dict[str, Any], stage: int) -> dict[str, Any]:
+        """Start to listen, and return the node's addresses."""
+        self._manifest, self._stage = manifest_from_dict(manifest), stage
+        self._host = await self._stack.enter_async_context(open_host(key_of(stage), ["/ip4/127.0.0.1/tcp/0"]))
+        messenger = await self._stack.enter_async_context(open_messenger(self._host))
+        self._authors = [public_bytes(key_of(other)) for other in range(self._manifest.model.num_stages)]
+        links = Links(
+            self._host,
+            self._manifest,
+            RUN_ID,
+            Shaping(),
+            is_neighbour=lambda peer, stage: peer == self._authors[stage],
+            channels=await self._stack.enter_async_context(open_bulk(self._host, RUN_ID)),
+        )
+        rng = random.Random(stage)
+        self._service = PipelineService(links, messenger, self._manifest, self._authors[stage], rng)
+        self._service.set_nodes([frozenset({author}) for author in self._authors])
+        nursery = await self._stack.enter_async_context(open_service_nursery())
+        await nursery.start(self._service.run)
+        return {"addresses": self._host.addresses}
+
+    async def join(self, addresses: list[list[str]], folder: str, log: str) -> dict[str, Any]:
+        """Connect with the stages before this one, and prepare the trainer."""
+        for other in range(self._stage):
+            await self._host.connect(self._authors[other], addresses[other])
+        command = messages.Prepare(
+            run_id=RUN_ID,
+            author=author(),
+            manifest=msgspec.msgpack.encode(self._manifest),
+            data=[],
+            tokenizer=None,
+            device="cpu",
+            threads=1,
+            slow=1.0,
+            step_seconds=0.0,
+            checkpoints=folder,
+            outgoing=0,
+            incoming=0,
+            stage=self._stage,
+        )
+        self._trainer = await self._stack.enter_async_context(open_trainer(command, Path(log)))
+        return {}
+
+    async def learn(self, steps: int) -> dict[str, Any]:
+        """Run a round of ``steps`` inner steps; return each one's time and CPU time, and at stage 0 the mean loss."""
+        sender, receiver = trio.open_memory_channel[messages.Command](MAX_COMMANDS)
+        memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
+        finish = messages.FinishRound(0)
+        with trio.fail_after(ANSWER_TIMEOUT):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._trainer.send_queued, receiver)
+                size = self._trainer.prepared.activation_bytes
+                worker = Worker(self._stage, size, memory, sender.send_nowait, lambda _: sender.send_nowait(finish))
+                self._service.begin(worker)
+                sender.send_nowait(messages.Train(0, 0))
+                self._service.handle(machine.RoundBegan(0, steps))
+                figures = await self._follow()
+                nursery.cancel_scope.cancel()
+        status = self._service.status()
+        assert status is not None, "it has begun"
+        if status.dropped:
+            raise ConnectionError(f"{status.dropped} microbatches were dropped: {status.reasons}")
+        return {**figures, "bytes_sent": status.bytes_sent}
+
+    async def _follow(self) -> dict[str, Any]:
+        stepped_at: list[float] = []
+        cpu_seconds: list[float] = []
+        while True:
+            match report := await self._trainer.receive():
+                case messages.Worked():
+                    self._service.handle(report)
+                case messages.InnerStepTaken():
+                    stepped_at.append(time.monotonic())
+                    cpu_seconds.append(time.process_time())
+                    self._service.handle(report)
+                case messages.Contributed(loss=loss):
+                    return {"stepped_at": stepped_at, "cpu_seconds": cpu_seconds, "loss": loss}
