@@ -45,9 +45,8 @@ from ..state.gossip import GossipService
 from ..state.membership import Membership
 from ..state.messenger import Messenger
 from ..state.release_watch import ReleaseWatch
-from ..store.disk_space import Room
+from ..store.disk_space import Room, WeightFiles
 from ..store.own_model import require_trainable_model
-from ..store.weight_files import WeightFiles
 from ..transfers.donor import Conditions
 from ..transfers.downloads import Downloads
 from ..transfers.holdings import Holding, Starts

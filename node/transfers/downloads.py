@@ -20,7 +20,7 @@ from ..join.bootstrap import reachable_providers
 from ..mesh.host import Host
 from ..state.membership import Membership
 from ..status.journal import Journal
-from ..store.weight_files import WeightFiles
+from ..store.disk_space import WeightFiles
 from .donor import Conditions
 from .fetch import Fetched, Show, ask_for_index, fetch_checkpoint
 

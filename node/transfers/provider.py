@@ -20,8 +20,7 @@ from farandole.protocol.trainer.trainer_messages import Saved
 from ..state.membership import Membership
 from ..status.journal import Journal
 from ..store.consolidated.tensors import ConsolidatedError
-from ..store.disk_space import save_seconds
-from ..store.weight_files import WeightFiles
+from ..store.disk_space import WeightFiles, save_seconds
 from .donor import fresh_save_timeout
 from .holdings import Holding, open_own, write_index
 

@@ -21,7 +21,7 @@ from farandole.node.member.parts import Daemon, Mesh
 from farandole.node.member.run_member import FAREWELL_TIMEOUT, RunMember, leave_timeout, remember
 from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
-from farandole.node.store import weight_files
+from farandole.node.store import disk_space
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.transfers import downloads
 from farandole.node.transfers.fetch import Fetched, FetchError
@@ -141,7 +141,7 @@ async def test_a_member_that_comes_back_says_its_round_at_once(
     newest = CheckpointFolder(NodeSettings(home=tmp_path).checkpoints, 0).file(30)
     newest.parent.mkdir()
     newest.touch()
-    monkeypatch.setattr(weight_files, "saved_round", {newest: 30}.get)
+    monkeypatch.setattr(disk_space, "saved_round", {newest: 30}.get)
     await member.preparation.restore_counters(None)
     assert journal.state.round == 30
 

@@ -15,7 +15,7 @@ import trio.testing
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
 from farandole.node.status.journal import Journal
-from farandole.node.store.weight_files import WeightFiles
+from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import downloads
 from farandole.node.transfers import sketches as comparing
 from farandole.node.transfers.donor import (
@@ -39,7 +39,7 @@ from farandole.protocol.state.believing import Credit
 from farandole.protocol.state.entries import CheckpointNotice
 
 from ...training.engine.test_sketch import sketch_of
-from .files import KEY, RUN, checkpoint_bytes, index_of
+from .files import KEY, RUN, checkpoint_bytes, index_of, run_here
 
 MODEL = ModelConfig(num_layers=3, width=16, num_heads=2, hidden=32, context=16, vocabulary=256, num_stages=3)
 ME, ANN, BOB, CYD, DAN, EVE = (bytes([number]) * 32 for number in range(6))
@@ -223,9 +223,3 @@ class World:
 
     async def given(self, weights: Weights, stage: int) -> Holding | None:
         return await weights.provider.find(BlockQuestion(RUN, stage))
-
-
-async def run_here(function: Any, *args: object) -> object:
-    """Run in this thread: the mock clock would jump while a thread works."""
-    await trio.lowlevel.checkpoint()
-    return function(*args)

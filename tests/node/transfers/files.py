@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.transfers.holdings import Holding
+from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, hash_block, sign_index
 from farandole.protocol.wire.identity import public_bytes
 
@@ -57,3 +61,19 @@ def hold(path: Path, content: bytes) -> Holding:
 
 def is_required(name: str) -> bool:
     return name.startswith(("slow/", "momentum/"))
+
+
+def finder(holding: Holding) -> Callable[[BlockQuestion], Awaitable[Holding | None]]:
+    """Return a function that finds this checkpoint, whichever is asked for."""
+
+    async def find(question: BlockQuestion) -> Holding | None:
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
+
+    return find
+
+
+async def run_here(function: Any, *args: object) -> object:
+    """Run in this thread: the mock clock would jump while a thread works."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)

@@ -34,7 +34,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 
 from ...patience import PATIENCE
-from .files import KEY, RUN, checkpoint_bytes, hold, index_of, signed_index_of
+from .files import KEY, RUN, checkpoint_bytes, finder, hold, index_of, signed_index_of
 
 CONTENT = checkpoint_bytes(100_000)  # two blocks
 MAX = 1 << 20
@@ -88,14 +88,8 @@ def say_in_pipe(message: Any) -> bytes:
 
 async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[Any]:
     """Return an honest donor's answers, until it closes the stream or is silent."""
-    holding = hold(tmp_path / "theirs", CONTENT)
-
-    async def find(question: BlockQuestion) -> Any:
-        await trio.lowlevel.checkpoint()
-        return holding.hold()
-
     nobody: Any = None
-    service = BlockService(Conditions(nobody, RUN), find)
+    service = BlockService(Conditions(nobody, RUN), finder(hold(tmp_path / "theirs", CONTENT)))
     host = MemoryHost(nursery, service.serve)
     stream = await host.open_stream(b"n" * 32, "")
     parser = FrameParser(MAX)

@@ -13,8 +13,8 @@ import trio
 import trio.testing
 
 from farandole.node.status.journal import Journal
-from farandole.node.store import weight_files
-from farandole.node.store.weight_files import WeightFiles
+from farandole.node.store import disk_space
+from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import downloads
 from farandole.node.transfers.copies import PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyService
 from farandole.node.transfers.donor import (
@@ -118,7 +118,7 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
     nursery.start_soon(weights.run)
     await trio.sleep(15)
     assert await world.given(weights, 2) is not None
-    monkeypatch.setattr(weight_files, "used_bytes", lambda folder: 100 * 10**9)
+    monkeypatch.setattr(disk_space, "used_bytes", lambda folder: 100 * 10**9)
     await trio.sleep(15)
     assert await world.given(weights, 2) is None
     assert list(world.settings.checkpoints.iterdir()) == []

@@ -22,7 +22,7 @@ from farandole.protocol.exchange.pipe import Pipe, Route
 from farandole.protocol.wire.framing import frame
 
 from ..parties import AlwaysWaits
-from .files import RUN, checkpoint_bytes, hold
+from .files import RUN, checkpoint_bytes, finder, hold, run_here
 from .test_liars import MemoryHost
 
 CONTENT = checkpoint_bytes(100_000)  # 1.6 MB
@@ -43,12 +43,6 @@ class Exchanging(ExchangeService):
         await trio.sleep_until(self.until)
 
 
-async def run_here(function: Any, *args: object) -> object:
-    """Run in this thread: the mock clock would jump while a thread works."""
-    await trio.lowlevel.checkpoint()
-    return function(*args)
-
-
 @pytest.mark.parametrize("exchange_seconds", [0.0, 40.0, 4_000.0])
 async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
     tmp_path: Path,
@@ -59,16 +53,11 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     holding = hold(tmp_path / "theirs", CONTENT)
-
-    async def find(question: BlockQuestion) -> Any:
-        await trio.lowlevel.checkpoint()
-        return holding.hold()
-
     up = Shaper(RATE, trio.current_time)
     began_at = trio.current_time()
     nobody: Any = None
     conditions = Conditions(nobody, RUN, Shaping(up, Shaper()))
-    service = BlockService(conditions, find, Exchanging(began_at + exchange_seconds))
+    service = BlockService(conditions, finder(holding), Exchanging(began_at + exchange_seconds))
     host: Any = MemoryHost(nursery, service.serve)
     donors = [b"d" * 32]
     await fetch_checkpoint(
@@ -115,11 +104,6 @@ async def test_who_takes_nothing_of_what_he_wants_is_left_and_that_is_all(
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     holding = hold(tmp_path / "theirs", CONTENT)
-
-    async def find(question: BlockQuestion) -> Any:
-        await trio.lowlevel.checkpoint()
-        return holding.hold()
-
     nobody: Any = None
     with trio.fail_after(2 * BLOCK_TIMEOUT):
-        await BlockService(Conditions(nobody, RUN), find).serve(Reluctant())
+        await BlockService(Conditions(nobody, RUN), finder(holding)).serve(Reluctant())

@@ -89,12 +89,6 @@ async def test_what_is_no_sketch_is_the_members_fault(lie: bytes) -> None:
 # Sketches that a member computes for others
 
 
-async def run_here(function: Any, *args: object) -> object:
-    """Run in this thread: the mock clock would jump while a thread works."""
-    await trio.lowlevel.checkpoint()
-    return function(*args)
-
-
 class Donor:
     """A member whose sketches take ten seconds each."""
 

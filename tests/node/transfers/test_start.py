@@ -15,7 +15,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated, consolidate, read_folder
 from farandole.node.store.consolidated.resume import resumed_manifest
-from farandole.node.store.weight_files import WeightFiles
+from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import start as starting
 from farandole.node.transfers.donor import Conditions
 from farandole.node.transfers.downloads import Downloads
