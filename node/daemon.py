@@ -186,9 +186,9 @@ async def _keep_offline(daemon: Daemon, mesh: Mesh) -> None:
     while True:
         await mesh.traffic.wait_offline()
         daemon.journal.warn(daemon.rest.words)
-        await mesh.host.go_offline()
+        await mesh.host.connections.go_offline()
         await mesh.traffic.wait_online()
-        mesh.host.go_online()
+        mesh.host.connections.go_online()
 
 
 # The desk
@@ -287,7 +287,7 @@ async def _dial(daemon: Daemon, host: Host, address: object) -> str:
         raise ControlError("bad_request", str(error)) from error
     except PeerUnreachableError as error:
         raise ControlError("unreachable", f"{short_name(peer)} does not answer at {address}: {error}") from error
-    daemon.book.note_reached(peer, host.addresses_to_keep(peer))
+    daemon.book.note_reached(peer, host.dialler.known.to_keep(peer))
     daemon.journal.say(f"connected to {short_name(peer)}, as asked for")
     return f"connected to {peer_id_of(peer)}"
 

@@ -165,7 +165,7 @@ class MemberSeeker:
     async def _look_for(self, run: bytes) -> None:
         """Look up members in the DHT, if too few of the known ones are still connected."""
         host = self._mesh.host
-        there = [peer for peer in self._members.get(run, ()) if host.is_connected(peer)]
+        there = [peer for peer in self._members.get(run, ()) if peer in host.connected]
         if len(there) < NUM_MEMBERS:
             there = await find_members(host, run)
             for peer in set(there) - set(self._members.get(run, ())):
@@ -176,7 +176,7 @@ class MemberSeeker:
     async def remember(self, *, is_last: bool = False) -> None:
         """Store the addresses of the connected members."""
         for peer in self._mesh.connectivity.members & self._mesh.host.connected:
-            self._daemon.book.note_reached(peer, self._mesh.host.addresses_to_keep(peer))
+            self._daemon.book.note_reached(peer, self._mesh.host.dialler.known.to_keep(peer))
         try:
             await self._daemon.book.save(is_last=is_last)
         except StoreError as error:
@@ -196,8 +196,8 @@ async def _tell_reachability(mesh: Mesh, journal: Journal, runs: Sequence[bytes]
             for address in host.addresses:
                 journal.say(f"  {address}")
             for run in runs[1:]:  # the first is announced with the relay itself
-                await host.provide(relay_key(run))
+                await host.dht.provide(relay_key(run))
         else:
             journal.warn(f"this node is {told}: peers cannot dial it, so it relays for nobody")
             for run in runs[1:]:
-                host.withdraw(relay_key(run))
+                host.dht.withdraw(relay_key(run))

@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Protocol
 
 import trio
@@ -47,7 +47,8 @@ from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
 from ..base.system.sockets import share_port
-from ..mesh.reuse import calm
+from ..mesh.addresses import OwnAddresses
+from ..mesh.links import calm
 from .channel import BulkChannel, ChannelError, open_channel
 from .race import Race, send_all
 
@@ -89,20 +90,8 @@ class BulkHost(StreamHost, Protocol):
         """Multiaddrs where this node can be dialled."""
 
     @property
-    def bound_ips(self) -> list[str]:
-        """The IP addresses that this node listens on, 0.0.0.0 and :: for all of this machine's."""
-
-    @property
-    def observed_ips(self) -> list[str]:
-        """IP addresses of this node as others see them."""
-
-    @property
-    def bulk_ports(self) -> set[int]:
-        """The set to which the ports of bulk listeners are added."""
-
-    @property
-    def mapped(self) -> Mapping[int, tuple[str, int]]:
-        """Ports of this machine -> the outer address that the router forwards to them."""
+    def own(self) -> OwnAddresses:
+        """Where this node listens and is reached; the ports of bulk listeners are added."""
 
     def remote_addresses(self, peer: bytes) -> list[str]:
         """Return the other ends of the connections to a peer, as multiaddrs."""
@@ -191,7 +180,7 @@ class BulkService:
 
     def _path(self, peer: bytes) -> list[str]:
         """Return what a channel depends on: the addresses here, and at the other ends of the peer's connections."""
-        own = (*self._host.observed_ips, *announced_ips(self._host))
+        own = (*self._host.own.observed_ips, *announced_ips(self._host))
         return [*sorted(own), "", *sorted(self._host.remote_addresses(peer))]
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
@@ -290,8 +279,8 @@ class BulkService:
         they can (RFC 4787, 4.2.1).
         """
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
-        ips = dict.fromkeys((*self._host.observed_ips, *announced_ips(self._host)))
-        mapped = [self._host.mapped[port] for port in ports.values() if port in self._host.mapped]
+        ips = dict.fromkeys((*self._host.own.observed_ips, *announced_ips(self._host)))
+        mapped = [self._host.own.mapped[port] for port in ports.values() if port in self._host.own.mapped]
         known = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
         addresses = [address for address in dict.fromkeys((*mapped, *observed, *known)) if address[1] >= MIN_PORT]
         return Proposal(
@@ -419,10 +408,10 @@ async def open_bulk(
     reach: PeerReach | None = None,
 ) -> AsyncIterator[BulkService]:
     """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports."""
-    listeners = _open_listeners(host.bound_ips)
+    listeners = _open_listeners(host.own.bound_ips)
     service = BulkService(host, run_id, listeners, shaping or Shaping(), reach)
     ports = {listener.getsockname()[1] for listener in listeners.values()}
-    host.bulk_ports.update(ports)
+    host.own.bulk_ports.update(ports)
     try:
         async with open_service_nursery() as nursery:
             for listener in listeners.values():
@@ -430,7 +419,7 @@ async def open_bulk(
             nursery.start_soon(service.close_idle)
             yield service
     finally:
-        host.bulk_ports.difference_update(ports)
+        host.own.bulk_ports.difference_update(ports)
         service.end()
         for listener in listeners.values():
             listener.close()

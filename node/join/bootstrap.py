@@ -199,7 +199,7 @@ def how_many(peers: Mapping[bytes, Sequence[str]]) -> str:
 
 async def wait_for_anyone(host: Host, timeout: float) -> None:
     """Wait for ``timeout`` seconds, or until there is a connection, made by either side."""
-    with trio.move_on_after(timeout), host.connection_events() as events:
+    with trio.move_on_after(timeout), host.connections.events() as events:
         async for _, is_connected in events:
             if is_connected:
                 return
@@ -239,7 +239,7 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
             )
         journal.enter("joining", f"no member found; looking again in {pause:.0f} s", "a member of the run")
         await trio.sleep(pause)
-        missing = {peer: addresses for peer, addresses in target.peers.items() if not host.is_connected(peer)}
+        missing = {peer: addresses for peer, addresses in target.peers.items() if peer not in host.connected}
         await dial(host, missing)
     raise AssertionError("pauses have no end")
 
@@ -251,7 +251,7 @@ async def find_members(host: Host, run_id: bytes) -> list[bytes]:
 
 async def reachable_providers(host: Host, key: bytes) -> list[bytes]:
     """Return the providers of the key in the DHT that could be dialled, without this node itself."""
-    providers = dict(await host.find_providers(key, DHT_TIMEOUT))
+    providers = dict(await host.dht.find_providers(key, DHT_TIMEOUT))
     providers.pop(host.author, None)
     failures = await dial(host, providers)
     return [peer for peer in providers if peer not in failures]

@@ -224,7 +224,7 @@ async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
     """Store the data for the next start: this node's count and partners, and addresses to dial."""
     while True:
         for peer in host.connected & membership.everyone:
-            daemon.book.note_reached(peer, host.addresses_to_keep(peer))
+            daemon.book.note_reached(peer, host.dialler.known.to_keep(peer))
         try:
             await daemon.store.put_fact(TOKENS_FACT, b"%d" % daemon.journal.state.tokens)
             await daemon.store.put_fact(PARTNERS_FACT, daemon.partners.encode())

@@ -34,13 +34,13 @@ class StageRecord:
             self._daemon.journal.warn(f"{error}; after a restart this node may take another stage")
         for other in range(self._membership.num_stages):
             if other != stage:
-                self._host.withdraw(shard_key(self._run_id, other))
+                self._host.dht.withdraw(shard_key(self._run_id, other))
         self._moved.set()
 
     async def run(self) -> None:
         """Announce the run and this node's shard in the DHT, until cancelled; the host announces them again."""
-        await self._host.provide(run_key(self._run_id))
+        await self._host.dht.provide(run_key(self._run_id))
         while True:
             self._moved = trio.Event()
-            await self._host.provide(shard_key(self._run_id, self._membership.stage))
+            await self._host.dht.provide(shard_key(self._run_id, self._membership.stage))
             await self._moved.wait()

@@ -1,4 +1,4 @@
-"""A circuit: one end of a stream through a relay, in the place of a TCP socket."""
+"""A circuit, one end of a stream through a relay, in the place of a TCP socket; and the question to a relay for one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from typing import Final
 
 import trio
 
-from .libp2p_stream import Libp2pStream
-from .raw_link import RawLink
+from farandole.protocol.mesh.relay import MAX_MESSAGE_BYTES
+from farandole.protocol.wire.identity import short_name
+
+from ..base.errors import PeerUnreachableError
+from .delimited import encode_delimited, receive_message
+from .libp2p_parts import HopMessage, RelayStatus
+from .links import RawLink
+from .yamux import Libp2pStream
 
 # Fraction of a relay's limits: what is left then, three of 16 GiB and an hour of six, is for transfers under way.
 WORN_AT: Final = 0.8
@@ -55,3 +61,19 @@ class Circuit(RawLink):
     def abort(self) -> None:
         """See `RawLink`."""
         self._stream.reset()
+
+
+async def ask_relay(stream: Libp2pStream, question: HopMessage) -> HopMessage:
+    """Return a relay's answer on a new stream to it; raise `PeerUnreachableError` if it refuses.
+
+    The stream is reset if there is no answer that agrees.
+    """
+    try:
+        await stream.send_all(encode_delimited(question))
+        answer = await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
+        if answer.type != HopMessage.STATUS or answer.status != RelayStatus.OK:
+            raise PeerUnreachableError(f"the relay {short_name(stream.peer)} refuses (status {answer.status})")
+    except BaseException:  # also when cancelled: the relay must not keep a circuit that no task uses
+        stream.reset()
+        raise
+    return answer

@@ -1,31 +1,24 @@
-"""The connections of one host: admission, eviction, and notification of subscribers."""
+"""The connections of one host: each owns its tasks and its streams' tasks; the pool admits, evicts and reports them."""
 
 from __future__ import annotations
 
 import logging
 import math
-import socket
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import trio
 
-from farandole.protocol.wire.identity import peer_id_of
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.token_bucket import TokenBucket
 
 from ..base.errors import PeerUnreachableError
-from .admission import STRANGER_SECONDS, FloodedNetworks, Handshakes, Turns, site_of
-from .circuit import Circuit
-from .connection import Connection, ServeStream
-from .connection_events import ConnectionEvents
-from .rendezvous import Rendezvous
-from .sockets import Listener, Socket
-from .upgrading import Upgrader
-from .yamux import MuxedConn, UnreadBudget
-
-if TYPE_CHECKING:
-    from .gate import Gate
+from .addresses import dial_target
+from .admission import STRANGER_SECONDS, FloodedNetworks, Turns
+from .multistream import ProtocolHandlers, propose
+from .yamux import Libp2pStream, MuxedConn, UnreadBudget
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +29,180 @@ MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_PER_PEER = 4
 # Peers that are shut out; when there are more, the oldest is let in again.
 MAX_SHUT_OUT = 1024
+# For the last frames of a connection; a peer that does not read them is cut off.
+CLOSE_TIMEOUT = 1.0
+# Streams of one connection whose protocol is not agreed yet, and the rate at which they begin: a burst, then a number a
+# second. More than any protocol here opens; streams over the limit wait.
+MAX_NEGOTIATIONS_PER_CONNECTION = 32
+STREAM_BURST, STREAMS_PER_SECOND = 128.0, 32.0
+# Handlers at work for one connection; a stream's handler may outlive the stream for a moment.
+MAX_HANDLERS_PER_CONNECTION = 256
+# Handlers may read what came before a connection ended; then they are cancelled.
+HANDLER_GRACE = 5.0
+
+
+class Connection:
+    """One connection; its streams and tasks end with it."""
+
+    def __init__(self, muxed: MuxedConn, pool: ConnectionPool, *, is_outbound: bool, is_punched: bool = False) -> None:
+        """``is_outbound``: whether this node dialled; ``is_punched``: whether a hole punch made it."""
+        self.muxed = muxed
+        self.peer = muxed.peer
+        self.link = muxed.link
+        self.is_outbound = is_outbound
+        self.is_punched = is_punched
+        self.opened_at = trio.current_time()
+        self.finished = trio.Event()
+        self.num_negotiating = 0
+        """Streams that the peer has opened and whose protocol is not agreed yet."""
+        self.is_introduced = False
+        """Whether the peer has admitted this node (`farandole.node.mesh.gate`)."""
+        self.introducing = trio.Lock()
+        self._pool = pool
+        self._is_asked_to_end = trio.Event()
+        self._negotiations = trio.Semaphore(MAX_NEGOTIATIONS_PER_CONNECTION)
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the connection has ended, or is about to."""
+        return self._is_asked_to_end.is_set()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Return whether a stream has an agreed protocol; a stream that the peer has not answered does not count."""
+        return any(stream.protocol for stream in self.muxed.streams)
+
+    async def run(self) -> None:
+        """Run until either end closes, or the watchdog gives the peer up. Raises nothing."""
+        try:
+            async with trio.open_nursery() as handlers:
+                handlers.start_soon(self._serve_streams)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.muxed.start)
+                    nursery.start_soon(self._watch)
+                    nursery.start_soon(self._close_when_asked)
+                    await self.muxed.event_closed.wait()
+                    nursery.cancel_scope.cancel()
+                await self._leave()
+                handlers.cancel_scope.deadline = trio.current_time() + HANDLER_GRACE
+        except Exception:  # a defect costs this connection, and not the host
+            logger.warning("the connection to %s failed", short_name(self.peer), exc_info=True)
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
+                await self._leave()
+
+    async def _leave(self) -> None:
+        if self.finished.is_set():
+            return
+        self._is_asked_to_end.set()
+        self.finished.set()
+        self._pool.remove(self)
+        await self.link.close()
+
+    async def open_stream(self, protocol: str) -> Libp2pStream:
+        """Open a stream of this protocol; raise `PeerUnreachableError` if that fails."""
+        try:
+            return await propose(await self.muxed.open_stream(), protocol)
+        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            raise PeerUnreachableError(f"{peer_id_of(self.peer)} gives no stream of {protocol}: {error!r}") from error
+
+    def end(self) -> None:
+        """Ask the connection to end."""
+        self._is_asked_to_end.set()
+
+    async def close(self) -> None:
+        """Ask the connection to end, and wait until it has."""
+        self.end()
+        await self.finished.wait()
+
+    async def _close_when_asked(self) -> None:
+        await self._is_asked_to_end.wait()
+        with trio.move_on_after(CLOSE_TIMEOUT):
+            await self.muxed.close()
+        self.muxed.abort()
+
+    async def _serve_streams(self) -> None:
+        """Serve the streams that the peer opens, within the rate limits; further streams wait in the connection."""
+        pace = TokenBucket(STREAM_BURST, STREAMS_PER_SECOND, trio.current_time())
+        async with trio.open_nursery() as nursery:
+            with suppress(trio.BrokenResourceError):
+                while True:
+                    stream = await self.muxed.accept_stream()
+                    await self._negotiations.acquire()
+                    is_needed = self._pool.is_needed(self.peer)
+                    is_over = self.muxed.event_closed.is_set()
+                    if not is_over:
+                        await trio.sleep(max(0.0, 1 - pace.available(trio.current_time())) / STREAMS_PER_SECOND)
+                        pace.take(trio.current_time())
+                        if not is_needed:
+                            await self._pool.turns.take(self.link.site)
+                    # Streams that a stranger left behind when its connection ended are dropped.
+                    is_left = self.muxed.event_closed.is_set() and not is_needed
+                    if is_left or len(nursery.child_tasks) >= MAX_HANDLERS_PER_CONNECTION:
+                        stream.reset()
+                        self._negotiations.release()
+                    else:
+                        self.num_negotiating += 1
+                        nursery.start_soon(self._pool.handlers.serve, stream, self._note_negotiated)
+
+    def _note_negotiated(self) -> None:
+        self.num_negotiating -= 1
+        self._negotiations.release()
+
+    async def _watch(self) -> None:
+        """Give up a peer that does not answer: frozen, unplugged, or gone without closing.
+
+        Anything received counts as an answer, since a pong may queue behind much data.
+        """
+        while True:
+            before = self.muxed.num_received
+            with trio.move_on_after(self._pool.ping_timeout) as deadline:
+                await self.muxed.ping()
+            if deadline.cancelled_caught and self.muxed.num_received == before:
+                logger.info("%s does not answer: closing", short_name(self.peer))
+                self.muxed.abort()
+            await trio.sleep(self._pool.ping_interval)
+
+
+class ConnectionEvents:
+    """Connects and disconnects of peers, for one subscriber: an async iterator of (peer, is_connected).
+
+    It holds the latest unread change of every peer, so the number of peers bounds it, whatever the subscriber does. It
+    starts with the peers that are connected already.
+    """
+
+    def __init__(self, connected: Iterable[bytes]) -> None:
+        self._changed = OrderedDict((peer, True) for peer in connected)
+        self._wakeup = trio.Event()
+
+    def put(self, peer: bytes, is_connected: bool) -> None:
+        """Record a change."""
+        self._changed[peer] = is_connected
+        self._changed.move_to_end(peer)
+        self._wakeup.set()
+
+    def __aiter__(self) -> ConnectionEvents:
+        return self
+
+    async def __anext__(self) -> tuple[bytes, bool]:
+        await trio.lowlevel.checkpoint()
+        while not self._changed:
+            self._wakeup = trio.Event()
+            await self._wakeup.wait()
+        return self._changed.popitem(last=False)
 
 
 class ConnectionPool:
     """The live connections of one host, by peer."""
 
-    def __init__(self, nursery: trio.Nursery, serve: ServeStream, ping_interval: float, ping_timeout: float) -> None:
-        """``nursery``: runs the connections; ``serve``: serves the streams that peers open."""
-        self.serve = serve
+    def __init__(
+        self, nursery: trio.Nursery, handlers: ProtocolHandlers, ping_interval: float, ping_timeout: float
+    ) -> None:
+        """``nursery``: runs the connections; ``handlers``: serve the streams that peers open."""
+        self.handlers = handlers
         self.ping_interval = ping_interval
         self.ping_timeout = ping_timeout
         self.max_connections = MAX_CONNECTIONS
-        self.gate: Gate | None = None
         self.is_offline = False
         """Whether connections are refused, both new ones and ones being made."""
         self.budget = UnreadBudget(self.is_needed)
@@ -198,6 +353,11 @@ class ConnectionPool:
         finally:
             self._subscribers.discard(events)
 
+    async def wait_direct(self, peer: bytes) -> None:
+        """Wait until there is a direct connection to a peer."""
+        while not self.is_direct(peer):
+            await self.wait_for_change()
+
     async def wait_for_change(self) -> None:
         """Wait until a connection is opened or closed."""
         await self._changed.wait()
@@ -229,6 +389,19 @@ class ConnectionPool:
             return "punched" if all(conn.is_punched for conn in direct) else "direct"
         return "relayed" if connections else ""
 
+    def is_direct(self, peer: bytes) -> bool:
+        """Return whether there is a connection to a peer without a relay."""
+        return any(not conn.link.is_relayed for conn in self.of(peer))
+
+    def remote_addresses(self, peer: bytes) -> list[str]:
+        """Return the remote multiaddrs of the connections to a peer; a relayed one's has /p2p-circuit in it."""
+        return list(dict.fromkeys(conn.link.address for conn in self.of(peer)))
+
+    def dialled_target(self, peer: bytes) -> tuple[str, int] | None:
+        """Return the target of a direct connection that this node dialled; None if there is none."""
+        targets = (dial_target(conn.link.address, peer) for conn in self.of(peer) if conn.is_outbound)
+        return next((target for target in targets if target is not None), None)
+
     def round_trip(self, peer: bytes) -> float | None:
         """Return seconds to a peer and back, last measured on the path that its streams take; None if not yet."""
         is_relayed = self.path(peer) == "relayed"
@@ -258,8 +431,8 @@ class ConnectionPool:
             if conn.link.is_relayed:
                 _retire(conn, since + after)
 
-    def worn_circuit(self, peer: bytes, after: float) -> Circuit | None:
-        """Return a circuit that this node dialled, that nears its limits and has no replacement yet, if any.
+    def worn_circuit(self, peer: bytes, after: float) -> str | None:
+        """Return the address of a circuit of this node that nears its limits and has no replacement yet, if any.
 
         Replaced circuits end, under the conditions of `retire_relayed`.
         """
@@ -267,17 +440,27 @@ class ConnectionPool:
         newest_at = max((conn.opened_at for conn in relayed), default=math.inf)
         worn = None
         for conn in relayed:
-            if conn.is_outbound and isinstance(conn.link, Circuit) and conn.link.is_worn:
+            if conn.is_outbound and conn.link.is_worn:
                 if conn.opened_at < newest_at:
                     _retire(conn, newest_at + after)
                 else:
-                    worn = conn.link
+                    worn = conn.link.address
         return worn
 
     async def disconnect(self, peer: bytes) -> None:
         """End every connection to a peer."""
         for conn in self.of(peer):
             await conn.close()
+
+    async def go_offline(self) -> None:
+        """End all connections, and begin and accept none, until `go_online`."""
+        self.is_offline = True
+        for peer in self.connected:
+            await self.disconnect(peer)
+
+    def go_online(self) -> None:
+        """Return to normal after `go_offline`."""
+        self.is_offline = False
 
     async def close(self) -> None:
         """End every connection."""
@@ -290,56 +473,3 @@ def _retire(conn: Connection, at: float) -> None:
     """End a connection: at once, or at the time ``at`` if bulk is under way."""
     if trio.current_time() >= at or not any(stream.is_bulk for stream in conn.muxed.streams):
         conn.end()
-
-
-class Acceptor:
-    """The listening sockets of one host, and the handshakes of inbound connections."""
-
-    def __init__(self, nursery: trio.Nursery, pool: ConnectionPool, upgrader: Upgrader, rendezvous: Rendezvous) -> None:
-        self.handshakes = Handshakes()
-        self._nursery = nursery
-        self._pool = pool
-        self._upgrader = upgrader
-        self._rendezvous = rendezvous
-        self._listeners: list[Listener] = []
-
-    @property
-    def bound(self) -> list[tuple[str, int]]:
-        """IP addresses and ports of the listening sockets."""
-        return [listener.bound for listener in self._listeners]
-
-    async def listen(self, host: str, port: int) -> int:
-        """Accept connections at an address of this machine and return the port; raise `OSError` if it is taken."""
-        listener = Listener(host, port)
-        self._listeners.append(listener)
-        self._nursery.start_soon(listener.serve, self._admit)
-        await trio.lowlevel.checkpoint()
-        return listener.bound[1]
-
-    def close(self) -> None:
-        """Stop listening."""
-        while self._listeners:
-            self._listeners.pop().close()
-
-    def _admit(self, connection: socket.socket, host: str) -> None:
-        """Begin the handshake of an inbound connection, or refuse it."""
-        if self._pool.is_offline or not self.handshakes.make_room(site_of(host)):
-            connection.close()
-            return
-        pending = Socket(trio.SocketStream(trio.socket.from_stdlib_socket(connection)), self._pool.turns)
-        self.handshakes.add(pending)
-        self._nursery.start_soon(self._accept, pending)
-
-    async def _accept(self, pending: Socket) -> None:
-        try:
-            try:
-                muxed = await self._upgrader.accept(pending, self._rendezvous.expected_at(pending.remote))
-            finally:
-                self.handshakes.remove(pending)
-            is_punched = self._rendezvous.is_met(muxed.peer)
-            conn = await self._pool.add(muxed, is_outbound=False, is_punched=is_punched)
-            await conn.finished.wait()
-        except Exception as error:  # handshakes raise whatever strangers' bytes lead to
-            logger.debug("inbound connection failed: %r", error)
-        finally:
-            pending.abort()

@@ -12,7 +12,7 @@ from multiaddr import Multiaddr
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.streams import Stream, read_exactly
-from .known_addresses import MAX_ADDRESS_BYTES, MAX_ADDRESSES, is_multiaddr
+from .addresses import MAX_ADDRESS_BYTES, MAX_ADDRESSES, is_multiaddr
 from .libp2p_parts import encode_varint_prefixed
 
 M = TypeVar("M", bound=Message)

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
@@ -32,13 +32,12 @@ from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes
 from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
+from .addresses import MAX_ADDRESSES
 from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
-from .known_addresses import MAX_ADDRESSES
+from .dialler import Dialler
 from .libp2p_parts import DhtMessage as Message
-
-if TYPE_CHECKING:
-    from .host import Host
-    from .libp2p_stream import Libp2pStream
+from .multistream import ProtocolHandlers
+from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +79,9 @@ def multihash_of(key: bytes) -> bytes:
 class Dht:
     """The DHT server of this node; `run` keeps it up to date."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._table = RoutingTable(host.author)
+    def __init__(self, dialler: Dialler, handlers: ProtocolHandlers) -> None:
+        self._dialler = dialler
+        self._table = RoutingTable(dialler.author)
         self._records = ProviderRecords()
         self._num_served: Counter[bytes] = Counter()
         self._announcements = PeerMeters(ANNOUNCEMENT_BURST, ANNOUNCEMENTS_PER_SECOND)
@@ -91,7 +90,7 @@ class Dht:
         self._announce_after = -math.inf
         self._refreshed_at = -math.inf
         self._news = trio.Event()
-        host.set_handler(KAD_PROTOCOL, self._serve)
+        handlers.set(KAD_PROTOCOL, self._serve)
 
     def note_connection(self) -> None:
         """Note a new connection: refresh the table, and announce the keys that have reached no peer yet."""
@@ -118,13 +117,13 @@ class Dht:
         if is_small or trio.current_time() - self._refreshed_at >= REFRESH_INTERVAL:
             self._refreshed_at = trio.current_time()
             with trio.move_on_after(REFRESH_INTERVAL / 2):
-                own = self._host.author
+                own = self._dialler.author
                 await self._look_up(position_of_peer(own), Message(type=Message.FIND_NODE, key=peer_id_bytes(own)))
 
     # Announcing
 
     async def provide(self, key: bytes) -> None:
-        """Announce that this node provides a key, and keep it announced.
+        """Announce that this node provides a 32-byte key, and keep it announced for as long as the host is open.
 
         Returns after the first announcement, whether or not it reached a peer. Announcements are paced: with many keys
         at once, each takes a second.
@@ -150,7 +149,7 @@ class Dht:
     async def _tell_closest(self, key: bytes) -> None:
         multihash = multihash_of(key)
         closest = await self._look_up(position_of(multihash), Message(type=Message.FIND_NODE, key=multihash))
-        me = _named(self._host.author, self._host.addresses)
+        me = _named(self._dialler.author, self._dialler.own.all)
         announcement = Message(type=Message.ADD_PROVIDER, key=multihash, providerPeers=[me])
 
         async def tell(peer: bytes) -> None:
@@ -163,14 +162,17 @@ class Dht:
 
     # Finding
 
-    async def find_providers(self, key: bytes, seconds: float) -> list[tuple[bytes, list[str]]]:
-        """Return peers that claim to provide a key, with addresses, asked in parallel within ``seconds``."""
+    async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
+        """Return other peers that claim to provide a key, with addresses, asked in parallel within ``timeout`` seconds.
+
+        The addresses are remembered, so the peers can be connected to. Claims of peers may be false or out of date.
+        """
         multihash = multihash_of(key)
         answers: list[Sequence[PeerAddresses]] = []
-        scope = trio.CancelScope(deadline=trio.current_time() + seconds)
+        scope = trio.CancelScope(deadline=trio.current_time() + timeout)
 
         def add(providers: Sequence[PeerAddresses]) -> None:
-            if others := [provider for provider in providers if provider.peer != self._host.author]:
+            if others := [provider for provider in providers if provider.peer != self._dialler.author]:
                 answers.append(others)
                 scope.deadline = min(scope.deadline, trio.current_time() + LAGGARDS_TIMEOUT)
 
@@ -178,14 +180,17 @@ class Dht:
             add(self._records.of(multihash, trio.current_time()))
             question = Message(type=Message.GET_PROVIDERS, key=multihash)
             await self._look_up(position_of(multihash), question, lambda answer: add(_peers(answer.providerPeers)))
-        return by_turns(answers)
+        found = by_turns(answers)
+        for peer, addresses in found:
+            self._dialler.add_hearsay(peer, addresses)
+        return found
 
     async def _look_up(
         self, target: int, question: Message, note: Callable[[Message], None] = lambda answer: None
     ) -> list[bytes]:
         """Ask ever closer peers the question; return the closest ones that have answered."""
-        known = (*self._table.closest(target), *self._host.connected)
-        lookup = Lookup(target, known, self._host.author)
+        known = (*self._table.closest(target), *self._dialler.connections.connected)
+        lookup = Lookup(target, known, self._dialler.author)
         news = trio.Event()
 
         async def ask(peer: bytes) -> None:
@@ -195,7 +200,7 @@ class Dht:
             else:
                 closer = _peers(answer.closerPeers)
                 for each in closer:
-                    self._host.add_hearsay(each.peer, each.addresses)
+                    self._dialler.add_hearsay(each.peer, each.addresses)
                 lookup.note_answer(peer, [each.peer for each in closer])
                 note(answer)
             news.set()
@@ -212,7 +217,7 @@ class Dht:
         """Return a peer's answer, or None if there is none."""
         try:
             with trio.fail_after(QUERY_TIMEOUT):
-                stream = await self._host.open_stream(peer, KAD_PROTOCOL, QUERY_TIMEOUT)
+                stream = await self._dialler.open_stream(peer, KAD_PROTOCOL, QUERY_TIMEOUT)
                 try:
                     await stream.send_all(encode_delimited(question))
                     answer = await receive_message(stream, Message, MAX_ANSWER_BYTES)
@@ -259,10 +264,10 @@ class Dht:
             kept = self._records.of(question.key, now)[: BUCKET_SIZE - own]
             answer.providerPeers.extend(_named(each.peer, each.addresses) for each in kept)
             if own:
-                answer.providerPeers.append(_named(self._host.author, self._host.addresses))
+                answer.providerPeers.append(_named(self._dialler.author, self._dialler.own.all))
         if question.type != Message.PING:
             closest = self._table.closest(position_of(question.key), BUCKET_SIZE + 1)
-            named = (_named(each, self._host.addresses_of(each)) for each in closest if each != peer)
+            named = (_named(each, self._dialler.known.of(each)) for each in closest if each != peer)
             answer.closerPeers.extend([each for each in named if each.addrs][:BUCKET_SIZE])
         return answer
 

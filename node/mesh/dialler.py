@@ -1,27 +1,34 @@
-"""Makes connections for a host, with its own implementation of "happy eyeballs" (RFC 8305).
+"""Reaches peers for a host: connects, and opens streams, with its own implementation of "happy eyeballs" (RFC 8305).
 
 Every address of a peer is tried, each 150 ms after the previous one, or at once when that one failed. The first that
-is authenticated and multiplexed wins.
+is authenticated and multiplexed wins. Relays are reached directly, never through another relay, so that no two nodes
+wait for each other.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import trio
 
-from farandole.protocol.wire.identity import peer_id_of
+from farandole.protocol.mesh.relay import HOP_PROTOCOL, parse_circuit
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_bytes, peer_id_of, short_name
 
-from ..base.errors import PeerUnreachableError
-from .connection import CLOSE_TIMEOUT
-from .dial_plan import DIRECT_HEAD_START, Dial
-from .yamux import MuxedConn
-
-if TYPE_CHECKING:
-    from .host import Host
+from ..base.errors import PeerUnreachableError, StrangerError
+from .addresses import MAX_ADDRESSES, OwnAddresses, dial_target, is_circuit_to
+from .circuit import Circuit, ask_relay
+from .connections import CLOSE_TIMEOUT, ConnectionPool
+from .gate import Gate
+from .known_addresses import KnownAddresses
+from .libp2p_parts import HopMessage, PeerId
+from .links import Socket, connect_from
+from .upgrading import Upgrader
+from .yamux import Libp2pStream, MuxedConn
 
 logger = logging.getLogger(__name__)
 
@@ -31,49 +38,172 @@ DIAL_STAGGER = 0.15
 # Pauses, in seconds, before further attempts at an address whose node hangs up before it has authenticated itself. Each
 # is multiplied by 0.5 to 1.5.
 REDIAL_PAUSES = (0.1, 0.2, 0.4, 0.4)
+# To dial a relay, ask it, and have it ask the peer: three round trips in addition to a dial.
+CIRCUIT_TIMEOUT = 7.0
+# A relay carries what cannot go directly: relays are tried when all direct attempts have failed, or have had three
+# round trips of the slowest lines.
+DIRECT_HEAD_START = 1.0
+MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES
+
+
+class Dial:
+    """One attempt to reach a peer, shared by all callers that dial it."""
+
+    def __init__(self, is_direct: bool, own: Iterable[tuple[str, int]]) -> None:
+        """``own``: where this node itself listens; homes behind most routers use the same private addresses."""
+        self.is_direct = is_direct
+        self._own = frozenset(own)
+        self.began_at = trio.current_time()
+        self.done = trio.Event()
+        self.news = trio.Event()  # another address, or the end of an attempt
+        self.addresses: list[str] = []
+        self.winner: tuple[str, MuxedConn] | None = None
+        self.failures: list[str] = []
+        self.error: PeerUnreachableError | None = None
+        self._tried: set[str] = set()
+
+    def offer(self, addresses: Iterable[str]) -> None:
+        """Add addresses to try."""
+        fresh = [address for address in addresses if address not in self.addresses]
+        self.addresses += fresh[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
+        self.news.set()
+
+    def _alternating(self, peer: bytes) -> list[str]:
+        """Return the direct addresses as RFC 8305, section 4, orders them: IPv6 and others in turn."""
+        direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
+        ipv6 = [address for address in direct if address.startswith("/ip6/")]
+        others = [address for address in direct if not address.startswith("/ip6/")]
+        return [a for pair in itertools.zip_longest(ipv6, others) for a in pair if a is not None]
+
+    def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
+        """Return the next address to try now, if any; relays come after the direct ones."""
+        if (address := self._first_untried(self._alternating(peer))) is not None:
+            return address
+        if self.is_direct or (is_trying and trio.current_time() < self.began_at + DIRECT_HEAD_START):
+            return None
+        return self._first_untried(address for address in self.addresses if is_circuit_to(address, peer))
+
+    def _first_untried(self, addresses: Iterable[str]) -> str | None:
+        """Return the first address that was not tried yet, which then counts as tried."""
+        address = next((address for address in addresses if address not in self._tried), None)
+        if address is not None:
+            self._tried.add(address)
+        return address
 
 
 class Dialler:
     """One host's dials; part of `farandole.node.mesh.host.Host`."""
 
-    def __init__(self, host: Host, nursery: trio.Nursery) -> None:
-        self._host = host
+    def __init__(
+        self,
+        author: bytes,
+        nursery: trio.Nursery,
+        connections: ConnectionPool,
+        upgrader: Upgrader,
+        own: OwnAddresses,
+        gate: Gate,
+    ) -> None:
+        """``author``: this node; ``nursery``: runs the dials; ``gate``: opens the streams."""
+        self.author = author
+        self.connections = connections
+        self.upgrader = upgrader
+        self.own = own
+        self.known = KnownAddresses(connections, own)
+        self._gate = gate
         self._nursery = nursery
         self._dials: dict[tuple[bytes, bool], Dial] = {}
 
-    async def dial(self, peer: bytes, addresses: Sequence[str], *, is_direct: bool) -> PeerUnreachableError | None:
-        """Dial a peer, together with all callers that dial it now; return the error, if any."""
-        dial = self._dials.get((peer, is_direct))
-        if dial is None:
-            dial = self._dials[peer, is_direct] = Dial(is_direct, self._host.own.interfaces)
-            self._nursery.start_soon(self._run, peer, dial)
-        dial.offer(addresses)
-        await dial.done.wait()
-        return dial.error
+    # Addresses
 
-    def offer(self, peer: bytes, addresses: Sequence[str]) -> None:
+    def add_addresses(self, peer: bytes, addresses: Iterable[str]) -> None:
+        """Remember where a peer may be reached, from this node's user or from a successful connection.
+
+        Invalid addresses are skipped; new ones replace the oldest. A dial of this peer that is running tries them too.
+        """
+        self._offer(peer, self.known.trusted.add(peer, addresses))
+
+    def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
+        """Remember addresses of a peer from itself or from others; these are dialled with caution."""
+        self._offer(peer, self.known.hearsay.add(peer, addresses))
+
+    def _offer(self, peer: bytes, addresses: Sequence[str]) -> None:
         """Add addresses to the dials of this peer that are running."""
         for (dialled, _), dial in self._dials.items():
             if dialled == peer:
                 dial.offer(addresses)
 
+    # Streams and connections
+
+    async def open_stream(
+        self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT, *, may_dial: bool = True
+    ) -> Libp2pStream:
+        """Open a stream, connecting if needed; raise `PeerUnreachableError` if that takes over `timeout` seconds."""
+        with _deadline(peer, timeout):
+            if may_dial:
+                await self.connect(peer)
+            conn = self.connections.best(peer)
+            try:
+                return await self._gate.open_stream(conn, protocol)
+            except PeerUnreachableError:
+                if not may_dial or not conn.muxed.event_closed.is_set():
+                    raise
+            await self.connect(peer)  # the connection has just ended: another may last
+            return await self._gate.open_stream(self.connections.best(peer), protocol)
+
+    async def connect(
+        self,
+        peer: bytes,
+        addresses: Sequence[str] = (),
+        timeout: float = DIAL_TIMEOUT,
+        *,
+        is_direct: bool = False,
+        is_hearsay: bool = False,
+    ) -> None:
+        """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds.
+
+        ``is_direct``: a relayed connection does not count. ``is_hearsay``: the addresses come from other peers.
+        """
+        if addresses:
+            (self.add_hearsay if is_hearsay else self.add_addresses)(peer, addresses)
+
+        def is_done() -> bool:
+            return self.connections.is_direct(peer) if is_direct else bool(self.connections.of(peer))
+
+        if self.connections.is_shut_out(peer):
+            raise PeerUnreachableError(f"{peer_id_of(peer)} is kept out for a while")
+        with _deadline(peer, timeout):
+            while not is_done():
+                error = await self._dial(peer, addresses, is_direct=is_direct)
+                if error is not None and not is_done():
+                    raise PeerUnreachableError(str(error))
+
+    async def _dial(self, peer: bytes, addresses: Sequence[str], *, is_direct: bool) -> PeerUnreachableError | None:
+        """Dial a peer, together with all callers that dial it now; return the error, if any."""
+        dial = self._dials.get((peer, is_direct))
+        if dial is None:
+            dial = self._dials[peer, is_direct] = Dial(is_direct, self.own.interfaces)
+            self._nursery.start_soon(self._run, peer, dial)
+        dial.offer(addresses)
+        await dial.done.wait()
+        return dial.error
+
     async def _run(self, peer: bytes, dial: Dial) -> None:
         is_adopted = False
         try:
-            if peer == self._host.author:
+            if peer == self.author:
                 raise PeerUnreachableError("this is myself")
-            if self._host.connections.is_offline:
+            if self.connections.is_offline:
                 raise PeerUnreachableError("this node is offline for now")
-            dial.offer(self._host.addresses_of(peer))
+            dial.offer(self.known.of(peer))
             with trio.move_on_after(DIAL_TIMEOUT):
                 await self._race(peer, dial)
             if dial.winner is None:
                 reasons = "; ".join(dial.failures) or "no address of it is known, or none answered"
                 raise PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {reasons}")
             address, muxed = dial.winner
-            self._host.add_addresses(peer, [address])
+            self.add_addresses(peer, [address])
             is_adopted = True
-            await self._host.connections.add(muxed, is_outbound=True)
+            await self.connections.add(muxed, is_outbound=True)
         except PeerUnreachableError as error:
             dial.error = error
         except Exception as error:  # no exception of the library leaves
@@ -117,13 +247,81 @@ class Dialler:
         """Dial again if the other end hangs up at once: a peer refuses some while too many dial it."""
         for pause in REDIAL_PAUSES:
             try:
-                return await self._host.dial_one(peer, address)
+                return await self.dial_one(peer, address)
             except (OSError, PeerUnreachableError, trio.TooSlowError):
                 raise
             except Exception as error:  # the handshakes raise whatever comes when the other end is gone
                 logger.debug("%s hung up: %r", address, error)
                 await trio.sleep(pause * random.uniform(0.5, 1.5))
-        return await self._host.dial_one(peer, address)
+        return await self.dial_one(peer, address)
+
+    # One address
+
+    async def dial_one(self, peer: bytes, address: str) -> MuxedConn:
+        """Return a connection to a peer at this address that no task runs yet; raise any error of the dial."""
+        target, is_trusted = dial_target(address, peer), address in self.known.trusted.of(peer)
+        if target is None:
+            circuit = await self.open_circuit(peer, address, is_hearsay=not is_trusted)
+            return await self.upgrader.dial(circuit, peer)
+        if is_trusted:
+            return await self.upgrader.dial(Socket(await trio.open_tcp_stream(*target)), peer)
+        stream, reached = await self.known.open(target)
+        try:
+            muxed = await self.upgrader.dial(Socket(stream), peer)
+        except StrangerError:  # the address is a node's all the same, so no third party is bothered
+            self.known.succeed(*reached)
+            raise
+        self.known.succeed(*reached)
+        return muxed
+
+    async def open_circuit(self, peer: bytes, address: str, *, is_hearsay: bool = False) -> Circuit:
+        """Open a circuit to a peer through the relay in the address; raise `PeerUnreachableError` if that fails.
+
+        ``is_hearsay``: the relay's address comes from other peers.
+        """
+        target = parse_circuit(address)
+        if target is None:
+            raise PeerUnreachableError(f"no relay is named in {address}")
+        relay = target.relay
+        try:
+            with trio.fail_after(CIRCUIT_TIMEOUT):
+                relay_address = f"{target.relay_address}/p2p/{peer_id_of(relay)}"
+                await self.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True, is_hearsay=is_hearsay)
+                stream = await self.open_stream(relay, HOP_PROTOCOL)
+                peer_id = PeerId(id=peer_id_bytes(peer))
+                answer = await ask_relay(stream, HopMessage(type=HopMessage.CONNECT, peer=peer_id))
+        except (RemoteProtocolError, trio.TooSlowError, trio.BrokenResourceError) as error:
+            raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {error!r}") from error
+        where = address.partition("/p2p-circuit")[0] + "/p2p-circuit"
+        return Circuit(stream, where, answer.limit.data, answer.limit.duration)
+
+    async def renew_worn(self, peer: bytes, after: float) -> None:
+        """Replace a circuit that this node dialled and that nears its limits.
+
+        The old one ends under the conditions of `ConnectionPool.retire_relayed`. Errors of the new dial pass through.
+        """
+        worn = self.connections.worn_circuit(peer, after)
+        if worn is not None:
+            await self.connections.add(await self.dial_one(peer, worn), is_outbound=True)
+
+    async def dial_from_listener(self, target: tuple[str, int], port: int | None = None) -> Socket:
+        """Return a TCP connection from the listening port, not authenticated yet; raise `OSError` if it fails.
+
+        ``port``: dial from this port instead, over IPv4.
+        """
+        for local in self.own.listening if port is None else [("0.0.0.0", port)]:
+            if (":" in local[0]) == (":" in target[0]):
+                return Socket(await connect_from(local, target))
+        raise OSError(f"nothing listens here that could dial {target[0]}")
+
+
+@contextmanager
+def _deadline(peer: bytes, timeout: float) -> Iterator[None]:
+    try:
+        with trio.fail_after(timeout):
+            yield
+    except trio.TooSlowError as error:
+        raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error
 
 
 async def _discard(muxed: MuxedConn) -> None:

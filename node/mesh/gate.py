@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import trio
@@ -39,12 +39,9 @@ from farandole.protocol.wire.messagepack import PRINTABLE, MessageDecoder, encod
 
 from ..base.errors import NotAdmittedError, PeerUnreachableError
 from ..base.streams import receive_frame
-from .identify import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL
-from .libp2p_stream import Libp2pStream
-
-if TYPE_CHECKING:
-    from .connection import Connection
-    from .host import Host
+from .connections import Connection, ConnectionPool
+from .multistream import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ProtocolHandlers
+from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +106,16 @@ def encode_introduction(introduction: Introduction) -> bytes:
 class Gate:
     """The gate of one host; open until `close`."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, author: bytes, handlers: ProtocolHandlers, connections: ConnectionPool) -> None:
+        """``author``: this node."""
         self.admission = b""
         """How this node was admitted, encoded; empty if it needs no admission, or has none yet."""
         self.refusal = ""
         """Why a member did not admit this node, if none has since."""
         self.on_refused: Callable[[bytes, str], None] = lambda peer, refusal: None
         """Called with the peer that does not admit this node, and the reason that it gives."""
-        self._host = host
+        self._author = author
+        self._connections = connections
         self._run_id = b""
         self.roster: Roster | None = None
         """The members; None: any peer may open streams to this node."""
@@ -126,7 +125,8 @@ class Gate:
         self._pass = b""
         self._admitted: set[bytes] = set()
         """The peers that were admitted since the last look for revoked ones."""
-        host.handlers.set(ADMISSION_PROTOCOL, self._serve, MAX_INTRODUCTION_BYTES)
+        handlers.admits = self.admits
+        handlers.set(ADMISSION_PROTOCOL, self._serve, MAX_INTRODUCTION_BYTES)
 
     def show(
         self, run_id: bytes, admission: bytes, secret: InviteSecret | None, visitor_pass: VisitorPass | None = None
@@ -149,7 +149,7 @@ class Gate:
         Connected peers are asked for their admissions again: without a roster, none could be checked.
         """
         self._run_id, self.roster = run_id, roster
-        for conn in self._host.connections.live:
+        for conn in self._connections.live:
             conn.is_introduced = False
 
     def admits(self, peer: bytes, protocol: str) -> bool:
@@ -159,6 +159,14 @@ class Gate:
         if is_admitted := self.roster.admits(peer):
             self._admitted.add(peer)
         return is_admitted
+
+    async def open_stream(self, conn: Connection, protocol: str) -> Libp2pStream:
+        """Open a stream on a connection, and introduce this node before if the protocol needs it.
+
+        Raises as `introduce` and `Connection.open_stream`.
+        """
+        await self.introduce(conn, protocol)
+        return await conn.open_stream(protocol)
 
     async def introduce(self, conn: Connection, protocol: str) -> None:
         """Exchange admissions with the peer before a stream of this protocol is opened.
@@ -216,8 +224,8 @@ class Gate:
         """Sign an admission for the ``number``-th try; members of one invite begin at different seats."""
         assert self._secret is not None
         invitation = self._secret.invitation
-        seat = invitation.first_seat + (self._host.author[0] + number) % invitation.num_seats
-        self.admission = encode(self._secret.admit(self._run_id, self._host.author, seat))
+        seat = invitation.first_seat + (self._author[0] + number) % invitation.num_seats
+        self.admission = encode(self._secret.admit(self._run_id, self._author, seat))
 
     def _note_admission(self, peer: bytes, raw: bytes) -> None:
         """Note the peer's admission; raise `NotAdmittedError` if it is another peer's, or forged."""
@@ -279,9 +287,9 @@ class Gate:
         if roster is None:
             return
         while True:
-            self._admitted |= {peer for peer in self._host.connected if roster.admits(peer)}
+            self._admitted |= {peer for peer in self._connections.connected if roster.admits(peer)}
             await trio.sleep(LOOK_INTERVAL)
             admitted, self._admitted = self._admitted, set()
-            for peer in admitted & self._host.connected:
+            for peer in admitted & self._connections.connected:
                 if not roster.admits(peer):
-                    await self._host.disconnect(peer)
+                    await self._connections.disconnect(peer)

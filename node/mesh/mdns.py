@@ -11,10 +11,10 @@ from __future__ import annotations
 import ipaddress
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import ifaddr
 import trio
@@ -30,11 +30,7 @@ from ..base.backoff import Backoff
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from .addresses import multiaddr_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from .host import Host
+from .host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +116,7 @@ class Mdns:
 
     def _ips(self) -> list[str]:
         """Return the IP addresses at which other machines can reach this node."""
-        return [ip for ip in self._host.own_ips if not ipaddress.ip_address(ip).is_loopback]
+        return [ip for ip in self._host.own.ips if not ipaddress.ip_address(ip).is_loopback]
 
     async def _run_at(self, ips: list[str]) -> None:
         interfaces = [ip for ip in ips if ":" not in ip]
@@ -211,10 +207,10 @@ class Mdns:
     async def _connect(self) -> None:
         while True:
             self._arrival = trio.Event()
-            num_connected = sum(self._host.is_connected(peer) for peer in self.neighbours)
+            num_connected = sum(peer in self._host.connected for peer in self.neighbours)
             for peer, addresses in list(self.neighbours.items()):
                 is_due = self._backoff.is_due(peer, addresses, trio.current_time())
-                if num_connected < MAX_CONNECTED and is_due and not self._host.is_connected(peer):
+                if num_connected < MAX_CONNECTED and is_due and peer not in self._host.connected:
                     num_connected += await self._dial(peer, addresses)
             with trio.move_on_after(CHECK_INTERVAL):
                 await self._arrival.wait()

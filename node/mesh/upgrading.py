@@ -27,9 +27,8 @@ from .libp2p_parts import (
     create_new_key_pair,
     create_new_x25519_key_pair,
 )
+from .links import NoiseSession, RawLink, Socket
 from .multistream import NEGOTIATION_TIMEOUT, Negotiation
-from .noise_session import NoiseSession
-from .raw_link import RawLink
 from .yamux import MuxedConn, UnreadBudget
 
 logger = logging.getLogger(__name__)
@@ -104,6 +103,19 @@ class Upgrader:
             await Negotiation(link.read, link.write).propose(NOISE)
             session, _ = await self._authenticate(link, peer)
             return session
+
+    async def prove(self, peer: bytes, target: tuple[str, int]) -> None:
+        """Dial a peer, and hang up as soon as it has authenticated itself.
+
+        Raises `StrangerError` if it is another peer; other errors of the dial pass through.
+        """
+        link = Socket(await trio.open_tcp_stream(*target))
+        try:
+            await self.authenticate(link, peer)
+        except StrangerError as error:
+            raise StrangerError(f"{peer_id_of(peer)} is not at {target[0]} port {target[1]}") from error
+        finally:
+            link.abort()
 
     async def _begin(self, link: RawLink) -> None:
         """Begin the encryption of a private run; a circuit lies inside connections that have it already."""

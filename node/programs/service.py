@@ -50,7 +50,7 @@ from ..base.nurseries import open_service_nursery
 from ..base.streams import read_exactly
 from ..base.system.unix_socket import bound_socket
 from ..mesh.host import Host
-from ..mesh.libp2p_stream import Libp2pStream
+from ..mesh.yamux import Libp2pStream
 
 # Each is a socket, and two pumps while it carries a stream; programs have a handful.
 MAX_CONNECTIONS: Final = 256
@@ -133,7 +133,7 @@ class ProgramService:
             case Provide(file):
                 await self._provide(connection, file)
             case FindProviders(file, seconds):
-                providers = await self._host.find_providers(file_key(self._run_id, file), seconds)
+                providers = await self._host.dht.find_providers(file_key(self._run_id, file), seconds)
                 await _say(connection, ProvidersFound([peer_id_of(peer) for peer, _ in providers]))
 
     # Streams
@@ -145,7 +145,7 @@ class ProgramService:
         self._require_budget()
         stream = await self._host.open_stream(peer, PROGRAMS_PROTOCOL + request.name, request.seconds)
         try:
-            await _say(connection, StreamReady(request.peer, self._host.path(peer)))
+            await _say(connection, StreamReady(request.peer, self._host.connections.path(peer)))
             await self._splice(connection, stream)
             await stream.aclose()
         finally:
@@ -197,7 +197,7 @@ class ProgramService:
         if call is None or call.connection is not None:
             raise FarandoleError("this stream is gone, or taken")
         call.connection = connection
-        await _say(connection, StreamReady(call.peer, self._host.path(public_key_of(call.peer))))
+        await _say(connection, StreamReady(call.peer, self._host.connections.path(public_key_of(call.peer))))
         call.taken.set()
         await call.over.wait()
 
@@ -282,11 +282,11 @@ class ProgramService:
         key = file_key(self._run_id, file)
         self._provided.add(file)
         try:
-            await self._host.provide(key)
+            await self._host.dht.provide(key)
             await _say(connection, RequestGranted())
             await _await_end(connection)
         finally:
-            self._host.withdraw(key)
+            self._host.dht.withdraw(key)
             self._provided.remove(file)
 
 

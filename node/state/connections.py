@@ -55,7 +55,7 @@ class ConnectionKeeper:
         """Keep connections until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_connected)
-            with self._host.connection_events() as events:
+            with self._host.connections.events() as events:
                 async for peer, is_connected in events:
                     if is_connected:
                         self._liveness.trust(peer)

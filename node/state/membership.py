@@ -112,7 +112,7 @@ class Membership:
 
     def networks(self) -> dict[bytes, str]:
         """Return the members that this node has reached, and the network that each is connected from, if known."""
-        return {peer: self._host.network(peer) for peer in self._reached}
+        return {peer: self._host.network_of(peer) for peer in self._reached}
 
     @property
     def everyone(self) -> frozenset[bytes]:
@@ -260,7 +260,7 @@ class Membership:
 
         Raises `KeyMisusedError` when this node is barred.
         """
-        self._host.protect(lambda peer: any(peer in peers for peers in self._others))
+        self._host.connections.protect(lambda peer: any(peer in peers for peers in self._others))
         while True:
             self.refresh()
             self._check_standing()

@@ -24,7 +24,7 @@ from ..base.nurseries import open_service_nursery
 
 if TYPE_CHECKING:
     from ..mesh.host import Host
-    from ..mesh.libp2p_stream import Libp2pStream
+    from ..mesh.yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 

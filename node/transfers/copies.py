@@ -155,9 +155,9 @@ class CopyService:
         if held is None or held.id == self._provided or trio.current_time() < self._provide_after:
             return
         if self._provided is not None:
-            host.withdraw(checkpoint_key(run_id, self._provided))
+            host.dht.withdraw(checkpoint_key(run_id, self._provided))
         self._provided, self._provide_after = held.id, trio.current_time() + PROVIDE_INTERVAL
-        await host.provide(checkpoint_key(run_id, held.id))
+        await host.dht.provide(checkpoint_key(run_id, held.id))
 
     # Files
 

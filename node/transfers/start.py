@@ -75,7 +75,7 @@ class Start:
             total_tokens=index.tokens,
             inner_steps=index.inner_steps,
         )
-        await self._host.provide(self._start.checkpoint)
+        await self._host.dht.provide(self._start.checkpoint)
         while True:
             await self._membership.announcer.tell_start(notice)
             await trio.sleep(TELL_INTERVAL)

@@ -135,7 +135,7 @@ class Reporter:
         return Connections(
             self.connectivity.reachability.kind.value,
             frozenset(short_name(held.relay) for held in self.connectivity.keeper.held),
-            {short_name(peer): self.host.path(peer) for peer in self.host.connected},
+            {short_name(peer): self.host.connections.path(peer) for peer in self.host.connected},
         )
 
     def links(self) -> list[LinkStatus]:
@@ -147,7 +147,7 @@ class Reporter:
             peer, last = connected.get(name), exchanges.last_by_peer.get(name)
             link = LinkStatus(
                 peer_id=name,
-                path="" if peer is None else self.host.path(peer),
+                path="" if peer is None else self.host.connections.path(peer),
                 round_trip_seconds=None if peer is None else self.host.connections.round_trip(peer),
                 bytes_per_second=exchanges.bandwidths.get(name),
                 committed=exchanges.partners[name],
@@ -187,7 +187,7 @@ class Reporter:
                 is_heard=author in heard - live and not member.has_left,
                 is_self=author == self.host.author,
                 is_connected=author in connected,
-                path=self.host.path(author) if author in connected else "",
+                path=self.host.connections.path(author) if author in connected else "",
                 version=VERSION if author == self.host.author else member.version,
                 is_apart=author in apart,
             )

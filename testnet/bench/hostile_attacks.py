@@ -17,7 +17,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import ISecureConn
 
-from farandole.node.mesh.sockets import Socket
+from farandole.node.mesh.links import Socket
 from farandole.node.mesh.upgrading import Upgrader
 from farandole.protocol.wire.errors import FarandoleError
 

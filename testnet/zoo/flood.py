@@ -99,7 +99,7 @@ async def main() -> None:
 
     async with open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]) as host, trio.open_nursery() as all_:
         for peer, address in targets.items():
-            host.add_addresses(peer, [address])
+            host.dialler.add_addresses(peer, [address])
             for protocol, frames in kinds:
                 all_.start_soon(flood, host, peer, protocol, frames, PER_SECOND / len(targets) / len(kinds), note)
         while True:

@@ -67,7 +67,7 @@ async def main() -> None:
         open_messenger(host) as messenger,
     ):
         for peer, address in targets.items():
-            host.add_addresses(peer, [address])
+            host.dialler.add_addresses(peer, [address])
         await haunt(messenger, targets, run_id)
 
 

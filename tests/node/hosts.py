@@ -9,7 +9,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.yamux import Libp2pStream
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 ECHO = "/echo/1"

@@ -38,7 +38,7 @@ async def light_member(folder: Path, run: SignedManifest, contact: Daemon) -> As
         gossip = GossipService(
             state, Writer(key, run.run_id), host, messenger, store, random.Random(0), base_period=1.0
         )
-        host.add_addresses(peer, contact.addresses)
+        host.dialler.add_addresses(peer, contact.addresses)
         await host.connect(peer)
         async with open_service_nursery() as nursery:
             await nursery.start(gossip.run)

@@ -19,6 +19,7 @@ from farandole.node.bulk.channel import ChannelError
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.transport import Channels
+from farandole.node.mesh.addresses import OwnAddresses
 from farandole.protocol.exchange.exchange_messages import Offer
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
@@ -102,16 +103,11 @@ class MemoryHost:
     faults: Faults = field(default_factory=Faults)
     handlers: dict[str, Handler] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=lambda: ["/ip4/127.0.0.1/tcp/4001/p2p/x"])
-    bound_ips: list[str] = field(default_factory=lambda: ["127.0.0.1"])
-    bulk_ports: set[int] = field(default_factory=set)
-    mapped: dict[int, tuple[str, int]] = field(default_factory=dict)
+    own: OwnAddresses = field(default_factory=lambda: OwnAddresses("x"))
 
     def __post_init__(self) -> None:
         self.network[self.author] = self
-
-    @property
-    def observed_ips(self) -> list[str]:
-        return []
+        self.own.listening.append(("127.0.0.1", 4_001))
 
     def remote_addresses(self, peer: bytes) -> list[str]:
         return ["/ip4/127.0.0.1/tcp/4001"]

@@ -13,7 +13,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.mesh.host import open_host
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import open_messenger
 from farandole.node.status.status import NodeStatus

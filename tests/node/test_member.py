@@ -64,7 +64,7 @@ def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -
         connected=frozenset(),
         addresses=[],
         set_handler=lambda *args: None,
-        find_providers=nobody,
+        dht=SimpleNamespace(find_providers=nobody),
         network_of=lambda peer: "",
         gate=SimpleNamespace(roster=None),
     )

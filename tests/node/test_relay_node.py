@@ -46,7 +46,7 @@ def author_of(relay: Daemon) -> bytes:
 async def providers(host: Host, key: bytes, wanted: bytes) -> None:
     found: set[bytes] = set()
     while wanted not in found:
-        found.update(dict(await host.find_providers(key, 5.0)))
+        found.update(dict(await host.dht.find_providers(key, 5.0)))
 
 
 def figures_of(relay: Daemon) -> str:
@@ -66,7 +66,7 @@ async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: P
             async with started(tmp_path / "relay", "relay", *invites) as relay:
                 await relay.says("peers can dial this node")
                 await relay.says("  /ip4/127.0.0.1/tcp/")
-                await alice.provide(run_key(RUN))
+                await alice.dht.provide(run_key(RUN))
                 async with open_home() as newcomer:
                     await newcomer.connect(author_of(relay), relay.addresses)
                     await providers(newcomer, run_key(RUN), alice.author)
@@ -75,7 +75,7 @@ async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: P
                     held = await newcomer.relays.reserve(author_of(relay))
                     async with open_public() as caller:
                         await caller.connect(newcomer.author, [f"{held.address}/p2p/{newcomer.peer_id}"])
-                        assert caller.path(newcomer.author) == "relayed"
+                        assert caller.connections.path(newcomer.author) == "relayed"
                     status = await relay.ask("status")
                     assert (status["phase"], status["relayed_peers"]) == ("relaying", 1)
                     assert not status["is_member"]
@@ -89,7 +89,7 @@ async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: P
 async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Path) -> None:
     with trio.fail_after(PATIENCE):
         async with open_public() as member:
-            await member.provide(run_key(RUN))
+            await member.dht.provide(run_key(RUN))
             async with host_at_loopback() as bootstrap:
                 await member.connect(bootstrap.author, bootstrap.addresses)
                 async with started(tmp_path / "relay", "relay", invite_to(RUN, bootstrap)) as relay:
@@ -97,7 +97,7 @@ async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Pat
                     assert await relay.end(signal.SIGTERM) == Exit.OK
             async with started(tmp_path / "relay", "relay") as relay:  # no invite, no bootstrap peer
                 await relay.says("listening on")
-                with member.connection_events() as events:
+                with member.connections.events() as events:
                     async for peer, is_connected in events:
                         if is_connected and peer == author_of(relay):
                             break
@@ -144,7 +144,7 @@ async def test_a_peer_is_dialled_at_an_address_that_a_person_gives_and_remembere
                 with pytest.raises(ControlError, match="a relay runs here"):
                     await trio.to_thread.run_sync(partial(call, relay.home, method))
             assert await dial(alice.addresses[0]) == f"connected to {alice.peer_id}"
-            assert alice.is_connected(author_of(relay))
+            assert author_of(relay) in alice.connected
             assert await relay.end(signal.SIGTERM) == Exit.OK
         async with started(tmp_path / "relay", "relay", "--no-mdns") as relay:
             await relay.says("listening on")

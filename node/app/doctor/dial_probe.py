@@ -148,7 +148,7 @@ async def _prove(host: Host, door: Door, ip: str) -> None:
             if door.is_relayed:
                 await host.connect(door.peer, [door.address], PROVE_TIMEOUT)
             else:
-                await host.prove(door.peer, (ip, door.port))
+                await host.upgrader.prove(door.peer, (ip, door.port))
         door.is_proved = True
     except Exception as error:  # whatever the handshake raises, the peer was not reached
         door.error = error

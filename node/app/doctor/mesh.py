@@ -42,7 +42,7 @@ async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) 
     """Dial the peers, and members that the DHT knows if few answer; return the connected ones."""
     await dial(host, peers)
     if run_id is not None and host.connected and len(host.connected) < NUM_ASKED:
-        found_peers = dict(await host.find_providers(run_key(run_id), FIND_TIMEOUT))
+        found_peers = dict(await host.dht.find_providers(run_key(run_id), FIND_TIMEOUT))
         found_peers.pop(host.author, None)
         with trio.move_on_after(FIND_TIMEOUT):
             await dial(host, found_peers)
@@ -109,8 +109,8 @@ async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, Reacha
     """Check how others reach this node."""
     reachability = Reachability()
     await Examiner(host, reachability, random.Random()).examine()
-    num_witnesses = sum(host.is_direct(peer) for peer in peers)
-    return judge_nat(reachability.verdict, host.own_ips, num_witnesses, host.own.announced), reachability.kind
+    num_witnesses = sum(host.connections.is_direct(peer) for peer in peers)
+    return judge_nat(reachability.verdict, host.own.ips, num_witnesses, host.own.announced), reachability.kind
 
 
 def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int, announced: Sequence[str] = ()) -> Finding:
@@ -151,7 +151,7 @@ async def check_relay(host: Host, peers: Iterable[bytes], kind: ReachabilityKind
         await host.relays.reserve(peer)
         return short_name(peer)
 
-    names = await _ask_all(ask, [peer for peer in peers if host.is_direct(peer)])
+    names = await _ask_all(ask, [peer for peer in peers if host.connections.is_direct(peer)])
     if names:
         return found("relay-fine", names=", ".join(names))
     return found("relay-none-needed" if kind is ReachabilityKind.RELAY_ONLY else "relay-none")

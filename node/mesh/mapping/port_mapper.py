@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
 from ...base.backoff import pauses
+from ..host import Host
 from .gateway import Gateway, find_gateway
 from .natpmp import NatPmpRouter, find_natpmp_router
 from .router import MappingError, Opened
 from .upnp import UpnpRouter, find_upnp_router
-
-if TYPE_CHECKING:
-    from ..host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -142,15 +140,15 @@ class PortKeeper:
                 return
 
     def _tell(self, opened: dict[int, Opened]) -> None:
-        before, self._opened = self._host.mapped, opened
+        before, self._opened = self._host.own.mapped, opened
         self._host.own.mapped = {port: each.outer for port, each in opened.items()}
-        for port, (ip, outer) in self._host.mapped.items() - before.items():
+        for port, (ip, outer) in self._host.own.mapped.items() - before.items():
             logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
         listening = [port for _, port in self._host.own.listening]
-        if any(port in listening for port, _ in self._host.mapped.items() ^ before.items()):
+        if any(port in listening for port, _ in self._host.own.mapped.items() ^ before.items()):
             self._on_change()
 
     def _ports(self) -> list[int]:
         """Return the ports that other machines can reach over IPv4."""
         listening = [port for ip, port in self._host.own.listening if ":" not in ip and not ip.startswith("127.")]
-        return list(dict.fromkeys((*listening, *(self._host.bulk_ports if listening else ()))))[:MAX_PORTS]
+        return list(dict.fromkeys((*listening, *(self._host.own.bulk_ports if listening else ()))))[:MAX_PORTS]

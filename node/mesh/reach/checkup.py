@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -17,11 +16,9 @@ from farandole.protocol.mesh.checkup import (
     measure_offset,
 )
 
+from ..host import Host
+from ..yamux import Libp2pStream
 from .messages import answered, hear, tell
-
-if TYPE_CHECKING:
-    from ..host import Host
-    from ..libp2p_stream import Libp2pStream
 
 
 def tell_time(host: Host, clock: Callable[[], float] = time.time) -> None:

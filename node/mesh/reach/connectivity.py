@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -18,17 +18,13 @@ from farandole.protocol.mesh.relay import Limits
 
 from ...base.bandwidth import Shaping
 from ...base.nurseries import open_service_nursery
+from ..host import Host
 from ..mapping.port_mapper import PortKeeper
 from .checkup import tell_time
 from .punching import Puncher
 from .reachability import Examiner, Reachability
 from .relay_server import RelayServer
 from .relays import RelayKeeper
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from ..host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -106,18 +102,18 @@ class Connectivity:
                 await self.reachability.changed()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(server.run)
-                nursery.start_soon(self._host.provide, self._key)
+                nursery.start_soon(self._host.dht.provide, self._key)
                 while self.reachability.kind is ReachabilityKind.PUBLIC:
                     await self.reachability.changed()
                 nursery.cancel_scope.cancel()
-            self._host.withdraw(self._key)
+            self._host.dht.withdraw(self._key)
 
     async def _find_relays(self) -> list[bytes]:
         """Return unconnected peers that may relay, announced relays first; looks them up in the DHT now and then."""
         relays: list[bytes] = []
         if trio.current_time() - self._found_at >= FIND_INTERVAL:
             self._found_at = trio.current_time()
-            relays = [peer for peer, _ in await self._host.find_providers(self._key, FIND_TIMEOUT)]
+            relays = [peer for peer, _ in await self._host.dht.find_providers(self._key, FIND_TIMEOUT)]
         others = [*self._known, *self.members]
         for peers in (relays, others):
             self._rng.shuffle(peers)

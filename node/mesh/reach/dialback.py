@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -28,18 +27,19 @@ from farandole.protocol.mesh.reachability import (
 )
 
 from ...base.errors import PeerUnreachableError
+from ..addresses import multiaddr_of
 from ..admission import site_of
+from ..connections import Connection
+from ..dialler import DIAL_TIMEOUT
+from ..host import Host
+from ..yamux import Libp2pStream
 from .messages import MESSAGE_TIMEOUT, answered, hear, tell
-
-if TYPE_CHECKING:
-    from ..host import Host
-    from ..libp2p_stream import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
 # A lost SYN is sent again after one second and after three.
-DIAL_TIMEOUT = 4.0
-ANSWER_TIMEOUT = DIAL_TIMEOUT + MESSAGE_TIMEOUT
+DIAL_BACK_TIMEOUT = 4.0
+ANSWER_TIMEOUT = DIAL_BACK_TIMEOUT + MESSAGE_TIMEOUT
 # To ask peers what they see: two round trips and a handshake. They are asked one after the other, until one answers.
 OBSERVE_TIMEOUT = 3.0
 NUM_OBSERVERS = 2
@@ -51,12 +51,16 @@ MAX_DIALLING, MAX_DIALLING_PER_ADDRESS = 8, 4
 # Askers remembered for `DIAL_INTERVAL`; as many as a node has connections.
 MAX_ASKERS = 512
 
+Key = tuple[bytes, int | None]
+"""A peer, and the port; None: libp2p's port."""
+
 
 class Dialback:
     """Both sides of `farandole.protocol.mesh.reachability` for one host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self._probes = ProbeConnections(host)
         self._dialling: Counter[str] = Counter()
         self._num_asking = 0
         self._none_asking = trio.Event()
@@ -77,7 +81,7 @@ class Dialback:
                 stream.reset()
                 raise PeerUnreachableError("a relay cannot tell")
             listening = [port for _, port in self._host.own.listening]
-            mapped = [outer for port, (_, outer) in self._host.mapped.items() if port in listening]
+            mapped = [outer for port, (_, outer) in self._host.own.mapped.items() if port in listening]
             opened = [int(address.rpartition("/")[2]) for address in self._host.own.announced]
             ports = tuple(dict.fromkeys((*listening, *mapped, *opened)))[-MAX_PORTS:]
             return await _ask_over(stream, Request(ports))
@@ -101,10 +105,10 @@ class Dialback:
         while self._num_asking:
             await self._none_asking.wait()
         self.holed_at = trio.current_time()
-        async with self._host.probes.open(peer, port, timeout) as conn:
+        async with self._probes.open(peer, port, timeout) as conn:
             witness = None
             with trio.move_on_after(timeout):
-                witness = await _ask_over(await conn.open_stream(DIALBACK_PROTOCOL), Request(()))
+                witness = await _ask_over(await self._host.gate.open_stream(conn, DIALBACK_PROTOCOL), Request(()))
             if witness is None:
                 raise PeerUnreachableError("no answer to a dial-back")
             yield witness
@@ -112,7 +116,7 @@ class Dialback:
     @contextlib.asynccontextmanager
     async def observed_by_any(self, port: int | None = None) -> AsyncIterator[list[Address]]:
         """Yield the view of one peer that we have dialled, as a list; the list is empty if no peer answers."""
-        peers = [peer for peer in self._host.connected if self._host.dialled_target(peer) is not None]
+        peers = [peer for peer in self._host.connected if self._host.connections.dialled_target(peer) is not None]
         async with contextlib.AsyncExitStack() as stack:
             seen: list[Address] = []
             for peer in peers[:NUM_OBSERVERS]:
@@ -157,13 +161,13 @@ class Dialback:
 
         async def dial(port: int) -> None:
             try:
-                await self._host.prove(peer, (ip, port))
+                await self._host.upgrader.prove(peer, (ip, port))
             except Exception as error:  # whatever the handshake raises, the port was not reached
                 logger.debug("cannot dial %s port %d back: %r", ip, port, error)
             else:
                 reached.append(port)
 
-        with trio.move_on_after(DIAL_TIMEOUT):
+        with trio.move_on_after(DIAL_BACK_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 for port in ports:
                     nursery.start_soon(dial, port)
@@ -176,3 +180,95 @@ async def _ask_over(stream: Libp2pStream, request: Request) -> Witness:
         await tell(stream, request, MAX_MESSAGE_BYTES)
         answer = decode_answer(await hear(stream, MAX_MESSAGE_BYTES, ANSWER_TIMEOUT), request)
     return Witness(remote[0] if remote else "", answer)
+
+
+class ProbeConnections:
+    """Extra connections to peers, from a listening port, to learn how a NAT maps that port.
+
+    Over IPv6 peers see the address that this machine has, and over IPv4 they see the router's. So the connection is
+    made over IPv4 if there is a way, whatever the other connections with the peer use.
+
+    One port can have only one connection to one address. So concurrent users share it, and new users wait while it
+    closes. It is closed by RST: after an orderly close the kernel would keep it in TIME_WAIT for a minute, and refuse
+    the next one.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._open: dict[Key, _Probe] = {}
+
+    @contextlib.asynccontextmanager
+    async def open(self, peer: bytes, port: int | None, timeout: float) -> AsyncIterator[Connection]:
+        """Yield an extra connection to a peer that was dialled, for as long as the block runs.
+
+        ``port``: the local port, over IPv4; None: the listening port. Raises `PeerUnreachableError` if there is no
+        connection in ``timeout`` seconds.
+        """
+        key = peer, port
+        with trio.move_on_after(timeout):
+            while (probe := self._open.get(key)) is not None and probe.is_unused.is_set():
+                await probe.is_over.wait()
+        if probe is not None and probe.is_unused.is_set():
+            raise PeerUnreachableError("the connection before this one does not end")
+        if probe is None:
+            probe = self._open[key] = _Probe()
+            self._host.nursery.start_soon(self._hold, key, probe)
+        probe.num_users += 1
+        try:
+            with trio.move_on_after(timeout):
+                await probe.is_open.wait()
+            if probe.conn is None:
+                raise PeerUnreachableError(f"cannot dial it from the port that listens: {probe.error!r}")
+            yield probe.conn
+        finally:
+            probe.num_users -= 1
+            if not probe.num_users:
+                probe.is_unused.set()
+
+    async def _hold(self, key: Key, probe: _Probe) -> None:
+        """Hold a probe connection until it is unused."""
+        try:
+            conn = await self._dial(*key)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(conn.run)
+                await conn.muxed.event_started.wait()
+                probe.conn = conn
+                probe.is_open.set()
+                await probe.is_unused.wait()
+                nursery.cancel_scope.cancel()
+        except Exception as error:  # whatever the handshakes raise
+            probe.error = error
+        finally:
+            del self._open[key]
+            probe.is_open.set()
+            probe.is_over.set()
+
+    async def _dial(self, peer: bytes, port: int | None) -> Connection:
+        target = self._host.connections.dialled_target(peer)
+        if target is None:
+            raise PeerUnreachableError("we have no connection with it that we dialled directly")
+        with trio.fail_after(DIAL_TIMEOUT):
+            if ":" in target[0] and (other := self._host.dialler.known.ipv4_target(peer)) is not None:
+                with contextlib.suppress(OSError, PeerUnreachableError):
+                    conn = await self._dial_at(peer, other, port)
+                    self._host.dialler.known.succeed(*other)
+                    self._host.dialler.add_addresses(peer, [multiaddr_of(*other)])
+                    return conn
+            return await self._dial_at(peer, target, port)
+
+    async def _dial_at(self, peer: bytes, target: tuple[str, int], port: int | None) -> Connection:
+        socket = await self._host.dialler.dial_from_listener(target, port)
+        socket.leave_nothing()
+        return Connection(await self._host.upgrader.dial(socket, peer), self._host.connections, is_outbound=True)
+
+
+class _Probe:
+    """One probe connection."""
+
+    def __init__(self) -> None:
+        self.num_users = 0
+        self.is_open = trio.Event()  # or has failed
+        self.is_unused = trio.Event()
+        self.is_over = trio.Event()
+        self.conn: Connection | None = None
+        self.error: Exception | None = None

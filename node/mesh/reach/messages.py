@@ -15,7 +15,7 @@ from farandole.protocol.wire.messagepack import encode
 
 from ...base.errors import PeerUnreachableError
 from ...base.streams import receive_frame
-from ..libp2p_stream import Libp2pStream
+from ..yamux import Libp2pStream
 
 MESSAGE_TIMEOUT: Final = 5.0
 

@@ -16,27 +16,24 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
 from farandole.protocol.mesh.punching import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, offer, targets
 from farandole.protocol.mesh.reachability import Address
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ...base.backoff import Backoff
 from ...base.errors import PeerUnreachableError
-from ..addresses import multiaddr_of
+from ..addresses import dial_target, multiaddr_of
 from ..delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
-from ..dial_plan import dial_target
+from ..host import Host
 from ..libp2p_parts import HolePunch
+from ..yamux import Libp2pStream
 from .dialback import ANSWER_TIMEOUT, NUM_OBSERVERS, OBSERVE_TIMEOUT, Dialback
 from .reachability import Reachability
-
-if TYPE_CHECKING:
-    from ..host import Host
-    from ..libp2p_stream import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +71,7 @@ class Puncher:
             watching.start_soon(self._watch, nursery)
             while True:
                 for peer in self._host.connected:
-                    if self._host.is_direct(peer):
+                    if self._host.connections.is_direct(peer):
                         self._host.connections.retire_relayed(peer, RETIRE_AFTER)
                     else:
                         self._begin(peer, nursery)
@@ -82,9 +79,9 @@ class Puncher:
                 await trio.sleep(CHECK_INTERVAL)
 
     async def _watch(self, nursery: trio.Nursery) -> None:
-        with self._host.connection_events() as events:
+        with self._host.connections.events() as events:
             async for peer, is_connected in events:
-                if is_connected and not self._host.is_direct(peer):
+                if is_connected and not self._host.connections.is_direct(peer):
                     self._begin(peer, nursery)
 
     async def _renew(self, peer: bytes) -> None:
@@ -93,7 +90,7 @@ class Puncher:
             return
         self._renewing.add(peer)
         try:
-            await self._host.renew_worn(peer, RETIRE_AFTER)
+            await self._host.dialler.renew_worn(peer, RETIRE_AFTER)
         except Exception as error:  # whatever the handshakes raise
             logger.debug("no other circuit to %s: %r", short_name(peer), error)
         finally:
@@ -131,16 +128,16 @@ class Puncher:
             yield
         finally:
             self._under_way.discard(peer)
-            if self._host.is_direct(peer):
+            if self._host.connections.is_direct(peer):
                 logger.info("direct with %s after %.1f s", short_name(peer), trio.current_time() - began)
                 self._backoff.note_success(peer)
-            elif self._host.is_connected(peer):
+            elif peer in self._host.connected:
                 _, pause = self._backoff.note_failure(peer, self._path(), trio.current_time())
                 logger.info("no direct way to %s: relayed; tried again in %.0f s", short_name(peer), pause)
 
     def is_out_of_reach(self, peer: bytes) -> bool:
         """Return whether attempts have shown that a peer is reachable only through relays."""
-        return not self._host.is_direct(peer) and self._backoff.has_failed(peer, self._path())
+        return not self._host.connections.is_direct(peer) and self._backoff.has_failed(peer, self._path())
 
     async def _lead(self, peer: bytes) -> None:
         async with self._observed() as observed:
@@ -152,12 +149,12 @@ class Puncher:
                         await self._send_offer(stream, observed)
                         offered = await receive_message(stream, HolePunch, MAX_MESSAGE_BYTES)
                     chosen = self._choose(peer, offered, observed)
-                    with self._host.rendezvous.expecting(peer, ()):
+                    with self._host.acceptor.expecting(peer, ()):
                         with trio.fail_after(MESSAGE_TIMEOUT):
                             await stream.send_all(encode_delimited(HolePunch(type=HolePunch.SYNC)))
                         await trio.sleep((trio.current_time() - asked_at) / 2)
                         await self._meet(peer, chosen, is_client=False)
-                    if self._host.is_direct(peer):
+                    if self._host.connections.is_direct(peer):
                         return
             finally:
                 stream.reset()
@@ -178,7 +175,7 @@ class Puncher:
                         chosen = self._choose(peer, offered, observed)
                         await self._send_offer(stream, observed)
                     # The callee's dial may come before ours leaves: we begin the handshake on that as well.
-                    with self._host.rendezvous.expecting(peer, [ip for ip, _ in chosen]):
+                    with self._host.acceptor.expecting(peer, [ip for ip, _ in chosen]):
                         with trio.fail_after(MESSAGE_TIMEOUT):
                             sync = await receive_message(stream, HolePunch, MAX_MESSAGE_BYTES)
                         if sync.type != HolePunch.SYNC:
@@ -197,7 +194,7 @@ class Puncher:
         if offered.type != HolePunch.CONNECT:
             raise RemoteProtocolError("not where to connect")
         found = (dial_target(address, peer) for address in multiaddr_texts(offered.ObsAddrs))
-        return targets([address for address in found if address is not None], observed, self._host.own_ips)
+        return targets([address for address in found if address is not None], observed, self._host.own.ips)
 
     @contextlib.asynccontextmanager
     async def _observed(self) -> AsyncIterator[list[Address]]:
@@ -211,13 +208,26 @@ class Puncher:
             async with trio.open_nursery() as nursery:
                 for target in chosen:
                     nursery.start_soon(self._dial_on, peer, target, is_client)
-                await self._host.wait_direct(peer)
+                await self._host.connections.wait_direct(peer)
                 nursery.cancel_scope.cancel()
 
     async def _dial_on(self, peer: bytes, target: Address, is_client: bool) -> None:
-        while not self._host.is_direct(peer):
+        while not self._host.connections.is_direct(peer):
             try:
-                await self._host.meet(peer, target, is_initiator=is_client)
+                await meet(self._host, peer, target, is_initiator=is_client)
             except Exception as error:  # whatever the other end does on a connection that proves nothing yet
                 logger.debug("not met at %s port %d: %r", *target, error)
                 await trio.sleep(REDIAL_INTERVAL)
+
+
+async def meet(host: Host, peer: bytes, target: Address, *, is_initiator: bool) -> None:
+    """Dial from the listening port while the peer does the same; the initiator of the handshake is agreed on.
+
+    Errors of the dial pass through.
+    """
+    socket = await host.dialler.dial_from_listener(target)
+    muxed = await (host.upgrader.dial(socket, peer) if is_initiator else host.upgrader.accept(socket))
+    if muxed.peer != peer:
+        await muxed.link.close()
+        raise PeerUnreachableError(f"{peer_id_of(muxed.peer)} is there, where {peer_id_of(peer)} should be")
+    await host.connections.add(muxed, is_outbound=is_initiator, is_punched=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -17,10 +16,8 @@ from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, Witn
 
 from ...base.errors import PeerUnreachableError
 from ..addresses import multiaddr_of
+from ..host import Host
 from .dialback import Dialback
-
-if TYPE_CHECKING:
-    from ..host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +123,7 @@ class Examiner:
     async def _watch(self) -> None:
         """Examine on the first connection, the first ones from the internet, and the loss of a witness."""
         num_asked_far = num_connected = 0
-        with self._host.connection_events() as events:
+        with self._host.connections.events() as events:
             async for peer, is_connected in events:
                 was_alone, num_connected = num_connected == 0, len(self._host.connected)
                 is_far = is_connected and is_global(self._ip_of(peer))
@@ -160,13 +157,13 @@ class Examiner:
         """Return whether this node is known to be behind NAT, and suddenly seems public."""
         is_sudden = self._reachability.is_examined and self._reachability.kind is not ReachabilityKind.PUBLIC
         is_holed = trio.current_time() < self.dialback.holed_at + HOLE_SECONDS
-        own, mapped = self._host.own_ips, [port for _, port in self._host.mapped.values()]
+        own, mapped = self._host.own.ips, [port for _, port in self._host.own.mapped.values()]
         is_explained = any(ip in own or port in mapped for ip, port in verdict.addresses)
         return is_sudden and is_holed and not is_explained
 
     def _choose(self) -> list[bytes]:
         """Choose peers with direct connections, distant ones first, at distinct addresses if possible."""
-        peers = [peer for peer in self._host.connected if self._host.is_direct(peer)]
+        peers = [peer for peer in self._host.connected if self._host.connections.is_direct(peer)]
         self._rng.shuffle(peers)
         peers.sort(key=lambda peer: not is_global(self._ip_of(peer)))
         apart = {self._ip_of(peer): peer for peer in reversed(peers)}

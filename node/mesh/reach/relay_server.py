@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,9 +20,10 @@ from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes,
 
 from ...base.bandwidth import Leftover, Shaping
 from ...base.errors import PeerUnreachableError
+from ..addresses import MAX_ADDRESSES
 from ..admission import site_of
 from ..delimited import encode_delimited, multiaddr_bytes, receive_message
-from ..known_addresses import MAX_ADDRESSES
+from ..host import Host
 from ..libp2p_parts import (
     RELAY_RSVP_DOMAIN,
     VOUCHER_PAYLOAD_TYPE,
@@ -38,10 +38,7 @@ from ..libp2p_parts import (
     create_new_key_pair,
     make_unsigned,
 )
-
-if TYPE_CHECKING:
-    from ..host import Host
-    from ..libp2p_stream import Libp2pStream
+from ..yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +69,7 @@ class RelayServer:
         self._may_spend = shaping.may_spend
         self._shaping = shaping
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
-        host.protect(self.table.has_reservation)
+        host.connections.protect(self.table.has_reservation)
 
     def _piece_bytes(self) -> int:
         return min(PIECE_BYTES, self._shaping.down.quantum, self._shaping.up.quantum)
@@ -81,7 +78,7 @@ class RelayServer:
         """Relay until cancelled. Circuits under way then end with the host."""
         self._host.set_handler(HOP_PROTOCOL, self._serve)
         try:
-            with self._host.connection_events() as events:
+            with self._host.connections.events() as events:
                 async for peer, is_connected in events:
                     if not is_connected:
                         self.table.forget(peer)
@@ -173,7 +170,7 @@ class RelayServer:
 
     async def _call(self, peer: bytes, source: bytes, limit: Limit) -> Libp2pStream:
         """Open a stream to a peer with a reservation that accepts the circuit, or raise `PeerUnreachableError`."""
-        if not self._host.is_direct(peer):
+        if not self._host.connections.is_direct(peer):
             raise PeerUnreachableError("it has gone")
         stream = await self._host.open_stream(peer, STOP_PROTOCOL, STOP_TIMEOUT)
         try:

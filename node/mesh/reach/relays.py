@@ -11,7 +11,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
@@ -21,11 +21,9 @@ from farandole.protocol.wire.identity import short_name
 
 from ...base.backoff import Backoff, pauses
 from ...base.errors import PeerUnreachableError
+from ..host import Host
 from ..relay_client import Reservation
 from .reachability import Reachability, announced
-
-if TYPE_CHECKING:
-    from ..host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class RelayKeeper:
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._held: set[bytes] = set()
         self._former: OrderedDict[bytes, None] = OrderedDict()  # the latest last
-        host.protect(self._held.__contains__)
+        host.connections.protect(self._held.__contains__)
 
     @property
     def held(self) -> list[Reservation]:
@@ -98,7 +96,7 @@ class RelayKeeper:
 
     async def _loss(self) -> None:
         """Wait until a relay in use is gone."""
-        with self._host.connection_events() as events:
+        with self._host.connections.events() as events:
             async for peer, is_connected in events:
                 if not is_connected and peer in self._held:
                     return
@@ -111,7 +109,7 @@ class RelayKeeper:
                 if held.expires_at < soon:
                     nursery.start_soon(self._reserve, held.relay)
         if len(self._held) < NUM_RELAYS:
-            connected = self._due([peer for peer in self._host.connected if self._host.is_direct(peer)])
+            connected = self._due([peer for peer in self._host.connected if self._host.connections.is_direct(peer)])
             self._rng.shuffle(connected)
             await self._ask_some(connected)
         if len(self._held) < NUM_RELAYS:
@@ -153,7 +151,7 @@ class RelayKeeper:
 
     def _is_far(self, peer: bytes) -> bool:
         """Return whether others on the internet could dial the peer, judging by our own connections to it."""
-        addresses = [a.split("/") for a in (*self._host.remote_addresses(peer), *self._host.addresses_of(peer))]
+        addresses = [a.split("/") for a in (*self._host.remote_addresses(peer), *self._host.dialler.known.of(peer))]
         return any(is_global(parts[2]) for parts in addresses if len(parts) > 2)
 
     def _give_up(self) -> None:

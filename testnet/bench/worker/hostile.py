@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import open_host
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import public_key_of
 
 from ..hostile_attacks import AttackTarget, attack
@@ -141,7 +141,7 @@ class HonestDialler(HostileProcess):
             async with open_host(Ed25519PrivateKey.generate(), []) as host:
                 started_at = trio.current_time()
                 try:
-                    host.add_addresses(peer, [address])
+                    host.dialler.add_addresses(peer, [address])
                     stream = await host.open_stream(peer, PROTOCOL, DIAL_TIMEOUT)
                     with trio.fail_after(DIAL_TIMEOUT):
                         await stream.send_all(b"?")
@@ -160,5 +160,5 @@ class HonestDialler(HostileProcess):
         async with open_host(Ed25519PrivateKey.generate(), []) as host:
             for _ in range(number):
                 await host.connect(peer, [address])
-                await host.disconnect(peer)
+                await host.connections.disconnect(peer)
         return {"seconds": trio.current_time() - started_at}

@@ -65,7 +65,7 @@ class JoiningNode:
     async def meet(self, addresses: list[str]) -> dict[str, Any]:
         """Add the others' addresses."""
         for address in addresses:
-            self._host.add_addresses(public_key_of(address.rpartition("/")[2]), [address])
+            self._host.dialler.add_addresses(public_key_of(address.rpartition("/")[2]), [address])
         return {}
 
     async def hold(self, path: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class JoiningNode:
         """
         names = [public_key_of(address.rpartition("/")[2]) for address in donors]
         for name in names:
-            await self._host.disconnect(name)
+            await self._host.connections.disconnect(name)
         self._channels.close()
         shaping = Shaping.of_mbit(0, cap_mbit) if cap_mbit else self._shaping
         channels = None if cap_mbit else self._channels

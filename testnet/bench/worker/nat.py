@@ -94,7 +94,7 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
                 nursery.start_soon(announcer.run)
                 nursery.start_soon(connections.run)
                 nursery.start_soon(_follow, membership, connectivity)
-                nursery.start_soon(host.provide, run_key(run_id))
+                nursery.start_soon(host.dht.provide, run_key(run_id))
                 yield NatMember(host, connectivity, gossip, membership, exchanges)
                 nursery.cancel_scope.cancel()
 
@@ -136,14 +136,14 @@ class HomeNode:
         """Wait for a connection with a peer, from either side, then for a direct one; return the times of both."""
         host, other = self._member.host, bytes.fromhex(peer)
         connected_s = direct_s = None
-        with trio.move_on_at(self._began_at + connect_seconds), host.connection_events() as events:
+        with trio.move_on_at(self._began_at + connect_seconds), host.connections.events() as events:
             async for who, is_connected in events:
                 if who == other and is_connected:
                     connected_s = trio.current_time() - self._began_at
                     break
         if connected_s is not None:
             with trio.move_on_after(direct_seconds):
-                await host.wait_direct(other)
+                await host.connections.wait_direct(other)
                 direct_s = trio.current_time() - self._began_at
         kind = self._member.connectivity.reachability.kind
         return {"connected_s": connected_s, "direct_s": direct_s, "kind": kind}
@@ -151,7 +151,7 @@ class HomeNode:
     async def exchange(self, peer: str, size: int) -> dict[str, Any]:
         """Exchange random fp32 of ``size`` bytes for the peer's, and take the mean: both means must hash alike."""
         host, other = self._member.host, bytes.fromhex(peer)
-        was_relayed = host.path(other) == "relayed"
+        was_relayed = host.connections.path(other) == "relayed"
         seed = int.from_bytes(host.author[:8], "big")
         own = np.random.default_rng(seed).standard_normal(size // 4, dtype=np.float32).tobytes()
         received = bytearray(len(own))
@@ -165,7 +165,7 @@ class HomeNode:
             "reason": result.reason,
             "seconds": result.seconds,
             "way": way,
-            "path": host.path(other),
+            "path": host.connections.path(other),
             "own": blake3(own).hexdigest(),
             "received": blake3(received).hexdigest(),
             "mean": blake3(mean.tobytes()).hexdigest(),

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.yamux import PIECE_BYTES
 from farandole.protocol.wire.identity import public_key_of
 from farandole.protocol.wire.messagepack import SESSION_BYTES

@@ -357,7 +357,7 @@ async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> Non
             open_host(keys[1], LOOPBACK, shaping=bobs) as bob,
         ):
             BlockService(Conditions(alice, RUN, alices), find).register()
-            bob.add_addresses(alice.author, alice.addresses)
+            bob.dialler.add_addresses(alice.author, alice.addresses)
             conditions, donors = Conditions(bob, RUN, bobs), [alice.author]
             path = tmp_path / "ours"
             await fetch_checkpoint(conditions, holding.signed, holding.index, lambda: donors, lambda name: True, path)

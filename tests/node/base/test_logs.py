@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
 
 
 def record(
-    message: str, *arguments: object, name: str = "farandole.node.mesh.connection", level: int = logging.INFO
+    message: str, *arguments: object, name: str = "farandole.node.mesh.connections", level: int = logging.INFO
 ) -> logging.LogRecord:
     return logging.LogRecord(name, level, "", 0, message, arguments, None)
 

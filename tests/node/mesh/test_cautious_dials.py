@@ -61,7 +61,7 @@ async def test_liars_who_point_at_an_honest_node_do_not_make_it_unreachable() ->
                 await dial_in_vain(alice, os.urandom(32), address)
             alice.add_hearsay(bob.author, [address])
             await alice.connect(bob.author)
-            assert address in alice.addresses_to_keep(bob.author)
+            assert address in alice.dialler.known.to_keep(bob.author)
 
 
 async def test_what_the_user_says_is_dialled_wherever_it_is() -> None:
@@ -78,5 +78,5 @@ async def test_an_announced_address_inside_a_network_is_not_kept_for_another_day
         liar = os.urandom(32)
         public, private = "/ip4/8.8.8.8/tcp/4001", "/ip4/192.168.77.1/tcp/8080"
         alice.add_hearsay(liar, [public, private])
-        assert set(alice.addresses_of(liar)) == {public, private}
-        assert alice.addresses_to_keep(liar) == [public]
+        assert set(alice.dialler.known.of(liar)) == {public, private}
+        assert alice.dialler.known.to_keep(liar) == [public]

@@ -12,11 +12,11 @@ from multiaddr import Multiaddr
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh import dht as dht_module
+from farandole.node.mesh.addresses import MAX_ADDRESSES
 from farandole.node.mesh.delimited import encode_delimited
 from farandole.node.mesh.dht import MAX_QUESTION_BYTES
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.known_addresses import MAX_ADDRESSES
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL, PeerAddresses
 from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
@@ -47,12 +47,12 @@ async def test_a_provider_is_found_through_one_bootstrap_peer_and_can_be_dialled
     with trio.fail_after(PATIENCE):
         async with open_mesh(8) as hosts:
             key, provider, seeker = os.urandom(32), hosts[3], hosts[6]
-            await provider.provide(key)
+            await provider.dht.provide(key)
             for host in hosts:
-                found = await host.find_providers(key, timeout=PATIENCE)
+                found = await host.dht.find_providers(key, timeout=PATIENCE)
                 assert [peer for peer, _ in found] == ([] if host is provider else [provider.author])
             await seeker.connect(provider.author)
-            assert seeker.is_connected(provider.author)
+            assert provider.author in seeker.connected
 
 
 @pytest.mark.usefixtures("no_laggards")
@@ -61,17 +61,17 @@ async def test_every_provider_of_a_key_is_found_by_another_provider_too() -> Non
         async with open_mesh(5) as hosts:
             key = os.urandom(32)
             for host in hosts[1:4]:
-                await host.provide(key)
+                await host.dht.provide(key)
             for host in hosts[1:4]:
-                found = {peer for peer, _ in await host.find_providers(key, timeout=PATIENCE)}
+                found = {peer for peer, _ in await host.dht.find_providers(key, timeout=PATIENCE)}
                 assert found == {other.author for other in hosts[1:4]} - {host.author}
 
 
 async def test_a_key_that_nobody_provides_is_not_found_and_takes_no_longer_than_asked() -> None:
     with trio.fail_after(PATIENCE):
         async with open_mesh(3) as hosts:
-            assert await hosts[1].find_providers(os.urandom(32), timeout=PATIENCE) == []
-            assert await hosts[1].find_providers(os.urandom(32), timeout=0) == []
+            assert await hosts[1].dht.find_providers(os.urandom(32), timeout=PATIENCE) == []
+            assert await hosts[1].dht.find_providers(os.urandom(32), timeout=0) == []
 
 
 async def test_addresses_that_are_none_are_passed_over() -> None:
@@ -88,7 +88,7 @@ async def test_addresses_that_are_none_are_passed_over() -> None:
                 )
 
             liar.set_handler(KAD_PROTOCOL, lie)
-            found = await seeker.find_providers(os.urandom(32), timeout=PATIENCE)
+            found = await seeker.dht.find_providers(os.urandom(32), timeout=PATIENCE)
             assert found == [(provider, ["/ip4/192.0.2.1/tcp/1"])]
 
 
@@ -96,9 +96,9 @@ async def test_what_was_announced_to_nobody_is_announced_to_the_first_who_comes(
     with trio.fail_after(PATIENCE):
         async with open_mesh(1) as (alone,), open_mesh(1) as (newcomer,):
             key = os.urandom(32)
-            await alone.provide(key)
+            await alone.dht.provide(key)
             await alone.connect(newcomer.author, newcomer.addresses)
-            while await newcomer.find_providers(key, timeout=PATIENCE) != [(alone.author, alone.addresses)]:
+            while await newcomer.dht.find_providers(key, timeout=PATIENCE) != [(alone.author, alone.addresses)]:
                 pass
 
 
@@ -109,32 +109,32 @@ async def test_announcements_never_exceed_what_receivers_take(monkeypatch: pytes
         started = trio.current_time()
         async with trio.open_nursery() as nursery:
             for number in range(6):
-                nursery.start_soon(first.provide, bytes([number]) * 32)
+                nursery.start_soon(first.dht.provide, bytes([number]) * 32)
         assert trio.current_time() - started >= 5 * 0.05
         for number in range(6):
-            assert await second.find_providers(bytes([number]) * 32, timeout=PATIENCE)
+            assert await second.dht.find_providers(bytes([number]) * 32, timeout=PATIENCE)
 
 
 async def test_a_key_has_32_bytes() -> None:
     async with open_mesh(1) as (host,):
         with pytest.raises(ValueError, match="32"):
-            await host.provide(b"short")
+            await host.dht.provide(b"short")
         with pytest.raises(ValueError, match="32"):
-            await host.find_providers(b"short", timeout=1)
+            await host.dht.find_providers(b"short", timeout=1)
 
 
 async def test_a_key_that_was_withdrawn_is_not_announced_again() -> None:
     with trio.fail_after(PATIENCE):
         async with open_mesh(1) as (alone,), open_mesh(1) as (newcomer,):
             left, held = os.urandom(32), os.urandom(32)
-            await alone.provide(left)
-            alone.withdraw(left)
-            alone.withdraw(os.urandom(32))  # it was never provided
-            await alone.provide(held)
+            await alone.dht.provide(left)
+            alone.dht.withdraw(left)
+            alone.dht.withdraw(os.urandom(32))  # it was never provided
+            await alone.dht.provide(held)
             await alone.connect(newcomer.author, newcomer.addresses)
-            while await newcomer.find_providers(held, timeout=PATIENCE) != [(alone.author, alone.addresses)]:
+            while await newcomer.dht.find_providers(held, timeout=PATIENCE) != [(alone.author, alone.addresses)]:
                 pass
-            assert await newcomer.find_providers(left, timeout=PATIENCE) == []
+            assert await newcomer.dht.find_providers(left, timeout=PATIENCE) == []
 
 
 async def answer_to(asker: Host, asked: Host, question: Message, protocol: str = KAD_PROTOCOL) -> Message | None:
@@ -218,12 +218,12 @@ async def test_of_a_flood_of_addresses_no_more_is_kept_than_anybody_dials() -> N
         )
         for message in (question, announcement(stranger, os.urandom(32), [address.to_bytes() for address in flood])):
             assert await answer_to(stranger, kept, message)
-            assert len(kept.addresses_of(stranger.author)) <= 2 * MAX_ADDRESSES
+            assert len(kept.dialler.known.of(stranger.author)) <= 2 * MAX_ADDRESSES
         kept.add_hearsay(stranger.author, map(str, flood))
-        assert len(kept.addresses_of(stranger.author)) <= 2 * MAX_ADDRESSES
+        assert len(kept.dialler.known.of(stranger.author)) <= 2 * MAX_ADDRESSES
         newest = "/ip4/192.0.2.1/tcp/1"
         kept.add_hearsay(stranger.author, [newest])
-        assert newest in kept.addresses_of(stranger.author)
+        assert newest in kept.dialler.known.of(stranger.author)
 
 
 async def test_strangers_with_long_addresses_do_not_make_answers_too_long() -> None:
@@ -235,8 +235,8 @@ async def test_strangers_with_long_addresses_do_not_make_answers_too_long() -> N
                 kept.add_hearsay(stranger.author, long)
                 question = Message(type=Message.MessageType.FIND_NODE, key=peer_id_bytes(stranger.author))
                 assert await answer_to(stranger, kept, question)
-            await provider.provide(key)
-            found = await seeker.find_providers(key, timeout=PATIENCE)
+            await provider.dht.provide(key)
+            found = await seeker.dht.find_providers(key, timeout=PATIENCE)
             assert [peer for peer, _ in found] == [provider.author]
 
 

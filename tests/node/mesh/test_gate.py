@@ -22,8 +22,8 @@ from farandole.node.mesh.gate import (
     decode_introduction_answer,
 )
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.identify import IDENTIFY_PROTOCOL
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.multistream import IDENTIFY_PROTOCOL
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.relay import HOP_PROTOCOL
 from farandole.protocol.run.invitations import InviteSecret, Roster, invite_members, sign_pass
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -75,7 +75,7 @@ async def member_and_visitor(run: Run) -> AsyncIterator[tuple[Host, Host, list[b
             await echo(stream)
 
         member.set_handler(ECHO, serve)
-        visitor.add_addresses(member.author, member.addresses)
+        visitor.dialler.add_addresses(member.author, member.addresses)
         yield member, visitor, served
 
 
@@ -110,7 +110,7 @@ async def test_a_member_met_before_the_manifest_was_known_is_asked_for_its_admis
 async def test_a_run_for_anybody_asks_for_nothing() -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob:
         alice.set_handler(ECHO, echo)
-        bob.add_addresses(alice.author, alice.addresses)
+        bob.dialler.add_addresses(alice.author, alice.addresses)
         assert await is_echoed(bob, alice.author)
 
 
@@ -217,7 +217,7 @@ async def test_a_newcomer_speaks_to_members_whose_invites_have_expired_since(run
 async def test_a_member_may_ask_a_relay_that_is_in_no_run(run: Run) -> None:
     async with member_and_visitor(run) as (member, relay, _):
         relay.set_handler(HOP_PROTOCOL, echo)
-        member.add_addresses(relay.author, relay.addresses)
+        member.dialler.add_addresses(relay.author, relay.addresses)
         stream = await member.open_stream(relay.author, HOP_PROTOCOL)
         await stream.send_all(b"reserve")
         assert await stream.receive_some() == b"reserve"
@@ -238,11 +238,11 @@ async def test_an_invite_for_several_finds_each_a_seat(run: Run) -> None:
         invited = run.invite(uses=2)
         for host in (visitor, other):
             host.gate.show(RUN_ID, b"", invited)
-            host.add_addresses(member.author, member.addresses)
+            host.dialler.add_addresses(member.author, member.addresses)
             assert await is_echoed(host, member.author)
         async with host_at_loopback() as third:
             third.gate.show(RUN_ID, b"", invited)
-            third.add_addresses(member.author, member.addresses)
+            third.dialler.add_addresses(member.author, member.addresses)
             with pytest.raises(NotAdmittedError, match="has been used"):
                 await third.open_stream(member.author, ECHO)
 
@@ -251,7 +251,7 @@ async def test_a_peer_that_is_no_member_is_not_spoken_to(run: Run) -> None:
     async with member_and_visitor(run) as (member, stranger, _):
         stranger.set_handler(ECHO, echo)
         stranger.gate.show(RUN_ID, b"", None)
-        member.add_addresses(stranger.author, stranger.addresses)
+        member.dialler.add_addresses(stranger.author, stranger.addresses)
         with pytest.raises(NotAdmittedError):
             await member.open_stream(stranger.author, ECHO)
 
@@ -265,7 +265,7 @@ async def test_who_is_revoked_is_disconnected(run: Run) -> None:
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert member.gate.roster is not None
         member.gate.roster.set_revoked(frozenset((visitor.author,)))
-        with trio.fail_after(PATIENCE), visitor.connection_events() as events:
+        with trio.fail_after(PATIENCE), visitor.connections.events() as events:
             async for _, is_connected in events:
                 if not is_connected:
                     break
@@ -279,7 +279,7 @@ async def test_who_is_revoked_a_moment_after_its_first_stream_is_disconnected(ru
         nursery.start_soon(member.gate.run)
         await trio.testing.wait_all_tasks_blocked(0.05)
         visitor.gate.show(RUN_ID, b"", run.invite())
-        with trio.fail_after(PATIENCE), visitor.connection_events() as events:
+        with trio.fail_after(PATIENCE), visitor.connections.events() as events:
             assert await is_echoed(visitor, member.author)
             assert member.gate.roster is not None
             member.gate.roster.set_revoked(frozenset((visitor.author,)))
@@ -308,7 +308,7 @@ async def test_a_visitor_passes_with_its_members_word_and_takes_no_seat(run: Run
         assert await is_echoed(member, visitor.author), "as bulk channels need it"
         async with host_at_loopback() as newcomer:
             newcomer.gate.show(RUN_ID, b"", invited)
-            newcomer.add_addresses(member.author, member.addresses)
+            newcomer.dialler.add_addresses(member.author, member.addresses)
             assert await is_echoed(newcomer, member.author)
 
 
@@ -333,7 +333,7 @@ async def test_a_visitor_speaks_to_anybody_where_the_run_is_open_or_the_peer_in_
         show_pass(visitor, Ed25519PrivateKey.generate())
         for host in (alice, relay):
             host.set_handler(ECHO, echo)
-            visitor.add_addresses(host.author, host.addresses)
+            visitor.dialler.add_addresses(host.author, host.addresses)
             assert await is_echoed(visitor, host.author)
             assert await is_echoed(visitor, host.author)
 
@@ -349,7 +349,7 @@ async def test_a_visitor_goes_with_its_member(run: Run) -> None:
         assert await is_echoed(visitor, member.author)
         nursery.start_soon(member.gate.run)
         await trio.testing.wait_all_tasks_blocked(0.05)
-        with trio.fail_after(PATIENCE), visitor.connection_events() as events:
+        with trio.fail_after(PATIENCE), visitor.connections.events() as events:
             roster.set_revoked(frozenset((public_bytes(key),)))
             async for _, is_connected in events:
                 if not is_connected:

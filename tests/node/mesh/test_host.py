@@ -15,11 +15,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import ListenError, PeerUnreachableError
 from farandole.node.base.settings import DEFAULT_LISTEN
-from farandole.node.mesh.connections import Acceptor
-from farandole.node.mesh.dial_plan import Dial, dial_target
+from farandole.node.mesh.acceptor import Acceptor
+from farandole.node.mesh.addresses import MAX_ADDRESSES, dial_target
+from farandole.node.mesh.dialler import Dial
 from farandole.node.mesh.host import open_host
-from farandole.node.mesh.known_addresses import MAX_ADDRESSES, MAX_KNOWN_PEERS
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.known_addresses import MAX_KNOWN_PEERS
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
 
 from ...patience import PATIENCE
@@ -50,7 +51,7 @@ async def test_a_peer_is_near_if_an_answer_to_a_ping_came_in_time() -> None:
             await alice.connect(bob.author, bob.addresses)
             await until(lambda: alice.connections.is_within(bob.author, PATIENCE))
             assert not alice.connections.is_within(bob.author, 0.0)
-            await alice.disconnect(bob.author)
+            await alice.connections.disconnect(bob.author)
             assert not alice.connections.is_within(bob.author, PATIENCE)
 
 
@@ -60,7 +61,7 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
             bob.set_handler(ECHO, echo)
             await alice.connect(bob.author, bob.addresses)
             assert alice.connected == {bob.author}
-            assert alice.path(bob.author) == "direct"
+            assert alice.connections.path(bob.author) == "direct"
             (dialled,), (dialler,) = alice.remote_addresses(bob.author), bob.remote_addresses(alice.author)
             assert dialled == bob.addresses[0].split("/p2p/")[0]
             assert dialler.startswith("/ip4/127.0.0.1/tcp/")
@@ -70,17 +71,17 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
                 assert await stream.receive_some() == b"to and fro"
                 await stream.send_eof()
                 assert await stream.receive_some() == b""
-            await alice.disconnect(bob.author)
-            assert not alice.is_connected(bob.author)
+            await alice.connections.disconnect(bob.author)
+            assert bob.author not in alice.connected
             assert alice.remote_addresses(bob.author) == []
-            assert alice.path(bob.author) == ""
+            assert alice.connections.path(bob.author) == ""
 
 
 async def test_open_stream_connects_to_a_peer_whose_address_is_known() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
-            alice.add_addresses(bob.author, bob.addresses)
+            alice.dialler.add_addresses(bob.author, bob.addresses)
             async with await alice.open_stream(bob.author, ECHO) as stream:
                 await stream.send_all(b"x")
                 assert await stream.receive_some() == b"x"
@@ -114,7 +115,7 @@ async def test_a_connection_has_a_name_that_its_ends_share_and_no_other_connecti
             alice.set_handler(ECHO, note)
             shared = set()
             for host in (bob, carol, bob):
-                host.add_addresses(alice.author, alice.addresses)
+                host.dialler.add_addresses(alice.author, alice.addresses)
                 stream = await host.open_stream(alice.author, ECHO)
                 assert await stream.receive_some() == b""
                 shared.add(stream.handshake_hash)
@@ -208,8 +209,8 @@ async def test_what_was_sent_before_the_connection_ended_is_still_read() -> None
             stream = await alice.open_stream(bob.author, "/late/1")
             await stream.send_all(b"last words")
             await stream.aclose()
-            with bob.connection_events() as events:
-                await alice.disconnect(bob.author)
+            with bob.connections.events() as events:
+                await alice.connections.disconnect(bob.author)
                 async for _, is_connected in events:
                     if not is_connected:
                         break
@@ -252,7 +253,7 @@ async def test_a_protocol_that_nobody_serves_is_unreachable() -> None:
             await alice.connect(bob.author, bob.addresses)
             with pytest.raises(PeerUnreachableError, match="/none/1"):
                 await alice.open_stream(bob.author, "/none/1")
-            assert alice.is_connected(bob.author)
+            assert bob.author in alice.connected
 
 
 async def test_an_unknown_peer_and_a_silent_address_are_unreachable() -> None:
@@ -279,7 +280,7 @@ async def test_a_good_address_wins_over_dead_and_silent_ones_and_at_once_after_a
             with pytest.raises(PeerUnreachableError):
                 await alice.connect(bob.author, dead, timeout=0.3)
             await alice.connect(bob.author, bob.addresses + dead, timeout=5)
-            assert alice.is_connected(bob.author)
+            assert bob.author in alice.connected
         await silent[0].aclose()
 
 
@@ -289,7 +290,7 @@ async def test_a_dial_under_way_takes_addresses_that_are_learnt_meanwhile() -> N
         async with host_at_loopback() as alice, host_at_loopback() as bob, trio.open_nursery() as nursery:
             nursery.start_soon(alice.connect, bob.author, [f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"])
             dialled = await silent[0].accept()
-            alice.add_addresses(bob.author, bob.addresses)
+            alice.dialler.add_addresses(bob.author, bob.addresses)
         await dialled.aclose()
         await silent[0].aclose()
 
@@ -297,7 +298,7 @@ async def test_a_dial_under_way_takes_addresses_that_are_learnt_meanwhile() -> N
 async def test_many_who_want_one_peer_share_one_connection() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
-            alice.add_addresses(bob.author, bob.addresses)
+            alice.dialler.add_addresses(bob.author, bob.addresses)
             async with trio.open_nursery() as nursery:
                 for _ in range(20):
                     nursery.start_soon(alice.connect, bob.author)
@@ -307,18 +308,18 @@ async def test_many_who_want_one_peer_share_one_connection() -> None:
 
 async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob:
-        dial_one, won = alice.dial_one, list[Any]()
+        dial_one, won = alice.dialler.dial_one, list[Any]()
 
         async def dialled(peer: bytes, address: str) -> Any:
             won.append(await dial_one(peer, address))
             scope.cancel()
             return won[0]
 
-        monkeypatch.setattr(alice, "dial_one", dialled)
-        dial = alice._dialler._dials[bob.author, False] = Dial(False, [])
+        monkeypatch.setattr(alice.dialler, "dial_one", dialled)
+        dial = alice.dialler._dials[bob.author, False] = Dial(False, [])
         dial.offer(bob.addresses)
         with trio.CancelScope() as scope:
-            await alice._dialler._run(bob.author, dial)
+            await alice.dialler._run(bob.author, dial)
         assert scope.cancelled_caught
         (muxed,) = won
         with pytest.raises(trio.BrokenResourceError):
@@ -341,11 +342,11 @@ async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
             await alice.connect(bob.author, bob.addresses)
-            with alice.connection_events() as first, alice.connection_events() as second:
+            with alice.connections.events() as first, alice.connections.events() as second:
                 assert await anext(first) == (bob.author, True)
                 await alice.connect(carol.author, carol.addresses)
                 assert await anext(first) == (carol.author, True)
-                await bob.disconnect(alice.author)
+                await bob.connections.disconnect(alice.author)
                 assert await anext(first) == (bob.author, False)
                 assert {await anext(second), await anext(second)} == {(carol.author, True), (bob.author, False)}
 
@@ -379,7 +380,7 @@ async def test_a_killed_peer_breaks_its_streams() -> None:
                 await alice.connect(peer, [address])
                 stream = await alice.open_stream(peer, "/hold/1")
                 assert await stream.receive_some() == b"here"
-                with alice.connection_events() as events:
+                with alice.connections.events() as events:
                     assert await anext(events) == (peer, True)
                     process.send_signal(signal.SIGKILL)
                     with pytest.raises(trio.BrokenResourceError):
@@ -396,7 +397,7 @@ async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_onlin
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
             await alice.connect(bob.author, bob.addresses)
-            await bob.go_offline()
+            await bob.connections.go_offline()
             assert not bob.connected
             with pytest.raises(PeerUnreachableError, match="offline"):
                 await bob.connect(carol.author, carol.addresses)
@@ -404,7 +405,7 @@ async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_onlin
                 await carol.connect(bob.author, bob.addresses, timeout=3.0)
             assert not bob.connected
 
-            bob.go_online()
+            bob.connections.go_online()
             await carol.connect(bob.author, bob.addresses)
             await bob.connect(alice.author, alice.addresses)
             assert bob.connected == {alice.author, carol.author}
@@ -427,13 +428,13 @@ async def test_ipv6_works_like_ipv4() -> None:
     with trio.fail_after(PATIENCE):
         async with open_host(new_key(), ["/ip6/::1/tcp/0"]) as bob, host_at_loopback() as alice:
             await alice.connect(bob.author, bob.addresses)
-            assert bob.path(alice.author) == "direct"
+            assert bob.connections.path(alice.author) == "direct"
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this system has no IPv6")
 async def test_by_default_both_versions_of_ip_have_one_port() -> None:
     async with open_host(new_key(), DEFAULT_LISTEN) as host:
-        assert {ip for ip, _ in host.own.listening} == {"0.0.0.0", "::"} == set(host.bound_ips)
+        assert {ip for ip, _ in host.own.listening} == {"0.0.0.0", "::"} == set(host.own.bound_ips)
         assert len(set(host.ports.values())) == 1
         with socket.socket() as other:
             other.bind(("0.0.0.0", 0))
@@ -534,14 +535,14 @@ def test_dial_targets() -> None:
 async def test_the_address_book_is_bounded_and_forgives_nonsense() -> None:
     async with open_host(new_key(), []) as host:
         peer = public_bytes(new_key())
-        host.add_addresses(
+        host.dialler.add_addresses(
             peer, ["", "nonsense", "/ip4/1.2.3", "/ip4/1.2.3.4/tcp/5" + "/x" * 1000, "/ip4/9.9.9.9/tcp/9"]
         )
-        assert host.addresses_of(peer) == ["/ip4/9.9.9.9/tcp/9"]
-        host.add_addresses(peer, [f"/ip4/1.2.3.4/tcp/{port}" for port in range(1, 100)])
-        assert host.addresses_of(peer)[0] == "/ip4/1.2.3.4/tcp/99"
-        assert len(host.addresses_of(peer)) == MAX_ADDRESSES
+        assert host.dialler.known.of(peer) == ["/ip4/9.9.9.9/tcp/9"]
+        host.dialler.add_addresses(peer, [f"/ip4/1.2.3.4/tcp/{port}" for port in range(1, 100)])
+        assert host.dialler.known.of(peer)[0] == "/ip4/1.2.3.4/tcp/99"
+        assert len(host.dialler.known.of(peer)) == MAX_ADDRESSES
         for number in range(MAX_KNOWN_PEERS + 10):
-            host.add_addresses(number.to_bytes(32, "big"), [])
-        assert len(host._known._peers) == MAX_KNOWN_PEERS
-        assert host.addresses_of(peer) == []
+            host.dialler.add_addresses(number.to_bytes(32, "big"), [])
+        assert len(host.dialler.known.trusted._peers) == MAX_KNOWN_PEERS
+        assert host.dialler.known.of(peer) == []

@@ -16,7 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh import yamux
 from farandole.node.mesh.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
-from farandole.node.mesh.connection import MAX_NEGOTIATIONS_PER_CONNECTION
+from farandole.node.mesh.connections import MAX_NEGOTIATIONS_PER_CONNECTION
 from farandole.node.mesh.host import Host
 from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, AttackTarget, TargetError, attack
 
@@ -26,7 +26,7 @@ from ..hosts import ECHO, echo, host_at_loopback
 
 async def assert_answers(host: Host) -> None:
     async with host_at_loopback() as newcomer:
-        newcomer.add_addresses(host.author, host.addresses)
+        newcomer.dialler.add_addresses(host.author, host.addresses)
         stream = await newcomer.open_stream(host.author, ECHO, PATIENCE)
         await stream.send_all(b"are you there?")
         assert await stream.receive_some() == b"are you there?"
@@ -88,7 +88,7 @@ async def test_connections_in_all_are_bounded_and_who_is_needed_stays() -> None:
         async with host_at_loopback() as bob, host_at_loopback() as friend:
             bob.set_handler(ECHO, echo)
             bob.connections.max_connections = 10
-            bob.protect(lambda peer: peer == friend.author)
+            bob.connections.protect(lambda peer: peer == friend.author)
             await friend.connect(bob.author, bob.addresses)
             async with attacked(bob, ["idle connections"], 30):
                 # If ten more strangers come before it has opened a stream, it has to connect again.
@@ -99,7 +99,7 @@ async def test_connections_in_all_are_bounded_and_who_is_needed_stays() -> None:
                 else:
                     pytest.fail("a newcomer never got in")
                 assert len(bob.connections.live) <= 10
-                assert bob.is_connected(friend.author)
+                assert friend.author in bob.connected
 
 
 async def test_who_does_not_even_identify_itself_makes_room_before_others_without_streams() -> None:

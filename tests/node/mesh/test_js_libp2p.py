@@ -23,8 +23,8 @@ import trio
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import read_exactly
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.identify import PING_PROTOCOL
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.multistream import PING_PROTOCOL
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
 from farandole.protocol.wire.identity import public_key_of
 
@@ -155,13 +155,13 @@ async def test_js_dials_identifies_and_pings(js_folder: Path) -> None:
         assert known["version"] == "farandole/1.0.0"
         assert {"/interop/echo", PING_PROTOCOL, KAD_PROTOCOL} <= set(known["protocols"])
         assert (await js.ask("ping", address=host.addresses[0]))["milliseconds"] >= 0
-        assert host.is_connected(js.peer)
+        assert js.peer in host.connected
 
 
 async def test_we_dial_js_and_ping_it(js_folder: Path) -> None:
     async with open_js(js_folder) as js, host_at_loopback() as host:
         await host.connect(js.peer, js.addresses)
-        assert host.path(js.peer) == "direct"
+        assert host.connections.path(js.peer) == "direct"
         async with await host.open_stream(js.peer, PING_PROTOCOL) as stream:
             data = os.urandom(32)
             await stream.send_all(data)
@@ -224,12 +224,12 @@ async def test_providers_are_found_and_kept_either_way(js_folder: Path) -> None:
         await js.ask("dial", address=host.addresses[0])
         await other.connect(host.author, host.addresses)
         key, theirs = os.urandom(32), os.urandom(32)
-        await other.provide(key)
+        await other.dht.provide(key)
         with trio.fail_after(JS_TIMEOUT):
             while other.peer_id not in (await js.ask("providers", key=key.hex()))["found"]:
                 await trio.lowlevel.checkpoint()
             await js.ask("provide", key=theirs.hex())
-            while js.peer not in [peer for peer, _ in await other.find_providers(theirs, timeout=5)]:
+            while js.peer not in [peer for peer, _ in await other.dht.find_providers(theirs, timeout=5)]:
                 await trio.lowlevel.checkpoint()
         assert (await js.ask("find", peer=other.peer_id))["addresses"]
 
@@ -240,7 +240,7 @@ async def test_we_reach_a_node_through_a_relay_of_js(js_folder: Path) -> None:
         await bob.connect(js.peer, js.addresses)
         held = await bob.relays.reserve(js.peer)
         await alice.connect(bob.author, [held.address])
-        assert alice.path(bob.author) == "relayed"
+        assert alice.connections.path(bob.author) == "relayed"
         async with await alice.open_stream(bob.author, "/interop/echo") as stream:
             await stream.send_all(b"round about")
             await stream.send_eof()
@@ -256,12 +256,12 @@ async def test_js_is_reached_and_reaches_us_through_our_relay(js_folder: Path) -
                 while not (through := [each for each in js.addresses if "/p2p-circuit" in each]):
                     js.addresses = (await js.ask("addresses"))["addresses"]
                 await alice.connect(js.peer, [through[0].rpartition("/p2p/")[0]])
-            assert alice.path(js.peer) == "relayed"
+            assert alice.connections.path(js.peer) == "relayed"
             async with await alice.open_stream(js.peer, "/interop/echo") as stream:
                 await stream.send_all(b"round about")
                 await stream.send_eof()
                 assert await receive_all(stream) == 11
-            await alice.disconnect(js.peer)
+            await alice.connections.disconnect(js.peer)
             behind = await reserve(alice, relay.host)
             assert (await js.ask("streams", address=behind, number=3, atOnce=1))["answered"] == 3
 

@@ -10,7 +10,7 @@ import trio
 from noise.connection import NoiseConnection
 from noise.exceptions import NoiseInvalidMessage
 
-from farandole.node.mesh.noise_session import NoiseSession
+from farandole.node.mesh.links import NoiseSession
 from farandole.protocol.mesh.yamux import MAX_MESSAGE_BYTES
 
 

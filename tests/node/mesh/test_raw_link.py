@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.mesh.sockets import Socket
+from farandole.node.mesh.links import Socket
 from farandole.protocol.run.private_network import NETWORK_KEY_BYTES
 
 from ...patience import PATIENCE

@@ -41,10 +41,10 @@ from farandole.node.mesh.connections import MAX_CONNECTIONS_PER_PEER
 from farandole.node.mesh.delimited import receive_message
 from farandole.node.mesh.dht import Dht
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.identify import IDENTIFY_PROTOCOL, MAX_IDENTIFY_BYTES, PING_PROTOCOL
-from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.node.mesh.multistream import Negotiation, ProtocolRefusedError
-from farandole.node.mesh.sockets import Socket
+from farandole.node.mesh.identify import MAX_IDENTIFY_BYTES
+from farandole.node.mesh.links import Socket
+from farandole.node.mesh.multistream import IDENTIFY_PROTOCOL, PING_PROTOCOL, Negotiation, ProtocolRefusedError
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
 from farandole.protocol.mesh.yamux import MAX_WAITING_STREAMS
 from farandole.protocol.wire.identity import public_bytes, public_key_of
@@ -81,7 +81,7 @@ async def assert_answers(host: Host) -> None:
     """Assert that an honest newcomer is served."""
     async with host_at_loopback() as newcomer:
         with trio.fail_after(PATIENCE):
-            newcomer.add_addresses(host.author, host.addresses)
+            newcomer.dialler.add_addresses(host.author, host.addresses)
             stream = await newcomer.open_stream(host.author, ECHO)
             await stream.send_all(b"are you there?")
             assert await stream.receive_some() == b"are you there?"
@@ -96,7 +96,7 @@ async def test_the_library_keeps_the_slot_of_a_closed_connection() -> None:
             peer = public_key_of(library.get_id().to_base58())
             for _ in range(10):
                 await alice.connect(peer, [str(library.get_addrs()[0])])
-                await alice.disconnect(peer)
+                await alice.connections.disconnect(peer)
             assert library.get_network()._inbound_limiter.borrowed_tokens == 10
 
 
@@ -105,13 +105,14 @@ async def test_five_hundred_connections_come_and_go_and_leave_no_task() -> None:
         bob.set_handler(ECHO, echo)
 
         async def come_and_go(times: int) -> None:
-            with alice.connection_events() as at_alice, bob.connection_events() as at_bob:
+            with alice.connections.events() as at_alice, bob.connections.events() as at_bob:
                 for number in range(times):
                     with trio.fail_after(PATIENCE):
                         await alice.connect(bob.author, bob.addresses)
                         assert await anext(at_alice) == (bob.author, True)
                         assert await anext(at_bob) == (alice.author, True)
-                        await (bob.disconnect(alice.author) if number % 2 else alice.disconnect(bob.author))
+                        one, other = (bob, alice) if number % 2 else (alice, bob)
+                        await one.connections.disconnect(other.author)
                         assert await anext(at_alice) == (bob.author, False)
                         assert await anext(at_bob) == (alice.author, False)
 
@@ -263,7 +264,7 @@ async def test_the_library_ends_with_its_handler() -> None:
         async with open_library_host() as library, host_at_loopback() as alice:
             library.set_stream_handler("/fail/1", fail)
             peer = public_key_of(library.get_id().to_base58())
-            alice.add_addresses(peer, [str(library.get_addrs()[0])])
+            alice.dialler.add_addresses(peer, [str(library.get_addrs()[0])])
             await alice.open_stream(peer, "/fail/1")
             await trio.sleep_forever()
     assert caught.group_contains(ZeroDivisionError)
@@ -283,7 +284,7 @@ async def test_a_handler_that_fails_costs_its_stream(caplog: pytest.LogCaptureFi
             await stream.send_all(b"x")
             with pytest.raises(trio.BrokenResourceError):
                 await stream.receive_some()
-            assert alice.is_connected(bob.author)
+            assert bob.author in alice.connected
             await assert_answers(bob)
     assert "/fail/1" in caplog.text
 
@@ -350,7 +351,7 @@ async def test_a_frozen_peer_is_given_up_even_with_a_full_pipe() -> None:
             async with host_at_loopback(ping_interval=0.1, ping_timeout=5.0) as alice:
                 await alice.connect(peer, [address])
                 streams = [await alice.open_stream(peer, "/hold/1") for _ in range(40)]
-                with alice.connection_events() as events:
+                with alice.connections.events() as events:
                     assert await anext(events) == (peer, True)
                     process.send_signal(signal.SIGSTOP)
                     async with trio.open_nursery() as nursery:
@@ -386,7 +387,7 @@ async def test_a_living_peer_is_not_given_up() -> None:
             before = connection.muxed.num_received
             while connection.muxed.num_received < before + 20 * 12:
                 await connection.muxed.ping()
-            assert alice.is_connected(bob.author)
+            assert bob.author in alice.connected
 
 
 # Which peers may open which streams
@@ -402,9 +403,9 @@ async def test_strangers_make_room_the_idle_first_and_who_is_needed_stays(monkey
             bob.connections.max_connections = 3
             bob.set_handler(ECHO, echo)
             needed, busy, idle, third, fourth = [await stack.enter_async_context(host_at_loopback()) for _ in range(5)]
-            bob.protect(lambda peer: peer == needed.author)
+            bob.connections.protect(lambda peer: peer == needed.author)
             for other in (busy, third, fourth):
-                other.add_addresses(bob.author, bob.addresses)
+                other.dialler.add_addresses(bob.author, bob.addresses)
             await needed.connect(bob.author, bob.addresses)
             await _keep_busy(busy, bob)
             await idle.connect(bob.author, bob.addresses)
@@ -413,7 +414,7 @@ async def test_strangers_make_room_the_idle_first_and_who_is_needed_stays(monkey
             assert bob.connected == {needed.author, busy.author, third.author}
             await _keep_busy(fourth, bob)
             assert bob.connected == {needed.author, third.author, fourth.author}
-            bob.protect(lambda peer: peer != busy.author)
+            bob.connections.protect(lambda peer: peer != busy.author)
             with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
                 await _keep_busy(busy, bob)
             assert bob.connected == {needed.author, third.author, fourth.author}
@@ -512,9 +513,9 @@ async def test_what_a_peer_says_of_its_addresses_is_remembered_after_connecting(
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             await alice.connect(bob.author, bob.addresses)
-            while not bob.addresses_of(alice.author):  # alice has dialled: bob asks her
+            while not bob.dialler.known.of(alice.author):  # alice has dialled: bob asks her
                 await wait_all_tasks_blocked(0.01)
-            assert bob.addresses_of(alice.author) == [address.partition("/p2p/")[0] for address in alice.addresses]
+            assert bob.dialler.known.of(alice.author) == [address.partition("/p2p/")[0] for address in alice.addresses]
 
 
 async def test_pings_are_echoed() -> None:

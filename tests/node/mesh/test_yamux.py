@@ -11,8 +11,7 @@ from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
 from farandole.node.mesh import yamux as driver
-from farandole.node.mesh.libp2p_stream import Libp2pStream
-from farandole.node.mesh.yamux import MuxedConn, UnreadBudget
+from farandole.node.mesh.yamux import Libp2pStream, MuxedConn, UnreadBudget
 from farandole.protocol.mesh import yamux
 from farandole.protocol.mesh.yamux import (
     INITIAL_WINDOW,

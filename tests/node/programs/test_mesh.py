@@ -85,7 +85,7 @@ async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Host, Host]]:
 
 
 async def connect(a: Host, b: Host) -> None:
-    a.add_addresses(b.author, b.addresses)
+    a.dialler.add_addresses(b.author, b.addresses)
     await a.connect(b.author)
 
 

@@ -14,7 +14,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.mesh import raw_link
+from farandole.node.mesh import links
 from farandole.node.mesh.admission import STRANGER_SECONDS, Site
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.gossip import GossipService
@@ -131,7 +131,7 @@ async def test_who_floods_with_valid_messages_is_kept_out(
                 await stream.send_all(frame(payload, MAX_PUSH_BYTES))
                 num_sent += 1
         assert num_sent > MESSAGES.burst
-        while victim.host.is_connected(attacker.author):
+        while attacker.author in victim.host.connected:
             await victim.host.connections.wait_for_change()
         assert "is kept out" in caplog.text
         with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
@@ -141,7 +141,7 @@ async def test_who_floods_with_valid_messages_is_kept_out(
         with pytest.raises(PeerUnreachableError, match="kept out"):
             await victim.host.connect(attacker.author, attacker.addresses)
         assert len(victim.gossip.state.authors) < num_sent
-        assert victim.host.is_connected(victim.friend.author)
+        assert victim.friend.author in victim.host.connected
         await victim.hears_friend(1)
 
 
@@ -158,19 +158,19 @@ async def test_new_keys_do_not_let_a_flooder_in_again_at_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flooder has an address on the internet, which tests have to simulate."""
-    monkeypatch.setattr(raw_link, "site_of", lambda host: Site("1.1.1.0/24", "1.1.1.1/32"))
+    monkeypatch.setattr(links, "site_of", lambda host: Site("1.1.1.0/24", "1.1.1.1/32"))
     async with open_victim() as victim:
-        victim.host.protect(lambda peer: peer == victim.friend.author)
+        victim.host.connections.protect(lambda peer: peer == victim.friend.author)
         began_at = trio.current_time()
         for _ in range(8):
             async with host_at_loopback() as attacker:
                 await flood_from(attacker, victim.host)
         most = 1 + (trio.current_time() - began_at) / STRANGER_SECONDS
         assert 1 <= caplog.text.count("is kept out") <= most
-        assert victim.host.is_connected(victim.friend.author)
+        assert victim.friend.author in victim.host.connected
         await victim.hears_friend(1)
-        await victim.friend.disconnect(victim.host.author)
-        while victim.host.is_connected(victim.friend.author):
+        await victim.friend.connections.disconnect(victim.host.author)
+        while victim.friend.author in victim.host.connected:
             await victim.host.connections.wait_for_change()
         await victim.friend.connect(victim.host.author, victim.host.addresses)
         await victim.hears_friend(2)

@@ -384,7 +384,7 @@ async def test_only_suspicions_of_partners_that_are_believed_count() -> None:
 
 async def test_a_clock_that_members_agree_on_is_reported_once(autojump_clock: MockClock) -> None:
     node = Staged()
-    node.host.protect = lambda is_needed: None
+    node.host.connections = SimpleNamespace(protect=lambda is_needed: None)
     node.gossip.clock_skew = ClockSkew(-3_660.0, 3, is_agreed=True)
     with trio.move_on_after(10.0):
         await node.membership.run()
@@ -401,7 +401,7 @@ async def test_a_clock_that_members_agree_on_is_reported_once(autojump_clock: Mo
 
 async def test_a_liar_about_the_time_is_ignored_while_a_member_is_live(autojump_clock: MockClock) -> None:
     node = Staged()
-    node.host.protect = lambda is_needed: None
+    node.host.connections = SimpleNamespace(protect=lambda is_needed: None)
     node.gossip.clock_skew = ClockSkew(3_660.0, 1, is_agreed=False)
     node.hear(ANN, 0)
     with trio.move_on_after(1.5):

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.node.state import messenger as messenger_module
 from farandole.node.state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, Messenger, open_messenger
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
@@ -69,7 +69,7 @@ async def open_talk() -> AsyncIterator[Talk]:
         ):
             inbox = Inbox()
             at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
-            alice.add_addresses(bob.author, bob.addresses)
+            alice.dialler.add_addresses(bob.author, bob.addresses)
             yield Talk(alice, bob, from_alice, inbox)
 
 
@@ -149,7 +149,7 @@ async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_op
             await wait_all_tasks_blocked(0.01)
         talk.say(b"again")
         assert await talk.inbox.wait_for(2) == [b"good", b"again"]
-        assert talk.bob.is_connected(talk.alice.author)
+        assert talk.alice.author in talk.bob.connected
 
 
 async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
@@ -162,7 +162,7 @@ async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
                     inbox = Inbox()
                     at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
                     listen = [bob.addresses[0].partition("/p2p/")[0]]
-                    alice.add_addresses(bob.author, bob.addresses)
+                    alice.dialler.add_addresses(bob.author, bob.addresses)
                     from_alice.send_nowait(bob.author, TALK, number)
                     assert await inbox.wait_for(1) == [number]
                 while from_alice.queued_bytes:
@@ -180,7 +180,7 @@ async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyP
 
             bob.set_handler(TALK, never_read)
             from_alice.set_receiver(TALK, 1024 * 1024, Inbox().receive, lambda *_: is_reported.set())
-            alice.add_addresses(bob.author, bob.addresses)
+            alice.dialler.add_addresses(bob.author, bob.addresses)
             for _ in range(4):
                 from_alice.send_nowait(bob.author, TALK, bytes(1024 * 1024))
             await is_reported.wait()

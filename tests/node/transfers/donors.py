@@ -88,9 +88,8 @@ class World:
 
     def begin(self) -> Weights:
         """Begin a new life of the node."""
-        host: Any = SimpleNamespace(
-            author=ME, find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove
-        )
+        dht = SimpleNamespace(find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove)
+        host: Any = SimpleNamespace(author=ME, dht=dht)
         me: Any = self
         files = WeightFiles(self.settings, Manifest("cut", MODEL))
         return Weights(KEY, Downloads(host, Conditions(host, RUN), files, me, self.journal))

@@ -74,7 +74,7 @@ async def open_members(count: int) -> AsyncIterator[list[Member]]:
         async with contextlib.AsyncExitStack() as stack:
             members = [await stack.enter_async_context(open_member()) for _ in range(count)]
             for member in members[1:]:
-                members[0].host.add_addresses(member.host.author, member.host.addresses)
+                members[0].host.dialler.add_addresses(member.host.author, member.host.addresses)
             yield members
 
 
@@ -158,7 +158,7 @@ async def test_a_donor_that_dies_costs_no_block_that_it_gave(tmp_path: Path) -> 
             def kill_at_half(progress: FetchProgress) -> None:
                 if progress.num_bytes > CONTENT_WANTED / 2 and first.holding is not None:
                     first.holding = None
-                    nursery.start_soon(newcomer.host.disconnect, first.host.author)
+                    nursery.start_soon(newcomer.host.connections.disconnect, first.host.author)
 
             fetched = await fetch(newcomer, [first, second], tmp_path / "ours", on_progress=kill_at_half)
         assert first.holding is None
@@ -287,7 +287,7 @@ async def test_who_is_too_many_waits_for_a_turn(tmp_path: Path, monkeypatch: pyt
         ended: list[str] = []
 
         async def take(name: str, newcomer: Member) -> None:
-            newcomer.host.add_addresses(donor.host.author, donor.host.addresses)
+            newcomer.host.dialler.add_addresses(donor.host.author, donor.host.addresses)
             newcomer.conditions = Conditions(newcomer.host, RUN, Shaping.of_mbit(0, 40))
             await fetch(newcomer, [donor], tmp_path / name)
             ended.append(name)
@@ -306,7 +306,7 @@ async def test_peers_share_what_the_donor_sends(tmp_path: Path) -> None:
         donor.service.register()
 
         async def take(name: str, newcomer: Member, scope: trio.CancelScope) -> None:
-            newcomer.host.add_addresses(donor.host.author, donor.host.addresses)
+            newcomer.host.dialler.add_addresses(donor.host.author, donor.host.addresses)
             newcomer.conditions.channels = None
 
             def show(progress: FetchProgress) -> None:

@@ -47,7 +47,7 @@ def finding(holding: Holding) -> Callable[[int], Awaitable[Holding | None]]:
 async def newcomer_and_member(holding: Holding) -> AsyncIterator[tuple[Host, Host]]:
     async with host_at_loopback() as newcomer, host_at_loopback() as member:
         SketchService(member, RUN, finding(holding)).register()
-        newcomer.add_addresses(member.author, member.addresses)
+        newcomer.dialler.add_addresses(member.author, member.addresses)
         yield newcomer, member
 
 
@@ -81,7 +81,7 @@ async def test_what_is_no_sketch_is_the_members_fault(lie: bytes) -> None:
             await stream.send_all(frame(lie, 10_000))
 
         liar.set_handler(SKETCH_PROTOCOL, answer)
-        newcomer.add_addresses(liar.author, liar.addresses)
+        newcomer.dialler.add_addresses(liar.author, liar.addresses)
         with trio.fail_after(PATIENCE), pytest.raises(PeerUnreachableError):
             await ask_for_sketch(newcomer, liar.author, QUESTION)
 

@@ -72,7 +72,7 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         reporter_of(journal, NUM_MEMBERS) as (reporter, host),
         open_host(key_of(1_000_700), LOOPBACK) as other,
     ):
-        with host.connection_events() as events:
+        with host.connections.events() as events:
             await other.connect(host.author, host.addresses)
             await anext(aiter(events))
         status = reporter.status(max_members=64)

@@ -37,10 +37,10 @@ async def tell(host: Host, connectivity: Connectivity) -> None:
             "peer": host.author.hex(),
             "kind": connectivity.reachability.kind,
             "addresses": host.addresses,
-            "observed": host.observed_ips,
-            "mapped": host.mapped,
+            "observed": host.own.observed_ips,
+            "mapped": host.own.mapped,
             "relays": [held.relay.hex() for held in connectivity.keeper.held],
-            "paths": {peer.hex(): host.path(peer) for peer in host.connected},
+            "paths": {peer.hex(): host.connections.path(peer) for peer in host.connected},
         }
         line = json.dumps(news)
         if line != told:

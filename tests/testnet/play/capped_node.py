@@ -49,7 +49,7 @@ async def take(address: str, ip: str, mbit: float, folder: Path) -> None:
         open_host(Ed25519PrivateKey.generate(), [f"/ip4/{ip}/tcp/0"], shaping=shaping) as host,
         open_bulk(host, b"r" * 32, shaping) as channels,
     ):
-        host.add_addresses(donor, [address])
+        host.dialler.add_addresses(donor, [address])
         conditions = Conditions(host, RUN, shaping, channels)
         while True:  # a busy machine may be too slow to answer the first time
             with contextlib.suppress(PeerUnreachableError):

@@ -37,7 +37,7 @@ async def test_announced_addresses_leave_the_listener_where_the_node_listens() -
     """Binding all interfaces would open a port that the owner has not opened."""
     announce = ["/ip4/8.8.8.8/tcp/4001", "/ip6/2606:4700::1111/tcp/4001"]
     async with host_at_loopback(announce=announce) as host, open_bulk(host, RUN_ID):
-        (port,) = host.bulk_ports
+        (port,) = host.own.bulk_ports
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), PATIENCE)
         socket.create_connection(("127.0.0.1", port), PATIENCE).close()
@@ -46,7 +46,7 @@ async def test_announced_addresses_leave_the_listener_where_the_node_listens() -
 async def test_a_network_that_comes_later_leads_to_the_listeners_too() -> None:
     """A laptop has one address, and another one in the next network; or none when its node starts."""
     async with open_host(Ed25519PrivateKey.generate(), DEFAULT_LISTEN) as host, open_bulk(host, RUN_ID):
-        (port,) = host.bulk_ports  # for both versions of IP: an owner opens one port in the router
+        (port,) = host.own.bulk_ports  # for both versions of IP: an owner opens one port in the router
         for later in ["127.0.0.1", "::1"] if has_ipv6() else ["127.0.0.1"]:
             socket.create_connection((later, port), PATIENCE).close()
 
@@ -70,7 +70,7 @@ async def test_who_could_not_be_reached_is_not_tried_at_once_again(
 
 
 async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe(alice: Party, bob: Party) -> None:
-    bob.host.mapped[bob.port] = ("5.1.1.1", 5_002)
+    bob.host.own.mapped[bob.port] = ("5.1.1.1", 5_002)
     bob.host.observed = [("5.1.1.1", 5_003)]
     offered: list[Proposal] = []
 
@@ -79,7 +79,7 @@ async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe
         return proposal
 
     bob.host.change = note
-    assert bob.host.bulk_ports == {bob.port}
+    assert bob.host.own.bulk_ports == {bob.port}
     for channel in await meet(alice, bob):
         channel.close()
     assert offered[0].addresses == [("5.1.1.1", 5_002), ("5.1.1.1", 5_003), ("127.0.0.1", bob.port)]

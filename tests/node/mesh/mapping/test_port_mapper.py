@@ -81,7 +81,7 @@ async def home(monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery) -> AsyncI
 async def open_kept(listen: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[tuple[Host, PortKeeper, list[int]]]:
     changes: list[int] = []
     async with open_host(Ed25519PrivateKey.generate(), [listen]) as host, open_service_nursery() as nursery:
-        kept = PortKeeper(host, lambda: changes.append(len(host.mapped)), LEASE_SECONDS)
+        kept = PortKeeper(host, lambda: changes.append(len(host.own.mapped)), LEASE_SECONDS)
         nursery.start_soon(kept.run)
         yield host, kept, changes
 
@@ -91,15 +91,15 @@ async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
         async with open_kept() as (host, kept, changes):
             await kept.has_tried.wait()
             port = host.own.listening[0][1]
-            assert host.mapped == {port: (OUTER_IP, port)}
+            assert host.own.mapped == {port: (OUTER_IP, port)}
             assert host.own.all_mapped == [f"/ip4/{OUTER_IP}/tcp/{port}/p2p/{host.peer_id}"]
             assert home.mapped == {port: LEASE_SECONDS}
             asked = home.num_asked
             await until(lambda: home.num_asked >= asked + 2)  # the lease is renewed
-            host.bulk_ports.add(6_000)
-            await until(lambda: home.mapped.get(6_000) == LEASE_SECONDS and len(host.mapped) == 2)
-            host.bulk_ports.clear()
-            await until(lambda: home.mapped[6_000] == 0 and len(host.mapped) == 1)
+            host.own.bulk_ports.add(6_000)
+            await until(lambda: home.mapped.get(6_000) == LEASE_SECONDS and len(host.own.mapped) == 2)
+            host.own.bulk_ports.clear()
+            await until(lambda: home.mapped[6_000] == 0 and len(host.own.mapped) == 1)
             assert changes == [1]  # others still dial the host at the same address
         assert home.mapped == {port: 0, 6_000: 0}
 
@@ -109,10 +109,10 @@ async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
     with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, _):
             await kept.has_tried.wait()
-            host.bulk_ports.add(home.refused)
+            host.own.bulk_ports.add(home.refused)
             asked = home.num_asked
             await until(lambda: home.num_asked >= asked + 2)
-            assert host.mapped.keys() == {host.own.listening[0][1]}
+            assert host.own.mapped.keys() == {host.own.listening[0][1]}
 
 
 async def test_a_router_that_begins_anew_is_asked_anew(home: Home) -> None:
@@ -121,7 +121,7 @@ async def test_a_router_that_begins_anew_is_asked_anew(home: Home) -> None:
             await kept.has_tried.wait()
             home.restart()
             await until(lambda: bool(home.mapped))
-            assert host.mapped
+            assert host.own.mapped
 
 
 async def test_a_router_that_is_off_is_looked_for_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +130,10 @@ async def test_a_router_that_is_off_is_looked_for_again(home: Home, monkeypatch:
         async with open_kept() as (host, kept, changes):
             await kept.has_tried.wait()
             home.is_on = False
-            await until(lambda: not host.mapped)
+            await until(lambda: not host.own.mapped)
             home.restart()
             home.is_on = True
-            await until(lambda: bool(host.mapped))
+            await until(lambda: bool(host.own.mapped))
             assert changes == [1, 0, 1]
 
 
@@ -141,7 +141,7 @@ async def test_who_listens_for_this_machine_alone_asks_nobody(home: Home) -> Non
     with trio.fail_after(PATIENCE):
         async with open_kept(LOOPBACK[0]) as (host, kept, changes):
             await kept.has_tried.wait()
-            assert (host.mapped, changes, home.num_asked) == ({}, [], 0)
+            assert (host.own.mapped, changes, home.num_asked) == ({}, [], 0)
 
 
 async def test_without_a_router_a_node_does_without(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,4 +152,4 @@ async def test_without_a_router_a_node_does_without(home: Home, monkeypatch: pyt
     with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, changes):
             await kept.has_tried.wait()
-            assert (host.mapped, changes) == ({}, [])
+            assert (host.own.mapped, changes) == ({}, [])

@@ -11,14 +11,15 @@ from trio_typing import TaskStatus
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.addresses import OwnAddresses
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.reach import dialback as dialback_module
 from farandole.node.mesh.reach import reachability as reachability_module
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Examiner, Reachability
 from farandole.node.mesh.reach.relays import NUM_RELAYS
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
 from farandole.protocol.mesh.records import relay_key
 from farandole.protocol.mesh.relay import Limits
@@ -85,7 +86,7 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
             assert connectivity.reachability.kind is ReachabilityKind.RELAY_ONLY
             assert len(connectivity.keeper.held) == NUM_RELAYS
             await caller.connect(home.author, home.addresses)
-            assert caller.path(home.author) == "relayed"
+            assert caller.connections.path(home.author) == "relayed"
 
 
 async def test_relays_are_kept_while_witnesses_still_try() -> None:
@@ -133,7 +134,7 @@ async def test_nothing_makes_holes_while_a_witness_dials() -> None:
 
 
 async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Host, "own_ips", property(lambda host: ["192.168.1.10"]))  # behind NAT
+    monkeypatch.setattr(OwnAddresses, "ips", property(lambda host: ["192.168.1.10"]))  # behind NAT
     with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as bob:
             Dialback(bob)
@@ -182,7 +183,7 @@ async def test_relays_that_nobody_is_connected_with_are_found_in_the_dht() -> No
             open_node([], HIDDEN) as (home, _),
         ):
             await relay.connect(bootstrap.author, bootstrap.addresses)
-            while not await bootstrap.find_providers(relay_key(RUN), PATIENCE):
+            while not await bootstrap.dht.find_providers(relay_key(RUN), PATIENCE):
                 pass
             await home.connect(bootstrap.author, bootstrap.addresses)
             await until(lambda: any(relay.peer_id in address for address in home.addresses))
@@ -244,7 +245,7 @@ async def test_one_address_does_not_keep_others_from_being_dialled(monkeypatch: 
                 is_dialling.set()
                 await go_on.wait()
 
-            monkeypatch.setattr(witness, "prove", hesitate)
+            monkeypatch.setattr(witness.upgrader, "prove", hesitate)
             for host in (alice, bob):
                 await host.connect(witness.author, witness.addresses)
             tasks.start_soon(Dialback(alice).ask, witness.author)
@@ -273,4 +274,4 @@ async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
             mallory.set_handler(DIALBACK_PROTOCOL, lie)
             with pytest.raises(PeerUnreachableError):
                 await asker.ask(mallory.author)
-            assert alice.is_connected(mallory.author)
+            assert mallory.author in alice.connected

@@ -13,10 +13,11 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.delimited import encode_delimited
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.libp2p_stream import Libp2pStream
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.mesh.reach.dialback import Dialback
+from farandole.node.mesh.reach.punching import meet
 from farandole.node.mesh.reach.reachability import Reachability
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.punching import DCUTR_PROTOCOL
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 
@@ -53,8 +54,8 @@ async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
             await alice.connect(bob.author, [await reserve(bob, relay.host)])
             old = await alice.open_stream(bob.author, ECHO)
             old.is_bulk = True
-            await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
-            assert alice.is_direct(bob.author)
+            await until(lambda: alice.connections.path(bob.author) == bob.connections.path(alice.author) == "punched")
+            assert alice.connections.is_direct(bob.author)
             # On connections that both have dialled, the caller of the relayed one is the client (libp2p specs, DCUtR).
             assert all(conn.muxed.is_initiator for conn in alice.connections.of(bob.author))
             assert not any(conn.muxed.is_initiator for conn in bob.connections.of(alice.author))
@@ -80,23 +81,25 @@ async def test_hostile_bytes_cost_their_stream_alone(raw: bytes) -> None:
             with contextlib.suppress(trio.BrokenResourceError):
                 while await stream.receive_some():
                     pass
-            assert alice.is_connected(mallory.author)
+            assert mallory.author in alice.connected
 
 
 async def test_who_dials_as_others_do_from_where_a_peer_is_expected_is_let_in() -> None:
     with trio.fail_after(PATIENCE):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _), open_puncher() as (carol, _):
-            with bob.rendezvous.expecting(carol.author, ["127.0.0.1"]):
+            with bob.acceptor.expecting(carol.author, ["127.0.0.1"]):
                 await alice.connect(bob.author, bob.addresses)
-                assert bob.path(alice.author) == "direct"
+                assert bob.connections.path(alice.author) == "direct"
 
 
 async def test_who_is_expected_may_leave_the_beginning_to_us() -> None:
     with trio.fail_after(PATIENCE):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _):
-            with bob.rendezvous.expecting(alice.author, ["127.0.0.1"]):
-                await alice.meet(bob.author, bob.own.listening[0], is_initiator=False)
-                await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
+            with bob.acceptor.expecting(alice.author, ["127.0.0.1"]):
+                await meet(alice, bob.author, bob.own.listening[0], is_initiator=False)
+                await until(
+                    lambda: alice.connections.path(bob.author) == bob.connections.path(alice.author) == "punched"
+                )
 
 
 async def test_nobody_punches_over_a_direct_connection() -> None:

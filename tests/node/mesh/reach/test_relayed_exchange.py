@@ -38,7 +38,7 @@ async def open_relayed_nodes() -> AsyncIterator[tuple[Node, Node]]:
 @pytest.mark.parametrize("has_channels", [False, True])
 async def test_an_exchange_is_committed_over_a_relay(has_channels: bool) -> None:
     async with open_relayed_nodes() as nodes:
-        assert all(one.host.path(other.host.author) == "relayed" for one, other in (nodes, nodes[::-1]))
+        assert all(one.host.connections.path(other.host.author) == "relayed" for one, other in (nodes, nodes[::-1]))
         for node, seed in zip(nodes, (b"a", b"b"), strict=True):
             node.outgoing = bytearray(hashlib.shake_128(seed).digest(SIZE))
             node.exchanges.channels = node.channels if has_channels else None

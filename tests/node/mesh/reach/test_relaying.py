@@ -13,11 +13,11 @@ from multiaddr import Multiaddr
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.addresses import MAX_ADDRESSES
 from farandole.node.mesh.circuit import Circuit
 from farandole.node.mesh.delimited import encode_delimited, receive_message
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.known_addresses import MAX_ADDRESSES
-from farandole.node.mesh.libp2p_stream import Libp2pStream
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.relay import (
     HOP_PROTOCOL,
     MAX_MESSAGE_BYTES,
@@ -62,7 +62,7 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
             bob.set_handler(ECHO, echo)
             address = await reserve(bob, relay.host)
             await alice.connect(bob.author, [address])
-            assert alice.path(bob.author) == bob.path(alice.author) == "relayed"
+            assert alice.connections.path(bob.author) == bob.connections.path(alice.author) == "relayed"
             await until(lambda: alice.connections.round_trip(bob.author) is not None)
             assert not alice.connections.is_within(bob.author, PATIENCE), "near is over a direct connection"
             assert all(
@@ -82,8 +82,8 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
                 while data := await stream.receive_some():
                     received += data
             assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
-            await alice.disconnect(bob.author)
-            await until(lambda: not bob.is_connected(alice.author) and relay.server.table.num_circuits == 0)
+            await alice.connections.disconnect(bob.author)
+            await until(lambda: alice.author not in bob.connected and relay.server.table.num_circuits == 0)
 
 
 async def test_a_relayed_address_is_announced_and_dialled_by_whoever_hears_of_it() -> None:
@@ -92,9 +92,9 @@ async def test_a_relayed_address_is_announced_and_dialled_by_whoever_hears_of_it
             address = await reserve(bob, relay.host)
             bob.own.external = [address.rpartition("/p2p/")[0]]
             assert bob.addresses == [address]
-            alice.add_addresses(bob.author, bob.addresses)
+            alice.dialler.add_addresses(bob.author, bob.addresses)
             await alice.open_stream(bob.author, "/ipfs/id/1.0.0")
-            assert alice.path(bob.author) == "relayed"
+            assert alice.connections.path(bob.author) == "relayed"
 
 
 async def test_direct_addresses_go_first() -> None:
@@ -106,7 +106,7 @@ async def test_direct_addresses_go_first() -> None:
         ):
             address = await reserve(bob, relay.host)
             await alice.connect(bob.author, [address, *bob.addresses])
-            assert alice.path(bob.author) == "direct"
+            assert alice.connections.path(bob.author) == "direct"
             assert relay.server.table.num_circuits == 0
 
 
@@ -127,12 +127,12 @@ async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None
             await alice.connect(bob.author, [await reserve(bob, relay.host)])
             for addresses in ([], bob.addresses):
                 if addresses:
-                    await alice.connect(bob.author, addresses, is_direct=True)
+                    await alice.dialler.connect(bob.author, addresses, is_direct=True)
                 async with await alice.open_stream(bob.author, ECHO) as stream:
                     await stream.send_all(b"x")
                     assert await stream.receive_some() == b"x"
             assert seen == [True, False]
-            assert alice.path(bob.author) == "direct"
+            assert alice.connections.path(bob.author) == "direct"
 
 
 async def test_without_a_reservation_nobody_is_reached() -> None:
@@ -160,7 +160,7 @@ async def test_a_reservation_has_a_voucher_and_limits_and_ends_with_its_connecti
             envelope.validate("libp2p-relay-rsvp")
             assert envelope.public_key.to_bytes() == relay.host.author
             assert relay.server.table.num_reservations == 1
-            await bob.disconnect(relay.host.author)
+            await bob.connections.disconnect(relay.host.author)
             await until(lambda: relay.server.table.num_reservations == 0)
             assert bob.relays.reservations == []
 
@@ -173,7 +173,7 @@ async def test_a_reservation_is_refused_beyond_the_limit_and_through_a_relay() -
             with pytest.raises(PeerUnreachableError, match="200"):
                 await reserve(bob, relay.host)
             await alice.connect(second.host.author, [address])
-            assert alice.path(second.host.author) == "relayed"
+            assert alice.connections.path(second.host.author) == "relayed"
             answer = await ask(alice, second.host, RESERVE)
             assert answer.status == Status.PERMISSION_DENIED
 
@@ -237,7 +237,7 @@ async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None
     with trio.fail_after(PATIENCE):
         async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
             await alice.connect(bob.author, [await reserve(bob, relay.host)])
-            await until(lambda: not alice.is_connected(bob.author) and not bob.is_connected(alice.author))
+            await until(lambda: bob.author not in alice.connected and alice.author not in bob.connected)
             await until(lambda: relay.server.table.num_circuits == 0)
 
 
@@ -251,14 +251,14 @@ async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> Non
             old.is_bulk = True
             await old.send_all(b"x")
             assert await old.receive_some() == b"x"
-            await alice.renew_worn(bob.author, after=60)
+            await alice.dialler.renew_worn(bob.author, after=60)
             assert relay.server.table.num_circuits == 1  # it is not worn yet
             for _ in range(85):
                 await old.send_all(bytes(5_000))
                 num_back = 0
                 while num_back < 5_000:
                     num_back += len(await old.receive_some())
-            await alice.renew_worn(bob.author, after=60)
+            await alice.dialler.renew_worn(bob.author, after=60)
             assert relay.server.table.num_circuits == 2
             for host, peer in ((alice, bob), (bob, alice)):  # both use the new one from now on
                 peer.set_handler(ECHO, echo)
@@ -267,14 +267,14 @@ async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> Non
                     num_back = 0
                     while num_back < 150_000:
                         num_back += len(await stream.receive_some())
-            await alice.renew_worn(bob.author, after=60)
+            await alice.dialler.renew_worn(bob.author, after=60)
             await old.send_all(b"y")  # existing streams go on
             assert await old.receive_some() == b"y"
             await old.aclose()
             await until(lambda: not any(conn.muxed.streams for conn in alice.connections.of(bob.author)))
-            await alice.renew_worn(bob.author, after=60)
+            await alice.dialler.renew_worn(bob.author, after=60)
             await until(lambda: relay.server.table.num_circuits == 1)
-            assert alice.path(bob.author) == "relayed"
+            assert alice.connections.path(bob.author) == "relayed"
 
 
 async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_nothing_else() -> None:
@@ -283,11 +283,11 @@ async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_n
             async with open_relay() as relay:
                 await alice.connect(bob.author, [await reserve(bob, relay.host)])
                 assert len(bob.relays.reservations) == 1
-            await until(lambda: not alice.is_connected(bob.author) and not bob.is_connected(alice.author))
+            await until(lambda: bob.author not in alice.connected and alice.author not in bob.connected)
             assert bob.relays.reservations == []
             async with open_relay() as other:
                 await alice.connect(bob.author, [await reserve(bob, other.host)])
-                assert alice.path(bob.author) == "relayed"
+                assert alice.connections.path(bob.author) == "relayed"
 
 
 async def test_circuits_come_and_go_and_leave_nothing() -> None:
@@ -295,7 +295,7 @@ async def test_circuits_come_and_go_and_leave_nothing() -> None:
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             address = await reserve(bob, relay.host)
             await alice.connect(bob.author, [address])
-            await alice.disconnect(bob.author)
+            await alice.connections.disconnect(bob.author)
 
             def num_tasks() -> int:
                 return trio.lowlevel.current_statistics().tasks_living
@@ -305,7 +305,7 @@ async def test_circuits_come_and_go_and_leave_nothing() -> None:
             before = num_tasks()
             for _ in range(30):
                 await alice.connect(bob.author, [address])
-                await alice.disconnect(bob.author)
+                await alice.connections.disconnect(bob.author)
             await until(lambda: relay.server.table.num_circuits == 0 and num_tasks() <= before)
 
 
@@ -361,7 +361,7 @@ async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
                 with pytest.raises(PeerUnreachableError):
                     address = f"{mallory.addresses[0]}/p2p-circuit"
                     await bob.connect(public_bytes(Ed25519PrivateKey.generate()), [address])
-                assert bob.is_connected(mallory.author)
+                assert mallory.author in bob.connected
 
 
 async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
@@ -392,7 +392,7 @@ async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
             mallory.set_handler(HOP_PROTOCOL, speak_for_bob)
             with pytest.raises(PeerUnreachableError):
                 await alice.connect(bob.author, [f"{mallory.addresses[0]}/p2p-circuit"])
-            assert not alice.is_connected(bob.author)
+            assert bob.author not in alice.connected
 
 
 async def test_a_capped_relay_keeps_to_its_cap_and_still_lets_the_circuit_live() -> None:

@@ -29,9 +29,9 @@ async def test_in_a_large_run_a_few_strangers_are_asked_at_a_time_and_the_likeli
     held: list[bytes] = []
     with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as home, trio.open_nursery() as nursery:
-            home.add_addresses(relay.host.author, relay.host.addresses)
+            home.dialler.add_addresses(relay.host.author, relay.host.addresses)
             for member in members:
-                home.add_addresses(member, [NOBODY])
+                home.dialler.add_addresses(member, [NOBODY])
             ask = home.relays.reserve
 
             async def reserve(peer: bytes) -> Reservation:

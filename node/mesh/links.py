@@ -1,17 +1,25 @@
-"""The carrier of a connection: a TCP socket, or a circuit through a relay."""
+"""What carries a connection: a TCP socket, or a circuit through a relay; and the messages of Noise on it.
+
+Dials may leave from the listening port: then a NAT's mapping of that port is known, and two such dials can meet.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import socket
 from abc import ABC, abstractmethod
-from typing import Final
+from typing import Final, cast
 
 import trio
 from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.run.private_network import NONCE_BYTES, cipher_of
 
-from .admission import Site, site_of
+from ..base.system.sockets import leave_nothing, prefer_congestion_control, send_now, share_port
+from .addresses import multiaddr_of
+from .admission import Site, Turns, site_of
+from .libp2p_parts import ISecureConn, NoiseTransportReadWriter, SecureSession
 
 # Everything read from a connection until it is authenticated and multiplexed. Noise XX and the negotiation take about
 # 600 bytes; one Noise message is at most 65,537.
@@ -19,6 +27,8 @@ MAX_HANDSHAKE_BYTES: Final = 64 * 1024
 # One read: nearly two Noise messages. Its buffer is allocated before it is known how much has arrived. From 128 KiB on
 # (`base.system.tuning.MMAP_THRESHOLD`) each buffer is a new mapping, and a small read takes three times as long.
 READ_BYTES: Final = 120 * 1024
+# Of a message of Noise, which precedes it.
+LENGTH_BYTES: Final = 2
 
 
 class RawLink(ABC):
@@ -38,6 +48,11 @@ class RawLink(ABC):
         self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
         self._encryptor: CipherContext | None = None
         self._decryptor: CipherContext | None = None
+
+    @property
+    def is_worn(self) -> bool:
+        """Return whether a limit is near, at which the other end of the carrier ends it."""
+        return False
 
     @property
     def is_shaking_hands(self) -> bool:
@@ -137,3 +152,105 @@ class RawLink(ABC):
     @abstractmethod
     def abort(self) -> None:
         """`close` without a checkpoint."""
+
+
+class Socket(RawLink):
+    """A TCP socket. With ``turns``, data before the end of the handshake is processed when its site has a turn."""
+
+    def __init__(self, stream: trio.SocketStream, turns: Turns | None = None) -> None:
+        try:
+            host, port = stream.socket.getpeername()[:2]
+        except OSError:  # it is gone already
+            super().__init__(stream, "", None)
+        else:
+            super().__init__(stream, multiaddr_of(str(host).partition("%")[0], int(port)), (str(host), int(port)))
+        self._stream = stream
+        self._turns = turns
+        self.waiting_since = math.inf
+
+    async def _receive(self) -> bytes:
+        is_shaking_hands = self.is_shaking_hands
+        data = await super()._receive()
+        if is_shaking_hands and self._turns is not None:
+            await self._turns.take(self.site)
+        return data
+
+    async def _receive_some(self, max_bytes: int) -> bytes:
+        self.waiting_since = trio.current_time()
+        try:
+            return await super()._receive_some(max_bytes)
+        finally:
+            self.waiting_since = math.inf
+
+    def _send_now(self, data: bytes) -> int:
+        return send_now(self._stream.socket.fileno(), data)
+
+    def leave_nothing(self) -> None:
+        """See `farandole.node.base.system.sockets.leave_nothing`."""
+        leave_nothing(self._stream)
+
+    def abort(self) -> None:
+        """See `RawLink`."""
+        self._stream.socket.close()
+
+
+async def connect_from(local: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:
+    """Return a TCP connection from a listening socket's address; raise `OSError` if it fails."""
+    family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+    connection = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        share_port(connection)
+        await connection.bind(local)
+        await connection.connect(target)
+        calm(connection)
+    except BaseException:  # also when cancelled: nothing else owns the socket yet
+        connection.close()
+        raise
+    return trio.SocketStream(connection)
+
+
+def calm(connection: trio.socket.SocketType) -> None:
+    """Use CUBIC if available: BBR slows a connection from a simultaneous open for about ten seconds."""
+    prefer_congestion_control(connection, "cubic")
+
+
+class NoiseSession:
+    """Reads and writes messages of at most 65,519 bytes. One task may read, and one may write."""
+
+    def __init__(self, session: ISecureConn, link: RawLink) -> None:
+        """``session``: libp2p's, over the same link; it must not be in the middle of a message."""
+        self._handshake: SecureSession | None = cast("SecureSession", session)
+        self._state = cast("NoiseTransportReadWriter", self._handshake.conn).noise_state
+        self._link = link
+
+    @property
+    def handshake_hash(self) -> bytes:
+        """The hash of the handshake: 32 bytes, the same at both ends and nowhere else."""
+        return bytes(self._state.get_handshake_hash())
+
+    async def read(self) -> bytes:
+        """Return the next message.
+
+        Raises `trio.BrokenResourceError` at the end of the connection, and `NoiseInvalidMessage` if it was changed.
+        """
+        if (session := self._handshake) is not None:
+            self._handshake = None
+            if session.high_watermark > session.low_watermark:  # it came with the last message of the negotiation
+                return bytes(await session.read())
+        size = int.from_bytes(await self._link.read(LENGTH_BYTES), "big")
+        return bytes(self._state.decrypt(await self._link.read(size)))
+
+    def write_now(self, message: bytes) -> None:
+        """Send a message as far as this needs no wait. `flush` sends the rest; send nothing else before."""
+        sealed = self._state.encrypt(message)
+        self._link.write_now(len(sealed).to_bytes(LENGTH_BYTES, "big") + sealed)
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Return whether `flush` has something to send."""
+        return self._link.has_unwritten
+
+    async def flush(self) -> None:
+        """Send the rest of a message. Raises `trio.BrokenResourceError` if the connection is over."""
+        await self._link.flush()
