@@ -67,10 +67,9 @@ from .store.disk_space import DiskError
 from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
 from .ui.caps import change_quiet_hours, set_caps
-from .ui.chronicle import keep_chronicle
 from .ui.console import Console
 from .ui.dashboard.server import open_dashboard
-from .ui.reminder import keep_reminding
+from .ui.events import keep_reminding, note_changes
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 
 NETWORK_KEY_FACT: Final = "network key"
@@ -262,7 +261,7 @@ async def open_desk(
             journal.say(f"{'announcing' if is_announced else 'listening on'} {address}")
         nursery.start_soon(mesh.traffic.run)
         nursery.start_soon(_keep_offline, daemon, mesh)
-        nursery.start_soon(keep_chronicle, lambda: desk.reporter.connections(), journal.note)
+        nursery.start_soon(note_changes, lambda: desk.reporter.connections(), journal.note)
         nursery.start_soon(keep_reminding, lambda: desk.reporter.status(0), journal.remind)
         if not settings.dashboard:
             yield desk

@@ -24,8 +24,7 @@ from farandole.protocol.programs.shared_files import (
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.messagepack import encode
 
-from .local import MeshError
-from .stream import MeshStream
+from .stream import MeshError, MeshStream
 
 # A program that fetches asks for a block at least this often, or is gone.
 IDLE_SECONDS: Final = 120.0

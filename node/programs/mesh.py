@@ -35,8 +35,7 @@ from ..base.control import NoNodeError, call
 from ..base.settings import NodeSettings, default_home
 from ..base.system.unix_socket import connect
 from .files import OfferedFile, Progress, fetch
-from .local import AnswerType, MeshError, ask, close, receive_answer
-from .stream import MeshStream
+from .stream import AnswerType, MeshError, MeshStream, ask, close, receive_answer
 
 # The node answers at once, unless it dials or searches; then it has its own limit.
 LOCAL_SECONDS: Final = 30.0

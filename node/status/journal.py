@@ -19,8 +19,7 @@ from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
 from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of
 
-from .exchange_history import ExchangeHistory
-from .loss_history import LossHistory
+from .history import ExchangeHistory, LossHistory
 from .round_log import RoundRecord
 from .status import REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus
 

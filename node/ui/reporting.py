@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from farandole.protocol.wire.identity import peer_id_of, short_name
 from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
 from ..base.release import VERSION
+from ..base.system.processes import count_descriptors, resident_bytes
 from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService
 from ..loop.notices import NoticeBoard
@@ -28,9 +30,8 @@ from ..loop.traffic_service import TrafficService
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
 from ..status.journal import Journal
-from ..status.resources import measure_resources
 from ..status.status import MAX_LINKS, LinkStatus, MemberStatus, NodeStatus, Resources, RunStatus
-from .chronicle import Connections
+from .events import Connections
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
@@ -131,7 +132,7 @@ class Reporter:
         return msgspec.structs.replace(taken, device_memory=device_memory, device_memory_total=total)
 
     def connections(self) -> Connections:
-        """Return the node's connections, for its chronicle."""
+        """Return the node's connections, for its events."""
         return Connections(
             self.connectivity.reachability.kind.value,
             frozenset(short_name(held.relay) for held in self.connectivity.keeper.held),
@@ -268,4 +269,18 @@ def _as_of_now(member: MemberStatus, state: NodeState) -> MemberStatus:
         is_heard=False,
         is_paused=state.phase == "paused",
         last_partner=state.partner,
+    )
+
+
+def measure_resources(trainer_pid: int | None) -> Resources | None:
+    """Measure this process, in which trio runs, and its trainer; None where the system keeps that secret."""
+    memory = resident_bytes(os.getpid())
+    if memory is None:
+        return None
+    return Resources(
+        memory=memory,
+        trainer_memory=None if trainer_pid is None else resident_bytes(trainer_pid),
+        descriptors=count_descriptors(),
+        tasks=trio.lowlevel.current_statistics().tasks_living,
+        processor_seconds=time.process_time(),
     )

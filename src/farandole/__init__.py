@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from farandole.node.own_loop.create import create_run
     from farandole.node.own_loop.noloco import NoLoCo
     from farandole.node.own_loop.run_model import model_of
-    from farandole.node.programs.local import MeshError
     from farandole.node.programs.mesh import Mesh
+    from farandole.node.programs.stream import MeshError
     from farandole.protocol.wire.errors import FarandoleError
 
 __all__ = ["FarandoleError", "Mesh", "MeshError", "NoLoCo", "NodeError", "create_run", "model_of"]
@@ -30,7 +30,7 @@ __all__ = ["FarandoleError", "Mesh", "MeshError", "NoLoCo", "NodeError", "create
 _PLACES = {
     "FarandoleError": "farandole.protocol.wire.errors",
     "Mesh": "farandole.node.programs.mesh",
-    "MeshError": "farandole.node.programs.local",
+    "MeshError": "farandole.node.programs.stream",
     "NoLoCo": "farandole.node.own_loop.noloco",
     "NodeError": "farandole.node.own_loop.attachment",
     "create_run": "farandole.node.own_loop.create",

@@ -41,7 +41,7 @@ MEMBERS_INTERVAL: Final = 5.0
 SMALL_RUN: Final = 64
 # Most open pages, including forgotten tabs; each is a stream that this node feeds.
 MAX_LISTENERS: Final = 8
-# Parameters of a deed: a few numbers.
+# Parameters of an action: a few numbers.
 MAX_BODY_BYTES: Final = 1_024
 
 _PORT: Final = re.compile(r":\d+\Z")
@@ -64,15 +64,15 @@ PAGE: Final = {
     "/vendor/qrcode.js": ("vendor/qrcode.js", "text/javascript; charset=utf-8"),
 }
 
-Deed = Callable[[dict[str, Any]], Awaitable[object]]
+Action = Callable[[dict[str, Any]], Awaitable[object]]
 
 
 @dataclass
 class Dashboard:
-    """The web application of one node. ``deeds``: the actions of its pages, by name; ``clock`` gives Unix seconds."""
+    """The web application of one node. ``actions``: what its pages may do, by name; ``clock`` gives Unix seconds."""
 
     status: Callable[[], NodeStatus]
-    deeds: Mapping[str, Deed]
+    actions: Mapping[str, Action]
     token: str
     clock: Callable[[], float]
     history: RunHistory = field(default_factory=RunHistory)
@@ -94,7 +94,7 @@ class Dashboard:
                 Route("/api/members", self._with_token(self._members)),
                 Route("/metrics", self._metrics),
                 Route("/events", self._with_token(self._events)),
-                Route("/api/{deed}", self._with_token(self._do), methods=["POST"]),
+                Route("/api/{action}", self._with_token(self._do), methods=["POST"]),
             ],
             middleware=[Middleware(_same_origin)],
         )
@@ -143,20 +143,20 @@ class Dashboard:
             self._num_listeners -= 1
 
     async def _do(self, request: Request) -> Response:
-        deed = self.deeds.get(request.path_params["deed"])
-        if deed is None:
-            return _problem(404, f"there are: {', '.join(sorted(self.deeds))}")
+        action = self.actions.get(request.path_params["action"])
+        if action is None:
+            return _problem(404, f"there are: {', '.join(sorted(self.actions))}")
         body = b""
         async with aclosing(request.stream()) as parts:
             async for part in parts:
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    return _problem(413, "a deed takes a few numbers")
+                    return _problem(413, "an action takes a few numbers")
         try:
             params = msgspec.json.decode(body or b"{}", type=dict[str, Any])
-            return JSONResponse({"ok": msgspec.to_builtins(await deed(params))}, headers=_HEADERS)
+            return JSONResponse({"ok": msgspec.to_builtins(await action(params))}, headers=_HEADERS)
         except msgspec.MsgspecError as error:
-            return _problem(400, f"not the parameters of a deed: {error}")
+            return _problem(400, f"not the parameters of an action: {error}")
         except ControlError as error:
             return _problem(409, str(error))
 

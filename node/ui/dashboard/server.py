@@ -17,7 +17,7 @@ from hypercorn.utils import wrap_app
 
 from ...base.system.sockets import LOOPBACK, listen_alone
 from ...status.status import NodeStatus
-from .app import Dashboard, Deed
+from .app import Action, Dashboard
 from .place import PageAddress, stored_place
 
 # A page that vanished without closing is detected by then; the stream of a page sends data every second.
@@ -33,11 +33,11 @@ async def open_dashboard(
     place_file: Path,
     port: int,
     status: Callable[[], NodeStatus],
-    deeds: Mapping[str, Deed],
+    actions: Mapping[str, Action],
     clock: Callable[[], float],
 ) -> AsyncIterator[PageAddress]:
     """Serve within the block, and store the address in ``place_file``; at another port if ``port`` is not free."""
-    dashboard = Dashboard(status, deeds, secrets.token_urlsafe(24), clock)
+    dashboard = Dashboard(status, actions, secrets.token_urlsafe(24), clock)
     application: Any = dashboard.application()  # by Starlette's and Hypercorn's types ASGI is two things
     with _listening(port) as listener, stored_place(place_file, _place(listener, dashboard.token)) as place:
         async with trio.open_nursery() as nursery:

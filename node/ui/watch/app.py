@@ -128,9 +128,9 @@ class WatchApp(App[None]):
         status = self.view.status
         if status is None:
             return
-        deed = "resume" if status.phase == "paused" else "pause"
+        action = "resume" if status.phase == "paused" else "pause"
         try:
-            self.notify(await asyncio.to_thread(self._feed.ask, deed), markup=False)
+            self.notify(await asyncio.to_thread(self._feed.ask, action), markup=False)
         except FarandoleError as error:
             self.notify(str(error), severity="error", markup=False)
 

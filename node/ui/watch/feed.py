@@ -62,7 +62,7 @@ class Feed(Protocol):
     def news(self, is_over: Ending) -> Iterator[News]:
         """Yield news until ``is_over`` is set, or no more can come. It blocks, so it runs in a thread of its own."""
 
-    def ask(self, deed: str) -> str:
+    def ask(self, action: str) -> str:
         """Make the node ``pause`` or ``resume``; return its answer. Raises `FarandoleError`."""
 
 
@@ -81,9 +81,9 @@ class HomeFeed:
                 yield Lost(str(error))
             is_over.wait(INTERVAL)
 
-    def ask(self, deed: str) -> str:
+    def ask(self, action: str) -> str:
         """Ask over the control socket."""
-        return str(call(self._home, deed))
+        return str(call(self._home, action))
 
 
 class LinesFeed:
@@ -112,9 +112,9 @@ class LinesFeed:
                 yield from map(read_line, self._lines())
                 is_over.wait(INTERVAL)
 
-    def ask(self, deed: str) -> str:
+    def ask(self, action: str) -> str:
         """Raise an error, because a stream has one direction."""
-        raise FarandoleError(f"this is another machine's node: there, `farandole {deed}`")
+        raise FarandoleError(f"this is another machine's node: there, `farandole {action}`")
 
     def _lines(self) -> Iterator[bytes]:
         """Yield complete lines; an incomplete one is kept for the next call."""

@@ -20,9 +20,9 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.mesh.host import Host
 from farandole.node.programs import service as service_module
-from farandole.node.programs.local import MeshError
 from farandole.node.programs.mesh import Mesh
 from farandole.node.programs.service import MAX_STREAMS_OF_PEER, ProgramService, open_programs
+from farandole.node.programs.stream import MeshError
 from farandole.protocol.programs.program_messages import LENGTH, MAX_MESSAGE_BYTES, PROGRAMS_PROTOCOL, Provide
 from farandole.protocol.programs.shared_files import BLOCK_BYTES, FileIndex, stream_name
 from farandole.protocol.state.entries import Kind, Payload, ProgramNotes

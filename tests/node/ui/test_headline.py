@@ -109,7 +109,7 @@ def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
         (
             changed(recent_exchanges=exchanges("committed", *["failed: the contributions took too long"] * 5)),
             "no exchange succeeds, the last 5 in a row failed: the contributions took too long",
-            "doctor --bandwidth",
+            "farandole doctor",
         ),
         (
             changed(recent_exchanges=exchanges("committed", *[f"failed: {SCREENED_LATE}"] * 4)),

@@ -12,7 +12,7 @@ from farandole.node.base.clock_words import clock_words
 from farandole.node.base.release_words import release_words
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START, NodeStatus
-from farandole.node.ui.reminder import LOOK_INTERVAL, REMIND_AFTER, Reminder, keep_reminding
+from farandole.node.ui.events import REMIND_AFTER, STATUS_INTERVAL, Reminder, keep_reminding
 from farandole.protocol.run.releases import ReleaseConflict
 from farandole.protocol.state.clock_votes import ClockSkew
 
@@ -93,7 +93,7 @@ async def test_a_daemon_prints_it_as_a_warning_and_keeps_it_as_an_event(autojump
     said: list[str] = []
     journal = Journal(said.append)
     statuses: Iterator[NodeStatus] = iter([WELL] * 3)
-    with trio.move_on_after(REMIND_AFTER + 9 * LOOK_INTERVAL):
+    with trio.move_on_after(REMIND_AFTER + 9 * STATUS_INTERVAL):
         await keep_reminding(lambda: next(statuses, ALONE), journal.remind)
     (line,) = said
     assert line.startswith("warning: training alone")

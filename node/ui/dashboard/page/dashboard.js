@@ -165,11 +165,11 @@ function roundSeconds(meetings) {
   return last[1] > first[1] ? (last[0] - first[0]) / (last[1] - first[1]) : 30;
 }
 
-// What the node answers to a deed, or null: then the element `problem` says why not.
-async function ask(deed, params = {}, problem = byId("answer")) {
+// What the node answers to an action, or null: then the element `problem` says why not.
+async function ask(action, params = {}, problem = byId("answer")) {
   try {
     const headers = { Authorization: `Bearer ${token}`, "Content-Type": "application/json" };
-    const response = await fetch(`api/${deed}`, { method: "POST", headers, body: JSON.stringify(params) });
+    const response = await fetch(`api/${action}`, { method: "POST", headers, body: JSON.stringify(params) });
     const said = await response.json();
     if (response.ok) return String(said.ok);
     problem.textContent = said.error;
@@ -179,8 +179,8 @@ async function ask(deed, params = {}, problem = byId("answer")) {
   return null;
 }
 
-async function act(deed) {
-  const said = await ask(deed);
+async function act(action) {
+  const said = await ask(action);
   if (said !== null) byId("answer").textContent = said;
 }
 
@@ -230,7 +230,7 @@ function drawCode(canvas, text) {
   }
 }
 
-for (const deed of ["pause", "resume"]) byId(deed).addEventListener("click", () => act(deed));
+for (const action of ["pause", "resume"]) byId(action).addEventListener("click", () => act(action));
 byId("invite").addEventListener("click", invite);
 byId("limit").addEventListener("click", limit);
 byId("caps-form").addEventListener("submit", setCaps);

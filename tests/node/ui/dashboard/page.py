@@ -31,7 +31,7 @@ class Shown:
 
     place: PageAddress
     status: NodeStatus = STATUS
-    deeds: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
 
     @property
     def port(self) -> int:
@@ -43,7 +43,7 @@ async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> A
     shown = Shown(PageAddress("", ""))
 
     async def pause(params: dict[str, Any]) -> object:
-        shown.deeds.append("pause")
+        shown.actions.append("pause")
         shown.status = msgspec.structs.replace(shown.status, phase_detail="resting")
         return "pausing"
 
@@ -68,6 +68,6 @@ async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> A
         shown.status = msgspec.structs.replace(shown.status, quiet_hours=[params["hours"]])
         return f"quiet hours {params['hours']}"
 
-    deeds = {"pause": pause, "leave": leave, "invitation": invitation, "limit": limit, "quiet": quiet}
-    async with open_dashboard(folder / "dashboard.json", 0, lambda: shown.status, deeds, clock) as shown.place:
+    actions = {"pause": pause, "leave": leave, "invitation": invitation, "limit": limit, "quiet": quiet}
+    async with open_dashboard(folder / "dashboard.json", 0, lambda: shown.status, actions, clock) as shown.place:
         yield shown

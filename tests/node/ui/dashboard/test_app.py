@@ -158,7 +158,7 @@ async def test_who_bears_the_token_may_act(tmp_path: Path) -> None:
         unknown = await answer(shown, "POST", "/api/explode", Authorization=token)
 
     assert (done[0], json.loads(done[2])) == (200, {"ok": "pausing"})
-    assert shown.deeds == ["pause"]
+    assert shown.actions == ["pause"]
     assert (refused[0], json.loads(refused[2])) == (409, {"error": "it is leaving already"})
     assert unknown[0] == 404
 
@@ -177,7 +177,7 @@ async def test_who_bears_the_token_may_act(tmp_path: Path) -> None:
         (b'{"upload_mbit": 5, "x": "' + b"x" * 2_000 + b'"}', 413),
     ],
 )
-async def test_a_deed_takes_a_few_numbers(tmp_path: Path, body: bytes, code: int) -> None:
+async def test_an_action_takes_a_few_numbers(tmp_path: Path, body: bytes, code: int) -> None:
     async with open_page(tmp_path) as shown:
         token = f"Bearer {shown.place.token}"
         told = await trio.to_thread.run_sync(lambda: ask(shown, "POST", "/api/limit", body, Authorization=token))
@@ -206,7 +206,7 @@ async def test_others_may_not(tmp_path: Path, headers: dict[str, str]) -> None:
 
     assert code in (401, 403)
     assert "error" in json.loads(body)
-    assert shown.deeds == []
+    assert shown.actions == []
 
 
 @pytest.mark.parametrize(

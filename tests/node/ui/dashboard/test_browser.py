@@ -98,7 +98,7 @@ async def test_pause_is_a_click(tmp_path: Path) -> None:
             expect(browser.page.locator("#answer")).to_have_text("pausing")
             assert browser.problems == []
 
-    assert (await in_browser(tmp_path, look)).deeds == ["pause"]
+    assert (await in_browser(tmp_path, look)).actions == ["pause"]
 
 
 async def test_an_invite_is_a_click_to_copy_or_to_scan(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ async def test_without_the_token_the_page_and_a_click_say_where_to_get_it(tmp_pa
             browser.page.click("#pause")
             expect(browser.page.locator("#answer")).to_contain_text("farandole dashboard")
 
-    assert (await in_browser(tmp_path, look)).deeds == []
+    assert (await in_browser(tmp_path, look)).actions == []
 
 
 async def test_what_peers_say_is_text_and_nothing_else(tmp_path: Path) -> None:

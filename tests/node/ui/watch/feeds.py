@@ -54,8 +54,8 @@ class GivenFeed(Feed):
         while (news := self.queue.get()) is not None:
             yield news
 
-    def ask(self, deed: str) -> str:
+    def ask(self, action: str) -> str:
         if self.refusal:
             raise FarandoleError(self.refusal)
-        self.asked.append(deed)
-        return f"asked to {deed}"
+        self.asked.append(action)
+        return f"asked to {action}"

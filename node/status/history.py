@@ -1,7 +1,8 @@
-"""History of this node's exchanges: counts, the newest ones, and how the last one with each partner went."""
+"""Histories of a node: counts and the newest of its exchanges, and the newest part of its loss curves."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from typing import Final
 
@@ -13,6 +14,8 @@ MAX_EXCHANGES: Final = 16
 MAX_PARTNERS: Final = 4_096
 # Recent partners: as many as links are shown, and twice as many rounds.
 MAX_PARTNERS_REMEMBERED: Final = 128
+# Points of a curve for one screen or report; a month's run keeps its newest part here.
+MAX_LOSSES: Final = 256
 
 
 class ExchangeHistory:
@@ -65,3 +68,29 @@ class ExchangeHistory:
         if len(self.last_by_peer) > MAX_PARTNERS_REMEMBERED:
             forgotten, _ = self.last_by_peer.popitem(last=False)
             self.bandwidths.pop(forgotten, None)
+
+
+class LossHistory:
+    """Points of both curves, each (round, nats a token). A loss that is not finite is left out."""
+
+    def __init__(self) -> None:
+        self.training: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
+        self.validation: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
+        self.bits_per_byte: float | None = None
+        """The newest validation loss in bits per byte; None where it is not known."""
+        self.first: float | None = None
+        """Training loss of the first round."""
+
+    def add_training(self, round_index: int, loss: float | None) -> None:
+        """Add the mean training loss of a finished round, where it is known."""
+        if loss is not None and math.isfinite(loss):
+            self.first = loss if self.first is None else self.first
+            self.training.append((round_index, loss))
+
+    def add_validation(self, round_index: int, loss: float, bits_per_byte: float | None = None) -> bool:
+        """Add the validation loss after a round; returns False if it is not finite."""
+        if not math.isfinite(loss):
+            return False
+        self.validation.append((round_index, loss))
+        self.bits_per_byte = bits_per_byte
+        return True

@@ -3,7 +3,7 @@ from __future__ import annotations
 import trio
 from trio.testing import MockClock
 
-from farandole.node.ui.chronicle import LOOK_INTERVAL, Connections, changes, keep_chronicle
+from farandole.node.ui.events import CONNECTIONS_INTERVAL, Connections, changes, note_changes
 
 
 def told(before: Connections, after: Connections) -> list[str]:
@@ -41,6 +41,6 @@ async def test_it_looks_again_and_again(autojump_clock: MockClock) -> None:
         last = next(looks, last)
         return last
 
-    with trio.move_on_after(5 * LOOK_INTERVAL):
-        await keep_chronicle(look, noted.append)
+    with trio.move_on_after(5 * CONNECTIONS_INTERVAL):
+        await note_changes(look, noted.append)
     assert noted == ["others reach this node directly", "others reach this node through the relay a"]

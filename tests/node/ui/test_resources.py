@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.status.resources import measure_resources
+from farandole.node.ui.reporting import measure_resources
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 
