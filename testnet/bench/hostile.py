@@ -2,7 +2,8 @@
 
 A node, its attackers and an honest dialer are a process each. During an attack, newcomers dial all the time, each with
 a key of its own, and wait for an answer; the node's memory, descriptors, tasks, CPU and log are read between dials. The
-attackers target the port that the benchmark has opened on loopback, and nothing else (`hostile_attacks`).
+attackers target the port that the benchmark has opened on loopback, and nothing else
+(`farandole.testnet.bench.worker.hostile_attacks`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from ..report.section import Grid
-from .hostile_attacks import ATTACKS, RAW
 from .process import BenchWorker, Say, open_worker, worker_command
 from .report import OUT, BenchReport, Claim, Out, Write, open_bench
+from .worker.hostile_attacks import ATTACKS, RAW
 
 # Limits.
 MAX_DIAL_SECONDS: Final = 2.0

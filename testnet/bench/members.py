@@ -21,12 +21,12 @@ from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
 
 from ..methods.compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..report.section import Grid
+from ..simulate.plays import play_all
 from ..zoo.member_attacks import ATTACKS
+from ..zoo.simulation import HostileOutcome, HostileRun, play
 from .commands import BENCHES
-from .kept_plays import play_and_keep
 from .process import BenchError
 from .report import OUT, BenchReport, Claim, Out, Write, open_bench
-from .simulate_hostile import HostileOutcome, HostileRun, play
 
 ALONE: Final = "the honest alone"
 CLEAN: Final = "all honest"
@@ -75,7 +75,7 @@ def run(
         screening = STRICT if strict else GuardConfig()
         manifests = [manifest_of(rounds, seed, screening, partners) for seed in range(seeds)]
         runs = _plays(tried, honest, hostile, rounds, manifests)
-        outcomes = play_and_keep(bench, [(name, partial(play, run)) for name, run in runs], HostileOutcome)
+        outcomes = play_all(bench.say, [(name, partial(play, run)) for name, run in runs])
         bench.publish(report(bench.setting, tried, outcomes))
 
 

@@ -29,7 +29,6 @@ SMALL_MB: Final = 64
 MAX_TIMES_AS_OFTEN: Final = 8
 PATH_NAMES: Final = {
     "raw": "raw TCP socket, blocking",
-    "tls": "one TLS socket in trio",
     "stock": "py-libp2p stream as it comes (Noise, its yamux)",
     "libp2p": "our libp2p stream (Noise, our yamux)",
     "bulk": "our bulk channel (AES-256-GCM records, hashed on arrival)",

@@ -18,7 +18,7 @@ from farandole.node.mesh.host import open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import public_key_of
 
-from ..hostile_attacks import AttackTarget, attack
+from .hostile_attacks import AttackTarget, attack
 from .paths import LOOPBACK, PROTOCOL
 from .server import Server, cpu_seconds, memory_mb
 

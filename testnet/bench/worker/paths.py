@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import trio
@@ -102,34 +99,6 @@ class StreamEnd:
                 raise ConnectionError("the other end is gone")
             memory[received : received + len(piece)] = piece
             received += len(piece)
-
-
-@contextlib.asynccontextmanager
-async def open_tls(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
-    """Open TLS 1.3 in trio's event loop, without authentication."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if address is None else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    if address is None:
-        _certify(context)
-    plain = await _connect(address, announce)
-    plain.setblocking(False)
-    transport = trio.SocketStream(trio.socket.from_stdlib_socket(plain))
-    async with trio.SSLStream(transport, context, server_side=address is None, https_compatible=True) as stream:
-        await stream.do_handshake()
-        yield StreamEnd(stream.send_all, stream.receive_some)
-
-
-def _certify(context: ssl.SSLContext) -> None:
-    """Load a self-signed server certificate."""
-    from libp2p.crypto.ed25519 import create_new_key_pair
-    from libp2p.security.tls.certificate import create_cert_template, generate_certificate
-
-    with tempfile.TemporaryDirectory() as folder:  # the module takes keys from files alone
-        path = Path(folder, "pem")
-        path.write_text("".join(generate_certificate(create_new_key_pair().private_key, create_cert_template())))
-        context.load_cert_chain(path)
 
 
 async def _connect(address: str | None, announce: Announce) -> socket.socket:
@@ -254,7 +223,6 @@ async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool
 
 PATHS: Final[dict[str, Callable[[str | None, Announce], contextlib.AbstractAsyncContextManager[PathEnd]]]] = {
     "raw": open_raw,
-    "tls": open_tls,
     "stock": open_stock,
     "libp2p": open_libp2p,
     "bulk": open_bulk_channel,

@@ -18,7 +18,14 @@ from farandole.node.mesh import yamux
 from farandole.node.mesh.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.mesh.connections import MAX_NEGOTIATIONS_PER_CONNECTION
 from farandole.node.mesh.host import Host
-from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, AttackTarget, TargetError, attack
+from farandole.testnet.bench.worker.hostile_attacks import (
+    ATTACKS,
+    AUTHENTICATED,
+    RAW,
+    AttackTarget,
+    TargetError,
+    attack,
+)
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback

@@ -8,7 +8,7 @@ import pytest
 
 from farandole.testnet.bench import hostile
 from farandole.testnet.bench.hostile import Flood, measure, report_of
-from farandole.testnet.bench.hostile_attacks import ATTACKS
+from farandole.testnet.bench.worker.hostile_attacks import ATTACKS
 
 
 def test_newcomers_are_answered_and_nothing_is_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
