@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import trio
 
+from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
-from farandole.protocol.mesh.records import relay_key
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.run.invite import Invite, decode_invite, peers_at
 from farandole.protocol.run.manifest import RUN_ID_BYTES

@@ -13,7 +13,15 @@ from farandole.protocol.wire.framing import FrameParser
 # Most bytes that a stream hands over at once: all that one pass of the connection's reader has read, so a reader that
 # keeps up leaves nothing unread.
 READ_BYTES = 256 * 1024
+# The dial timeout: from the first packet to a connection, whatever is dialled and however many of its addresses. The
+# dials below are of another kind, and need less. The steps inside a dial have timeouts of their own, beside the step.
 DIAL_TIMEOUT = 8.0
+# A peer in this machine's network.
+NEIGHBOUR_DIAL_TIMEOUT = 5.0
+# A witness that tries whether it can dial this node: a lost SYN is sent again after one second and after three.
+DIAL_BACK_TIMEOUT = 4.0
+# A peer that is silent, to find out whether it is gone.
+SUSPICION_DIAL_TIMEOUT = 3.0
 # Time for sent data to leave; no more data is expected.
 CLOSE_TIMEOUT = 2.0
 

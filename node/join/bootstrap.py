@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.mesh.records import run_key
+from farandole.protocol.mesh.kademlia import run_key
 from farandole.protocol.run.invitations import InviteSecret
 from farandole.protocol.run.invite import Invite, InviteError, decode_invite, peers_at
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES, decode_manifest
@@ -30,7 +30,7 @@ from farandole.protocol.wire.identity import public_bytes, short_name
 from ..base.backoff import pauses
 from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError
 from ..base.settings import NodeSettings
-from ..base.streams import Stream, StreamHost, close_stream, receive_frame
+from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, close_stream, receive_frame
 from ..mesh.host import Host
 from ..state.gossip import GossipService
 from ..status.journal import Journal
@@ -42,9 +42,7 @@ JOIN_TIMEOUT = 120.0
 # Between two rounds of dialling all peers: seconds at first and at most (`pauses`). A thousand nodes that come back
 # after the first pause are 250 a second, which one node can take.
 FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE = 4.0, 20.0
-# Of the invite, of --bootstrap and of the address book.
 NO_ANSWER = "no known address answers"
-DIAL_TIMEOUT = 8.0
 # Peers dialled at once; an address book holds hundreds.
 MAX_PARALLEL_DIALS = 16
 DHT_TIMEOUT = 15.0

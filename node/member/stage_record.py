@@ -6,7 +6,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.mesh.records import run_key, shard_key
+from farandole.protocol.mesh.kademlia import run_key, shard_key
 
 from ..mesh.host import Host
 from ..state.membership import Membership

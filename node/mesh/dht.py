@@ -32,6 +32,7 @@ from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes
 from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
+from ..base.streams import DIAL_TIMEOUT
 from .addresses import MAX_ADDRESSES
 from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
 from .dialler import Dialler
@@ -55,7 +56,7 @@ _MULTIHASH_PREFIX: Final = b"\x12\x20"
 STREAM_TIMEOUT: Final = 10.0
 MAX_STREAMS_PER_PEER: Final = 3
 # One question: a dial, a round trip. A frozen peer takes all of it.
-QUERY_TIMEOUT: Final = 8.0
+QUERY_TIMEOUT: Final = DIAL_TIMEOUT
 # Announcements accepted from one peer: a burst, then a number a second. In a small network all go to the same peers, so
 # a node spaces its own.
 ANNOUNCEMENT_BURST, ANNOUNCEMENTS_PER_SECOND = 10.0, 1.0

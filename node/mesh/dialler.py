@@ -20,6 +20,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes, peer_id_of, short_name
 
 from ..base.errors import PeerUnreachableError, StrangerError
+from ..base.streams import DIAL_TIMEOUT
 from .addresses import MAX_ADDRESSES, OwnAddresses, dial_target, is_circuit_to
 from .circuit import Circuit, ask_relay
 from .connections import CLOSE_TIMEOUT, ConnectionPool
@@ -32,7 +33,6 @@ from .yamux import Libp2pStream, MuxedConn
 
 logger = logging.getLogger(__name__)
 
-DIAL_TIMEOUT = 8.0
 # Between two addresses of one peer: RFC 8305 recommends 250 ms and allows 100.
 DIAL_STAGGER = 0.15
 # Pauses, in seconds, before further attempts at an address whose node hangs up before it has authenticated itself. Each

@@ -26,12 +26,13 @@ from farandole.protocol.wire.identity import peer_id_of, public_bytes
 from ..base.bandwidth import Shaping
 from ..base.errors import ListenError
 from ..base.nurseries import open_service_nursery
+from ..base.streams import DIAL_TIMEOUT
 from ..base.system.sockets import NO_IPV6
 from .acceptor import Acceptor
 from .addresses import OwnAddresses
 from .connections import CLOSE_TIMEOUT, ConnectionPool
 from .dht import Dht
-from .dialler import DIAL_TIMEOUT, Dialler
+from .dialler import Dialler
 from .gate import Gate
 from .identify import IdentifyService
 from .multistream import Handler, ProtocolHandlers

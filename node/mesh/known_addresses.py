@@ -1,6 +1,6 @@
 """The addresses of peers that a host has heard of, and dials of those that it knows only from other peers.
 
-The limits on such dials, and their reason, are in `farandole.protocol.mesh.dial_caution`.
+The limits on such dials, and their reason, are in `farandole.protocol.mesh.dialling`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.mesh.dial_caution import DialBudget, may_dial
+from farandole.protocol.mesh.dialling import DialBudget, may_dial
 from farandole.protocol.mesh.relay import parse_circuit
 
 from ..base.errors import PeerUnreachableError

@@ -21,7 +21,7 @@ import trio
 from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
-from farandole.protocol.mesh.records import local_name
+from farandole.protocol.mesh.kademlia import local_name
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_key_of
 from farandole.protocol.wire.ip_addresses import unicast_ip
@@ -29,6 +29,7 @@ from farandole.protocol.wire.ip_addresses import unicast_ip
 from ..base.backoff import Backoff
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
+from ..base.streams import NEIGHBOUR_DIAL_TIMEOUT
 from .addresses import multiaddr_of
 from .host import Host
 
@@ -44,7 +45,6 @@ MAX_ADDRESSES: Final = 8
 # A run of many nodes in one network needs no full mesh; the others' addresses are known for exchanges.
 MAX_CONNECTED: Final = 8
 RESOLVE_TIMEOUT: Final = 3.0
-DIAL_TIMEOUT: Final = 5.0
 # Between two checks of the interfaces, and of disconnected peers. A laptop that is opened is back within that.
 CHECK_INTERVAL: Final = 10.0
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 10.0, 300.0
@@ -217,7 +217,7 @@ class Mdns:
 
     async def _dial(self, peer: bytes, addresses: list[str]) -> bool:
         try:
-            await self._host.connect(peer, addresses, timeout=DIAL_TIMEOUT)
+            await self._host.connect(peer, addresses, timeout=NEIGHBOUR_DIAL_TIMEOUT)
         except PeerUnreachableError as error:
             logger.debug("a neighbour did not answer: %s", error)
             self._backoff.note_failure(peer, addresses, trio.current_time())

@@ -26,6 +26,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_key_of_bytes, short_name
 
 from ..base.errors import PeerUnreachableError
+from ..base.streams import DIAL_TIMEOUT
 from .addresses import distance_class
 from .circuit import Circuit, ask_relay
 from .delimited import encode_delimited, multiaddr_texts, receive_message
@@ -36,7 +37,6 @@ from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
-RESERVE_TIMEOUT = 8.0
 # A relay asks for every peer that dials us; limit on unfinished handshakes of one relay.
 MAX_HANDSHAKES_PER_RELAY = 16
 # No relay grants less: if it seems so, one of the two clocks is wrong, and the node asks again after this time.
@@ -81,7 +81,7 @@ class RelayClient:
         Raises `PeerUnreachableError` if it refuses, or `RemoteProtocolError`.
         """
         try:
-            with trio.fail_after(RESERVE_TIMEOUT):
+            with trio.fail_after(DIAL_TIMEOUT):
                 await self._dialler.connect(relay, is_direct=True)
                 stream = await self._dialler.open_stream(relay, HOP_PROTOCOL)
                 answer = await ask_relay(stream, HopMessage(type=HopMessage.RESERVE))

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import trio
 
-from farandole.protocol.mesh.records import file_key
+from farandole.protocol.mesh.kademlia import file_key
 from farandole.protocol.programs.program_messages import (
     LENGTH,
     MAX_REQUEST_BYTES,

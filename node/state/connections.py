@@ -18,6 +18,7 @@ import trio
 from farandole.protocol.state.liveness import Liveness
 
 from ..base.errors import PeerUnreachableError
+from ..base.streams import SUSPICION_DIAL_TIMEOUT
 from ..mesh.host import Host
 from .membership import Membership
 
@@ -34,7 +35,6 @@ MAX_DIALS = 16
 FIRST_PAUSE, MAX_PAUSE = 5.0, 600.0
 # A peer whose connection broke is dialled once more before it is taken for dead. In a large run it may have had many
 # connections: all nodes together dial it about this often a second, which costs it a fifth of its time.
-SUSPICION_DIAL_TIMEOUT = 3.0
 PROBES_PER_SECOND = 100.0
 
 

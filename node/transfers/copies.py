@@ -20,7 +20,7 @@ import trio
 
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index, max_index_bytes
 from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
-from farandole.protocol.mesh.records import checkpoint_key
+from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name

@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
-from farandole.protocol.mesh.records import checkpoint_key
+from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.run.vectors import is_required
 from farandole.protocol.wire.identity import short_name
 

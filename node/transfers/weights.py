@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, Choice, choose
 from farandole.protocol.checkpoints.sketches import SketchVerdict
-from farandole.protocol.mesh.records import shard_key
+from farandole.protocol.mesh.kademlia import shard_key
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.state.believing import MAX_LEAP
 from farandole.protocol.state.entries import CheckpointNotice

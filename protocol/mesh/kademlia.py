@@ -1,8 +1,8 @@
 """Kademlia (Maymounkov and Mazieres 2002; github.com/libp2p/specs, kad-dht), the part that finds providers.
 
 This module holds what a node remembers and decides: the routing table, the provider records that it keeps for others,
-and the course of one lookup. Peers are 32-byte public keys. Distances are between SHA-256 hashes, as in the
-specification. Everything that peers fill is bounded.
+the course of one lookup, and the keys of what a run's nodes provide. Peers are 32-byte public keys. Distances are
+between SHA-256 hashes, as in the specification. Everything that peers fill is bounded.
 
 A key has no values here, since a run needs only providers. The protocol prefix is farandole's own, so its nodes neither
 serve nor burden the public DHT of IPFS.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..wire.identity import peer_id_bytes
+from ..wire.identity import framed, peer_id_bytes
 
 KAD_PROTOCOL: Final = "/farandole/kad/1.0.0"
 # Peers in one bucket, providers kept of one key, and peers or providers in one answer: the specification's k.
@@ -175,3 +175,36 @@ class Lookup:
             return []
         closest = sorted(self._candidates, key=self._candidates.__getitem__)[:BUCKET_SIZE]
         return [peer for peer in closest if peer not in self._asked][:count]
+
+
+def run_key(run_id: bytes) -> bytes:
+    """Return 32 bytes, provided by members of the run, which serve its manifest and run state."""
+    return hashlib.sha256(framed(b"farandole/run/1", run_id)).digest()
+
+
+def shard_key(run_id: bytes, stage: int) -> bytes:
+    """Return 32 bytes, provided by nodes that hold the parameters of this stage."""
+    return hashlib.sha256(framed(b"farandole/shard/1", run_id, stage.to_bytes(4, "big"))).digest()
+
+
+def checkpoint_key(run_id: bytes, checkpoint_id: bytes) -> bytes:
+    """Return 32 bytes, provided by nodes that serve blocks of this checkpoint (`protocol.checkpoints.blocks`)."""
+    return hashlib.sha256(framed(b"farandole/checkpoint/1", run_id, checkpoint_id)).digest()
+
+
+def relay_key(run_id: bytes) -> bytes:
+    """Return 32 bytes, provided by publicly reachable nodes that relay for the run's nodes."""
+    return hashlib.sha256(framed(b"farandole/relay/1", run_id)).digest()
+
+
+def file_key(run_id: bytes, file_id: bytes) -> bytes:
+    """Return 32 bytes, provided by nodes whose owners' programs serve this file (`farandole.node.programs.files`)."""
+    return hashlib.sha256(framed(b"farandole/file/1", run_id, file_id)).digest()
+
+
+def local_name(run_id: bytes) -> str:
+    """Return the name by which a run's nodes find each other in a local network.
+
+    It has 16 hexadecimal digits, which reveal nothing of the run's id.
+    """
+    return hashlib.sha256(framed(b"farandole/local/1", run_id)).hexdigest()[:16]

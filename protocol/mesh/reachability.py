@@ -24,15 +24,14 @@ from typing import Annotated, Final
 import msgspec
 
 from ..wire.errors import RemoteProtocolError
-from ..wire.ip_addresses import MAX_IP_CHARS
+from ..wire.ip_addresses import MAX_IP_CHARS, MIN_PORT
 from ..wire.messagepack import MessageDecoder
 
 DIALBACK_PROTOCOL: Final = "/farandole/dialback/1"
 # A node listens in two families, at most on a port of its own and on one that its router has opened for it.
 MAX_PORTS: Final = 4
 MAX_MESSAGE_BYTES: Final = 256
-# Ports below are of system services: no peer may make a witness dial them, except HTTPS, which anyone dials.
-MIN_PORT: Final = 1_024
+# Of the ports below `MIN_PORT`, which are of system services, the only one that a peer may make a witness dial.
 HTTPS_PORT: Final = 443
 
 Address = tuple[str, int]

@@ -23,7 +23,7 @@ from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.state.store import open_store
 from farandole.node.ui.dashboard.place import find_place
-from farandole.protocol.mesh.records import relay_key, run_key
+from farandole.protocol.mesh.kademlia import relay_key, run_key
 from farandole.protocol.run.invite import Invite, encode_invite, split_address
 from farandole.protocol.wire.identity import peer_id_of, short_name
 

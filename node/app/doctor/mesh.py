@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 
 import trio
 
+from farandole.protocol.mesh.kademlia import run_key
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, may_be_dialled
-from farandole.protocol.mesh.records import run_key
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.clock_votes import NUM_AGREEING, judge_clock, votes_of
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError

@@ -1,4 +1,4 @@
-"""The default gateway of the local network: the one machine there that is asked for ports."""
+"""The default gateway of the local network, the one machine there that is asked for ports, and what it opens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,32 @@ from typing import Final
 
 import trio
 
+from farandole.protocol.mesh.reachability import Address
+from farandole.protocol.wire.errors import FarandoleError
+
 from ...base.system.processes import read_proc
-from .router import MappingError
 
 # Flags in Linux's table for a route that is up and leads through a gateway (linux/route.h).
 _UP_BY_GATEWAY: Final = 0x0003
 # The command on macOS and the BSDs; it answers from memory.
 _ROUTE_COMMAND: Final = ("/sbin/route", "-n", "get", "default")
 ROUTE_TIMEOUT: Final = 3.0
+
+
+class MappingError(FarandoleError):
+    """The router does not do what it was asked for, or there is none; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A port of the router that leads to one of this machine's."""
+
+    port: int
+    """This machine's port."""
+    outer: Address
+    """The outer address that the router reports; behind a second router it is not a public one."""
+    seconds: float
+    """The lease, unless it is renewed; infinite if the router knows no leases."""
 
 
 @dataclass(frozen=True, slots=True)

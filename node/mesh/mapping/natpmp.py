@@ -15,8 +15,7 @@ import trio
 
 from farandole.protocol.wire.errors import RemoteProtocolError
 
-from .gateway import Gateway
-from .router import MappingError, Opened
+from .gateway import Gateway, MappingError, Opened
 
 PORT: Final = 5_351
 _VERSION: Final = 0

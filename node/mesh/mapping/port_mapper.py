@@ -15,9 +15,8 @@ import trio
 
 from ...base.backoff import pauses
 from ..host import Host
-from .gateway import Gateway, find_gateway
+from .gateway import Gateway, MappingError, Opened, find_gateway
 from .natpmp import NatPmpRouter, find_natpmp_router
-from .router import MappingError, Opened
 from .upnp import UpnpRouter, find_upnp_router
 
 logger = logging.getLogger(__name__)

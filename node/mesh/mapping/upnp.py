@@ -20,8 +20,7 @@ from xml.sax.saxutils import escape
 
 import trio
 
-from .gateway import Gateway
-from .router import MappingError, Opened
+from .gateway import Gateway, MappingError, Opened
 
 _GROUP: Final = ("239.255.255.250", 1900)
 _TARGETS: Final = (

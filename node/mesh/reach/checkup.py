@@ -18,7 +18,7 @@ from farandole.protocol.mesh.checkup import (
 
 from ..host import Host
 from ..yamux import Libp2pStream
-from .messages import answered, hear, tell
+from .dialback import answered, hear, tell
 
 
 def tell_time(host: Host, clock: Callable[[], float] = time.time) -> None:

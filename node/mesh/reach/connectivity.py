@@ -12,8 +12,8 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import Address, ReachabilityKind
-from farandole.protocol.mesh.records import relay_key
 from farandole.protocol.mesh.relay import Limits
 
 from ...base.bandwidth import Shaping

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
+import msgspec
 import trio
 
 from farandole.protocol.mesh.reachability import (
@@ -25,20 +26,22 @@ from farandole.protocol.mesh.reachability import (
     decode_answer,
     decode_request,
 )
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.messagepack import encode
 
 from ...base.errors import PeerUnreachableError
+from ...base.streams import DIAL_BACK_TIMEOUT, DIAL_TIMEOUT, receive_frame
 from ..addresses import multiaddr_of
 from ..admission import site_of
 from ..connections import Connection
-from ..dialler import DIAL_TIMEOUT
 from ..host import Host
 from ..yamux import Libp2pStream
-from .messages import MESSAGE_TIMEOUT, answered, hear, tell
 
 logger = logging.getLogger(__name__)
 
-# A lost SYN is sent again after one second and after three.
-DIAL_BACK_TIMEOUT = 4.0
+# Of a small message.
+MESSAGE_TIMEOUT = 5.0
 ANSWER_TIMEOUT = DIAL_BACK_TIMEOUT + MESSAGE_TIMEOUT
 # To ask peers what they see: two round trips and a handshake. They are asked one after the other, until one answers.
 OBSERVE_TIMEOUT = 3.0
@@ -272,3 +275,26 @@ class _Probe:
         self.is_over = trio.Event()
         self.conn: Connection | None = None
         self.error: Exception | None = None
+
+
+async def tell(stream: Libp2pStream, message: msgspec.Struct, max_bytes: int) -> None:
+    """Send a message; raise `trio.TooSlowError` if the peer does not take it."""
+    with trio.fail_after(MESSAGE_TIMEOUT):
+        await stream.send_all(frame(encode(message), max_bytes))
+
+
+async def hear(stream: Libp2pStream, max_bytes: int, timeout: float = MESSAGE_TIMEOUT) -> bytes:
+    """Return the payload of the next frame; raise `trio.TooSlowError` if there is none in ``timeout`` seconds."""
+    with trio.fail_after(timeout):
+        return await receive_frame(stream, FrameParser(max_bytes))
+
+
+@contextlib.contextmanager
+def answered(stream: Libp2pStream) -> Iterator[None]:
+    """Ask a peer over a stream, which is reset at the end; raise `PeerUnreachableError` if it fails to answer."""
+    try:
+        yield
+    except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+        raise PeerUnreachableError(f"no answer: {error!r}") from error
+    finally:
+        stream.reset()

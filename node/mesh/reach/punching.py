@@ -20,7 +20,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.mesh.punching import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, offer, targets
+from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, offer, targets
 from farandole.protocol.mesh.reachability import Address
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name

@@ -38,8 +38,8 @@ from farandole.node.state.membership import Membership
 from farandole.node.state.messenger import open_messenger
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
+from farandole.protocol.mesh.kademlia import run_key
 from farandole.protocol.mesh.reachability import ReachabilityKind
-from farandole.protocol.mesh.records import run_key
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.state.state import RunState
 from farandole.protocol.state.writer import Writer

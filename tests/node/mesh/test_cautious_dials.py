@@ -9,7 +9,7 @@ import trio
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host
-from farandole.protocol.mesh.dial_caution import FREE_OF_PORT
+from farandole.protocol.mesh.dialling import FREE_OF_PORT
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.mesh.addresses import OwnAddresses
 from farandole.node.mesh.host import open_host
 from farandole.node.mesh.mdns import MAX_ADDRESSES, MAX_NAMES, MAX_PEERS, Mdns, Neighbour, neighbour_of
-from farandole.protocol.mesh.records import local_name
+from farandole.protocol.mesh.kademlia import local_name
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.wire.identity import peer_id_of
 from farandole.testnet.natlab.groups import open_leash

@@ -20,7 +20,7 @@ from farandole.node.transfers.weights import (
     WEIGHTS_TIMEOUT,
 )
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.mesh.records import checkpoint_key, shard_key
+from farandole.protocol.mesh.kademlia import checkpoint_key, shard_key
 from farandole.protocol.state.entries import CheckpointNotice
 
 from .donors import ANN, BOB, CYD, DAN, EVE, ME, World

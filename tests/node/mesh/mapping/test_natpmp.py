@@ -10,9 +10,8 @@ import pytest
 import trio
 
 from farandole.node.base.nurseries import open_service_nursery
-from farandole.node.mesh.mapping.gateway import Gateway
+from farandole.node.mesh.mapping.gateway import Gateway, MappingError, Opened
 from farandole.node.mesh.mapping.natpmp import NatPmpRouter
-from farandole.node.mesh.mapping.router import MappingError, Opened
 
 from ....patience import PATIENCE
 

@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.mapping import port_mapper as keeper
-from farandole.node.mesh.mapping.gateway import Gateway
+from farandole.node.mesh.mapping.gateway import Gateway, MappingError
 from farandole.node.mesh.mapping.natpmp import NatPmpRouter
 from farandole.node.mesh.mapping.port_mapper import PortKeeper, Router
-from farandole.node.mesh.mapping.router import MappingError
 
 from ....patience import PATIENCE
 from ...hosts import LOOPBACK

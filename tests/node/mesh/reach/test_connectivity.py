@@ -20,8 +20,8 @@ from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Examiner, Reachability
 from farandole.node.mesh.reach.relays import NUM_RELAYS
 from farandole.node.mesh.yamux import Libp2pStream
+from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
-from farandole.protocol.mesh.records import relay_key
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.wire.framing import frame
 

@@ -18,7 +18,7 @@ from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.punching import meet
 from farandole.node.mesh.reach.reachability import Reachability
 from farandole.node.mesh.yamux import Libp2pStream
-from farandole.protocol.mesh.punching import DCUTR_PROTOCOL
+from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 
 from ....patience import PATIENCE

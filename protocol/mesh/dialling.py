@@ -1,4 +1,4 @@
-"""Limits on dialling addresses that this node knows only from other peers: which, and how often.
+"""Which addresses to dial on a peer's word, and how often; and which to offer and dial to punch a hole.
 
 Any peer may claim any address: a printer's in this home, or a third party's that many nodes would then dial. So others'
 claims lead to addresses on the internet, and into a network of this machine only next to an address that this node has
@@ -8,16 +8,22 @@ third party gets few connections from the whole run.
 
 Addresses from this node's user (an invite, a setting), and addresses where a peer has proved its identity, need no
 caution.
+
+To punch a hole, both ends dial each other at once, from their listening ports, at the addresses that others see of them
+(DCUtR, github.com/libp2p/specs, relay/DCUtR.md; RFC 5128, 3.4). A peer cannot make a node dial into the node's own
+network: addresses there are dialled only for a peer with the same address on the internet, which is therefore behind
+the same router.
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ..wire.ip_addresses import MIN_PORT, are_neighbours, unicast_ip
+from .reachability import HTTPS_PORT, Address
 
 # Failed attempts in a row at one port, and at one machine or IPv6 network (one customer has 2^64 addresses); then the
 # pauses in seconds, which double.
@@ -27,6 +33,12 @@ FIRST_PAUSE, MAX_PAUSE = 30.0, 3_600.0
 MAX_TARGETS: Final = 8_192
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+DCUTR_PROTOCOL: Final = "/libp2p/dcutr"
+# The specification's bound of a message, and of attempts with one peer.
+MAX_MESSAGE_BYTES: Final = 4_096
+NUM_ATTEMPTS: Final = 3
+# The observed addresses, in two families, and a few interfaces for a peer in the same network.
+MAX_OFFERED: Final = 8
 
 
 def may_dial(ip_text: str, port: int, in_use: Iterable[str]) -> bool:
@@ -70,3 +82,22 @@ class DialBudget:
 def _machine(ip: str) -> str:
     """Return an IPv4 address, or the /64 of an IPv6 address."""
     return str(ipaddress.ip_network(f"{ip}/64", strict=False)) if ":" in ip else ip
+
+
+def offer(observed: Iterable[Address], listening: Iterable[Address]) -> list[Address]:
+    """Return the addresses to offer a peer: first the ones that others observe, then the ones we listen at."""
+    return list(dict.fromkeys((*observed, *listening)))[:MAX_OFFERED]
+
+
+def targets(offered: Sequence[Address], observed: Iterable[Address], own: Iterable[str]) -> list[Address]:
+    """Choose which offered addresses to dial; ``observed`` is our address as others see it, ``own`` our own IPs."""
+    ours, here = {ip for ip, _ in observed}, [ip for text in own if (ip := unicast_ip(text)) is not None]
+    is_next_door = any(ip in ours for ip, _ in offered)
+    chosen = []
+    for text, port in offered[:MAX_OFFERED]:
+        ip = unicast_ip(text)
+        if ip is None or not (port >= MIN_PORT or port == HTTPS_PORT):
+            continue
+        if ip.is_global or (is_next_door and any(are_neighbours(ip, other) for other in here)):
+            chosen.append((str(ip), port))
+    return list(dict.fromkeys(chosen))
