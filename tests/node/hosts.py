@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.yamux import Libp2pStream
+
+from ..patience import PATIENCE
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 ECHO = "/echo/1"
@@ -17,6 +21,16 @@ ECHO = "/echo/1"
 
 def host_at_loopback(**settings: Any) -> AbstractAsyncContextManager[Host]:
     return open_host(Ed25519PrivateKey.generate(), LOOPBACK, **settings)
+
+
+@asynccontextmanager
+async def connected_pair() -> AsyncIterator[tuple[Host, Host]]:
+    """Open two hosts, of which the first has dialled the second; both fail after some time, and the second echoes."""
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, bob.addresses)
+            yield alice, bob
 
 
 def has_ipv6() -> bool:

@@ -24,7 +24,7 @@ from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, echo, has_ipv6, host_at_loopback
+from ..hosts import ECHO, connected_pair, echo, has_ipv6, host_at_loopback
 from ..relayed import until
 
 LARGE = 16 * 1024 * 1024
@@ -46,35 +46,30 @@ async def receive_all(stream: Libp2pStream) -> bytes:
 
 
 async def test_a_peer_is_near_if_an_answer_to_a_ping_came_in_time() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            await alice.connect(bob.author, bob.addresses)
-            await until(lambda: alice.connections.is_within(bob.author, PATIENCE))
-            assert not alice.connections.is_within(bob.author, 0.0)
-            await alice.connections.disconnect(bob.author)
-            assert not alice.connections.is_within(bob.author, PATIENCE)
+    async with connected_pair() as (alice, bob):
+        await until(lambda: alice.connections.is_within(bob.author, PATIENCE))
+        assert not alice.connections.is_within(bob.author, 0.0)
+        await alice.connections.disconnect(bob.author)
+        assert not alice.connections.is_within(bob.author, PATIENCE)
 
 
 async def test_two_hosts_connect_and_answer_each_other() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, bob.addresses)
-            assert alice.connected == {bob.author}
-            assert alice.connections.path(bob.author) == "direct"
-            (dialled,), (dialler,) = alice.remote_addresses(bob.author), bob.remote_addresses(alice.author)
-            assert dialled == bob.addresses[0].split("/p2p/")[0]
-            assert dialler.startswith("/ip4/127.0.0.1/tcp/")
-            async with await alice.open_stream(bob.author, ECHO) as stream:
-                assert (stream.peer, stream.protocol) == (bob.author, ECHO)
-                await stream.send_all(b"to and fro")
-                assert await stream.receive_some() == b"to and fro"
-                await stream.send_eof()
-                assert await stream.receive_some() == b""
-            await alice.connections.disconnect(bob.author)
-            assert bob.author not in alice.connected
-            assert alice.remote_addresses(bob.author) == []
-            assert alice.connections.path(bob.author) == ""
+    async with connected_pair() as (alice, bob):
+        assert alice.connected == {bob.author}
+        assert alice.connections.path(bob.author) == "direct"
+        (dialled,), (dialler,) = alice.remote_addresses(bob.author), bob.remote_addresses(alice.author)
+        assert dialled == bob.addresses[0].split("/p2p/")[0]
+        assert dialler.startswith("/ip4/127.0.0.1/tcp/")
+        async with await alice.open_stream(bob.author, ECHO) as stream:
+            assert (stream.peer, stream.protocol) == (bob.author, ECHO)
+            await stream.send_all(b"to and fro")
+            assert await stream.receive_some() == b"to and fro"
+            await stream.send_eof()
+            assert await stream.receive_some() == b""
+        await alice.connections.disconnect(bob.author)
+        assert bob.author not in alice.connected
+        assert alice.remote_addresses(bob.author) == []
+        assert alice.connections.path(bob.author) == ""
 
 
 async def test_open_stream_connects_to_a_peer_whose_address_is_known() -> None:
@@ -88,20 +83,18 @@ async def test_open_stream_connects_to_a_peer_whose_address_is_known() -> None:
 
 
 async def test_the_listener_knows_who_dialled() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            callers: list[bytes] = []
-            is_done = trio.Event()
+    async with connected_pair() as (alice, bob):
+        callers: list[bytes] = []
+        is_done = trio.Event()
 
-            async def note_caller(stream: Libp2pStream) -> None:
-                callers.append(stream.peer)
-                is_done.set()
+        async def note_caller(stream: Libp2pStream) -> None:
+            callers.append(stream.peer)
+            is_done.set()
 
-            bob.set_handler("/who/1", note_caller)
-            await alice.connect(bob.author, bob.addresses)
-            await alice.open_stream(bob.author, "/who/1")
-            await is_done.wait()
-            assert callers == [alice.author]
+        bob.set_handler("/who/1", note_caller)
+        await alice.open_stream(bob.author, "/who/1")
+        await is_done.wait()
+        assert callers == [alice.author]
 
 
 async def test_a_connection_has_a_name_that_its_ends_share_and_no_other_connection_has() -> None:
@@ -125,135 +118,120 @@ async def test_a_connection_has_a_name_that_its_ends_share_and_no_other_connecti
 
 
 async def test_sixteen_megabytes_arrive_intact_in_both_directions_at_once() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            payload = os.urandom(LARGE)
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, bob.addresses)
-            stream = await alice.open_stream(bob.author, ECHO)
-            received = b""
-            async with trio.open_nursery() as nursery:
+    async with connected_pair() as (alice, bob):
+        payload = os.urandom(LARGE)
+        stream = await alice.open_stream(bob.author, ECHO)
+        received = b""
+        async with trio.open_nursery() as nursery:
 
-                async def send() -> None:
-                    await stream.send_all(payload)
-                    await stream.send_eof()
+            async def send() -> None:
+                await stream.send_all(payload)
+                await stream.send_eof()
 
-                nursery.start_soon(send)
-                received = await receive_all(stream)
-            assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
+            nursery.start_soon(send)
+            received = await receive_all(stream)
+        assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
 
 
 async def test_a_slow_reader_slows_its_own_stream_and_no_other() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            may_read = trio.Event()
-            total = 0
+    async with connected_pair() as (alice, bob):
+        may_read = trio.Event()
+        total = 0
 
-            async def read_late(stream: Libp2pStream) -> None:
-                nonlocal total
-                await may_read.wait()
-                total = len(await receive_all(stream))
-                await stream.send_all(b"done")
+        async def read_late(stream: Libp2pStream) -> None:
+            nonlocal total
+            await may_read.wait()
+            total = len(await receive_all(stream))
+            await stream.send_all(b"done")
 
-            bob.set_handler("/late/1", read_late)
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, bob.addresses)
-            late = await alice.open_stream(bob.author, "/late/1")
-            async with trio.open_nursery() as nursery:
+        bob.set_handler("/late/1", read_late)
+        late = await alice.open_stream(bob.author, "/late/1")
+        async with trio.open_nursery() as nursery:
 
-                async def send_much() -> None:
-                    await late.send_all(bytes(4 * 1024 * 1024))
-                    await late.send_eof()
+            async def send_much() -> None:
+                await late.send_all(bytes(4 * 1024 * 1024))
+                await late.send_eof()
 
-                nursery.start_soon(send_much)
-                async with await alice.open_stream(bob.author, ECHO) as other:
-                    for _ in range(10):
-                        await other.send_all(b"ping")
-                        assert await other.receive_some() == b"ping"
-                may_read.set()
-                assert await late.receive_some() == b"done"
-            assert total == 4 * 1024 * 1024
+            nursery.start_soon(send_much)
+            async with await alice.open_stream(bob.author, ECHO) as other:
+                for _ in range(10):
+                    await other.send_all(b"ping")
+                    assert await other.receive_some() == b"ping"
+            may_read.set()
+            assert await late.receive_some() == b"done"
+        assert total == 4 * 1024 * 1024
 
 
 async def test_a_wait_that_is_cancelled_loses_nothing_and_breaks_nothing() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, bob.addresses)
-            stream = await alice.open_stream(bob.author, ECHO)
-            stuck = await alice.open_stream(bob.author, ECHO)
-            with trio.move_on_after(0.05):
-                await stuck.send_all(bytes(64 * 1024 * 1024))  # no one reads the echo
-            for _ in range(3):
-                with trio.move_on_after(0.01) as impatient:
-                    await stream.receive_some()
-                assert impatient.cancelled_caught
-            await stream.send_all(b"still in step")
-            assert await stream.receive_some() == b"still in step"
+    async with connected_pair() as (alice, bob):
+        stream = await alice.open_stream(bob.author, ECHO)
+        stuck = await alice.open_stream(bob.author, ECHO)
+        with trio.move_on_after(0.05):
+            await stuck.send_all(bytes(64 * 1024 * 1024))  # no one reads the echo
+        for _ in range(3):
+            with trio.move_on_after(0.01) as impatient:
+                await stream.receive_some()
+            assert impatient.cancelled_caught
+        await stream.send_all(b"still in step")
+        assert await stream.receive_some() == b"still in step"
 
 
 async def test_what_was_sent_before_the_connection_ended_is_still_read() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            may_read = trio.Event()
-            heard = bytearray()
-            is_done = trio.Event()
+    async with connected_pair() as (alice, bob):
+        may_read = trio.Event()
+        heard = bytearray()
+        is_done = trio.Event()
 
-            async def read_late(stream: Libp2pStream) -> None:
-                await may_read.wait()
-                heard.extend(await receive_all(stream))
-                is_done.set()
+        async def read_late(stream: Libp2pStream) -> None:
+            await may_read.wait()
+            heard.extend(await receive_all(stream))
+            is_done.set()
 
-            bob.set_handler("/late/1", read_late)
-            await alice.connect(bob.author, bob.addresses)
-            stream = await alice.open_stream(bob.author, "/late/1")
-            await stream.send_all(b"last words")
-            await stream.aclose()
-            with bob.connections.events() as events:
-                await alice.connections.disconnect(bob.author)
-                async for _, is_connected in events:
-                    if not is_connected:
-                        break
-            may_read.set()
-            await is_done.wait()
-            assert heard == b"last words"
+        bob.set_handler("/late/1", read_late)
+        stream = await alice.open_stream(bob.author, "/late/1")
+        await stream.send_all(b"last words")
+        await stream.aclose()
+        with bob.connections.events() as events:
+            await alice.connections.disconnect(bob.author)
+            async for _, is_connected in events:
+                if not is_connected:
+                    break
+        may_read.set()
+        await is_done.wait()
+        assert heard == b"last words"
 
 
 async def test_a_reset_is_an_error_and_a_close_is_an_end() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
+    async with connected_pair() as (alice, bob):
 
-            async def break_off(stream: Libp2pStream) -> None:
-                await stream.receive_some()
-                stream.reset()
+        async def break_off(stream: Libp2pStream) -> None:
+            await stream.receive_some()
+            stream.reset()
 
-            async def close(stream: Libp2pStream) -> None:
-                await stream.receive_some()
+        async def close(stream: Libp2pStream) -> None:
+            await stream.receive_some()
 
-            bob.set_handler("/reset/1", break_off)
-            bob.set_handler("/close/1", close)
-            await alice.connect(bob.author, bob.addresses)
-            broken = await alice.open_stream(bob.author, "/reset/1")
-            await broken.send_all(b"x")
-            with pytest.raises(trio.BrokenResourceError):
-                await broken.receive_some()
-            closed = await alice.open_stream(bob.author, "/close/1")
+        bob.set_handler("/reset/1", break_off)
+        bob.set_handler("/close/1", close)
+        broken = await alice.open_stream(bob.author, "/reset/1")
+        await broken.send_all(b"x")
+        with pytest.raises(trio.BrokenResourceError):
+            await broken.receive_some()
+        closed = await alice.open_stream(bob.author, "/close/1")
+        await closed.send_all(b"x")
+        assert await closed.receive_some() == b""
+        await closed.aclose()
+        with pytest.raises(trio.ClosedResourceError):
+            await closed.receive_some()
+        with pytest.raises(trio.ClosedResourceError):
             await closed.send_all(b"x")
-            assert await closed.receive_some() == b""
-            await closed.aclose()
-            with pytest.raises(trio.ClosedResourceError):
-                await closed.receive_some()
-            with pytest.raises(trio.ClosedResourceError):
-                await closed.send_all(b"x")
 
 
 async def test_a_protocol_that_nobody_serves_is_unreachable() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            await alice.connect(bob.author, bob.addresses)
-            with pytest.raises(PeerUnreachableError, match="/none/1"):
-                await alice.open_stream(bob.author, "/none/1")
-            assert bob.author in alice.connected
+    async with connected_pair() as (alice, bob):
+        with pytest.raises(PeerUnreachableError, match="/none/1"):
+            await alice.open_stream(bob.author, "/none/1")
+        assert bob.author in alice.connected
 
 
 async def test_an_unknown_peer_and_a_silent_address_are_unreachable() -> None:

@@ -50,7 +50,7 @@ from farandole.protocol.mesh.yamux import MAX_WAITING_STREAMS
 from farandole.protocol.wire.identity import public_bytes, public_key_of
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, LOOPBACK, echo, host_at_loopback
+from ..hosts import ECHO, LOOPBACK, connected_pair, echo, host_at_loopback
 
 MULTISTREAM = "/multistream/1.0.0"
 SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", KAD_PROTOCOL]
@@ -275,41 +275,35 @@ async def test_a_handler_that_fails_costs_its_stream(caplog: pytest.LogCaptureFi
         await stream.receive_some()
         raise ZeroDivisionError
 
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            bob.set_handler("/fail/1", fail)
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, bob.addresses)
-            stream = await alice.open_stream(bob.author, "/fail/1")
-            await stream.send_all(b"x")
-            with pytest.raises(trio.BrokenResourceError):
-                await stream.receive_some()
-            assert bob.author in alice.connected
-            await assert_answers(bob)
+    async with connected_pair() as (alice, bob):
+        bob.set_handler("/fail/1", fail)
+        stream = await alice.open_stream(bob.author, "/fail/1")
+        await stream.send_all(b"x")
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.receive_some()
+        assert bob.author in alice.connected
+        await assert_answers(bob)
     assert "/fail/1" in caplog.text
 
 
 @pytest.mark.parametrize("protocol", SERVED_BY_LIBRARY)
 async def test_garbage_to_what_the_library_serves_costs_streams_only(protocol: str) -> None:
     rng = random.Random(protocol)
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, bob.addresses)
-            for number in range(60):
-                stream = await alice.open_stream(bob.author, protocol)
-                body = rng.randbytes(rng.randrange(1, 200))
-                # half of the time well framed, so that it reaches the next parser
-                framed = bytes((len(body) % 128,)) + body[: len(body) % 128] if number % 2 else body
-                try:
-                    await stream.send_all(framed)
-                    await stream.send_eof()
-                    with trio.move_on_after(0.05):
-                        await stream.receive_some()
-                except trio.BrokenResourceError:
-                    pass
-                stream.reset()
-            await assert_answers(bob)
+    async with connected_pair() as (alice, bob):
+        for number in range(60):
+            stream = await alice.open_stream(bob.author, protocol)
+            body = rng.randbytes(rng.randrange(1, 200))
+            # half of the time well framed, so that it reaches the next parser
+            framed = bytes((len(body) % 128,)) + body[: len(body) % 128] if number % 2 else body
+            try:
+                await stream.send_all(framed)
+                await stream.send_eof()
+                with trio.move_on_after(0.05):
+                    await stream.receive_some()
+            except trio.BrokenResourceError:
+                pass
+            stream.reset()
+        await assert_answers(bob)
 
 
 async def test_garbage_instead_of_a_handshake_costs_the_connection_only() -> None:
@@ -471,26 +465,23 @@ async def test_the_librarys_host_with_another_kind_of_key_is_refused() -> None:
 
 
 async def test_an_honest_peer_that_opens_200_streams_at_once_keeps_its_connection() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, bob.addresses)
-            answers = list[bytes]()
+    async with connected_pair() as (alice, bob):
+        answers = list[bytes]()
 
-            async def ask() -> None:
-                with suppress(PeerUnreachableError, trio.BrokenResourceError):  # excess streams are reset
-                    async with await alice.open_stream(bob.author, ECHO, PATIENCE) as stream:
-                        await stream.send_all(b"x")
-                        answers.append(await stream.receive_some())
+        async def ask() -> None:
+            with suppress(PeerUnreachableError, trio.BrokenResourceError):  # excess streams are reset
+                async with await alice.open_stream(bob.author, ECHO, PATIENCE) as stream:
+                    await stream.send_all(b"x")
+                    answers.append(await stream.receive_some())
 
-            while not (before := bob.connections.of(alice.author)):
-                await trio.lowlevel.checkpoint()
-            async with trio.open_nursery() as nursery:
-                for _ in range(200):
-                    nursery.start_soon(ask)
-            assert bob.connections.of(alice.author) == before
-            assert len(answers) >= MAX_WAITING_STREAMS // 2  # next to streams of identify and the DHT
-            assert set(answers) == {b"x"}
+        while not (before := bob.connections.of(alice.author)):
+            await trio.lowlevel.checkpoint()
+        async with trio.open_nursery() as nursery:
+            for _ in range(200):
+                nursery.start_soon(ask)
+        assert bob.connections.of(alice.author) == before
+        assert len(answers) >= MAX_WAITING_STREAMS // 2  # next to streams of identify and the DHT
+        assert set(answers) == {b"x"}
 
 
 async def test_identify_names_farandole_and_its_version() -> None:
@@ -510,36 +501,29 @@ async def test_identify_names_farandole_and_its_version() -> None:
 
 
 async def test_what_a_peer_says_of_its_addresses_is_remembered_after_connecting() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            await alice.connect(bob.author, bob.addresses)
-            while not bob.dialler.known.of(alice.author):  # alice has dialled: bob asks her
-                await wait_all_tasks_blocked(0.01)
-            assert bob.dialler.known.of(alice.author) == [address.partition("/p2p/")[0] for address in alice.addresses]
+    async with connected_pair() as (alice, bob):
+        while not bob.dialler.known.of(alice.author):  # alice has dialled: bob asks her
+            await wait_all_tasks_blocked(0.01)
+        assert bob.dialler.known.of(alice.author) == [address.partition("/p2p/")[0] for address in alice.addresses]
 
 
 async def test_pings_are_echoed() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            await alice.connect(bob.author, bob.addresses)
-            async with await alice.open_stream(bob.author, PING_PROTOCOL) as stream:
-                for number in range(3):
-                    await stream.send_all(bytes([number]) * 32)
-                    assert await read_exactly(stream.receive_some, 32) == bytes([number]) * 32
+    async with connected_pair() as (alice, bob), await alice.open_stream(bob.author, PING_PROTOCOL) as stream:
+        for number in range(3):
+            await stream.send_all(bytes([number]) * 32)
+            assert await read_exactly(stream.receive_some, 32) == bytes([number]) * 32
 
 
 @pytest.mark.parametrize("protocol", SERVED_BY_LIBRARY[1:])
 async def test_nobody_sends_the_library_megabytes(protocol: str) -> None:
     announced = b"\x80\x80\x80\x02"  # 4 MiB
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob:
-            await alice.connect(bob.author, bob.addresses)
-            stream = await alice.open_stream(bob.author, protocol)
-            num_sent = 0
-            with pytest.raises(trio.BrokenResourceError):
-                await stream.send_all(announced)
-                while True:
-                    await stream.send_all(bytes(16 * 1024))
-                    num_sent += 16 * 1024
-                    await wait_all_tasks_blocked()
-            assert num_sent <= 2 * 128 * 1024
+    async with connected_pair() as (alice, bob):
+        stream = await alice.open_stream(bob.author, protocol)
+        num_sent = 0
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.send_all(announced)
+            while True:
+                await stream.send_all(bytes(16 * 1024))
+                num_sent += 16 * 1024
+                await wait_all_tasks_blocked()
+        assert num_sent <= 2 * 128 * 1024
