@@ -71,8 +71,8 @@ class Conditions:
     """The space for what is fetched."""
 
 
-class Taking:
-    """One conversation with a donor, while its stream lasts; made by `open_taking`."""
+class DonorSession:
+    """One conversation with a donor, while its stream lasts; made by `open_donor`."""
 
     def __init__(self, conditions: Conditions, stream: Stream, parser: FrameParser, answer: messages.Here) -> None:
         self.answer = answer
@@ -167,9 +167,9 @@ class Taking:
 
 
 @contextlib.asynccontextmanager
-async def open_taking(
+async def open_donor(
     conditions: Conditions, donor: bytes, question: messages.BlockQuestion, max_size: int
-) -> AsyncIterator[Taking]:
+) -> AsyncIterator[DonorSession]:
     """Ask a donor for a checkpoint of at most ``max_size`` bytes; without an id for its newest, maybe saved again.
 
     Raises `AbsentError`, `DonorBusyError`, `PeerUnreachableError`, `RemoteProtocolError`, `trio.TooSlowError`,
@@ -187,10 +187,10 @@ async def open_taking(
             case messages.Busy(seconds):
                 raise DonorBusyError(seconds)
             case messages.Here():
-                taking = Taking(conditions, stream, parser, answer)
+                session = DonorSession(conditions, stream, parser, answer)
                 try:
-                    yield taking
+                    yield session
                 finally:
-                    taking.close()
+                    session.close()
     finally:
         await close_stream(stream)

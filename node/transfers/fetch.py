@@ -27,7 +27,7 @@ from farandole.protocol.wire.safetensors import header_size, parse_header
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from .donor import AbsentError, Conditions, DonorBusyError, DonorError, Taking, open_taking
+from .donor import AbsentError, Conditions, DonorBusyError, DonorError, DonorSession, open_donor
 from .partial_file import PartialFile, partial_path, remove_partials
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ async def ask_for_index(
     """
     question = BlockQuestion(conditions.run_id, stage, checkpoint_id)
     try:
-        async with open_taking(conditions, donor, question, max_size) as taking:
-            signed, index = taking.signed_index(made_by or conditions.run_id, max_size)
+        async with open_donor(conditions, donor, question, max_size) as session:
+            signed, index = session.signed_index(made_by or conditions.run_id, max_size)
     except PeerUnreachableError:
         raise
     except LOST as error:
@@ -169,13 +169,13 @@ class _Contact:
     def __init__(self, donor: bytes) -> None:
         self.donor = donor
         self.scope = trio.CancelScope()
-        self.taking: Taking | None = None
+        self.session: DonorSession | None = None
         """The conversation, once the donor gives."""
         self._progress = 0
 
     def has_advanced(self) -> bool:
         """Return whether something has arrived since the last call."""
-        before, self._progress = self._progress, self.taking.progress if self.taking else 0
+        before, self._progress = self._progress, self.session.progress if self.session else 0
         return self._progress != before
 
 
@@ -322,9 +322,9 @@ class _Fetch:
                 contact = self._contacts[donor] = _Contact(donor)
                 self._nursery.start_soon(self._converse, contact)
             case download.AskBlocks(donor, first, count):
-                self._say(donor, lambda taking: taking.want(first, count))
+                self._say(donor, lambda session: session.want(first, count))
             case download.ForgetBlock(donor, block):
-                self._say(donor, lambda taking: taking.forget(block))
+                self._say(donor, lambda session: session.forget(block))
             case download.HangUp(donor, reason):
                 self._note_problem(donor, reason)
                 self._contacts.pop(donor).scope.cancel()
@@ -333,11 +333,11 @@ class _Fetch:
             case download.Complete():
                 self._is_complete.set()
 
-    def _say(self, donor: bytes, say: Callable[[Taking], None]) -> None:
+    def _say(self, donor: bytes, say: Callable[[DonorSession], None]) -> None:
         contact = self._contacts[donor]
-        assert contact.taking is not None, "only who is ready is asked"
+        assert contact.session is not None, "only who is ready is asked"
         try:
-            say(contact.taking)
+            say(contact.session)
         except trio.WouldBlock:
             contact.scope.cancel()  # it does not listen
 
@@ -352,10 +352,10 @@ class _Fetch:
         ended = download.DonorLost(donor)
         try:
             with contact.scope:
-                async with open_taking(self._conditions, donor, question, size) as taking:
-                    num_held = min(taking.answer.num_held, self._file.index.num_blocks)
-                    contact.taking = taking
-                    await taking.run(
+                async with open_donor(self._conditions, donor, question, size) as session:
+                    num_held = min(session.answer.num_held, self._file.index.num_blocks)
+                    contact.session = session
+                    await session.run(
                         size,
                         lambda: self._driver.handle(download.DonorReady(donor, num_held)),
                         partial(self._take, contact),

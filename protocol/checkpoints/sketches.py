@@ -162,7 +162,12 @@ def judge(checkpoint: Sketch, members: Sequence[Sketch]) -> Judgement:
     """
     if not members:
         return Judgement(SketchVerdict.UNKNOWN)
-    distances = tuple(sorted((distance(checkpoint, each) for each in members), key=_finite_first))
+    distances = tuple(
+        sorted(
+            (distance(checkpoint, each) for each in members),
+            key=lambda value: value if math.isfinite(value) else math.inf,
+        )
+    )
     bound = FAR if len(members) == 1 else min(max(NEAR, TIMES_USUAL * usual_distance(members)), FAR)
     num_near = sum(each <= bound for each in distances)
     if 2 * num_near >= len(members):
@@ -178,7 +183,3 @@ def usual_distance(members: Sequence[Sketch]) -> float:
         for i, one in enumerate(members)
     )
     return min(radii)
-
-
-def _finite_first(value: float) -> float:
-    return value if math.isfinite(value) else math.inf

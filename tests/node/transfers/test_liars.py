@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.transfers.donor import Conditions, DonorError, open_taking
+from farandole.node.transfers.donor import Conditions, DonorError, open_donor
 from farandole.node.transfers.fetch import LOST, ask_for_index
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import (
@@ -245,5 +245,5 @@ async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nu
         raise AssertionError("nothing came")
 
     with trio.fail_after(PATIENCE), pytest.raises(LOST):
-        async with open_taking(Conditions(host, RUN), b"d" * 32, question, len(CONTENT)) as taking:
-            await taking.run(len(CONTENT), lambda: taking.want(0, 1), take)
+        async with open_donor(Conditions(host, RUN), b"d" * 32, question, len(CONTENT)) as session:
+            await session.run(len(CONTENT), lambda: session.want(0, 1), take)

@@ -38,57 +38,51 @@ from .files import KEY, RUN, index_of
 
 
 async def test_the_next_stages_newest_weights_are_kept_told_and_given(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+    serving: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    world.members = {ANN: 2, BOB: 0}
-    world.by_peer = {(ANN, 2): (ANN, 29)}
-    nursery.start_soon(world.weights.run)
+    serving.members = {ANN: 2, BOB: 0}
+    serving.by_peer = {(ANN, 2): (ANN, 29)}
     await trio.sleep(30)
-    assert world.asked == [(ANN, 2)]
-    assert world.told == [(2, 29, True)]
-    assert len(world.provided) == 1
-    given = await world.given(world.weights, 2)
+    assert serving.asked == [(ANN, 2)]
+    assert serving.told == [(2, 29, True)]
+    assert len(serving.provided) == 1
+    given = await serving.given(serving.weights, 2)
     assert given is not None
     assert given.read(0) == content_of(ANN, 2, 29)
-    assert await world.given(world.weights, 0) is None
-    world.stage = 2  # it moves: its own copy is what it needs
-    world.members = {BOB: 0}
-    await world.weights.obtain()
-    assert world.is_fetched(ANN, 2, 29)
-    world.by_peer = {(BOB, 0): (BOB, 31)}
+    assert await serving.given(serving.weights, 0) is None
+    serving.stage = 2  # it moves: its own copy is what it needs
+    serving.members = {BOB: 0}
+    await serving.weights.obtain()
+    assert serving.is_fetched(ANN, 2, 29)
+    serving.by_peer = {(BOB, 0): (BOB, 31)}
     await trio.sleep(30)
-    assert {path.name[:6] for path in world.settings.checkpoints.iterdir()} == {"copy-0"}
-    assert len(world.provided) == 1
-    nursery.cancel_scope.cancel()
+    assert {path.name[:6] for path in serving.settings.checkpoints.iterdir()} == {"copy-0"}
+    assert len(serving.provided) == 1
 
 
 async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+    serving: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    first, second = world.two_to_copy()
-    world.silent = {first}
-    nursery.start_soon(world.weights.run)
+    first, second = serving.two_to_copy()
+    serving.silent = {first}
     await trio.sleep(60)
-    assert world.asked == [(first, 2), (second, 2)]
-    assert world.fetched_from == [(second,)]
-    world.silent = set()
+    assert serving.asked == [(first, 2), (second, 2)]
+    assert serving.fetched_from == [(second,)]
+    serving.silent = set()
     await trio.sleep(PASS_OVER_SECONDS)
-    assert world.fetched_from == [(second,), (first,)]
-    nursery.cancel_scope.cancel()
+    assert serving.fetched_from == [(second,), (first,)]
 
 
 async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+    serving: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    first, _ = world.two_to_copy()
-    world.busy = {first}
-    nursery.start_soon(world.weights.run)
+    first, _ = serving.two_to_copy()
+    serving.busy = {first}
     await trio.sleep(30)
-    assert set(world.asked) == {(first, 2)}
-    world.busy = set()
+    assert set(serving.asked) == {(first, 2)}
+    serving.busy = set()
     await trio.sleep(30)
-    assert world.fetched_from == [(first,)]
-    nursery.cancel_scope.cancel()
+    assert serving.fetched_from == [(first,)]
 
 
 async def test_a_copy_outlives_its_node(
@@ -125,46 +119,40 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
     nursery.cancel_scope.cancel()
 
 
-async def test_copies_take_a_tenth_of_the_time_at_most(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
-) -> None:
-    world.members = {ANN: 2}
-    world.seconds = 100.0
-    nursery.start_soon(world.weights.run)
+async def test_copies_take_a_tenth_of_the_time_at_most(serving: World, autojump_clock: trio.testing.MockClock) -> None:
+    serving.members = {ANN: 2}
+    serving.seconds = 100.0
     for round_index in range(160):  # a newer one each time
-        world.by_peer = {(ANN, 2): (ANN, round_index)}
+        serving.by_peer = {(ANN, 2): (ANN, round_index)}
         await trio.sleep(50)
-    assert 5 <= len(world.fetched_from) <= 12
-    nursery.cancel_scope.cancel()
+    assert 5 <= len(serving.fetched_from) <= 12
 
 
 async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_stages(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+    serving: World, autojump_clock: trio.testing.MockClock
 ) -> None:
     content = content_of(ME, 1, 30)
-    path = world.settings.checkpoints / "stage-1-round-30.safetensors"
+    path = serving.settings.checkpoints / "stage-1-round-30.safetensors"
     path.write_bytes(content)
     saved = messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes)
-    nursery.start_soon(world.weights.run)
-    world.weights.provider.trainer_stage = 0
-    world.weights.provider.note_saved(saved)
+    serving.weights.provider.trainer_stage = 0
+    serving.weights.provider.note_saved(saved)
     await trio.sleep(1)
-    assert world.told == []
-    world.weights.provider.trainer_stage = 1
-    world.weights.provider.note_saved(saved)
+    assert serving.told == []
+    serving.weights.provider.trainer_stage = 1
+    serving.weights.provider.note_saved(saved)
     await trio.sleep(1)
-    assert world.told == [(1, 30, False)]
+    assert serving.told == [(1, 30, False)]
     path.unlink()  # the trainer keeps two
-    given = await world.given(world.weights, 1)
+    given = await serving.given(serving.weights, 1)
     assert given is not None
     assert given.read(0) == content
-    assert await world.weights.provider.find(BlockQuestion(RUN, 1, given.id)) is given
-    assert await world.weights.provider.find(BlockQuestion(RUN, 1, bytes(32))) is None
-    nursery.cancel_scope.cancel()
+    assert await serving.weights.provider.find(BlockQuestion(RUN, 1, given.id)) is given
+    assert await serving.weights.provider.find(BlockQuestion(RUN, 1, bytes(32))) is None
 
 
 async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    serving: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Path] = []
 
@@ -184,29 +172,25 @@ async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
         raise FetchError("the line is too slow")
 
     monkeypatch.setattr(downloads, "fetch_checkpoint", break_off)
-    world.members = {ANN: 2}
-    nursery.start_soon(world.weights.run)
+    serving.members = {ANN: 2}
     for round_index in range(5):
-        world.by_peer = {(ANN, 2): (ANN, round_index)}
+        serving.by_peer = {(ANN, 2): (ANN, round_index)}
         await trio.sleep(30)
     assert len(set(begun)) == 5
-    assert list(world.settings.checkpoints.iterdir()) == [begun[-1]]
-    nursery.cancel_scope.cancel()
+    assert list(serving.settings.checkpoints.iterdir()) == [begun[-1]]
 
 
 async def test_a_checkpoint_whose_file_is_another_already_is_not_given(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+    serving: World, autojump_clock: trio.testing.MockClock
 ) -> None:
     content = content_of(ME, 1, 30)
-    path = world.settings.checkpoints / "stage-1-round-30.safetensors"
+    path = serving.settings.checkpoints / "stage-1-round-30.safetensors"
     path.write_bytes(content_of(ME, 1, 31))  # saved again in the same round
-    nursery.start_soon(world.weights.run)
-    world.weights.provider.trainer_stage = 1
-    world.weights.provider.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
+    serving.weights.provider.trainer_stage = 1
+    serving.weights.provider.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
     await trio.sleep(1)
-    assert world.told == []
-    assert list(world.settings.checkpoints.iterdir()) == [path]
-    nursery.cancel_scope.cancel()
+    assert serving.told == []
+    assert list(serving.settings.checkpoints.iterdir()) == [path]
 
 
 async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a_node_has_left(
@@ -221,16 +205,14 @@ async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a
 
 
 async def test_what_is_held_is_told_again_before_the_run_forgets_it(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+    serving: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
-    nursery.start_soon(world.weights.run)
+    serving.members, serving.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
     await trio.sleep(30)
-    world.members = {}  # the stage's only copy is this node's
+    serving.members = {}  # the stage's only copy is this node's
     await trio.sleep(RULES[Kind.CHECKPOINT].ttl / 2)
-    assert len(world.told) >= 2
-    assert set(world.told) == {(2, 29, True)}
-    nursery.cancel_scope.cancel()
+    assert len(serving.told) >= 2
+    assert set(serving.told) == {(2, 29, True)}
 
 
 class LargeProvider:
