@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from farandole.testnet.bench.zoo import claims_of
 from farandole.testnet.play.scenario import ScenarioError, load_scenario, scenario_names
 from farandole.testnet.zoo.conduct import Conduct
 from farandole.testnet.zoo.plan import HostileError, environment_of, plan_of, targets_of
@@ -48,6 +49,7 @@ def test_the_unharmed_pass() -> None:
     assert made.loss_above == pytest.approx(0.009)
     assert "+0.9%" in {cell for row in play_grid(made).rows for cell in row}
     assert zoo_grid([made]).rows[0][0] == "capture"
+    assert [claim.ours for claim in claims_of([made])] == ["+0.9%", "0"]
 
 
 @pytest.mark.parametrize(
