@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -33,10 +34,6 @@ from .partial_file import PartialFile, partial_path, remove_partials
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1
-# A download without progress for this long is given up, unless donors are busy; the blocks that are here are kept. It
-# leaves time for some retries with a lost donor, and for two of the slowest blocks.
-PATIENCE: Final = 20.0
-BLOCK_PATIENCE: Final = 2 * download.BLOCK_TIMEOUT
 # How often the displayed rate is measured, and the weight of the newest measurement.
 RATE_SECONDS: Final = 0.5
 RATE_WEIGHT: Final = 0.2
@@ -195,31 +192,6 @@ class _Speedometer:
             self._count, self._at = count, trio.current_time()
 
 
-class _Tally:
-    """Counts what the donors of a fetch have given, and decides how long it is worth waiting for more."""
-
-    def __init__(self) -> None:
-        self.num_by_donor: dict[bytes, int] = {}
-        self.num_bytes = 0
-        self.problem = "nobody is known who has it"
-        self._heard_at = self._given_at = trio.current_time()
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Return whether nothing has arrived for too long."""
-        return trio.current_time() > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE)
-
-    def hear(self, retry_after: float = 0.0) -> None:
-        """Note a sign of life from a donor; a busy one says after how many seconds to try again."""
-        self._heard_at = max(self._heard_at, trio.current_time() + retry_after)
-
-    def add(self, donor: bytes, num_bytes: int) -> None:
-        """Note a block that a donor gave."""
-        self.num_by_donor[donor] = self.num_by_donor.get(donor, 0) + 1
-        self.num_bytes += num_bytes
-        self._given_at = trio.current_time()
-
-
 class _Fetch:
     """One fetch, from the first contact with the donors to the file."""
 
@@ -245,7 +217,9 @@ class _Fetch:
         self._contacts: dict[bytes, _Contact] = {}
         self._absent: set[bytes] = set()  # donors that do not have it
         self._needed: frozenset[int] = frozenset()
-        self._tally = _Tally()
+        self._num_by_donor: Counter[bytes] = Counter()
+        self._num_bytes = 0
+        self._problem = "nobody is known who has it"
         self._download = download.Download(have)
         self._driver = Driver[download.Event, download.Output](self._carry_out)
         self._driver.begin(self._download)
@@ -268,7 +242,7 @@ class _Fetch:
 
     def result(self, num_kept: int) -> Fetched:
         """Return the result; ``num_kept`` blocks were here before."""
-        return Fetched(self._tally.num_by_donor, self._tally.num_bytes, self._size_of(self._needed), num_kept)
+        return Fetched(dict(self._num_by_donor), self._num_bytes, self._size_of(self._needed), num_kept)
 
     async def _fetch(self, blocks: Iterable[int]) -> None:
         self._is_complete = trio.Event()
@@ -309,10 +283,7 @@ class _Fetch:
     def _listen(self) -> None:
         for contact in list(self._contacts.values()):
             if contact.has_advanced():
-                self._tally.hear()
                 self._driver.handle(download.BytesArrived(contact.donor))
-        if self._tally.is_hopeless:
-            self._fail(FetchError(f"the download does not get on: {self._tally.problem}"))
 
     # Donors
 
@@ -332,6 +303,8 @@ class _Fetch:
                 self._accuse(donor, f"gave wrong bytes for block {block} of a checkpoint")
             case download.Complete():
                 self._is_complete.set()
+            case download.GiveUp():
+                self._fail(FetchError(f"the download does not get on: {self._problem}"))
 
     def _say(self, donor: bytes, say: Callable[[DonorSession], None]) -> None:
         contact = self._contacts[donor]
@@ -342,8 +315,8 @@ class _Fetch:
             contact.scope.cancel()  # it does not listen
 
     def _note_problem(self, donor: bytes, problem: object) -> None:
-        self._tally.problem = f"{short_name(donor)}: {problem or 'too slow'}"
-        logger.info("checkpoint %s: %s", self._signed.id.hex()[:8], self._tally.problem)
+        self._problem = f"{short_name(donor)}: {problem or 'too slow'}"
+        logger.info("checkpoint %s: %s", self._signed.id.hex()[:8], self._problem)
 
     async def _converse(self, contact: _Contact) -> None:
         """Take blocks from a donor until it has nothing more to give."""
@@ -361,7 +334,6 @@ class _Fetch:
                         partial(self._take, contact),
                     )
         except DonorBusyError as error:
-            self._tally.hear(error.seconds)
             ended = download.DonorLost(donor, error.seconds)
             self._note_problem(donor, error)
         except LOST as error:
@@ -373,7 +345,7 @@ class _Fetch:
             self._driver.handle(ended)
             donors = set(self._donors())
             if donors and donors <= self._absent and not self._contacts:  # there are newer checkpoints: no wait for it
-                self._fail(FetchError(f"nobody has it any more: {self._tally.problem}"))
+                self._fail(FetchError(f"nobody has it any more: {self._problem}"))
 
     async def _take(self, contact: _Contact, block: int, data: memoryview) -> None:
         """Take in data that a donor gave as this block."""
@@ -387,5 +359,6 @@ class _Fetch:
             return
         if is_right:
             self._have.add(block)
-            self._tally.add(donor, len(data))
+            self._num_by_donor[donor] += 1
+            self._num_bytes += len(data)
         self._driver.handle(download.BlockArrived(donor, block) if is_right else download.BlockWrong(donor, block))

@@ -42,6 +42,10 @@ SILENCE = 15.0
 # The slowest rate at which a node gives, in bytes a second: 50 kbit/s, its share of the tightest cap.
 MIN_RATE = 6_250
 BLOCK_TIMEOUT = SILENCE + BLOCK_BYTES / MIN_RATE
+# A download without progress for this long is given up, unless donors are busy. It leaves time for some retries with a
+# lost donor, and for two of the slowest blocks.
+PATIENCE = 20.0
+BLOCK_PATIENCE = 2 * BLOCK_TIMEOUT
 # Pause before a lost donor is tried again, doubled each time.
 FIRST_RETRY, MAX_RETRY = 1.0, 30.0
 # Most of a busy donor's own estimate that is believed.
@@ -155,7 +159,12 @@ class Complete:
     """The download has every block that is needed."""
 
 
-Output = DialDonor | AskBlocks | ForgetBlock | HangUp | Accuse | Complete
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Nothing has arrived for too long; the blocks that are here can be kept."""
+
+
+Output = DialDonor | AskBlocks | ForgetBlock | HangUp | Accuse | Complete | GiveUp
 
 
 class _Standing(enum.Enum):
@@ -225,6 +234,8 @@ class Download:
         self._unasked: list[int] = []  # a heap
         self._asked: dict[int, set[bytes]] = {}  # block -> donors that owe it
         self._donors: dict[bytes, _Donor] = {}
+        self._heard_at: float | None = None  # last bytes, or the end of a busy donor's time
+        self._given_at = 0.0  # last block
 
     @property
     def num_missing(self) -> int:
@@ -243,6 +254,8 @@ class Download:
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """Handle an event and return what to do. `Tick` must come a few times a second."""
+        if self._heard_at is None:
+            self._heard_at = self._given_at = now
         was_missing = self.num_missing
         outputs = self._note(event, now)
         for donor in self._donors.values():
@@ -250,8 +263,9 @@ class Download:
                 outputs += self._hang_up(donor, "it gives nothing any more", now)
         if not self.num_missing:
             return [*outputs, Complete()] if was_missing or isinstance(event, Needed) else outputs
-        outputs += [*self._ask_for_more(now), *self._ask_for_help(now)]
-        return [*outputs, *self._dial(now)]
+        outputs += [*self._ask_for_more(now), *self._ask_for_help(now), *self._dial(now)]
+        is_hopeless = now > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE)
+        return [*outputs, GiveUp()] if is_hopeless else outputs
 
     def _note(self, event: Event, now: float) -> list[Output]:
         match event:
@@ -266,9 +280,12 @@ class Download:
             case DonorLost(name, None):
                 self._fail(self._donors[name], now)
             case DonorLost(name, float(seconds)):
-                self._lose(self._donors[name], now + min(max(seconds, 0.0), MAX_BUSY))
+                due_at = now + min(max(seconds, 0.0), MAX_BUSY)
+                self._lose(self._donors[name], due_at)
+                self._heard_at = max(self._heard_at or now, due_at)
             case BytesArrived(name):
                 self._donors[name].heard_at = now
+                self._heard_at = max(self._heard_at or now, now)
             case BlockArrived(name, block):
                 return self._take(self._donors[name], block, now)
             case BlockWrong(name, block):
@@ -331,6 +348,7 @@ class Download:
 
     def _take(self, giver: _Donor, block: int, now: float) -> list[Output]:
         giver.note_given(now)
+        self._given_at = now
         self._have.add(block)
         outputs: list[Output] = []
         for name in self._asked.pop(block, ()):

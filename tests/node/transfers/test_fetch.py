@@ -18,7 +18,6 @@ from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host
 from farandole.node.store import disk_space as room_module
 from farandole.node.store.disk_space import Room, used_bytes
-from farandole.node.transfers import fetch as fetching
 from farandole.node.transfers import serve as giving
 from farandole.node.transfers.donor import Conditions, DonorError
 from farandole.node.transfers.fetch import Fetched, FetchError, FetchProgress, ask_for_index, fetch_checkpoint
@@ -120,7 +119,7 @@ async def test_to_hash_what_an_earlier_attempt_left_may_take_longer_than_donors_
     blocks = PartialFile.blocks
 
     def blocks_of_a_slow_disk(file: PartialFile) -> set[int]:
-        mock_clock.jump(10 * fetching.PATIENCE)
+        mock_clock.jump(10 * download.PATIENCE)
         return blocks(file)
 
     monkeypatch.setattr(PartialFile, "blocks", blocks_of_a_slow_disk)
@@ -227,7 +226,7 @@ async def test_the_newest_checkpoint_is_asked_for_by_its_stage(tmp_path: Path) -
 async def test_nobody_who_has_it_is_said_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_members(2) as (newcomer, donor):
         await newcomer.host.connect(donor.host.author)
-        monkeypatch.setattr(fetching, "PATIENCE", 3.0)
+        monkeypatch.setattr(download, "PATIENCE", 3.0)
         with pytest.raises(FetchError, match=f"{short_name(donor.host.author)}: it does not have"):
             await fetch(newcomer, [donor], tmp_path / "ours")
         with pytest.raises(FetchError, match="nobody"):
@@ -235,7 +234,7 @@ async def test_nobody_who_has_it_is_said_in_time(tmp_path: Path, monkeypatch: py
 
 
 async def test_what_nobody_has_any_more_is_given_up_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "PATIENCE", 1_000.0)
+    monkeypatch.setattr(download, "PATIENCE", 1_000.0)
     async with open_members(3) as (newcomer, *donors):
         donors[0].holding = hold(tmp_path / "theirs", checkpoint_bytes(1_000))
         with pytest.raises(FetchError, match="nobody has it any more"):

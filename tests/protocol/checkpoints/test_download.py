@@ -16,6 +16,7 @@ from farandole.protocol.checkpoints.download import (
     MAX_DONORS,
     MAX_KNOWN,
     MAX_WINDOW,
+    PATIENCE,
     SILENCE,
     Accuse,
     AskBlocks,
@@ -30,6 +31,7 @@ from farandole.protocol.checkpoints.download import (
     Download,
     Event,
     ForgetBlock,
+    GiveUp,
     HangUp,
     Needed,
     Output,
@@ -261,6 +263,15 @@ def test_a_busy_donor_is_asked_again_when_it_said_and_no_sooner() -> None:
     world = World({ANN: Donor(20.0, busy_until=7e9)}, 20)
     with pytest.raises(AssertionError, match="never complete"):
         world.run(200.0)
+
+
+def test_a_download_is_given_up_when_nothing_comes_and_no_donor_is_busy() -> None:
+    download = Download()
+    download.handle(Needed([0]), 100.0)
+    assert GiveUp() not in download.handle(DonorsKnown((ANN,)), 99.0 + PATIENCE)
+    assert GiveUp() not in download.handle(DonorLost(ANN, busy_seconds=30.0), 99.0 + PATIENCE)
+    assert GiveUp() not in download.handle(Tick(), 128.0 + 2 * PATIENCE)
+    assert GiveUp() in download.handle(Tick(), 130.0 + 2 * PATIENCE)
 
 
 def test_what_is_here_is_not_asked_for() -> None:
