@@ -8,12 +8,11 @@ difference between two consecutive rounds that save nothing shows which costs ar
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -24,7 +23,7 @@ import typer
 from farandole.node.store.run_file import manifest_of
 
 from ..report.section import Grid, cell
-from .process import BenchWorker, greatest_of, median_of, open_workers
+from .process import greatest_of, median_of, open_workers
 from .report import OUT, Bench, BenchReport, Claim, Out, Write, open_bench
 
 # 25.7 M parameters: a checkpoint of 411 MB.
@@ -212,50 +211,27 @@ def measure(
     """
     manifest = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
     manifest_of(manifest, Path(), 0.0)  # raises if values do not fit together
-    figures = SavingFigures()
-    with open_trainers(bench, {way: {"manifest": manifest, "way": way, **where} for way in WAYS}) as trainers:
-        figures.num_parameters = trainers.num_parameters
-        trainers.workers[NONE].ask("play", steps=1)
-        figures.steps = trainers.steps_in(NONE, round_seconds)
-        for way, trainer in trainers.workers.items():  # memory for a snapshot, the file's first blocks: obtained once
-            bench.say(f"warming up: {WAYS[way]}")
-            trainer.ask("play", steps=1)
-        for turn, way, played in trainers.play(turns, figures.steps):
-            figures.rounds.append(msgspec.convert({"way": way, "turn": turn, **played}, TimedRound))
-            bench.write(figures.report(bench.setting))
-    return figures
-
-
-@dataclass(frozen=True, slots=True)
-class Trainers:
-    """Processes of `farandole.testnet.bench.worker.saving` that take turns; made by `open_trainers`."""
-
-    bench: Bench
-    workers: dict[str, BenchWorker]
-    num_parameters: int
-
-    def steps_in(self, name: str, seconds: float) -> int:
-        """Return the number of inner steps that take ``seconds``."""
-        return max(1, math.ceil(seconds / float(self.workers[name].ask("play", steps=1)["seconds"])))
-
-    def play(self, turns: int, steps: int) -> Iterator[tuple[int, str, dict[str, Any]]]:
-        """Yield (turn, name, measurements) of each trainer's rounds; every other turn is in reverse order."""
-        for turn in range(turns):
-            for name in list(self.workers)[:: 1 if turn % 2 == 0 else -1]:
-                self.bench.say(f"turn {turn + 1} of {turns}: {name}")
-                yield turn, name, self.workers[name].ask("play", steps=steps)
-
-
-@contextlib.contextmanager
-def open_trainers(bench: Bench, begin: Mapping[str, Mapping[str, Any]]) -> Iterator[Trainers]:
-    """Open a trainer for each name with its `begin` arguments; the folder of checkpoints is removed at the end."""
-    folder = bench.out / bench.name
+    figures, folder = SavingFigures(), bench.out / bench.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        with open_workers("saving trainer", begin, bench.log) as opened:
-            workers = dict(zip(begin, opened, strict=True))
-            begun = [each.ask("begin", folder=str(folder / name), **begin[name]) for name, each in workers.items()]
-            yield Trainers(bench, workers, begun[-1]["num_parameters"])
+        with open_workers("saving trainer", WAYS, bench.log) as opened:
+            trainers = dict(zip(WAYS, opened, strict=True))
+            for way, trainer in trainers.items():
+                begun = trainer.ask("begin", manifest=manifest, way=way, folder=str(folder / way), **where)
+            figures.num_parameters = begun["num_parameters"]
+            trainers[NONE].ask("play", steps=1)
+            seconds = float(trainers[NONE].ask("play", steps=1)["seconds"])
+            figures.steps = max(1, math.ceil(round_seconds / seconds))
+            for way, trainer in trainers.items():  # memory for a snapshot, the file's first blocks: obtained once
+                bench.say(f"warming up: {WAYS[way]}")
+                trainer.ask("play", steps=1)
+            for turn in range(turns):
+                for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
+                    bench.say(f"turn {turn + 1} of {turns}: {WAYS[way]}")
+                    played = trainers[way].ask("play", steps=figures.steps)
+                    figures.rounds.append(msgspec.convert({"way": way, "turn": turn, **played}, TimedRound))
+                    bench.write(figures.report(bench.setting))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return figures
