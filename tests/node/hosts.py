@@ -45,3 +45,18 @@ def has_ipv6() -> bool:
 async def echo(stream: Libp2pStream) -> None:
     while data := await stream.receive_some():
         await stream.send_all(data)
+
+
+async def assert_echo(caller: Host, peer: Host) -> None:
+    """Assert that a new stream to the peer's `echo` carries bytes both ways."""
+    async with await caller.open_stream(peer.author, ECHO, PATIENCE) as stream:
+        await stream.send_all(b"are you there?")
+        assert await stream.receive_some() == b"are you there?"
+
+
+async def assert_answers(host: Host) -> None:
+    """Assert that an honest newcomer is served."""
+    async with host_at_loopback() as newcomer:
+        with trio.fail_after(PATIENCE):
+            newcomer.dialler.add_addresses(host.author, host.addresses)
+            await assert_echo(newcomer, host)

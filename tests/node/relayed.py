@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -15,7 +16,8 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.relay_server import RelayServer
 from farandole.protocol.mesh.relay import Limits
 
-from .hosts import LOOPBACK, host_at_loopback
+from ..patience import PATIENCE
+from .hosts import ECHO, LOOPBACK, echo, host_at_loopback
 
 
 @dataclass
@@ -58,6 +60,18 @@ async def reserve(home: Host, relay: Host) -> str:
     await home.connect(relay.author, relay.addresses)
     held = await home.relays.reserve(relay.author)
     return f"{held.address}/p2p/{home.peer_id}"
+
+
+@contextlib.asynccontextmanager
+async def relayed_pair(
+    limits: Limits | None = None, shaping: Shaping | None = None
+) -> AsyncIterator[tuple[Relay, Host, Host]]:
+    """Open a relay and two homes, of which the first is connected through it to the second, which echoes."""
+    with trio.fail_after(PATIENCE):
+        async with open_relay(limits, shaping) as relay, open_home() as alice, open_home() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            yield relay, alice, bob
 
 
 async def until(condition: Callable[[], bool]) -> None:

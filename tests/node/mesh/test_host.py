@@ -24,7 +24,7 @@ from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, connected_pair, echo, has_ipv6, host_at_loopback
+from ..hosts import ECHO, assert_echo, connected_pair, echo, has_ipv6, host_at_loopback
 from ..relayed import until
 
 LARGE = 16 * 1024 * 1024
@@ -77,9 +77,7 @@ async def test_open_stream_connects_to_a_peer_whose_address_is_known() -> None:
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
             alice.dialler.add_addresses(bob.author, bob.addresses)
-            async with await alice.open_stream(bob.author, ECHO) as stream:
-                await stream.send_all(b"x")
-                assert await stream.receive_some() == b"x"
+            await assert_echo(alice, bob)
 
 
 async def test_the_listener_knows_who_dialled() -> None:
@@ -311,9 +309,7 @@ async def test_both_may_dial_at_once() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(alice.connect, bob.author, bob.addresses)
                 nursery.start_soon(bob.connect, alice.author, alice.addresses)
-            async with await alice.open_stream(bob.author, ECHO) as stream:
-                await stream.send_all(b"x")
-                assert await stream.receive_some() == b"x"
+            await assert_echo(alice, bob)
 
 
 async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None:

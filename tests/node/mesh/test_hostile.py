@@ -28,15 +28,7 @@ from farandole.testnet.bench.worker.hostile_attacks import (
 )
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, echo, host_at_loopback
-
-
-async def assert_answers(host: Host) -> None:
-    async with host_at_loopback() as newcomer:
-        newcomer.dialler.add_addresses(host.author, host.addresses)
-        stream = await newcomer.open_stream(host.author, ECHO, PATIENCE)
-        await stream.send_all(b"are you there?")
-        assert await stream.receive_some() == b"are you there?"
+from ..hosts import ECHO, assert_answers, echo, host_at_loopback
 
 
 @asynccontextmanager

@@ -50,7 +50,7 @@ from farandole.protocol.mesh.yamux import MAX_WAITING_STREAMS
 from farandole.protocol.wire.identity import public_bytes, public_key_of
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, LOOPBACK, connected_pair, echo, host_at_loopback
+from ..hosts import ECHO, LOOPBACK, assert_answers, assert_echo, connected_pair, echo, host_at_loopback
 
 MULTISTREAM = "/multistream/1.0.0"
 SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", KAD_PROTOCOL]
@@ -75,16 +75,6 @@ def port_of(host: Any) -> int:
 def message(text: str) -> bytes:
     """Return one multistream message."""
     return bytes((len(text) + 1,)) + text.encode() + b"\n"
-
-
-async def assert_answers(host: Host) -> None:
-    """Assert that an honest newcomer is served."""
-    async with host_at_loopback() as newcomer:
-        with trio.fail_after(PATIENCE):
-            newcomer.dialler.add_addresses(host.author, host.addresses)
-            stream = await newcomer.open_stream(host.author, ECHO)
-            await stream.send_all(b"are you there?")
-            assert await stream.receive_some() == b"are you there?"
 
 
 # An inbound connection's slot and task were never freed
@@ -428,9 +418,7 @@ async def test_connections_of_one_peer_are_bounded() -> None:
                 stream = await trio.open_tcp_stream("127.0.0.1", port_of(bob))
                 muxed = await alice.upgrader.dial(Socket(stream), bob.author)
                 await alice.connections.add(muxed, is_outbound=True)
-            async with await alice.open_stream(bob.author, ECHO) as echoing:
-                await echoing.send_all(b"x")
-                assert await echoing.receive_some() == b"x"
+            await assert_echo(alice, bob)
             assert len(bob.connections.of(alice.author)) <= MAX_CONNECTIONS_PER_PEER
 
 

@@ -13,6 +13,7 @@ from multiaddr import Multiaddr
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.base.streams import read_exactly
 from farandole.node.mesh.addresses import MAX_ADDRESSES
 from farandole.node.mesh.circuit import Circuit
 from farandole.node.mesh.delimited import encode_delimited, receive_message
@@ -29,16 +30,11 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
 from ....patience import PATIENCE
-from ...relayed import open_home, open_public, open_relay, reserve, until
+from ...hosts import ECHO, assert_echo, echo
+from ...relayed import open_home, open_public, open_relay, relayed_pair, reserve, until
 
-ECHO = "/echo/1"
 RESERVE = encode_delimited(HopMessage(type=HopMessage.RESERVE))
 AGREED = encode_delimited(HopMessage(type=HopMessage.STATUS, status=Status.OK))
-
-
-async def echo(stream: Libp2pStream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 async def hear(stream: Libp2pStream) -> HopMessage:
@@ -60,8 +56,7 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
     with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             bob.set_handler(ECHO, echo)
-            address = await reserve(bob, relay.host)
-            await alice.connect(bob.author, [address])
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
             assert alice.connections.path(bob.author) == bob.connections.path(alice.author) == "relayed"
             await until(lambda: alice.connections.round_trip(bob.author) is not None)
             assert not alice.connections.is_within(bob.author, PATIENCE), "near is over a direct connection"
@@ -128,9 +123,7 @@ async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None
             for addresses in ([], bob.addresses):
                 if addresses:
                     await alice.dialler.connect(bob.author, addresses, is_direct=True)
-                async with await alice.open_stream(bob.author, ECHO) as stream:
-                    await stream.send_all(b"x")
-                    assert await stream.receive_some() == b"x"
+                await assert_echo(alice, bob)
             assert seen == [True, False]
             assert alice.connections.path(bob.author) == "direct"
 
@@ -211,9 +204,7 @@ async def test_strangers_get_a_little_and_members_what_they_need_also_with_a_new
             with contextlib.suppress(trio.BrokenResourceError):
                 for _ in range(num_pieces):
                     await stream.send_all(payload)
-                    num_back = 0
-                    while num_back < len(payload):
-                        num_back += len(await stream.receive_some())
+                    await read_exactly(stream.receive_some, len(payload))
                     num_echoed += 1
             if member is None:
                 assert 0 < 2 * num_echoed * len(payload) < STRANGERS_CIRCUIT_BYTES
@@ -234,47 +225,37 @@ async def test_strangers_are_told_of_their_limits() -> None:
 
 @pytest.mark.parametrize("limits", [Limits(circuit_seconds=1), Limits(idle_seconds=0.3)])
 async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
-            await alice.connect(bob.author, [await reserve(bob, relay.host)])
-            await until(lambda: bob.author not in alice.connected and alice.author not in bob.connected)
-            await until(lambda: relay.server.table.num_circuits == 0)
+    async with relayed_pair(limits) as (relay, alice, bob):
+        await until(lambda: bob.author not in alice.connected and alice.author not in bob.connected)
+        await until(lambda: relay.server.table.num_circuits == 0)
 
 
 async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> None:
-    with trio.fail_after(PATIENCE):
-        limits = Limits(circuit_bytes=1_000_000)
-        async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, [await reserve(bob, relay.host)])
-            old = await alice.open_stream(bob.author, ECHO)
-            old.is_bulk = True
-            await old.send_all(b"x")
-            assert await old.receive_some() == b"x"
-            await alice.dialler.renew_worn(bob.author, after=60)
-            assert relay.server.table.num_circuits == 1  # it is not worn yet
-            for _ in range(85):
-                await old.send_all(bytes(5_000))
-                num_back = 0
-                while num_back < 5_000:
-                    num_back += len(await old.receive_some())
-            await alice.dialler.renew_worn(bob.author, after=60)
-            assert relay.server.table.num_circuits == 2
-            for host, peer in ((alice, bob), (bob, alice)):  # both use the new one from now on
-                peer.set_handler(ECHO, echo)
-                async with await host.open_stream(peer.author, ECHO) as stream:
-                    await stream.send_all(bytes(150_000))
-                    num_back = 0
-                    while num_back < 150_000:
-                        num_back += len(await stream.receive_some())
-            await alice.dialler.renew_worn(bob.author, after=60)
-            await old.send_all(b"y")  # existing streams go on
-            assert await old.receive_some() == b"y"
-            await old.aclose()
-            await until(lambda: not any(conn.muxed.streams for conn in alice.connections.of(bob.author)))
-            await alice.dialler.renew_worn(bob.author, after=60)
-            await until(lambda: relay.server.table.num_circuits == 1)
-            assert alice.connections.path(bob.author) == "relayed"
+    async with relayed_pair(Limits(circuit_bytes=1_000_000)) as (relay, alice, bob):
+        old = await alice.open_stream(bob.author, ECHO)
+        old.is_bulk = True
+        await old.send_all(b"x")
+        assert await old.receive_some() == b"x"
+        await alice.dialler.renew_worn(bob.author, after=60)
+        assert relay.server.table.num_circuits == 1  # it is not worn yet
+        for _ in range(85):
+            await old.send_all(bytes(5_000))
+            await read_exactly(old.receive_some, 5_000)
+        await alice.dialler.renew_worn(bob.author, after=60)
+        assert relay.server.table.num_circuits == 2
+        for host, peer in ((alice, bob), (bob, alice)):  # both use the new one from now on
+            peer.set_handler(ECHO, echo)
+            async with await host.open_stream(peer.author, ECHO) as stream:
+                await stream.send_all(bytes(150_000))
+                await read_exactly(stream.receive_some, 150_000)
+        await alice.dialler.renew_worn(bob.author, after=60)
+        await old.send_all(b"y")  # existing streams go on
+        assert await old.receive_some() == b"y"
+        await old.aclose()
+        await until(lambda: not any(conn.muxed.streams for conn in alice.connections.of(bob.author)))
+        await alice.dialler.renew_worn(bob.author, after=60)
+        await until(lambda: relay.server.table.num_circuits == 1)
+        assert alice.connections.path(bob.author) == "relayed"
 
 
 async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_nothing_else() -> None:
@@ -396,21 +377,17 @@ async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
 
 
 async def test_a_capped_relay_keeps_to_its_cap_and_still_lets_the_circuit_live() -> None:
-    with trio.fail_after(PATIENCE):
-        shaping = Shaping.of_mbit(8, 8)
-        async with open_relay(shaping=shaping) as relay, open_home() as alice, open_home() as bob:
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, [await reserve(bob, relay.host)])
-            stream = await alice.open_stream(bob.author, ECHO)
-            began = trio.current_time()
-            size = 1_000_000
-            received = 0
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(stream.send_all, bytes(size))
-                while received < size:
-                    received += len(await stream.receive_some())
-            # To bob and back: two megabytes over a line of one megabyte a second.
-            assert trio.current_time() - began > 1.5
+    async with relayed_pair(shaping=Shaping.of_mbit(8, 8)) as (_, alice, bob):
+        stream = await alice.open_stream(bob.author, ECHO)
+        began = trio.current_time()
+        size = 1_000_000
+        received = 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send_all, bytes(size))
+            while received < size:
+                received += len(await stream.receive_some())
+        # To bob and back: two megabytes over a line of one megabyte a second.
+        assert trio.current_time() - began > 1.5
 
 
 def test_no_message_is_longer_than_allowed() -> None:
