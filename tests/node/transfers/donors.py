@@ -18,18 +18,12 @@ from farandole.node.status.journal import Journal
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import downloads
 from farandole.node.transfers import sketches as comparing
-from farandole.node.transfers.donor import (
-    Conditions,
-    DonorBusyError,
-    DonorError,
-)
+from farandole.node.transfers.donor import Conditions, DonorBusyError, DonorError
 from farandole.node.transfers.downloads import Downloads
 from farandole.node.transfers.fetch import Fetched
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.partial_file import partial_path
-from farandole.node.transfers.weights import (
-    Weights,
-)
+from farandole.node.transfers.weights import Weights
 from farandole.protocol.checkpoints import sketches
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index

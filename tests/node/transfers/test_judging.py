@@ -12,11 +12,7 @@ import trio.testing
 
 from farandole.node.base.errors import JoinError
 from farandole.node.transfers import sketches as comparing
-from farandole.node.transfers.weights import (
-    CONTACT_INTERVAL,
-    CONTACT_TIMEOUT,
-    DISPUTED_AFTER,
-)
+from farandole.node.transfers.weights import CONTACT_INTERVAL, CONTACT_TIMEOUT, DISPUTED_AFTER
 from farandole.protocol.wire.safetensors import encode_header
 
 from .donors import ANN, BOB, CYD, DAN, ME, World, content_of
@@ -108,6 +104,11 @@ async def test_a_file_of_another_round_than_its_index_says_is_not_taken(
 
 
 # Compared with other members' weights
+
+
+async def never(*args: object) -> None:
+    await trio.sleep_forever()
+
 
 RNG = np.random.default_rng(1)
 LEARNT = RNG.standard_normal(1_000, np.float32)
@@ -210,10 +211,6 @@ async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(
     world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold_alike(world, [], [ANN, BOB])
-
-    async def never(*args: object) -> None:
-        await trio.sleep_forever()
-
     monkeypatch.setattr(comparing, "ask_for_sketch", never)
     began_at = trio.current_time()
     await world.weights.obtain()
@@ -233,10 +230,6 @@ async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_nex
     world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold_alike(world, [ANN], [BOB, CYD])
-
-    async def never(*args: object) -> None:
-        await trio.sleep_forever()
-
     monkeypatch.setattr(comparing, "ask_for_sketch", never)
     with trio.move_on_after(5.0):
         await world.weights.obtain()

@@ -17,12 +17,7 @@ from farandole.node.store import disk_space
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import downloads
 from farandole.node.transfers.copies import PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyService
-from farandole.node.transfers.donor import (
-    ANSWER_TIMEOUT,
-    MAX_FRESH_SAVE,
-    Conditions,
-    fresh_save_timeout,
-)
+from farandole.node.transfers.donor import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Conditions, fresh_save_timeout
 from farandole.node.transfers.downloads import Downloads
 from farandole.node.transfers.fetch import Fetched, FetchError
 from farandole.node.transfers.partial_file import partial_path

@@ -9,16 +9,9 @@ import trio.testing
 from farandole.node.base.errors import JoinError
 from farandole.node.base.streams import DIAL_TIMEOUT
 from farandole.node.transfers import downloads
-from farandole.node.transfers.donor import (
-    DonorError,
-)
+from farandole.node.transfers.donor import DonorError
 from farandole.node.transfers.partial_file import partial_path
-from farandole.node.transfers.weights import (
-    MAX_ASKED,
-    SEED_AFTER,
-    WEIGHTS_RETRY,
-    WEIGHTS_TIMEOUT,
-)
+from farandole.node.transfers.weights import MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.mesh.kademlia import checkpoint_key, shard_key
 from farandole.protocol.state.entries import CheckpointNotice
