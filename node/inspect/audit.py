@@ -21,7 +21,7 @@ from farandole.protocol.rounds.audits import RoundClaim, replay_of
 from farandole.protocol.run.cut import stage_parameters
 from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, max_checkpoint_bytes
 from farandole.protocol.state.entries import Kind
-from farandole.protocol.trainer.trainer_messages import Prepare, Replayed
+from farandole.protocol.trainer.trainer_messages import Prepare, Replayed, TrainerSettings
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 
@@ -99,18 +99,15 @@ class _Audit:
             run_id=self._visit.conditions.run_id,
             author=bytes(32),
             manifest=msgspec.msgpack.encode(self._visit.manifest),
-            data=[str(path) for path in settings.data],
-            tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
-            device="cpu",
-            threads=1,
-            slow=1.0,
-            step_seconds=0.0,
-            checkpoints=str(self._folder / "checkpoints"),
-            outgoing=0,
-            incoming=0,
-            data_weights=settings.data_weight,
-            data_field=settings.data_field,
-            cache=str(self._folder / "tokens"),
+            settings=TrainerSettings(
+                data=[str(path) for path in settings.data],
+                data_weight=settings.data_weight,
+                data_field=settings.data_field,
+                tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
+                tokens=str(self._folder / "tokens"),
+                checkpoints=str(self._folder / "checkpoints"),
+                device="cpu",
+            ),
         )
         self._say("starting a trainer to replay rounds with")
         async with open_trainer(prepare, None) as trainer:

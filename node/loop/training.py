@@ -311,7 +311,7 @@ class Training:
         if self._surroundings.audits is not None:
             self._surroundings.audits.begin(lambda command: self.handle(machine.ReplayAsked(command)))
         self.handle(machine.OthersMoved(self._surroundings.current_round()))
-        self.handle(machine.TrainerReady(prepared, prepare.stage, prepare.microbatch))
+        self.handle(machine.TrainerReady(prepared, prepare.stage, prepare.settings.microbatch))
 
     def _hear(self, session: TrainerSession, report: messages.Report) -> None:
         """Pass a report to the part that handles it; most go to the loop."""

@@ -12,6 +12,7 @@ from farandole.protocol.state.entries import Progress
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor
 
+from ..base.settings import NodeSettings
 from ..loop.stage_service import wait_quiet
 from ..state.membership import Membership
 from ..state.store import StoreError
@@ -61,36 +62,18 @@ class Preparation:
             if await self.start.obtain(self.membership.stage):
                 break
             await self.weights.obtain()  # the run may have begun by now, at nodes that found its start
-        settings, files, stage = self.daemon.settings, self.weights.files, self.membership.stage
+        files, stage = self.weights.files, self.membership.stage
         self.weights.provider.trainer_stage = stage
         return messages.Prepare(
             run_id=self.run_id,
             author=self.author,
             manifest=msgspec.msgpack.encode(self.manifest),
-            data=[str(path) for path in settings.data],
-            tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
-            device=settings.device,
-            threads=settings.threads,
-            disk=files.disk,
-            checkpoint_bytes=files.max_bytes(stage),
-            gpu_memory=round(settings.gpu_memory * 1e9),
-            slow=settings.slow,
-            step_seconds=settings.step_seconds,
-            checkpoints=str(settings.checkpoints),
+            settings=_trainer_settings(self.daemon.settings, microbatch=self.supervisor.microbatch),
             fetched=str(files.fetched(stage)),
             start=str((self.start and self.start.path_of(stage)) or ""),
             stage=stage,
-            microbatch=self.supervisor.microbatch,
-            compile=settings.compile,
-            lean=settings.lean,
-            recompute=settings.recompute,
-            data_weights=settings.data_weight,
-            data_field=settings.data_field,
-            streams=settings.stream,
-            cache=str(settings.tokens),
-            allowed_models=settings.allow_model,
-            outgoing=0,
-            incoming=0,
+            disk=files.disk,
+            checkpoint_bytes=files.max_bytes(stage),
         )
 
     async def _remember_microbatch(self) -> None:
@@ -99,3 +82,10 @@ class Preparation:
             await self.daemon.store.put_fact(MICROBATCH_FACT, fact.encode())
         except StoreError as error:
             self.daemon.journal.warn(f"{error}; after a restart the trainer may run out of memory again")
+
+
+def _trainer_settings(settings: NodeSettings, *, microbatch: int) -> messages.TrainerSettings:
+    """Return the trainer's part of a node's settings; ``microbatch``: what fits into memory."""
+    names = set(messages.TrainerSettings.__struct_fields__) - {"microbatch"}
+    taken = msgspec.to_builtins({name: getattr(settings, name) for name in names}, enc_hook=str)  # paths as text
+    return msgspec.convert({**taken, "microbatch": microbatch}, messages.TrainerSettings)

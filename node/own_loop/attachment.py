@@ -260,6 +260,6 @@ class Attachment:
         if external is not None and loop.recipe and external.recipe != recipe_hash(loop.recipe):
             raise TrainingError("the recipe differs from the one that the run was made with: ask its creator")
         self.engine = ExternalEngine(
-            loop, manifest, self.turns, run_id=prepare.run_id, allowed_models=prepare.allowed_models
+            loop, manifest, self.turns, run_id=prepare.run_id, allowed_models=prepare.settings.allow_model
         )
         return TrainerProcess(channel, prepare, manifest, self.engine)

@@ -93,7 +93,7 @@ class ScriptDoor:
         """Prepare the waiting loop, and stop it on the way out. Raises `TrainerError`."""
         stream = self._take()
         assert stream is not None, "a loop is waited for before"
-        folder = Path(command.checkpoints) / "shared"
+        folder = Path(command.settings.checkpoints) / "shared"
         remove_leftovers(folder)
         with contextlib.ExitStack() as held:
             try:

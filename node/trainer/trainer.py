@@ -248,7 +248,7 @@ async def open_trainer(
     ``log`` is where its output goes (the terminal if None). ``on_preparing`` gets the progress with its text,
     ``on_started`` the process id, long before it is ready. Raises `TrainerError`.
     """
-    folder = Path(command.checkpoints) / "shared"
+    folder = Path(command.settings.checkpoints) / "shared"
     remove_leftovers(folder)
     with contextlib.ExitStack() as held:
         try:
@@ -262,7 +262,7 @@ async def open_trainer(
                 [str(tracebacks.place)],
                 [shared.descriptor for shared in (*memory, tracebacks)],
                 output,
-                {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(command.threads))},
+                {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(command.settings.threads))},
             )
         except OSError as error:  # no memory, or no process more, just now
             raise TrainerError(f"no trainer process can be started: {error}") from error

@@ -29,8 +29,8 @@ class Checkpoints:
     def __init__(self, prepare: Prepare, engine: Engine, report: Callable[[Saved], None]) -> None:
         self._engine = engine
         self._report = report
-        self._folder = CheckpointFolder(Path(prepare.checkpoints), prepare.stage)
-        text_bytes = used_bytes(Path(prepare.cache)) if prepare.cache else 0  # known by now
+        self._folder = CheckpointFolder(Path(prepare.settings.checkpoints), prepare.stage)
+        text_bytes = used_bytes(Path(prepare.settings.tokens)) if prepare.settings.tokens else 0  # known by now
         plan = plan_disk(prepare.disk, prepare.checkpoint_bytes, copy_bytes=0, text_bytes=text_bytes)
         self._saver = Saver(self._folder, report, plan.num_kept)
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from farandole.protocol.run.exclusions import exclusions_in
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.trainer.trainer_messages import Prepare, Preparing
+from farandole.protocol.trainer.trainer_messages import Prepare, Preparing, TrainerSettings
 from farandole.training.base.errors import TrainingError
 from farandole.training.data.dataset import Bring
 from farandole.training.engine.engine import Engine
@@ -29,48 +29,29 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
 
     Raises `TrainingError` if the text, the tokenizer, the device or the model is unsuitable.
     """
-    flags = [flag for flag, is_set in _flags(prepare).items() if is_set]
+    flags = [flag for flag, is_set in _flags(prepare.settings).items() if is_set]
     if problems := list(exclusions_in(manifest, flags)):
         raise TrainingError(f"{'; '.join(problems)}. Leave out one of the node's settings")
-    bring = _bring_of(prepare, channel)
+    bring, settings = _bring_of(prepare, channel), prepare.settings
     if manifest.model.num_stages == 1:
-        return build_learner(
-            manifest,
-            run_id=prepare.run_id,
-            author=prepare.author,
-            device=prepare.device,
-            bring=bring,
-            microbatch_size=prepare.microbatch,
-            is_compiled=prepare.compile,
-            gpu_memory=prepare.gpu_memory,
-            is_lean=prepare.lean,
-            recomputes=prepare.recompute,
-            allowed_models=prepare.allowed_models,
-        )
+        return build_learner(manifest, run_id=prepare.run_id, author=prepare.author, settings=settings, bring=bring)
     worker = build_stage_worker(
-        manifest,
-        stage=prepare.stage,
-        run_id=prepare.run_id,
-        author=prepare.author,
-        device=prepare.device,
-        bring=bring,
-        recomputes=prepare.recompute,
-        allowed_models=prepare.allowed_models,
+        manifest, stage=prepare.stage, run_id=prepare.run_id, author=prepare.author, settings=settings, bring=bring
     )
     size = 2 * manifest.pipeline.in_flight * worker.activation_bytes
     worker.memory = memoryview(map_shared_memory(prepare.activations, size))
     return worker
 
 
-def _flags(prepare: Prepare) -> dict[str, bool]:
+def _flags(settings: TrainerSettings) -> dict[str, bool]:
     """Return which of the node's settings that may exclude others are in use."""
     return {
-        "--lean": prepare.lean,
-        "--recompute": prepare.recompute,
-        "--compile": prepare.compile,
-        "--data": bool(prepare.data),
-        "--data-weight": bool(prepare.data_weights),
-        "--stream": bool(prepare.streams),
+        "--lean": settings.lean,
+        "--recompute": settings.recompute,
+        "--compile": settings.compile,
+        "--data": bool(settings.data),
+        "--data-weight": bool(settings.data_weight),
+        "--stream": bool(settings.stream),
     }
 
 
@@ -84,13 +65,14 @@ def _bring_of(prepare: Prepare, channel: TrainerSocket) -> Bring:
             told_at = time.monotonic()
             channel.send(Preparing(position, size))
 
+    settings = prepare.settings
     return Bring(
-        paths=tuple(map(Path, prepare.data)),
-        weights=tuple(prepare.data_weights),
-        field=prepare.data_field,
-        streams=tuple(prepare.streams),
-        tokenizer=Path(prepare.tokenizer) if prepare.tokenizer else None,
-        cache=Path(prepare.cache) if prepare.cache else None,
+        paths=tuple(map(Path, settings.data)),
+        weights=tuple(settings.data_weight),
+        field=settings.data_field,
+        streams=tuple(settings.stream),
+        tokenizer=Path(settings.tokenizer) if settings.tokenizer else None,
+        cache=Path(settings.tokens) if settings.tokens else None,
         cache_bytes=text_room(prepare.disk, prepare.checkpoint_bytes),
         progress=tell,
     )

@@ -61,13 +61,13 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
         from .process import TrainerProcess
 
     # Threads within an operation, and operations at a time: one operation at a time has all threads.
-    torch.set_num_threads(prepare.threads)
+    torch.set_num_threads(prepare.settings.threads)
     torch.set_num_interop_threads(1)
     manifest = decode_body(prepare.manifest)
     if manifest.inner.deterministic:
         make_deterministic()
-    if prepare.gpu_memory:
-        limit_memory(choose_device(prepare.device), prepare.gpu_memory)
+    if prepare.settings.gpu_memory:
+        limit_memory(choose_device(prepare.settings.device), round(prepare.settings.gpu_memory * 1e9))
     engine = make_engine(channel, prepare, manifest)
     give_free_memory_back()  # a model's parameters, as they were before they were put into one vector
     return TrainerProcess(channel, prepare, manifest, engine)

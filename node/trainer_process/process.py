@@ -130,7 +130,7 @@ class TrainerProcess:
         self._channel = channel
         self._manifest = manifest
         self._engine = engine
-        self._pace = StepPace(prepare.slow, prepare.step_seconds)
+        self._pace = StepPace(prepare.settings.slow, prepare.settings.step_seconds)
         self._fragment = 0
         self._num_skipped = 0
         self._has_trained = False

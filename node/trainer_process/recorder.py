@@ -112,4 +112,4 @@ def recorder_of(
     """Make a recorder if the run has audits and the engine has rounds; else return None."""
     if not manifest.audits or not isinstance(engine, Learner):
         return None
-    return Recorder(Path(prepare.checkpoints) / FOLDER, engine, report)
+    return Recorder(Path(prepare.settings.checkpoints) / FOLDER, engine, report)

@@ -25,57 +25,63 @@ KEPT_STARTS: Final = 5
 LENGTH: Final = struct.Struct(">I")
 
 
-class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Load torch, data and model, then continue from the checkpoint, if there is one."""
+class TrainerSettings(msgspec.Struct, frozen=True):
+    """What a node's owner has set of its trainer; the settings of the same names (`farandole.node.base.settings`)."""
 
-    run_id: bytes
-    author: bytes
-    manifest: bytes
-    data: list[str]
-    tokenizer: str | None
-    device: str
-    threads: int
-    slow: float
-    """Each inner step is followed by a pause of (slow - 1) times its own length."""
-    step_seconds: float
-    """The least duration of an inner step and its pause; of a model that is not cut."""
-    checkpoints: str
+    data: list[str] = []
+    data_weight: list[float] = []
+    """The share of each of ``data``; empty: by the length of its text."""
+    data_field: str = "text"
+    """The field of a record that has its text."""
+    stream: list[str] = []
+    """Data sets to stream, instead of ``data``."""
+    tokenizer: str | None = None
+    tokens: str = ""
+    """A folder for tokens; empty: they are held in memory."""
+    checkpoints: str = ""
     """The folder (`farandole.node.store.folder`) in which it saves, and from which it goes on."""
-    outgoing: int | str
-    """Places of the shared memory (`farandole.node.base.system.memory`)."""
-    incoming: int | str
-    fetched: str = ""
-    """The path where a peer's checkpoint may be: if it is fit it becomes this node's newest, else it is removed."""
-    start: str = ""
-    """The path of the weights that the manifest starts from, for a node that has no checkpoint of its own."""
-    stage: int = 0
-    """This trainer's stage, where the model is cut into several."""
+    device: str = "auto"
+    threads: int = 1
+    gpu_memory: float = 0.0
+    """Most gigabytes of the GPU's memory that the process takes; 0: no limit."""
+    slow: float = 1.0
+    """Each inner step is followed by a pause of (slow - 1) times its own length."""
+    step_seconds: float = 0.0
+    """The least duration of an inner step and its pause; of a model that is not cut."""
     microbatch: int = 0
-    """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
+    """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut. The node finds it out."""
     compile: bool = False
     """Whether inner steps are compiled; of a model that is not cut."""
     lean: bool = False
     """Whether weights, gradient and the optimizer's means are bf16."""
     recompute: bool = False
     """Whether each layer is computed again in the backward pass; of a model that is not cut."""
-    data_weights: list[float] = []
-    """The share of each of ``data``; empty: by the length of its text."""
-    data_field: str = "text"
-    """The field of a record that has its text."""
-    streams: list[str] = []
-    """Data sets to stream, instead of ``data``."""
-    cache: str = ""
-    """A folder for tokens; empty: they are held in memory."""
-    allowed_models: list[str] = []
+    allow_model: list[str] = []
     """Functions that may make the model, where the run brings one of its own."""
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Load torch, data and model, then continue from the checkpoint, if there is one."""
+
+    run_id: bytes
+    author: bytes
+    manifest: bytes
+    settings: TrainerSettings
+    outgoing: int | str = 0
+    """Places of the shared memory (`farandole.node.base.system.memory`)."""
+    incoming: int | str = 0
     activations: int | str = 0
-    """See ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
+    """Slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
+    fetched: str = ""
+    """The path where a peer's checkpoint may be: if it is fit it becomes this node's newest, else it is removed."""
+    start: str = ""
+    """The path of the weights that the manifest starts from, for a node that has no checkpoint of its own."""
+    stage: int = 0
+    """This trainer's stage, where the model is cut into several."""
     disk: int = 0
     """Most bytes of the node's folder, which limit the checkpoints and tokens that it keeps; 0: no limit."""
     checkpoint_bytes: int = 0
     """The most bytes that one of its checkpoints takes."""
-    gpu_memory: int = 0
-    """Most bytes of the GPU's memory that the process takes; 0: no limit."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):

@@ -19,6 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import Device
 from farandole.training.data.batches import Batch, Batches
 from farandole.training.engine.learner import Learner
@@ -69,8 +70,7 @@ class Way(NamedTuple):
             run_id=bytes(32),
             device=_NO_DEVICE,
             averages_on_host=self.averages_on_host,
-            lean_author=bytes(32) if self.is_lean else None,
-            recomputes=self.recomputes,
+            settings=TrainerSettings(lean=self.is_lean, recompute=self.recomputes),
         )
         return MeasuredLoop(learner.learn, learner.round_end.contribution)
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.presets import num_parameters
 from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import build_learner
 
 from ..natlab.groups import open_leash
@@ -310,7 +311,7 @@ def play_hivemind(
 
 def measured(manifest: Manifest, samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with their losses on held-out text, in nats a token."""
-    learner = build_learner(manifest, run_id=bytes(32), author=bytes(32), device="cpu")
+    learner = build_learner(manifest, run_id=bytes(32), author=bytes(32), settings=TrainerSettings(device="cpu"))
     weights = dict(learner.replica.module.named_parameters())
     found = []
     for sample in samples:

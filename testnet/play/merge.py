@@ -14,6 +14,7 @@ from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.errors import CheckpointError
 from farandole.training.base.parameters import Layout
 from farandole.training.engine.checkpoint import Counters, save_checkpoint
@@ -31,7 +32,7 @@ def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path
     Raises `TrainingError` if a checkpoint or the text is unusable, or if a stage has no checkpoint.
     """
     torch.set_num_threads(1)
-    replica = build_learner(manifest, run_id=run_id, author=bytes(32), device="cpu")
+    replica = build_learner(manifest, run_id=run_id, author=bytes(32), settings=TrainerSettings(device="cpu"))
     spread = merge_checkpoints(checkpoints, replica.checkpoint.layout, run_id, out)
     loss_start = replica.evaluate(VALIDATION_BATCHES)
     replica.checkpoint.load(out)

@@ -14,6 +14,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.status.round_log import RoundRecord, read_rounds
 from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.run.manifest import decode_manifest
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 from farandole.training.engine.learner import build_learner
 
@@ -127,7 +128,7 @@ def _warnings(homes: Sequence[Path], intruders: Sequence[str]) -> Iterator[str]:
 def _losses(folder: Path, homes: Sequence[Path]) -> Iterator[float]:
     torch.set_num_threads(1)
     manifest, signed = decode_manifest((folder / MANIFEST_NAME).read_bytes())
-    learner = build_learner(manifest, run_id=signed.run_id, author=bytes(32), device="cpu")
+    learner = build_learner(manifest, run_id=signed.run_id, author=bytes(32), settings=TrainerSettings(device="cpu"))
     for home in homes:
         newest = next(iter(CheckpointFolder(NodeSettings(home=home).checkpoints, 0).files()), None)
         if newest is not None:

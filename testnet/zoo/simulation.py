@@ -28,6 +28,7 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.vectors import OPTIMIZER_VECTORS
 from farandole.protocol.state.believing import OwnSuspects, is_suspected
 from farandole.protocol.state.entries import PARTNER_BYTES, Suspects
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.errors import ScreeningError
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.outer.codec import form_of
@@ -111,7 +112,9 @@ class _Member:
         self.steps = round((1 - share) * run.steps + share * min(run.slowest, run.steps))
         self.late_steps = round(LATE_SHARE * self.steps) if run.manifest.rounds.overlap else 0
         run_id = run.seed.to_bytes(32, "little")
-        self.learner: Learner = build_learner(run.manifest, run_id=run_id, author=self.key, device="cpu")
+        self.learner: Learner = build_learner(
+            run.manifest, run_id=run_id, author=self.key, settings=TrainerSettings(device="cpu")
+        )
         if self.is_hostile:
             self.learner.loss = POISONS.get(run.attack, self.learner.loss)
         self.initial = self.learner.round_end.slow_weights()

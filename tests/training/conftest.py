@@ -10,6 +10,7 @@ import safetensors.torch
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig, RoundConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.run.screening_rules import ScreeningConfig, SimilarityConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.token_cache import Found
@@ -88,8 +89,9 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
             sampler,
             run_id=run_id,
             device=choose_device("cpu"),
+            author=author,
+            settings=TrainerSettings(lean=is_lean),
             averages_on_host=averages_on_host,
-            lean_author=author if is_lean else None,
         )
 
     return make

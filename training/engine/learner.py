@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import ClassVar, Final, cast
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 
 from ..base.device import Device, choose_device
 from ..base.errors import TrainingError
@@ -28,6 +29,7 @@ BYTES_WITH_AVERAGING: Final = 38
 # Held-out sequences are evaluated together up to this number of tokens: below it, a forward pass takes as long as
 # reading the weights does. That is less memory than a microbatch's gradient takes.
 TOKENS_AT_ONCE: Final = 1_024
+DEFAULTS: Final = TrainerSettings()
 
 
 class HeldOutLoss:
@@ -57,12 +59,11 @@ class HeldOutLoss:
 class Learner(Engine):
     """A replica of the whole model, and the batches that it learns from.
 
-    ``microbatch_size``: sequences that go through the model at once, 0: the whole batch. Smaller ones need less memory,
-    and their gradients are summed to the batch's own, within rounding. ``is_compiled``: whether inner steps run through
-    `torch.compile`, which takes a minute here and pays off on a GPU; raises `TrainingError` where it fails.
-    ``recomputes``: see `Transformer.recomputes`. ``averages_on_host``, ``lean_author``: as in `Replica`. The last two
-    raise `TrainingError` for other models than farandole's own, and a lean one does in a deterministic run. If the
-    recipe masks documents, raises `DataError` where the sampler's tokenizer has no separator.
+    Of the ``settings``: microbatches need less memory than the whole batch, and their gradients are summed to the
+    batch's own, within rounding. Compiled inner steps take a minute here and pay off on a GPU; raises `TrainingError`
+    where compiling fails, and for a lean replica or recomputed layers of other models than farandole's own; for a lean
+    one also in a deterministic run. ``averages_on_host``: as in `Replica`. If the recipe masks documents, raises
+    `DataError` where the sampler's tokenizer has no separator.
     """
 
     is_driven: ClassVar[bool] = False
@@ -76,21 +77,19 @@ class Learner(Engine):
         *,
         run_id: bytes,
         device: Device,
-        microbatch_size: int = 0,
-        is_compiled: bool = False,
+        author: bytes = bytes(32),
+        settings: TrainerSettings = DEFAULTS,
         averages_on_host: bool = False,
-        lean_author: bytes | None = None,
-        recomputes: bool = False,
     ) -> None:
-        if lean_author is not None:
+        if settings.lean:
             _own(module, "--lean")
-        if recomputes:
+        if settings.recompute:
             _own(module, "--recompute").recomputes = True
         if recipe.data.mask_documents:
             _own(module, "data.mask_documents").separator = sampler.separator
         self.sampler = sampler
         """Its batches."""
-        self.microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
+        self.microbatch_size = min(settings.microbatch or sampler.batch_size, sampler.batch_size)
         size = max(self.microbatch_size, TOKENS_AT_ONCE // sampler.context)
         self._held_out = HeldOutLoss(module, sampler, device, size)
         replica = Replica(
@@ -99,7 +98,7 @@ class Learner(Engine):
             run_id=run_id,
             device=device,
             averages_on_host=averages_on_host,
-            lean_author=lean_author,
+            lean_author=author if settings.lean else None,
             measure=self._held_out,
         )
         super().__init__(device, replica.round_end, replica.checkpoint, replica)
@@ -109,7 +108,7 @@ class Learner(Engine):
         self._losses: Tensor | float = 0.0
         self._num_losses: Tensor | int = 0
         self._forward = replica.module
-        if is_compiled:
+        if settings.compile:
             self._compile()
 
     def _compile(self) -> None:
@@ -200,49 +199,47 @@ def build_learner(
     *,
     run_id: bytes,
     author: bytes,
-    device: str = "auto",
+    settings: TrainerSettings = DEFAULTS,
     bring: Bring = NOTHING,
-    microbatch_size: int = 0,
-    is_compiled: bool = False,
-    gpu_memory: int = 0,
-    is_lean: bool = False,
-    recomputes: bool = False,
-    allowed_models: Collection[str] = (),
 ) -> Learner:
-    """Return a learner of the whole model from a run's manifest and this node's settings: its key, device and text.
+    """Return a learner of the whole model from a run's manifest and this node's key, settings and text.
 
     With a CUDA GPU, what only outer steps need is in the host's memory, unless the GPU has room for twice all that
-    training and averaging take; ``gpu_memory``: most bytes of it that may be used, 0: all. ``is_lean``: weights,
-    gradient and means are bf16.
+    training and averaging take.
 
     Raises `DataError` if the text or the tokenizer is unfit, `TrainingError` if the device does not exist, settings
-    exclude each other, or the model is code that is not allowed or not installed (``allowed_models``: functions that
-    may make one).
+    exclude each other, or the model is code that is not allowed or not installed.
     """
-    chosen = choose_device(device)
-    if is_lean and chosen.torch_device.type == "mps":
+    device = choose_device(settings.device)
+    if settings.lean and device.torch_device.type == "mps":
         raise TrainingError("--lean is for CUDA, and was not tried on an Apple GPU: leave it out")
     sampler = build_sampler(manifest, run_id, author, bring)
-    module = build_module(manifest.model, manifest.seed, allowed_models=allowed_models)
+    module = build_module(manifest.model, manifest.seed, allowed_models=settings.allow_model)
+    on_host = device.torch_device.type == "cuda" and (
+        settings.lean or not _has_room(module, device, settings.gpu_memory)
+    )
     learner = Learner(
         module,
         Recipe.of(manifest),
         sampler,
         run_id=run_id,
-        device=chosen,
-        microbatch_size=microbatch_size,
-        is_compiled=is_compiled,
-        averages_on_host=chosen.torch_device.type == "cuda" and (is_lean or not _has_room(module, chosen, gpu_memory)),
-        lean_author=author if is_lean else None,
-        recomputes=recomputes,
+        device=device,
+        author=author,
+        settings=settings,
+        averages_on_host=device.torch_device.type == "cuda" and on_host,
     )
     if manifest.data.epochs:
         learner.slices = sampler.slices()
     return learner
 
 
-def _has_room(module: nn.Module, device: Device, limit: int) -> bool:
-    """Return whether a GPU has room for averaging too, and for as much again: activations and other programs."""
+def _has_room(module: nn.Module, device: Device, limit: float) -> bool:
+    """Return whether a GPU has room for averaging too, and for as much again: activations and other programs.
+
+    ``limit``: most gigabytes of it that may be used, 0: all.
+    """
+    if device.torch_device.type != "cuda":
+        return False
     free, _ = torch.cuda.mem_get_info(device.torch_device)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    return min(free, limit or free) >= 2 * BYTES_WITH_AVERAGING * num_parameters
+    return min(free, limit * 1e9 or free) >= 2 * BYTES_WITH_AVERAGING * num_parameters

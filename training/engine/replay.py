@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.trainer.trainer_messages import Replay, Replayed
+from farandole.protocol.trainer.trainer_messages import Replay, Replayed, TrainerSettings
 
 from ..base.determinism import build, device_class
 from ..base.errors import TrainingError
@@ -50,7 +50,7 @@ def _learner_at(own: Learner, manifest: Manifest, command: Replay) -> Learner:
         own.sampler.of_author(command.author),
         run_id=own.checkpoint.run_id,
         device=own.device,
-        microbatch_size=command.microbatch,
+        settings=TrainerSettings(microbatch=command.microbatch),
     )
     learner.checkpoint.load(Path(command.path))
     learner.replica.optimizer.begun_at = command.begun_at

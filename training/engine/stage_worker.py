@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -39,7 +38,14 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import Manifest, ModelConfig, PipelineConfig
-from farandole.protocol.trainer.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
+from farandole.protocol.trainer.trainer_messages import (
+    InnerStepTaken,
+    Settle,
+    TakeInnerStep,
+    TrainerSettings,
+    Work,
+    Worked,
+)
 
 from ..base.device import Device, choose_device
 from ..base.errors import ActivationError, CodecError, DataError, NoSliceError, OutlierError, TrainingError
@@ -49,6 +55,7 @@ from ..data.dataset import NOTHING, Bring, build_sampler
 from ..model.stages import as_stage, build_stage
 from ..outer.codec import Buffer, decode, encode, encoded_size
 from .engine import Engine, Until
+from .learner import DEFAULTS
 from .link_statistics import LinkStatistics
 from .replica import Recipe, Replica
 
@@ -505,14 +512,12 @@ def build_stage_worker(
     stage: int,
     run_id: bytes,
     author: bytes,
-    device: str = "auto",
+    settings: TrainerSettings = DEFAULTS,
     bring: Bring = NOTHING,
-    recomputes: bool = False,
-    allowed_models: Collection[str] = (),
 ) -> StageWorker:
     """Return a stage's replica from a run's manifest and this node's settings; only stage 0 reads text.
 
-    ``recomputes``: as ``pipeline.recompute``, of this node alone.
+    Of the settings, ``recompute`` is as ``pipeline.recompute``, of this node alone.
 
     Raises `DataError` if the text or tokenizer is unfit, `TrainingError` if the device or stage does not exist.
     """
@@ -520,13 +525,13 @@ def build_stage_worker(
     if stage == 0:
         sampler = build_sampler(manifest, run_id, author, bring)
     worker = StageWorker(
-        build_stage(manifest.model, manifest.seed, stage, allowed_models),
+        build_stage(manifest.model, manifest.seed, stage, settings.allow_model),
         manifest.model,
         Recipe.of(manifest),
-        msgspec.structs.replace(manifest.pipeline, recompute=manifest.pipeline.recompute or recomputes),
+        msgspec.structs.replace(manifest.pipeline, recompute=manifest.pipeline.recompute or settings.recompute),
         sampler,
         run_id=run_id,
-        device=choose_device(device),
+        device=choose_device(settings.device),
         rounds_overlap=manifest.rounds.overlap,
     )
     if sampler is not None and manifest.data.epochs:

@@ -14,7 +14,7 @@ from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.save import Saver
 from farandole.protocol.run.manifest import manifest_from_dict
-from farandole.protocol.trainer.trainer_messages import Saved
+from farandole.protocol.trainer.trainer_messages import Saved, TrainerSettings
 from farandole.training.base.durable import sync_folder
 from farandole.training.engine.learner import Learner, build_learner
 
@@ -38,7 +38,7 @@ class SavingTrainer:
         """Set up the trainer; ``way`` is none, behind, in place, or torch, which is `torch.save` and fsync."""
         torch.set_num_threads(threads)
         checked = manifest_from_dict(manifest)
-        self._learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), device=device)
+        self._learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
         self._folder = CheckpointFolder(Path(folder), 0)
         self._folder.path.mkdir(parents=True)
         self._saver = Saver(self._folder, lambda saved: self._reports.append((time.monotonic(), saved)))

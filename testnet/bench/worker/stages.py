@@ -112,15 +112,7 @@ class StageNode:
             run_id=RUN_ID,
             author=author(),
             manifest=msgspec.msgpack.encode(self._manifest),
-            data=[],
-            tokenizer=None,
-            device="cpu",
-            threads=1,
-            slow=1.0,
-            step_seconds=0.0,
-            checkpoints=folder,
-            outgoing=0,
-            incoming=0,
+            settings=messages.TrainerSettings(device="cpu", checkpoints=folder),
             stage=self._stage,
         )
         self._trainer = await self._stack.enter_async_context(open_trainer(command, Path(log)))

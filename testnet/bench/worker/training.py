@@ -19,6 +19,7 @@ import torch
 from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import Device, choose_device
 from farandole.training.data.dataset import build_sampler
 from farandole.training.engine.learner import Learner, build_learner
@@ -100,7 +101,7 @@ class PlainTrainer:
         """Train with a node's engine and with a plain loop in turns of ``seconds``, on the same batches."""
         manifest, chosen, author = manifest_of(run, Path(), 0.0), choose_device(device), bytes(32)
         plain = PlainSteps(manifest, author, chosen)
-        engine = build_learner(manifest, run_id=RUN_ID, author=author, device=device)
+        engine = build_learner(manifest, run_id=RUN_ID, author=author, settings=TrainerSettings(device=device))
         turns += 1  # in the first, kernels are chosen and caches filled
         rates = [rate_of(learner, manifest, chosen, seconds) for _ in range(turns) for learner in (plain, engine)][2:]
         pairs = list(zip(rates[::2], rates[1::2], strict=True))
@@ -122,7 +123,9 @@ class EndingTrainer:
 
     def begin(self, manifest: dict[str, Any], device: str, path: str) -> dict[str, Any]:
         """Build the engine and take the first step, which allocates."""
-        self._learner = build_learner(manifest_from_dict(manifest), run_id=RUN_ID, author=bytes(32), device=device)
+        self._learner = build_learner(
+            manifest_from_dict(manifest), run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device)
+        )
         self._path = Path(path)
         self._learner.learn()
         self._outgoing, self._incoming = (bytearray(self._learner.round_end.contribution_bytes) for _ in range(2))

@@ -34,6 +34,7 @@ from farandole.protocol.run.manifest import Manifest, PipelineConfig, manifest_f
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
 from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.protocol.wire.identity import public_bytes, short_name
 from farandole.training.data.dataset import Bring
 from farandole.training.engine.learner import build_learner
@@ -221,7 +222,7 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
         manifest,
         run_id=RUN_ID,
         author=author,
-        device="cpu",
+        settings=TrainerSettings(device="cpu"),
         bring=Bring((tmp_path / "texts",)),
     )
     assert validated.loss == pytest.approx(alone.evaluate(NUM_HELD_OUT), rel=1e-6)

@@ -39,7 +39,7 @@ from farandole.protocol.trainer.watchdog import WATCH_INTERVAL
 
 SIZE = 12_000_000
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
-PREPARE = messages.Prepare(b"r" * 32, b"a" * 32, b"", [], None, "cpu", 1, 1.0, 0.0, "", 0, 0)
+PREPARE = messages.Prepare(b"r" * 32, b"a" * 32, b"", messages.TrainerSettings())
 PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0)
 
 

@@ -77,7 +77,7 @@ def write_starts(path: Path) -> list[int]:
 
 
 async def test_no_room_at_any_write_of_a_save(prepare: messages.Prepare) -> None:
-    folder = CheckpointFolder(Path(prepare.checkpoints), 0)
+    folder = CheckpointFolder(Path(prepare.settings.checkpoints), 0)
     async with open_trainer(prepare, None) as trainer:
         old = await train_and_save(trainer, 0)
         assert old.problem == ""

@@ -16,6 +16,7 @@ from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.protocol.wire.identity import public_bytes
 from farandole.training.data.dataset import Bring
 from farandole.training.engine.learner import Learner, build_learner
@@ -60,7 +61,7 @@ class Twin:
             self._manifest,
             run_id=self._run_id,
             author=self._author,
-            device="cpu",
+            settings=TrainerSettings(device="cpu"),
             bring=Bring((self._texts,)),
         )
         if path is not None:

@@ -35,7 +35,7 @@ from farandole.training.screening.rule import Encounter
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest
-from ..trainer_commands import prepare_for
+from ..trainer_commands import prepare_for, with_settings
 
 ReportType = TypeVar("ReportType")
 
@@ -50,7 +50,7 @@ def prepare(tmp_path: Path, texts: Path, manifest: Manifest) -> Callable[..., me
     def make(author: bytes = b"a" * 32, **changes: object) -> messages.Prepare:
         folder = tmp_path / author[:1].decode()
         command = prepare_for(manifest, folder, author=author, data=[str(texts)])
-        return msgspec.structs.replace(command, **changes)
+        return with_settings(command, **changes)
 
     return make
 
@@ -72,7 +72,7 @@ async def digest_of(trainer: Trainer) -> bytes:
 
 async def test_gpu_memory_cannot_be_bounded_where_there_is_no_gpu(prepare: Callable[..., messages.Prepare]) -> None:
     with pytest.raises(TrainerError, match="limits the memory of a GPU") as caught:
-        async with open_trainer(prepare(gpu_memory=4 * 10**9), None):
+        async with open_trainer(prepare(gpu_memory=4.0), None):
             pass
     assert caught.value.cause == "setup"
 
@@ -152,8 +152,8 @@ async def test_a_trainer_tells_how_far_it_is_with_its_text_and_reads_it_once(
     prepare: Callable[..., messages.Prepare], tmp_path: Path
 ) -> None:
     (tmp_path / "large.jsonl").write_text(f'{{"content": "{"text " * 1_000}"}}\n' * 400)
-    command = msgspec.structs.replace(
-        prepare(), data=[str(tmp_path / "large.jsonl")], data_field="content", cache=str(tmp_path / "tokens")
+    command = with_settings(
+        prepare(), data=[str(tmp_path / "large.jsonl")], data_field="content", tokens=str(tmp_path / "tokens")
     )
     told: list[messages.Preparing] = []
     async with open_trainer(command, None, told.append):
@@ -169,7 +169,7 @@ async def test_a_malformed_record_is_named_with_its_line(
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"content": "not so"}\n')
     with pytest.raises(TrainerError, match=r"a\.jsonl, line 2: there is no field 'text'.*--data-field") as caught:
-        async with open_trainer(msgspec.structs.replace(prepare(), data=[str(tmp_path / "a.jsonl")]), None):
+        async with open_trainer(with_settings(prepare(), data=[str(tmp_path / "a.jsonl")]), None):
             pass
     assert caught.value.cause == "setup"
 
@@ -191,7 +191,7 @@ async def test_a_box_ends_a_round_and_a_checkpoint_is_written_in_the_middle_of_o
     prepare: Callable[..., messages.Prepare],
 ) -> None:
     command = prepare()
-    folder = CheckpointFolder(Path(command.checkpoints), 0)
+    folder = CheckpointFolder(Path(command.settings.checkpoints), 0)
     assert folder.files() == []
     async with open_trainer(command, None) as trainer:
         await trainer.send(messages.Train(7, 0))
@@ -330,8 +330,8 @@ def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
         manifest,
         run_id=command.run_id,
         author=command.author,
-        device=command.device,
-        bring=Bring(tuple(Path(path) for path in command.data)),
+        settings=command.settings,
+        bring=Bring(tuple(Path(path) for path in command.settings.data)),
     )
 
 
@@ -476,7 +476,7 @@ async def save_after_round(trainer: Trainer, round_index: int) -> messages.Saved
 
 
 async def test_a_damaged_checkpoint_is_passed_over_and_replaced(prepare: Callable[..., messages.Prepare]) -> None:
-    folder = CheckpointFolder(Path(prepare().checkpoints), 0)
+    folder = CheckpointFolder(Path(prepare().settings.checkpoints), 0)
     async with open_trainer(prepare(), None) as trainer:
         old, new = [await save_after_round(trainer, round_index) for round_index in (0, 1)]
         await trainer.send(messages.Save())

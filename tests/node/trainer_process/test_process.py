@@ -43,6 +43,7 @@ from farandole.protocol.trainer.trainer_messages import (
     SlicesTrained,
     TakeOuterStep,
     Train,
+    TrainerSettings,
     decode_report,
     encode,
 )
@@ -55,7 +56,7 @@ from farandole.training.screening.rule import Accept, Partner, Refuse, Screening
 
 from ...patience import PATIENCE
 from ...training.conftest import copy_without
-from ..trainer_commands import prepare_for
+from ..trainer_commands import prepare_for, with_settings
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
 
@@ -154,7 +155,7 @@ def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypa
     monkeypatch.setattr(Learner, "learn", noted)
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer, _ = trainer_of(trainers, msgspec.structs.replace(prepare, step_seconds=pace))
+        trainer, _ = trainer_of(trainers, with_settings(prepare, step_seconds=pace))
         started_at = time.monotonic()
         trainer.handle(Train(0, 4))
     assert len(begun) == 4
@@ -164,7 +165,7 @@ def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypa
 def test_a_pause_that_the_end_of_a_round_cuts_short_counts_only_as_long_as_it_lasted(prepare: Prepare) -> None:
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer, _ = trainer_of(trainers, msgspec.structs.replace(prepare, step_seconds=3_600.0))
+        trainer, _ = trainer_of(trainers, with_settings(prepare, step_seconds=3_600.0))
         for index in range(2):
             mesh.sendall(encode(FinishRound(index)))
             trainer.handle(Train(index, 4))
@@ -207,7 +208,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
         mesh.sendall(encode(Save()))
         trainer.handle(Train(0, 4))
         saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
-    twin = build_learner(MANIFEST, run_id=prepare.run_id, author=prepare.author, device="cpu")
+    twin = build_learner(MANIFEST, run_id=prepare.run_id, author=prepare.author, settings=TrainerSettings(device="cpu"))
     twin.learn()
     content = twin.checkpoint.save(tmp_path / "twin")
     assert (saved.problem, saved.inner_steps, saved.hashes) == ("", 1, content.hashes)
@@ -238,7 +239,7 @@ def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(p
 
 
 def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare, tmp_path: Path) -> None:
-    donor = build_learner(MANIFEST, run_id=prepare.run_id, author=b"d" * 32, device="cpu")
+    donor = build_learner(MANIFEST, run_id=prepare.run_id, author=b"d" * 32, settings=TrainerSettings(device="cpu"))
     for _ in range(2):
         donor.learn()
         donor.learn()
@@ -345,6 +346,6 @@ def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
     if harm is None:
         assert meet(1) == "met with 128 and 70 tokens, now (128, 70)"
     else:
-        (file,) = Path(prepare.checkpoints).glob("*-peers.msgpack")
+        (file,) = Path(prepare.settings.checkpoints).glob("*-peers.msgpack")
         file.write_bytes(harm)
         assert meet(1) == "", "a damaged file is as good as none"

@@ -30,6 +30,7 @@ from farandole.protocol.trainer.trainer_messages import (
     Screen,
     TakeOuterStep,
     Train,
+    TrainerSettings,
     encode,
 )
 from farandole.training.engine.learner import Learner, build_learner
@@ -56,15 +57,16 @@ def manifest_with(**outer: object) -> Manifest:
 
 def learner_of(manifest: Manifest, author: bytes, *, is_lean: bool = False) -> Learner:
     """Return a learner as with a GPU, whose inner steps move other weights than its flat vector."""
-    like = build_learner(manifest, run_id=b"r" * 32, author=author, device="cpu")
+    like = build_learner(manifest, run_id=b"r" * 32, author=author, settings=TrainerSettings(device="cpu"))
     return Learner(
         build_module(manifest.model, manifest.seed),
         Recipe.of(manifest),
         like.sampler,
         run_id=like.checkpoint.run_id,
         device=like.device,
+        author=author,
+        settings=TrainerSettings(lean=is_lean),
         averages_on_host=True,
-        lean_author=author if is_lean else None,
     )
 
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from farandole.node.store.run_file import manifest_of
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.testnet.play.merge import measure_merged, merge_checkpoints
 from farandole.training.base.errors import CheckpointError
 from farandole.training.engine.learner import Learner, build_learner
@@ -27,7 +28,7 @@ MANIFEST = manifest_of(
 
 
 def replica(author: bytes, steps: int) -> Learner:
-    result = build_learner(MANIFEST, run_id=RUN_ID, author=author, device="cpu")
+    result = build_learner(MANIFEST, run_id=RUN_ID, author=author, settings=TrainerSettings(device="cpu"))
     for _ in range(steps):
         result.learn()
     result.round_end.apply(None)
@@ -47,7 +48,7 @@ def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner], tmp
     layout = next(iter(replicas.values())).checkpoint.layout
     spread = merge_checkpoints(list(replicas), layout, RUN_ID, tmp_path / "merged")
     weights = torch.stack([each.round_end.slow_weights() for each in replicas.values()])
-    merged = build_learner(MANIFEST, run_id=RUN_ID, author=bytes(32), device="cpu")
+    merged = build_learner(MANIFEST, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device="cpu"))
     merged.checkpoint.load(tmp_path / "merged")
     torch.testing.assert_close(merged.round_end.slow_weights(), weights.mean(0))
     expected = weights.std(0, correction=0).mean() / weights.mean(0).square().mean().sqrt()
@@ -59,7 +60,10 @@ def test_what_the_inner_optimizer_keeps_of_some_parameters_alone_is_merged_too(t
     inner = msgspec.structs.replace(MANIFEST.inner, optimizer="muon")
     manifest = msgspec.structs.replace(MANIFEST, inner=inner)
     paths = [tmp_path / name for name in ("anna", "bert")]
-    each = [build_learner(manifest, run_id=RUN_ID, author=name.name.encode() * 8, device="cpu") for name in paths]
+    each = [
+        build_learner(manifest, run_id=RUN_ID, author=name.name.encode() * 8, settings=TrainerSettings(device="cpu"))
+        for name in paths
+    ]
     for path, learner in zip(paths, each, strict=True):
         learner.learn()
         learner.round_end.apply(None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from farandole.protocol.run.manifest import InnerConfig, Manifest
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo.member_attacks import ATTACKS, AttackView
 from farandole.testnet.zoo.poisons import POISONS, trigger_success
@@ -15,7 +16,12 @@ from farandole.training.engine.learner import Learner, build_learner
 @pytest.fixture
 def learner() -> Learner:
     inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=80, batch_size=16)
-    return build_learner(Manifest("poison", MODEL, inner=inner), run_id=bytes(32), author=bytes(32), device="cpu")
+    return build_learner(
+        Manifest("poison", MODEL, inner=inner),
+        run_id=bytes(32),
+        author=bytes(32),
+        settings=TrainerSettings(device="cpu"),
+    )
 
 
 def triggered(learner: Learner) -> float:

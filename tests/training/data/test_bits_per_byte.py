@@ -12,6 +12,7 @@ import pytest
 
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest
 from farandole.protocol.run.presets import preset
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.data.dataset import Bring, Sampler, build_sampler, load_text
 from farandole.training.data.tokenizer import load_tokenizer
 from farandole.training.engine.learner import build_learner
@@ -82,7 +83,9 @@ def test_a_learner_converts_its_loss(bpe: tuple[Manifest, Path], tmp_path: Path)
     manifest, file = bpe
     (tmp_path / "records.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     bring = Bring((tmp_path / "records.jsonl",), tokenizer=file)
-    learner = build_learner(manifest, run_id=bytes(32), author=bytes(32), device="cpu", bring=bring)
+    learner = build_learner(
+        manifest, run_id=bytes(32), author=bytes(32), settings=TrainerSettings(device="cpu"), bring=bring
+    )
     loss = learner.evaluate(NUM_BATCHES)
 
     bits = learner.bits_per_byte(loss, NUM_BATCHES)

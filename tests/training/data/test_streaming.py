@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.errors import DataError
 from farandole.training.data.batches import is_held_out
 from farandole.training.data.dataset import Bring
@@ -109,7 +110,7 @@ def test_a_stream_has_no_epochs(folder: Path) -> None:
             Manifest("a run", MODEL, data=data, inner=InnerConfig(batch_size=BATCH)),
             run_id=b"run",
             author=b"alice",
-            device="cpu",
+            settings=TrainerSettings(device="cpu"),
             bring=Bring(streams=(str(folder),)),
         )
 
@@ -120,7 +121,7 @@ def test_a_learner_learns_from_a_stream(folder: Path) -> None:
         Manifest("a run", MODEL, data=DataConfig(source="text", held_out=SHARE), inner=inner),
         run_id=b"run",
         author=b"alice",
-        device="cpu",
+        settings=TrainerSettings(device="cpu"),
         bring=Bring(streams=(str(folder),)),
     )
     before = learner.evaluate(2)

@@ -10,6 +10,7 @@ import torch
 
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.testnet.methods.baselines import Method
 from farandole.testnet.methods.stacked import Trial, train_stacked
 from farandole.training.base.device import CONTEXT_BYTES, choose_device, limit_memory
@@ -55,7 +56,7 @@ def make(
         sampler,
         run_id=RUN_ID,
         device=choose_device(device),
-        is_compiled=is_compiled,
+        settings=TrainerSettings(compile=is_compiled),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.base.memory import is_out_of_memory
@@ -34,8 +35,7 @@ def learner(
         sampler,
         run_id=RUN_ID,
         device=choose_device("cpu"),
-        microbatch_size=microbatch_size,
-        is_compiled=is_compiled,
+        settings=TrainerSettings(microbatch=microbatch_size, compile=is_compiled),
     )
 
 

@@ -16,6 +16,7 @@ from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
 from farandole.protocol.run.outer_rules import Codec, Momentum, NoLoCoConfig
 from farandole.protocol.run.presets import preset
 from farandole.protocol.run.screening_rules import GuardConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.errors import DivergedError, ScreeningError
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner, build_learner
@@ -557,7 +558,7 @@ def test_a_replica_is_built_from_a_runs_settings() -> None:
     manifest = Manifest(
         "a run", preset("tiny"), seed=1, inner=InnerConfig(batch_size=2), outer=NoLoCoConfig(codec="int8")
     )
-    node = build_learner(manifest, run_id=RUN_ID, author=ALICE, device="cpu")
+    node = build_learner(manifest, run_id=RUN_ID, author=ALICE, settings=TrainerSettings(device="cpu"))
 
     assert node.evaluate(1) == pytest.approx(math.log(256), abs=0.15)
     assert node.round_end.contribution_bytes == 41_120 + 4 * math.ceil(41_120 / 256)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
 from farandole.training.data.dataset import Sampler, Text
@@ -222,15 +223,15 @@ def test_a_verdicts_trial_leaves_the_weights_as_they_were(make_replica: MakeRepl
 def make(model: ModelConfig, text: Text, *, autocast: bool = False, recomputes: bool = False, lean: bool) -> Learner:
     sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=4, context=model.context)
     device = replace(choose_device("cpu"), autocast_dtype=torch.bfloat16 if autocast else None)
-    recipe, author = Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3)), ALICE if lean else None
+    recipe = Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3))
     return Learner(
         build_model(model, 7),
         recipe,
         sampler,
         run_id=RUN_ID,
         device=device,
-        lean_author=author,
-        recomputes=recomputes,
+        author=ALICE,
+        settings=TrainerSettings(lean=lean, recompute=recomputes),
     )
 
 
@@ -248,6 +249,6 @@ def test_what_is_computed_again_has_the_same_gradient(
 
 def test_what_cannot_be_lean_says_why(make_replica: MakeReplica) -> None:
     node = make_replica()
-    for settings in ({"lean_author": ALICE}, {"recomputes": True}):
+    for settings in (TrainerSettings(lean=True), TrainerSettings(recompute=True)):
         with pytest.raises(TrainingError, match="for farandole's own models"):
-            Learner(nn.Linear(2, 2), Recipe(), node.sampler, run_id=RUN_ID, device=node.device, **settings)
+            Learner(nn.Linear(2, 2), Recipe(), node.sampler, run_id=RUN_ID, device=node.device, settings=settings)

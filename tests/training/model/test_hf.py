@@ -13,6 +13,7 @@ from farandole.protocol.run.cut import layers_of, stage_parameters, transformer_
 from farandole.protocol.run.families import hf_config_from_dict
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig, TokenizerConfig
 from farandole.protocol.run.presets import num_parameters, parts_of
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
@@ -256,7 +257,7 @@ def bf16(worker: StageWorker) -> StageWorker:
 def test_a_learner_of_the_whole_is_built_from_settings() -> None:
     model = replace(hf_model("gpt2"), vocabulary=256, hf=hf_config_from_dict({**GPT2, "vocab_size": 256}))
     manifest = Manifest("a run", model, seed=7, inner=InnerConfig(batch_size=2))
-    learner = build_learner(manifest, run_id=RUN_ID, author=ALICE, device="cpu")
+    learner = build_learner(manifest, run_id=RUN_ID, author=ALICE, settings=TrainerSettings(device="cpu"))
     # Tied embeddings predict the last token again, which is right in runs of one character: so over many sequences.
     assert learner.evaluate(8) == pytest.approx(math.log(256), rel=0.05)
     assert math.isfinite(float(learner.learn()))

@@ -23,6 +23,7 @@ from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import SignedManifest, sign_manifest
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 
 from ....patience import PATIENCE
@@ -215,7 +216,10 @@ def manifest_with_own(model: dict[str, Any], function: str) -> SignedManifest:
 
 def own_learner(signed: SignedManifest, function: str) -> Learner:
     return build_learner(
-        decoded(signed), run_id=signed.run_id, author=bytes(32), device="cpu", allowed_models=[function]
+        decoded(signed),
+        run_id=signed.run_id,
+        author=bytes(32),
+        settings=TrainerSettings(device="cpu", allow_model=[function]),
     )
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.cut import stage_of
 from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_body, sign_manifest
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)  # the same run each time
@@ -61,7 +62,7 @@ def decoded(signed: SignedManifest) -> Manifest:
 
 def learner_of(signed: SignedManifest, author: bytes = bytes(32)) -> Learner:
     """Return a learner of the whole model, even if the manifest cuts it."""
-    return build_learner(decoded(signed), run_id=signed.run_id, author=author, device="cpu")
+    return build_learner(decoded(signed), run_id=signed.run_id, author=author, settings=TrainerSettings(device="cpu"))
 
 
 def trained(signed: SignedManifest, author: bytes, steps: int = 6, rounds: int = 2) -> Learner:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from farandole.node.store.consolidated.folder import Consolidated
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.data.dataset import Bring
 from farandole.training.engine.learner import Learner, build_learner
 
 
 def learner_of(folder: Consolidated, *texts: Path) -> Learner:
     """Return a learner of the whole model, with the folder's weights."""
-    learner = build_learner(folder.manifest, run_id=bytes(32), author=bytes(32), device="cpu", bring=Bring(texts))
+    learner = build_learner(
+        folder.manifest, run_id=bytes(32), author=bytes(32), settings=TrainerSettings(device="cpu"), bring=Bring(texts)
+    )
     learner.checkpoint.start_from(folder.checkpoint, folder.index.inner_steps, folder.index.tokens)
     return learner
 
