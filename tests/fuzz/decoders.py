@@ -27,7 +27,7 @@ from farandole.node.mesh.multistream import MULTISTREAM, Negotiation
 from farandole.protocol.checkpoints import block_transfer, blocks, sketches
 from farandole.protocol.exchange import exchange, exchange_messages, pipe
 from farandole.protocol.exchange.bulk import Proposal, decode_proposal
-from farandole.protocol.mesh import checkup, reachability
+from farandole.protocol.mesh import clock, reachability
 from farandole.protocol.mesh.relay import circuit_address, parse_circuit
 from farandole.protocol.mesh.yamux import Yamux
 from farandole.protocol.programs import program_messages, shared_files
@@ -337,7 +337,7 @@ DECODERS: dict[str, Decoder] = {
     "block-index-body": Decoder(lambda body: read_index(body, is_signed=True), [_index().body]),
     "bulk-proposal": of(decode_proposal, Proposal),
     "bulk-records": Decoder(open_records, [_records()]),
-    "checkup-clock": of(checkup.decode_clock, checkup.ClockAnswer),
+    "checkup-clock": of(clock.decode_clock, clock.ClockAnswer),
     "circuit-address": Decoder(
         lambda data: parse_circuit(data.decode(errors="replace")),
         [circuit_address("/ip4/1.2.3.4/tcp/1", authors.author_of(1)).encode()],

@@ -21,7 +21,7 @@ from ...base.errors import PeerUnreachableError
 from ...base.settings import NodeSettings
 from ...join.bootstrap import dial, fetch_manifest
 from ...mesh.host import Host
-from ...mesh.reach.checkup import ask_time
+from ...mesh.reach.clock import ask_time
 from ...mesh.reach.reachability import Examiner, Reachability
 from .causes import Finding, found
 from .machine import check_needs

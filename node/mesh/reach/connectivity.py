@@ -20,7 +20,7 @@ from ...base.bandwidth import Shaping
 from ...base.nurseries import open_service_nursery
 from ..host import Host
 from ..mapping.port_mapper import PortKeeper
-from .checkup import tell_time
+from .clock import tell_time
 from .punching import Puncher
 from .reachability import Examiner, Reachability
 from .relay_server import RelayServer

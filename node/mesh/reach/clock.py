@@ -1,4 +1,4 @@
-"""Tells peers this node's time, and asks for theirs: `farandole.protocol.mesh.checkup`."""
+"""Tells peers this node's time, and asks for theirs: `farandole.protocol.mesh.clock`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import trio
 
-from farandole.protocol.mesh.checkup import (
+from farandole.protocol.mesh.clock import (
     CLOCK_PROTOCOL,
     MAX_MESSAGE_BYTES,
     ClockAnswer,

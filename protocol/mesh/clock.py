@@ -1,4 +1,4 @@
-"""Checkup: a service of every node by which a peer checks its clock.
+"""The time of a node, by which a peer checks its own clock.
 
 The asker opens a stream; the answer is this node's clock, in one frame. The offset of a clock is known to within half
 the round trip (Cristian 1989).

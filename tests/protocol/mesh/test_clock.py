@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
 
-from farandole.protocol.mesh.checkup import MAX_MESSAGE_BYTES, ClockAnswer, Offset, decode_clock, measure_offset
+from farandole.protocol.mesh.clock import MAX_MESSAGE_BYTES, ClockAnswer, Offset, decode_clock, measure_offset
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 
