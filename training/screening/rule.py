@@ -98,8 +98,7 @@ class Partner:
 
     encounter: Encounter
     own: Tensor
-    """One's own contribution, (n,) fp32, as the partner decodes it. A cluster on several machines has a part of it on
-    each: a rule that compares more than `ScreeningRule.sums` sees rank 0's part."""
+    """One's own contribution, (n,) fp32, as the partner decodes it."""
     contribution: Tensor
     """The partner's, (n,) fp32, likewise. A rule does not write into either."""
     history: History
@@ -132,8 +131,7 @@ class ScreeningRule(abc.ABC):
     """A screening rule with its settings. What it remembers between rounds goes into histories, which are saved."""
 
     sums: Tensor = torch.empty(0, dtype=torch.float64)
-    """All that `feed` keeps: (k,) fp64 on the host, added up over pieces. A cluster on several machines feeds each
-    machine's pieces there, and adds up their sums before it judges."""
+    """All that `feed` keeps: (k,) fp64 on the host, added up over pieces."""
 
     @abc.abstractmethod
     def begin(self) -> None:
