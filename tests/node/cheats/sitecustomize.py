@@ -24,17 +24,16 @@ _SOUND_STEPS = 30
 
 
 def _spoil(module: ModuleType) -> None:
-    learner: Any = module.__dict__["Learner"]
-    learn, inner_step = learner.learn, learner.inner_step
+    learner, replica = module.__dict__["Learner"], module.__dict__["Replica"]
+    inner_step = replica.inner_step
     taken = [0]
 
     def without(self: Any, num_tokens: int, divisor: int = 1) -> None:
-        if _CHEAT == "half" and self.steps % 2:
+        steps = self.round_end.totals.steps
+        if _CHEAT == "half" and steps % 2:
             inner_step(self, num_tokens, divisor)
             return
-        self.steps += 1
-        self.tokens += num_tokens
-        self.tokens_this_round += num_tokens
+        self.round_end.count_step(num_tokens, self.learning_rate, self.optimizer.ramp(steps))
 
     def with_flips(self: Any, num_tokens: int, divisor: int = 1) -> None:
         taken[0] += 1
@@ -47,13 +46,11 @@ def _spoil(module: ModuleType) -> None:
 
     match _CHEAT:
         case "half" | "idle":
-            learner.inner_step = without
+            replica.inner_step = without
         case "data":
             learner.learn = of_first_batch
         case "fault":
-            learner.inner_step = with_flips
-        case _:
-            learner.learn = learn
+            replica.inner_step = with_flips
 
 
 class _Spoiler(importlib.abc.MetaPathFinder):

@@ -125,7 +125,7 @@ WRITER = """
 import sys, trio
 from pathlib import Path
 from farandole.node.state.store import open_store
-from farandole.protocol.writer import Mark
+from farandole.protocol.state.writer import Mark
 
 async def main():
     async with open_store(Path(sys.argv[1])) as store:
