@@ -20,14 +20,10 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
+from .app.commands.control import dial, leave, limit, pause, resume, show_id
 from .app.commands.daemons import join, relay
-from .app.commands.dial import dial
 from .app.commands.doctor import doctor
-from .app.commands.identity import show_id
-from .app.commands.leave import leave
-from .app.commands.limit import limit
 from .app.commands.metrics import show_metrics
-from .app.commands.pause import pause, resume
 from .app.commands.plan import plan_run
 from .app.commands.reference import print_reference
 from .app.commands.runs import run_app

@@ -49,10 +49,8 @@ class AuditedRound(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-async def audit_run(
-    settings: NodeSettings, author: bytes | None, round_index: int | None, say: Callable[[str], None]
-) -> list[AuditedRound]:
-    """Replay a random round of each member with commitments, or only of ``author``, or only ``round_index``.
+async def audit_run(settings: NodeSettings, author: bytes | None, say: Callable[[str], None]) -> list[AuditedRound]:
+    """Replay a recent round of each member with commitments, or only of ``author``.
 
     Raises `JoinError`, `ManifestError` if the run has no audits, or `TrainerError`.
     """
@@ -62,7 +60,7 @@ async def audit_run(
             raise ManifestError("this run has no audits: its run file leaves out `audits`, so no round is committed to")
         await trio.sleep(SETTLE_SECONDS)
         with tempfile.TemporaryDirectory(prefix="farandole-audit-") as folder:
-            return await _Audit(visit, Path(folder), settings, say).run(author, round_index)
+            return await _Audit(visit, Path(folder), settings, say).run(author)
 
 
 class _Audit:
@@ -74,14 +72,13 @@ class _Audit:
         self._settings = settings
         self._say = say
 
-    async def run(self, author: bytes | None, round_index: int | None) -> list[AuditedRound]:
+    async def run(self, author: bytes | None) -> list[AuditedRound]:
         rows = []
         async with self._open_trainer() as trainer:
             for each in sorted(self._committed()) if author is None else [author]:
                 rounds = self._committed().get(each, {})  # as of now: starts are not kept for long
-                chosen = random.choice(sorted(rounds)[-2:]) if rounds and round_index is None else round_index
-                if chosen in rounds:
-                    rows.append(await self._replay(trainer, rounds, chosen))
+                if rounds:
+                    rows.append(await self._replay(trainer, rounds, random.choice(sorted(rounds)[-2:])))
         return rows
 
     def _committed(self) -> dict[bytes, dict[int, RoundClaim]]:

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.app.commands.leave import LEAVE_TIMEOUT
+from farandole.node.app.commands.control import LEAVE_TIMEOUT
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join.address_book import AddressBook

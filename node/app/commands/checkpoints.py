@@ -102,7 +102,7 @@ def pull_model(
     from ...base.running import run_to_end
     from ...inspect.pull import pull
     from ...join.invites import visit_invite
-    from .progress import open_progress
+    from .output import open_progress
 
     settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
     key = load_or_create_key(settings.key)

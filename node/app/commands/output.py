@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,13 @@ import typer
 from farandole.protocol.wire.errors import ManifestError
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from farandole.protocol.run.manifest import Manifest, SignedManifest
 
     from ...base.settings import NodeSettings
     from ...status.status import NodeStatus
+    from ...transfers.fetch import FetchProgress
 
 
 def print_json(value: object) -> None:
@@ -126,3 +130,22 @@ def options_of_nodes(manifest: Manifest) -> str:
         return " --trainer external"
     data = " --data PATH" if manifest.data.source == "text" else ""
     return model + data + (" --tokenizer FILE" if manifest.tokenizer.sha256 else "")
+
+
+@contextmanager
+def open_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, FetchProgress], None]]]:
+    """Yield two functions for standard error, to use in the block: print a line, show a named download's progress."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[how]}"))
+    bars: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, transient=True) as progress:
+
+        def show(name: str, fetch: FetchProgress) -> None:
+            if name not in bars:
+                bars[name] = progress.add_task(name, how="")
+            progress.update(bars[name], total=fetch.total or None, completed=fetch.num_bytes, how=str(fetch))
+
+        yield lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False), show

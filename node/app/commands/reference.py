@@ -1,19 +1,16 @@
-"""The reference of every command, setting and exit code, generated from the code itself: ``docs/reference.md``."""
+"""Pages generated from the code itself: ``docs/reference.md`` and ``docs/errors.md``."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final
 
 import typer
 
-from farandole.protocol.run.exclusions import EXCLUSIONS
-
 from ...base.config.file import SETTINGS, default_of
 from ...base.exits import Exit
-from .markdown_table import table
 
 _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
 _HEAD: Final = """\
@@ -31,6 +28,25 @@ environment variable, settings file, default. `farandole config init` writes a f
 For a setting with several values, repeat the flag, separate the values by spaces in the variable (paths by `:`), or
 write a list in the file. Relative paths in the file start at its folder.
 """
+_ERRORS: Final = """\
+# What can be wrong, and what to do
+
+Every exit code of farandole, and everything that `farandole doctor` can find, with its remedy. Made by
+`make reference`; do not edit it by hand.
+
+The first line of `farandole status` shows the state of a running node; `farandole doctor INVITE` examines this machine,
+the way to the run's members, and what they see of it. Exit codes and names of causes are stable: scripts may rely on
+them.
+"""
+_DOCTOR: Final = """\
+## What the doctor finds
+
+The report shows failures first, then warnings, each with its remedy, and one line with the checks that passed. Its
+last line lists the checks that were skipped, and why; `--verbose` shows a line for every check. Fix each `failed`
+first: the node does not work until then. With a `warning` it works, but not as well as it could. `farandole doctor
+--json` gives all findings with the names of their causes. Words *in italics* are filled in.
+"""
+_FIELD: Final = re.compile(r"\{(\w+)[^}]*\}")
 _EXCLUSIONS: Final = """\
 ## Settings that exclude each other
 
@@ -43,9 +59,7 @@ def print_reference(
 ) -> None:
     """Print the reference of all commands, settings and exit codes, or what can be wrong, as Markdown."""
     if errors:
-        from .catalogue import catalogue
-
-        parts = catalogue()
+        parts = _catalogue()
     else:
         root = context.find_root()
         from .run_settings import run_settings
@@ -120,6 +134,8 @@ def _settings() -> str:
 
 
 def _exclusions() -> str:
+    from farandole.protocol.run.exclusions import EXCLUSIONS
+
     rows = ((f"`{each.setting}`", ", ".join(f"`{name}`" for name in each.others), each.reason) for each in EXCLUSIONS)
     return table("| setting | excludes | because |", rows)
 
@@ -127,3 +143,37 @@ def _exclusions() -> str:
 def _markdown(text: str) -> str:
     """Return Rich's markup as Markdown."""
     return re.sub(r"\[cyan\](.*?)\[/cyan\]", r"`\1`", text)
+
+
+def _catalogue() -> Iterator[str]:
+    """Yield the page of what can be wrong, in paragraphs."""
+    from ..doctor.causes import CAUSES, CHECKS, check_of  # with what ``--help`` does not need
+
+    yield _ERRORS
+    exits = ((str(code.value), code.name, code.meaning, code.remedy) for code in Exit)
+    yield "## Exit codes\n"
+    yield table("| code | name | meaning | what to do |", exits) + "\n"
+    yield _DOCTOR
+    for check, about in CHECKS.items():
+        yield f"### {check}: {about}\n"
+        rows = (
+            (f"`{name}`", cause.level, _fields(cause.found), _fields(cause.remedy))
+            for name, cause in CAUSES.items()
+            if check_of(name) == check
+        )
+        yield table("| cause | | it says | what to do |", rows) + "\n"
+
+
+def _fields(text: str) -> str:
+    """Return the text with its placeholders set in italics."""
+    return _FIELD.sub(r"*\1*", text)
+
+
+def table(header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of cells as a Markdown table, below the line ``header``."""
+    lines = ("".join(f"| {_cell(cell)} " for cell in row) + "|" for row in rows)
+    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")

@@ -253,19 +253,15 @@ def admit(home: Home, who: Who) -> None:
 
 
 @run_app.command("audit")
-@takes_settings("invite", "port", "listen", "bootstrap", "mdns", "data", "data_weight", "data_field", "tokenizer")
+@takes_settings("invite", "listen", "data", "data_weight", "data_field", "tokenizer")
 def audit(
     settings: NodeSettings,
     author: Annotated[
         str | None, typer.Option("--author", metavar="PEER_ID", help="Of this member alone.", show_default="all")
     ] = None,
-    round_index: Annotated[
-        int | None,
-        typer.Option("--round", min=0, help="One of the last four rounds.", show_default="a recent one of each"),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay rounds of members, without joining the run, and check that they match what the members reported.
+    """Replay a recent round of each member, without joining the run, and check that it is as its author says.
 
     The run must have audits, and this machine the run's text and a processor like the members'. Exit code 8 if a round
     is not what its author has committed to. Without an invite it is the run of the node that runs here.
@@ -284,9 +280,9 @@ def audit(
 
     settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
     key = None if author is None else public_key_of(author)
-    rows = run_to_end(partial(audit_run, settings, key, round_index, partial(typer.echo, err=True)))
+    rows = run_to_end(partial(audit_run, settings, key, partial(typer.echo, err=True)))
     lines = [f"{row.peer_id}  round {row.round}  {row.verdict}  {row.detail}".rstrip() for row in rows]
-    print_answer(as_json, msgspec.to_builtins(rows), "\n".join(lines) or "no member has committed to such a round")
+    print_answer(as_json, msgspec.to_builtins(rows), "\n".join(lines) or "no member has committed to a round")
     if any(row.verdict in ("wrong", "broken") for row in rows):
         raise typer.Exit(Exit.VERDICT_FAILED)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.app.commands.leave import LEAVE_TIMEOUT
+from farandole.node.app.commands.control import LEAVE_TIMEOUT
 from farandole.node.app.service import STOP_SECONDS, Launchd, Service, ServiceError, Systemd
 
 COMMAND = ["/opt/py thon/bin/python", "-m", "farandole.node", "join", "farandole1abc"]

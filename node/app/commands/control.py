@@ -1,0 +1,131 @@
+"""Commands to the node that runs here: ``id``, ``dial``, ``limit``, ``pause``, ``resume``, ``leave``."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Final
+
+import typer
+
+from farandole.protocol.wire.errors import FarandoleError
+
+from ...base.config.setting import settings_of
+from ...base.settings import NodeSettings
+from .options import AsJson, Home, number_of
+from .output import print_answer
+
+# `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first
+# (`farandole.node.member.run_member.MAX_LEAVE_TIMEOUT`).
+LEAVE_TIMEOUT: Final = 250.0
+_UPLOAD = next(setting for setting in settings_of(NodeSettings) if setting.name == "upload_mbit")
+Cap = Annotated[
+    float | None,
+    typer.Option(
+        help="Mbit/s, 0.5 or more; 0: no cap.", show_default=False, parser=number_of(_UPLOAD), metavar="<number>"
+    ),
+]
+
+
+def show_id(home: Home, as_json: AsJson = False) -> None:
+    """Print this node's peer id; its key is made on first use.
+
+    Example: [cyan]farandole id[/cyan]
+    """
+    from farandole.protocol.wire.identity import peer_id_of, public_bytes
+
+    from ...base.identity import load_or_create_key
+
+    public_key = public_bytes(load_or_create_key(home / "key"))
+    peer_id = peer_id_of(public_key)
+    print_answer(as_json, {"peer_id": peer_id, "public_key": public_key.hex(), "home": str(home)}, peer_id)
+
+
+def dial(
+    home: Home,
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="Address that ends in /p2p/..., as a relay prints it.")
+    ],
+) -> None:
+    """Connect the node that runs here to a peer at this address, and remember the peer.
+
+    For a node that others cannot dial: once it is connected to a relay, the invites that it makes lead there.
+
+    Example: [cyan]farandole dial /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...[/cyan]
+    """
+    from farandole.protocol.run.invite import split_address
+
+    from ...base.control import call
+
+    split_address(address)  # reports a mistyped one at once
+    typer.echo(call(home, "dial", address=address))
+
+
+def limit(
+    home: Home,
+    upload_mbit: Cap = None,
+    download_mbit: Cap = None,
+    quiet_hours: Annotated[
+        list[str] | None,
+        typer.Option(help='22:00-07:30, or "Sat-Sun 09:00-18:00"; none: no quiet hours. Repeatable.'),
+    ] = None,
+) -> None:
+    """Change the limits of the running node until it ends. The settings file sets them permanently.
+
+    Examples: [cyan]farandole limit --upload-mbit 2[/cyan];
+    [cyan]farandole limit --upload-mbit 0 --download-mbit 0[/cyan];
+    [cyan]farandole limit --quiet-hours 22:00-07:30[/cyan]
+    """
+    from ...base.control import call
+
+    caps = {"upload_mbit": upload_mbit, "download_mbit": download_mbit}
+    given = {name: cap for name, cap in caps.items() if cap is not None}
+    if not given and not quiet_hours:
+        raise typer.BadParameter("say which limit to change: --upload-mbit, --download-mbit or --quiet-hours")
+    if quiet_hours:
+        typer.echo(call(home, "quiet", hours="" if quiet_hours == ["none"] else ", ".join(quiet_hours)))
+    if given:
+        typer.echo(call(home, "limit", **given))
+
+
+def pause(home: Home) -> None:
+    """Stop training on this machine until `farandole resume`, also after a restart: its memory and GPU are free then.
+
+    The node stays in the run, and goes on helping others to reach each other. It saves first if that takes at most
+    three seconds; otherwise what it has learnt since its last checkpoint is lost.
+
+    Example: [cyan]farandole pause[/cyan]
+    """
+    from ...base.control import call
+
+    typer.echo(call(home, "pause"))
+
+
+def resume(home: Home) -> None:
+    """Train again after `farandole pause`.
+
+    Example: [cyan]farandole resume[/cyan]
+    """
+    from ...base.control import call
+
+    typer.echo(call(home, "resume"))
+
+
+def leave(home: Home) -> None:
+    """Tell the node that runs here to leave the run cleanly, and wait until it is gone.
+
+    Example: [cyan]farandole leave[/cyan]
+    """
+    from ...base.control import call
+    from ...base.identity import IdentityInUseError, locked
+
+    call(home, "leave")
+    typer.echo("leaving: the node saves and says farewell")
+    deadline = time.monotonic() + LEAVE_TIMEOUT
+    while time.monotonic() < deadline:
+        try:
+            with locked(NodeSettings(home=home).lock):  # the next one that runs here may have it now
+                typer.echo("left")
+                return
+        except IdentityInUseError:
+            time.sleep(0.2)  # the daemon cannot say that it is gone, and a lock that is waited for has no deadline
+    raise FarandoleError(f"the node still runs after {LEAVE_TIMEOUT:g} s; its log is {home / 'log'}")
