@@ -13,8 +13,8 @@ from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.mesh.host import open_host
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from node.real_nodes import Node  # type: ignore[import-not-found]  # a script finds its neighbour by the path above
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.node.real_nodes import Node  # a script finds its neighbour by the path above
 
 
 async def main(size: int, partner: bytes, address: str) -> None:

@@ -62,7 +62,7 @@ def test_a_run_is_made_in_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_settings_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="colour"):
         farandole.create_run(a_model(), tmp_path / "run", colour="red")
-    with pytest.raises(ManifestError, match="each loop chooses it"):
+    with pytest.raises(ManifestError, match="own loop chooses its text"):
         farandole.create_run(a_model(), tmp_path / "run", inner={"batch_size": 2})
     assert not (tmp_path / "run").exists()
 

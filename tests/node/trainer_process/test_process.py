@@ -19,7 +19,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
-from farandole.node.base.system.tuning import SAVING_NICENESS
+from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE, SAVING_NICENESS
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.engines import make_engine
@@ -182,6 +182,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
     prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint can be written only after two more inner steps; its content is from before them."""
+    monkeypatch.delenv(KEEP_PRIORITY_VARIABLE, raising=False)
     may_copy, step = threading.Event(), Replica.inner_step
     priorities: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Play a scenario with fake nodes, as a process that a test may interrupt or kill: ``play.py SCENARIO.toml OUT``."""
+"""Play a scenario with fake nodes, as a process that a test may interrupt or kill: ``playing.py SCENARIO.toml OUT``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from farandole.testnet.play.scenario import Scenario, parse_scenario
 from ...patience import PATIENCE
 from .playing import SilentView, testnet
 
-PLAY = Path(__file__).with_name("play.py")
+PLAY = Path(__file__).with_name("playing.py")
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ PROGRAM = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
-from farandole.testnet.plays import play_all
+from farandole.testnet.simulate.plays import play_all
 from farandole.testnet.bench.report import open_bench
 
 def endless(name, folder):

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from farandole.protocol.planning.needs import activation_bytes
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, TokenizerConfig
 from farandole.protocol.run.presets import preset
-from farandole.protocol.trainer.trainer_messages import Replay
+from farandole.protocol.trainer.trainer_messages import Replay, TrainerSettings
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.errors import DataError
 from farandole.training.data.batches import Batches
@@ -74,7 +74,15 @@ def learner(
         tokenizer=ByteTokenizer(),
     )
     recipe = Recipe(inner, data=data)
-    return Learner(build_model(model, 7), recipe, sampler, run_id=RUN_ID, device=device, **settings)
+    return Learner(
+        build_model(model, 7),
+        recipe,
+        sampler,
+        run_id=RUN_ID,
+        device=device,
+        author=ALICE,
+        settings=TrainerSettings(**settings),
+    )
 
 
 @torch.no_grad()
@@ -133,7 +141,7 @@ def test_without_the_setting_a_step_is_as_before(model: ModelConfig, inner: Inne
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("settings", [{}, {"recomputes": True}, {"microbatch_size": 1}, {"lean_author": ALICE}])
+@pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"microbatch": 1}, {"lean": True}])
 def test_a_learner_learns_with_it(
     model: ModelConfig, inner: InnerConfig, text: Text, dtype: torch.dtype | None, settings: dict[str, Any]
 ) -> None:
@@ -152,7 +160,7 @@ def test_a_learner_learns_with_it(
 
     assert all(np.isfinite(losses))
     assert masked.evaluate(2) < before
-    is_rounded = dtype is not None or "lean_author" in settings
+    is_rounded = dtype is not None or "lean" in settings
     assert before == pytest.approx(masked_loss, rel=2e-3 if is_rounded else 1e-5)
     if not is_rounded:
         assert before != pytest.approx(plain_loss, rel=1e-5), "a held-out loss has the mask too"
@@ -170,7 +178,7 @@ def test_a_compiled_model_has_the_mask(
     """In one graph; the backend needs no compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     device = Device(torch.device("cpu"), dtype, "CPU")
-    compiled, plain = learner(model, inner, text, device, is_compiled=True), learner(model, inner, text, device)
+    compiled, plain = learner(model, inner, text, device, compile=True), learner(model, inner, text, device)
     without = learner(model, inner, text, device, data=DataConfig())
 
     losses = [[float(each.learn()) for _ in range(2)] for each in (compiled, plain, without)]
