@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import metadata
+from importlib.metadata import metadata, version
 from typing import Final
 
-from .release import VERSION
+VERSION: Final = version("farandole")
+
 
 _UNSET: Final = ".invalid/"
 """Part of the address of a placeholder; no real address can be in this domain (RFC 2606)."""

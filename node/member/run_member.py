@@ -11,8 +11,8 @@ import trio
 from farandole.protocol.state.entries import CheckpointNotice, Kind, Progress
 
 from ..base.errors import JoinError
-from ..base.release import VERSION
-from ..base.release_words import release_words
+from ..base.project import VERSION
+from ..base.remedies import release_words
 from ..join.address_book import Reconnector
 from ..join.bootstrap import JOIN_TIMEOUT, Target, sync_state
 from ..loop.audit_service import AuditService

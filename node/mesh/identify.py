@@ -12,7 +12,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes
 
 from ..base.errors import PeerUnreachableError
-from ..base.release import VERSION
+from ..base.project import VERSION
 from .addresses import multiaddr_of
 from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
 from .dialler import Dialler

@@ -11,7 +11,7 @@ from farandole.protocol.state.believing import OwnSuspects
 from farandole.protocol.state.entries import CheckpointNotice, Kind, Member, fit_member
 from farandole.protocol.state.node_state import MAX_SMALL, beat_of, progress_of, speed_of
 
-from ..base.release import VERSION
+from ..base.project import VERSION
 from ..mesh.addresses import rank
 from ..mesh.host import Host
 from ..status.journal import Journal

@@ -26,7 +26,7 @@ from farandole.protocol.state.state import PayloadType, RunState
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import short_name
 
-from ..base.clock_words import clock_words
+from ..base.remedies import clock_words
 from ..mesh.host import Host
 from ..status.journal import Journal
 from .announcer import COPY_SLOT, OWN_SLOT, START_SLOT, Announcer

@@ -13,8 +13,8 @@ import trio
 from farandole.protocol.run.releases import ReleaseConflict, Software, Standing, is_incomplete, standing
 from farandole.protocol.wire.identity import short_name
 
-from ..base.release import VERSION
-from ..base.release_words import release_words
+from ..base.project import VERSION
+from ..base.remedies import release_words
 from ..status.journal import Journal
 
 LOOK_INTERVAL: Final = 2.0

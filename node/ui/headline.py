@@ -10,9 +10,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ..base.clock_words import clock_words
 from ..base.figures import count, duration, loss
-from ..base.release_words import release_words
+from ..base.remedies import clock_words, release_words
 from ..status.status import NO_START, REFUSED_HERE, REFUSED_THERE, SCREENED_LATE, NodeStatus
 
 Level = Literal["well", "busy", "trouble"]

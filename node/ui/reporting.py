@@ -19,7 +19,7 @@ from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
-from ..base.release import VERSION
+from ..base.project import VERSION
 from ..base.system.processes import count_descriptors, resident_bytes
 from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService

@@ -13,7 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, size, sparkline
-from ..base.release_words import release_words, releases
+from ..base.remedies import release_words, releases
 from ..status.round_log import more_steps
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, RunStatus
 

@@ -31,7 +31,7 @@ EDITS = {
             "    Kind.ACCUSATION: Rule("
         ),
     },
-    "farandole.node.base.release": {'version("farandole")': repr(VERSION)},
+    "farandole.node.base.project": {'version("farandole")': repr(VERSION)},
     "farandole.node.state.announcer": {
         "import CheckpointNotice,": "import Plan, CheckpointNotice,",
         "is_bound=self._is_bound,": "is_bound=self._is_bound, mood='fine',",

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.base.release import VERSION
+from farandole.node.base.project import VERSION
 from farandole.node.state.store import open_store
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.run.manifest import SignedManifest

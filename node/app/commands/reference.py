@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import typer
 
 from ...base.config.file import SETTINGS, default_of
 from ...base.exits import Exit
+from .output import table
 
 _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
 _HEAD: Final = """\
@@ -167,13 +168,3 @@ def _catalogue() -> Iterator[str]:
 def _fields(text: str) -> str:
     """Return the text with its placeholders set in italics."""
     return _FIELD.sub(r"*\1*", text)
-
-
-def table(header: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of cells as a Markdown table, below the line ``header``."""
-    lines = ("".join(f"| {_cell(cell)} " for cell in row) + "|" for row in rows)
-    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")

@@ -15,7 +15,7 @@ from msgspec import inspect as types
 
 from farandole.protocol.run.manifest import Manifest
 
-from .reference import table
+from .output import table
 
 _HEAD: Final = """\
 ## Settings of a run

@@ -89,8 +89,8 @@ def create_run(
     from farandole.protocol.run.manifest import sign_manifest
     from farandole.protocol.run.private_network import network_key_of
 
+    from ...base.config.doubtful_settings import doubtful_settings
     from ...base.config.toml_file import read_toml
-    from ...base.doubtful_settings import doubtful_settings
     from ...base.identity import load_or_create_key
     from ...base.requirements import unusual_needs
     from ...store.run_file import manifest_of_file

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ...base.clock_words import COMPARE_CLOCKS, SET_CLOCK
+from ...base.remedies import COMPARE_CLOCKS, SET_CLOCK
 
 
 class Level(StrEnum):

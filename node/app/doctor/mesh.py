@@ -16,8 +16,8 @@ from farandole.protocol.state.clock_votes import NUM_AGREEING, judge_clock, vote
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.wire.identity import short_name
 
-from ...base.clock_words import describe_skew
 from ...base.errors import PeerUnreachableError
+from ...base.remedies import describe_skew
 from ...base.settings import NodeSettings
 from ...join.bootstrap import dial, fetch_manifest
 from ...mesh.host import Host

@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from farandole.node.base.release import VERSION
+from farandole.node.base.project import VERSION
 from farandole.node.state.announcer import ADDRESSES_INTERVAL, MEMBER_INTERVAL, PROGRESS_INTERVAL, Announcer
 from farandole.node.state.membership import Membership
 from farandole.node.status.journal import Journal

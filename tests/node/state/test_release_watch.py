@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from farandole.node.base.release import VERSION
+from farandole.node.base.project import VERSION
 from farandole.node.state.release_watch import FIRST_ASK_PAUSE, MAX_ASK_PAUSE, ReleaseWatch
 from farandole.node.status.journal import Journal
 from farandole.protocol.run.releases import Software

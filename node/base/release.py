@@ -1,8 +1,0 @@
-"""The release of farandole that runs here."""
-
-from __future__ import annotations
-
-from importlib.metadata import version
-from typing import Final
-
-VERSION: Final = version("farandole")
