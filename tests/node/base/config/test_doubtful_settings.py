@@ -12,7 +12,7 @@ from farandole.node.store.run_file import manifest_of
 from farandole.protocol.planning.planning import given_by
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MEMBERS = [peer_id_of(public_bytes(Ed25519PrivateKey.generate())) for _ in range(2)]
 
 
