@@ -49,7 +49,7 @@ def machines() -> Iterator[MakeMachine]:
 def two_machines() -> str:
     """Return the part of the page about two machines."""
     page = (ROOT / "README.md").read_text()
-    return page[page.index("## Two machines") : page.index("## Guides")]
+    return page[page.index("## Two machines") : page.index("If something is wrong")]
 
 
 async def test_two_machines_do_as_the_readme_says(machines: MakeMachine, tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ async def test_two_homes_behind_routers_that_open_no_port_meet_through_a_relay(
 ) -> None:
     """The first node's first invite leads nowhere: the relay is set up with it, and then the second home is invited."""
     page = two_machines()
-    second, options = page.index("On the second machine"), page.index("`--help` after any command")
-    relay, others = page.index("Or run a relay"), page.index("All others can be behind routers")
+    second, options = page.index("On every other machine"), page.index("A run is open by default")
+    relay, others = page.index("Or run a relay"), page.index("No node is needed permanently")
     story = page[:second] + page[relay:others] + STATUS + page[second:options]
     kinds = {"first": "symmetric", "second": "port-restricted", "helper": "open"}
     async with open_player(tmp_path, in_homes(lab, kinds, families)) as player:
@@ -85,7 +85,7 @@ async def test_two_homes_behind_routers_that_open_no_port_meet_through_a_relay(
 
 def opened_by_hand(page: str) -> str:
     """Return the part of the page in which the owner has opened a port and starts the first node again."""
-    start, end = page.index("Otherwise forward a TCP port"), page.index("A name is an address too")
+    start, end = page.index("Across the internet"), page.index("Or run a relay")
     part = page[start:end].replace(NOT_PLAYED, 'stays="announcing"')
     assert 'stays="announcing"' in part
     return part
@@ -114,7 +114,7 @@ async def test_a_port_that_its_owner_opens_lets_the_second_home_in(
 ) -> None:
     """The first node knows no peer that could tell it its public address: only its owner knows it."""
     page = two_machines()
-    second, options = page.index("On the second machine"), page.index("`--help` after any command")
+    second, options = page.index("On every other machine"), page.index("A run is open by default")
     again = opened_by_hand(page)
     async with open_player(tmp_path, in_homes(lab, {"first": kind, "second": "port-restricted"}, families)) as player:
         await player.play(page[:second] + again + AGAIN + page[second:options])
@@ -172,7 +172,7 @@ async def test_a_hotel_whose_names_lead_to_its_login_page_is_named_and_left_as_s
         server.stdout.readline()
         async with open_player(tmp_path, at_home) as player:
             again = opened_by_hand(page)
-            for block in blocks(page[: page.index("On the second machine")] + again + AGAIN + IN_A_HOTEL):
+            for block in blocks(page[: page.index("On every other machine")] + again + AGAIN + IN_A_HOTEL):
                 await player.play_block(block)
             (tmp_path / "address").write_text(first.address)
             await player.shells[-2].says("averaged with")
