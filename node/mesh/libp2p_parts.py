@@ -31,15 +31,17 @@ _PACKAGES: Final = (
 
 @contextmanager
 def _packages_not_run() -> Iterator[None]:
-    """Put the packages in place for as long as the block runs; whoever imports one later gets all of it."""
+    """Put the packages in place while the block runs; a later import gets all of it."""
     added: list[str] = []
     for name in _PACKAGES:
         if name not in sys.modules and (spec := find_spec(name)) is not None:
             sys.modules[name] = module_from_spec(spec)
             added.append(name)
-    yield
-    for name in added:
-        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
 
 
 with _packages_not_run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,13 +25,14 @@ from .small_runs import small_manifest
 
 async def command(home: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
     """Run a command with this data directory."""
-    options = ("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns")
+    options = ("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0")
     with trio.fail_after(PATIENCE):
         return await trio.run_process(
             [sys.executable, "-m", "farandole.node", *words, *options],
             check=False,
             capture_stdout=True,
             capture_stderr=True,
+            env={**os.environ, "FARANDOLE_MDNS": "false"},
         )
 
 
