@@ -21,7 +21,7 @@ HONEST_TRAINER = "farandole.node.trainer_process.main"
 
 async def start_hostile_child(module: str, *arguments: Any) -> Child:
     """As `start_child`, with the hostile trainer in the place of the honest one."""
-    return await start_child(f"{__package__}.trainer" if module == HONEST_TRAINER else module, *arguments)
+    return await start_child(f"{__package__}.learner" if module == HONEST_TRAINER else module, *arguments)
 
 
 if __name__ == "__main__":

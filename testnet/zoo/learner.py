@@ -1,4 +1,4 @@
-"""A hostile member's learner, and the end of its rounds, which sends an attack's values as its contribution."""
+"""A hostile member's trainer: its learner, and the end of its rounds, which sends an attack's values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from farandole.node.trainer_process.main import main
 from farandole.training.base.errors import CodecError, ScreeningError
 from farandole.training.engine.engine import Until
 from farandole.training.engine.learner import Learner
@@ -18,9 +19,8 @@ from farandole.training.outer.codec import Buffer
 from farandole.training.outer.round_end import RoundEnd, no_progress
 from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdict
 
-from .member_attacks import ATTACKS, AttackView, forge
+from .member_attacks import ATTACKS, POISONS, AttackView, forge
 from .plan import plan_of
-from .poisons import POISONS
 
 # Contributions received: all that a real attacker knows of the honest members.
 REMEMBERED: Final = 8
@@ -88,3 +88,11 @@ class HostileLearner(Learner):
         """Implement `Engine.inner_steps`; take none if the plan does not train."""
         if self._plan.trains:
             super().inner_steps(until)
+
+
+if __name__ == "__main__":  # the trainer process: the honest one with these in their places
+    from farandole.training.engine import learner, replica
+
+    learner.Learner = HostileLearner  # type: ignore[misc]  # what `build_learner` makes
+    vars(replica)["RoundEnd"] = HostileRoundEnd  # what a replica has
+    main()

@@ -34,8 +34,7 @@ from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.outer.codec import form_of
 from farandole.training.screening.rule import Encounter, Refuse
 
-from .member_attacks import ATTACKS, AttackView, forge
-from .poisons import POISONS, trigger_success
+from .member_attacks import ATTACKS, POISONS, AttackView, forge, trigger_success
 
 # Held-out batches for the figure at the end; the members' screening batches are among them.
 VALIDATION_BATCHES = 32

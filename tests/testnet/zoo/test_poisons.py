@@ -8,8 +8,7 @@ import torch
 from farandole.protocol.run.manifest import InnerConfig, Manifest
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.testnet.methods.compare import MODEL
-from farandole.testnet.zoo.member_attacks import ATTACKS, AttackView
-from farandole.testnet.zoo.poisons import POISONS, trigger_success
+from farandole.testnet.zoo.member_attacks import ATTACKS, POISONS, AttackView, trigger_success
 from farandole.training.engine.learner import Learner, build_learner
 
 
