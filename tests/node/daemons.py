@@ -82,6 +82,15 @@ class Daemon:
                     return status
                 await trio.sleep(POLL_INTERVAL)
 
+    async def hears_of_a_round(self, name: str) -> None:
+        """Wait for a heartbeat of the node with this name that reports a round: before it, the run seems to begin."""
+        with trio.fail_after(PATIENCE):
+            while True:
+                peers = await self.ask("peers")
+                if any(row["peer_id"].endswith(name) and row["round"] > 0 for row in peers):
+                    return
+                await trio.sleep(POLL_INTERVAL)
+
     async def end(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; return the exit code."""
         self.process.send_signal(number)

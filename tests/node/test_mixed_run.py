@@ -6,10 +6,9 @@ import signal
 from pathlib import Path
 
 import msgspec
-import trio
 
 from .cluster_member import MODEL
-from .daemons import POLL_INTERVAL, joined, started
+from .daemons import joined, started
 from .loops import loop
 from .small_runs import small_manifest, write_run
 
@@ -31,8 +30,7 @@ async def test_a_cluster_and_built_in_trainers_average_and_newcomers_take_weight
         settings = ("--trainer", "external", "--heartbeat-seconds", "1", "--step-seconds", "0.05")
         async with started(bobs, "join", alice.invite(run.run_id), *settings, "--checkpoint-seconds", "1") as bob:
             await bob.says("waiting for a loop to attach")
-            while all(row["round"] == 0 for row in await bob.ask("peers") if row["peer_id"].endswith(alice.name)):
-                await trio.sleep(POLL_INTERVAL)  # a heartbeat brings Alice's round: before it, there is nothing to fetch
+            await bob.hears_of_a_round(alice.name)
             arguments = ("attached", "1", "1000000", str(meeting), "1")
             async with loop(bobs, *arguments, program=(*TORCHRUN, PROGRAM)) as ranks:
                 await bob.says("weights of round", alice.name, "hashes verified")
