@@ -17,8 +17,18 @@ _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
 _HEAD: Final = """\
 # Reference
 
-Every command, setting and exit code of farandole. Made by `make reference`; do not edit it by hand.
+Every command and setting of farandole; [errors.md](errors.md) has the exit codes. Made by `make reference`; do not edit
+it by hand.
+
+These mean the same in each command that has them (`COMMAND --help` says which):
+
+| option | meaning | default |
+|---|---|---|
+| `--home <dir>` | The node's data directory. | env var: FARANDOLE_HOME; default: (~/.farandole) |
+| `--config <file>` | Settings file; flags take precedence. | env var: FARANDOLE_CONFIG; default: config.toml |
+| `--json` | Print JSON, for scripts. | |
 """
+_COMMON: Final = {"home", "config", "as_json", "json"}
 _SETTINGS: Final = """\
 ## Settings
 
@@ -58,24 +68,15 @@ A run file or a node that uses both is refused, with the reason.
 def print_reference(
     context: typer.Context, errors: Annotated[bool, typer.Option("--errors", help="What can be wrong instead.")] = False
 ) -> None:
-    """Print the reference of all commands, settings and exit codes, or what can be wrong, as Markdown."""
+    """Print the reference of all commands and settings, or what can be wrong and the exit codes, as Markdown."""
     if errors:
         parts = _catalogue()
     else:
         root = context.find_root()
         from .run_settings import run_settings
 
-        exits = table("| code | name | meaning |", ((str(code.value), code.name, code.meaning) for code in Exit))
-        settings = (
-            _SETTINGS,
-            _settings(),
-            "",
-            run_settings(),
-            _EXCLUSIONS,
-            _exclusions(),
-            "",
-        )
-        parts = itertools.chain([_HEAD], _commands(root.command, root), settings, ["## Exit codes\n", exits, ""])
+        settings = (_SETTINGS, _settings(), "", run_settings(), _EXCLUSIONS, _exclusions(), "")
+        parts = itertools.chain([_HEAD], _commands(root.command, root), settings)
     typer.echo("\n".join(parts), nl=False)
 
 
@@ -100,7 +101,7 @@ def _section(command: Any, context: Any) -> str:
     for parameter in command.get_params(context):
         if parameter.envvar in _BY_VARIABLE:
             taken.append(_BY_VARIABLE[parameter.envvar])
-        elif parameter.name != "help" and not parameter.hidden:
+        elif parameter.name != "help" and not parameter.hidden and parameter.name not in _COMMON:
             rows.append(_row(parameter, context))
     if rows:
         parts.append(table("| option | meaning | default |", rows))

@@ -31,7 +31,6 @@ def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None
         if not setting.about.is_hidden
     )
     assert all(f"env var: {variable}" in text for variable in ("FARANDOLE_HOME", "FARANDOLE_CONFIG"))
-    assert all(f"\n| {code.value} | {code.name} |" in text for code in Exit)
 
 
 def test_the_catalogue_of_errors_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
