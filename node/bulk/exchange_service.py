@@ -18,6 +18,7 @@ import trio
 
 from farandole.protocol.exchange.exchange import (
     Exchange,
+    Offer,
     Outcome,
     Outcomes,
     Resolution,
@@ -25,9 +26,9 @@ from farandole.protocol.exchange.exchange import (
     decode_resolution,
     decode_resolve,
     encode_resolve,
+    peek_offer,
     resolve_parser,
 )
-from farandole.protocol.exchange.exchange_messages import Offer, peek_offer
 from farandole.protocol.exchange.pipe import Pipe
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.wire.errors import RemoteProtocolError

@@ -13,14 +13,19 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Exchange, Outcomes, Step
-from farandole.protocol.exchange.exchange_messages import (
+from farandole.protocol.exchange.exchange import (
+    ASK_FROM,
+    DATA_UNTIL,
+    DECIDE_UNTIL,
     Aborted,
     Accepted,
     Commit,
     Committed,
     Control,
+    Exchange,
     Offer,
+    Outcomes,
+    Step,
     reason_of,
 )
 from farandole.protocol.exchange.pipe import Pipe

@@ -22,16 +22,15 @@ import trio
 from farandole.protocol.exchange.pipe import (
     CHUNK_BYTES,
     CHUNK_OVERHEAD_BYTES,
-    Chunk,
-    Message,
+    MAX_ROUTES,
     Pipe,
     Received,
     Reroute,
     Route,
+    RouteStep,
     Sealed,
     TransferReceived,
 )
-from farandole.protocol.exchange.pipe_steps import MAX_ROUTES, RouteStep
 from farandole.protocol.wire.errors import FarandoleError, LocalProtocolError
 from farandole.protocol.wire.incoming import Incoming
 
@@ -285,7 +284,7 @@ class BulkPipe:
             pipe.receive_data(bytes(received))
             while (event := pipe.next_event()) is not None:
                 match event:
-                    case Message(payload):
+                    case bytes() as payload:
                         await on_message(payload)
                     case TransferReceived(name):
                         on_received(name)
@@ -353,7 +352,7 @@ class BulkPipe:
             if not isinstance(source, Whole) or CHUNK_OVERHEAD_BYTES + size > room or not self._shaping.up.has(size):
                 return False
             self._shaping.up.reserve(size)
-            chunk = self.pipe.send(Chunk(self.pipe.num_sent, source.memory[position : position + size]))
+            chunk = self.pipe.send_chunk(source.memory[position : position + size])
         if not (data := b"".join([*self._posted, chunk])):
             return False
         self._posted.clear()
@@ -544,7 +543,7 @@ class BulkPipe:
                 else:
                     self._writing.acquire_nowait()
                 try:
-                    await self._put_posted(self.pipe.send(Chunk(self.pipe.num_sent, piece)))
+                    await self._put_posted(self.pipe.send_chunk(piece))
                 finally:
                     self._writing.release()
             finally:

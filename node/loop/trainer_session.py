@@ -14,7 +14,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.rounds.training_loop import LoopConfig
 from farandole.protocol.trainer import trainer_messages as messages

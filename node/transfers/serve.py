@@ -20,8 +20,7 @@ import trio
 from farandole.protocol.checkpoints import block_transfer as messages
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, encode_signed_index
 from farandole.protocol.checkpoints.download import BLOCK_TIMEOUT
-from farandole.protocol.exchange.pipe import BULK_FROM, Pipe
-from farandole.protocol.exchange.pipe_steps import RouteStep
+from farandole.protocol.exchange.pipe import BULK_FROM, Pipe, RouteStep
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 

@@ -28,24 +28,114 @@ separates the two from the decision until the deadline, the initiator may have c
 alone. Then only one side has taken an average: the next exchanges pull the two together as they do any two replicas. An
 initiator that dies loses its outcomes; restarted from its checkpoint it has not committed, and answers so.
 
-The messages of a session are in `exchange_messages`; the table of its steps, `TRANSITIONS`, is below, and so are
-`Resolve` and `Outcomes`.
+`TRANSITIONS` is the table of a session's steps. Its messages have no fields but these, since both partners must mean
+the same by a commit: any change of them needs another protocol id.
 """
 
 from __future__ import annotations
 
 import enum
+import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
+from ..run.outer_rules import Codec
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
-from ..wire.framing import FrameParser, frame
-from ..wire.messagepack import MessageDecoder, Session, encode
-from .exchange_messages import MAX_CONTROL_BYTES, Aborted, Accepted, Commit, Committed, Control, Offer, decode_control
-from .pipe import BULK_FROM, Pipe, TransferReceived
+from ..wire.framing import LENGTH_BYTES, FrameParser, frame
+from ..wire.messagepack import PRINTABLE, MessageDecoder, Session, encode
+from .pipe import BULK_FROM, HEADER_BYTES, KIND_BYTES, MESSAGE_KIND, Pipe, TransferReceived
+
+EXCHANGE_VERSION = 5
+# An offer has about 160 bytes; an abort's reason at most 256 characters.
+MAX_CONTROL_BYTES = 1_280
+# 512 layers of the widest model in fp32 take less; compared with the node's own size before anything else.
+MAX_CONTRIBUTION_BYTES = 2**44
+
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+MAX_REASON_CHARS: Final = 256
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=PRINTABLE)]
+"""Shown on terminals: no control characters."""
+
+
+def reason_of(text: str) -> str:
+    """Return a text as a `Reason`: cut to its length, with ``?`` for other characters."""
+    return re.sub(r"[^\x20-\x7e]", "?", text[:MAX_REASON_CHARS])
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=1):
+    """The contribution that the sender offers. All but the last three fields must equal the receiver's own offer."""
+
+    version: Annotated[int, msgspec.Meta(ge=1, le=255)] = EXCHANGE_VERSION
+    run_id: _Digest
+    session: Session
+    stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
+    layout: _Digest
+    """Hash of the names, shapes and order of the tensors in a contribution."""
+    codec: Codec
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTRIBUTION_BYTES)]
+    """Bytes of the contribution; follows from layout and codec."""
+    # The next fields are the sender's own.
+    round: _Count
+    tokens: _Count
+    """Tokens that the contribution was trained on: its weight in the mean. 0 and 1 in a round without inner steps."""
+    seconds_left: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    """Time until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+    """The responder has the initiator's contribution, whole, and its screening accepts it."""
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+    """The initiator's decision, which implies its own acceptance: both use the contribution that they have received."""
+
+
+class Committed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+    """The responder has read the decision."""
+
+
+class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+    """Neither side uses a contribution: refused by the screening, out of time, or not expected."""
+
+    reason: Reason
+
+
+Control = Offer | Accepted | Commit | Committed | Aborted
+
+
+_decode = MessageDecoder[Control](Control, "a message of an exchange")
+
+
+def decode_control(payload: bytes) -> Control:
+    """Decode a message; raise `RemoteProtocolError` if it is none."""
+    message = _decode(payload)
+    if isinstance(message, Offer) and not math.isfinite(message.seconds_left):  # NaN passes every bound
+        raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
+    return message
+
+
+def peek_offer(data: bytes | bytearray) -> Offer | None:
+    """Return the offer with which a stream begins, or None until more bytes arrive.
+
+    A responder learns from it which session the stream belongs to; the same bytes then go into its `Exchange`.
+    """
+    if len(data) < HEADER_BYTES:
+        return None
+    length = int.from_bytes(data[:LENGTH_BYTES], "big")
+    if data[LENGTH_BYTES] != MESSAGE_KIND or not KIND_BYTES < length <= KIND_BYTES + MAX_CONTROL_BYTES:
+        raise RemoteProtocolError("an exchange begins with an offer")
+    if len(data) < LENGTH_BYTES + length:
+        return None
+    offer = decode_control(bytes(data[HEADER_BYTES : LENGTH_BYTES + length]))
+    if not isinstance(offer, Offer):
+        raise RemoteProtocolError("an exchange begins with an offer")
+    return offer
+
 
 # Shares of the time from the start of a session to its deadline. Contributions are received and screened until the
 # first, the initiator decides until the second, a responder without news asks from the third, both go on at 1.
@@ -54,7 +144,7 @@ DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.7, 0.8, 0.9
 CONTRIBUTION = 0
 
 
-# The pipe decides how the contributions move (`farandole.protocol.exchange.pipe_steps` has its table). An exchange
+# The pipe decides how the contributions move (`farandole.protocol.exchange.pipe` has its table). An exchange
 # needs one fact about that for each partner: the other side has its contribution, whole and with its hash.
 class Step(enum.Enum):
     """The step of one partner, by what it has sent."""
@@ -168,7 +258,9 @@ class Exchange:
         message = decode_control(payload)
         theirs = self._moved(message, by_us=False)
         if isinstance(message, Offer):
-            self._check_offer(message)
+            for field in AGREED_FIELDS:
+                if getattr(message, field) != getattr(self.offer, field):
+                    raise RemoteProtocolError(f"the partner's offer is of another {field.replace('_', ' ')}")
             self.partner_offer = message
         self._theirs = theirs
         self._begin()
@@ -182,11 +274,6 @@ class Exchange:
             self.pipe.begin()
             self.pipe.offer(CONTRIBUTION, self.offer.size)
             self.pipe.expect(CONTRIBUTION, self._incoming, self._on_advance)
-
-    def _check_offer(self, theirs: Offer) -> None:
-        for field in AGREED_FIELDS:
-            if getattr(theirs, field) != getattr(self.offer, field):
-                raise RemoteProtocolError(f"the partner's offer is of another {field.replace('_', ' ')}")
 
     def _moved(self, message: Control, by_us: bool) -> Step:
         """Return the step to which a message takes its sender."""

@@ -22,11 +22,15 @@ The transfers of a hashed pipe end with a hash: the sender sends `Sealed` before
 compares. The hash detects bytes that were damaged, or sent before they were ready. Noise and the seals of the channel's
 records keep out bytes of third parties.
 
-`pipe_steps` has the table of the messages that may be sent in each step.
+`TRANSITIONS` is the table of what either end may send in each step of the route. It holds for what is sent
+(`LocalProtocolError`) and for what is received (`RemoteProtocolError`). Each end keeps one step, which the messages of
+both ends move. The two may differ only while messages cross: the answerer's `Reroute` and `Received` may cross the
+opener's `Route`.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +42,73 @@ from ..wire.errors import LocalProtocolError, RemoteProtocolError
 from ..wire.framing import LENGTH_BYTES
 from ..wire.incoming import Incoming
 from ..wire.messagepack import MessageDecoder, Session, encode
-from .pipe_steps import TRANSITIONS, Facts, RouteMessage, RouteStep, problem_of
+
+# Routes of one pipe: three channels, each of which may break, and the stream.
+MAX_ROUTES = 4
+
+
+class RouteStep(enum.Enum):
+    """The route that two ends have agreed on, or are about to agree on."""
+
+    IDLE = "idle"  # nothing may move yet
+    UNROUTED = "without a route"
+    PROPOSED = "proposing the first route"
+    CHANNEL = "on a channel"
+    LOST = "asked for another route"
+    REPLACING = "proposing another route"
+    STREAM = "on the stream"  # the last one
+
+
+class RouteMessage(enum.Enum):
+    """Kinds of messages, as the table needs them."""
+
+    PROPOSE = "Route of the opener"
+    AGREE = "Route of the answerer to a channel"
+    DECLINE = "Route of the answerer to the stream"
+    REROUTE = "Reroute"
+    SEALED = "Sealed"
+    RECEIVED = "Received"
+    CHUNK = "Chunk"
+
+
+OPENER, ANSWERER = True, False
+_EITHER = frozenset({OPENER, ANSWERER})
+# Step -> messages that may be sent in it: each with its senders and the following step.
+TRANSITIONS: dict[RouteStep, dict[RouteMessage, tuple[frozenset[bool], RouteStep]]] = {
+    RouteStep.IDLE: {},
+    RouteStep.UNROUTED: {
+        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.PROPOSED),
+        RouteMessage.SEALED: (_EITHER, RouteStep.UNROUTED),
+    },
+    RouteStep.PROPOSED: {
+        RouteMessage.AGREE: (frozenset({ANSWERER}), RouteStep.CHANNEL),
+        RouteMessage.DECLINE: (frozenset({ANSWERER}), RouteStep.STREAM),
+        RouteMessage.SEALED: (_EITHER, RouteStep.PROPOSED),
+    },
+    RouteStep.CHANNEL: {
+        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.REPLACING),
+        RouteMessage.REROUTE: (frozenset({ANSWERER}), RouteStep.LOST),
+        RouteMessage.SEALED: (_EITHER, RouteStep.CHANNEL),
+        RouteMessage.RECEIVED: (_EITHER, RouteStep.CHANNEL),
+    },
+    RouteStep.LOST: {
+        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.REPLACING),
+        RouteMessage.SEALED: (_EITHER, RouteStep.LOST),
+        RouteMessage.RECEIVED: (frozenset({OPENER}), RouteStep.LOST),
+    },
+    RouteStep.REPLACING: {
+        RouteMessage.AGREE: (frozenset({ANSWERER}), RouteStep.CHANNEL),
+        RouteMessage.DECLINE: (frozenset({ANSWERER}), RouteStep.STREAM),
+        RouteMessage.REROUTE: (frozenset({ANSWERER}), RouteStep.REPLACING),
+        RouteMessage.SEALED: (_EITHER, RouteStep.REPLACING),
+        RouteMessage.RECEIVED: (frozenset({ANSWERER}), RouteStep.REPLACING),
+    },
+    RouteStep.STREAM: {
+        RouteMessage.SEALED: (_EITHER, RouteStep.STREAM),
+        RouteMessage.CHUNK: (_EITHER, RouteStep.STREAM),
+    },
+}
+
 
 # Smaller transfers are done over the stream before a channel is open (milliseconds locally, round trips elsewhere).
 BULK_FROM: Final = 1_000_000
@@ -85,29 +155,14 @@ Control = Route | Reroute | Sealed | Received
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A message of the pipe's user."""
-
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class TransferReceived:
     """A transfer is in its memory, whole and, where there is one, with its hash."""
 
     name: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next bytes of a transfer on the stream, at most `CHUNK_BYTES`."""
-
-    offset: int
-    """Their position."""
-    data: memoryview
-
-
-Event = Message | Control | TransferReceived
+Event = bytes | Control | TransferReceived
+"""What comes from the other end: a message of the pipe's user, or of the pipe, or all of a transfer."""
 
 
 class Transfer:
@@ -272,33 +327,30 @@ class Pipe:
             raise LocalProtocolError(f"a message of {len(payload)} bytes")
         return _frame(MESSAGE_KIND, payload)
 
-    def send(self, message: Control | Chunk) -> bytes:
-        """Return the bytes to write to the stream, in the order of the calls; copies one chunk at most."""
-        if isinstance(message, Chunk):
-            return self._send_chunk(message)
-        self._check(message, by_us=True)
-        if isinstance(message, Received) and not self.incoming.open[0].is_whole:
+    def send(self, message: Control) -> bytes:
+        """Return the bytes to write to the stream, in the order of the calls."""
+        if isinstance(message, Received) and not (self.incoming.is_open and self.incoming.open[0].is_whole):
             raise LocalProtocolError("Received before the transfer is here")
         if isinstance(message, Route) and message.received != self.num_received:
             raise LocalProtocolError("a Route from elsewhere than where we are")
         self._apply(message, by_us=True)
         return _frame(CONTROL_KIND, encode(message))
 
-    def _send_chunk(self, chunk: Chunk) -> bytes:
-        size, flow = chunk.data.nbytes, self.outgoing
-        end = chunk.offset + size
+    def send_chunk(self, data: memoryview) -> bytes:
+        """Return the frame of the next bytes of a transfer on the stream, at most `CHUNK_BYTES`; copies them."""
+        size, flow = data.nbytes, self.outgoing
+        start, end = self.num_sent, self.num_sent + size
         if self.step is not RouteStep.STREAM:
             raise LocalProtocolError(f"a chunk while the pipe is {self.step.value}")
-        if not 0 < size <= CHUNK_BYTES or chunk.offset != self.num_sent or end > flow.head_end:
-            raise LocalProtocolError(f"a chunk of {size} bytes at {chunk.offset}, {self.num_sent} bytes are sent")
+        if not 0 < size <= CHUNK_BYTES or end > flow.head_end:
+            raise LocalProtocolError(f"a chunk of {size} bytes at {start}")
         if end == flow.head_end:
             if not flow.is_head_sealed:
                 raise LocalProtocolError("the last chunk before the hash")
             flow.settle()
         self.num_sent = end
-        offset = chunk.offset.to_bytes(OFFSET_BYTES, "big")
         length = (KIND_BYTES + OFFSET_BYTES + size).to_bytes(LENGTH_BYTES, "big")
-        return b"".join((length, bytes((CHUNK_KIND,)), offset, chunk.data))
+        return b"".join((length, bytes((CHUNK_KIND,)), start.to_bytes(OFFSET_BYTES, "big"), data))
 
     # Receiving
 
@@ -311,22 +363,20 @@ class Pipe:
         while self._input:
             if self._is_over:
                 raise RemoteProtocolError("data after the end of the session")
-            event = self._take_chunk() if self._chunk_left else self._take_frame()
-            if event is not None:
-                return event
+            if not self._chunk_left:
+                if (event := self._take_frame()) is not None:
+                    return event
+                continue
+            piece, incoming = self._take(self._chunk_left), self.incoming.open[0].incoming
+            assert incoming is not None, "what comes has a place"
+            incoming.write(piece)
+            self._chunk_left -= len(piece)
+            if self.num_received == self.incoming.head_end:
+                self.check_whole()
+                return TransferReceived(self.incoming.settle().name)
         return None
 
-    def _take_chunk(self) -> TransferReceived | None:
-        piece, incoming = self._take(self._chunk_left), self.incoming.open[0].incoming
-        assert incoming is not None, "what comes has a place"
-        incoming.write(piece)
-        self._chunk_left -= len(piece)
-        if self.num_received < self.incoming.head_end:
-            return None
-        self.check_whole()
-        return TransferReceived(self.incoming.settle().name)
-
-    def _take_frame(self) -> Message | Control | None:
+    def _take_frame(self) -> bytes | Control | None:
         """Complete a message, or begin a chunk."""
         if not self._fill_head(LENGTH_BYTES):
             return None
@@ -338,7 +388,13 @@ class Pipe:
         kind = self._head[LENGTH_BYTES]
         if kind == CHUNK_KIND:
             if self._fill_head(HEADER_BYTES + OFFSET_BYTES):
-                self._begin_chunk(length - OFFSET_BYTES)
+                offset, size = int.from_bytes(self._head[HEADER_BYTES:], "big"), length - OFFSET_BYTES
+                self._head.clear()
+                if self.step is not RouteStep.STREAM:
+                    raise RemoteProtocolError(f"a chunk while the pipe is {self.step.value}")
+                if not 0 < size <= CHUNK_BYTES or offset != self.num_received or offset + size > self.incoming.head_end:
+                    raise RemoteProtocolError(f"a chunk of {size} bytes at {offset}, not at {self.num_received}")
+                self._chunk_left = size
             return None
         most = {MESSAGE_KIND: self._max_message_bytes, CONTROL_KIND: MAX_CONTROL_BYTES}.get(kind, 0)
         if not 0 < length <= most:
@@ -348,56 +404,32 @@ class Pipe:
         payload = bytes(self._head[HEADER_BYTES:])
         self._head.clear()
         if kind == MESSAGE_KIND:
-            return Message(payload)
+            return payload
         message = decode_control(payload)
-        self._check(message, by_us=False)
         self._apply(message, by_us=False)
         return message
 
-    def _begin_chunk(self, size: int) -> None:
-        offset = int.from_bytes(self._head[HEADER_BYTES:], "big")
-        self._head.clear()
-        if self.step is not RouteStep.STREAM:
-            raise RemoteProtocolError(f"a chunk while the pipe is {self.step.value}")
-        if not 0 < size <= CHUNK_BYTES or offset != self.num_received or offset + size > self.incoming.head_end:
-            raise RemoteProtocolError(f"a chunk of {size} bytes at {offset}, {self.num_received} were received")
-        self._chunk_left = size
-
     # Both
 
-    def _check(self, message: Control, by_us: bool) -> None:
-        channel, received = (message.channel, message.received) if isinstance(message, Route) else (None, 0)
-        facts = Facts(
-            step=self.step,
-            num_routes=self.num_routes,
-            proposed=self.proposed,
-            channel=channel,
-            received=received,
-            sending=self.outgoing if by_us else self.incoming,
-            receiving=self.incoming if by_us else self.outgoing,
-        )
-        problem = problem_of(self._kind_of(message, by_us), self.is_opener is by_us, facts)
-        if problem is not None:
-            raise (LocalProtocolError if by_us else RemoteProtocolError)(problem)
-
-    def _kind_of(self, message: Control, by_us: bool) -> RouteMessage:
-        match message:
-            case Route() if self.is_opener is by_us:
-                return RouteMessage.PROPOSE
-            case Route(channel):
-                return RouteMessage.DECLINE if channel is None else RouteMessage.AGREE
-            case Reroute():
-                return RouteMessage.REROUTE
-            case Sealed():
-                return RouteMessage.SEALED
-            case Received():
-                return RouteMessage.RECEIVED
-
     def _apply(self, message: Control, by_us: bool) -> None:
-        kind = self._kind_of(message, by_us)
+        """Apply a message of either end; raise the error of its sender's fault if it may not be sent now."""
         match message:
-            case Route():
-                self._route(message, kind, by_us)
+            case Route(channel):
+                answer = RouteMessage.DECLINE if channel is None else RouteMessage.AGREE
+                kind = RouteMessage.PROPOSE if self.is_opener is by_us else answer
+            case _:
+                kind = RouteMessage(type(message).__name__)
+        if problem := self._problem(message, kind, by_us):
+            raise (LocalProtocolError if by_us else RemoteProtocolError)(problem)
+        match message:
+            case Route(channel, received):
+                if not by_us:
+                    self.num_sent = received
+                if kind is RouteMessage.PROPOSE:
+                    self.num_routes += 1
+                    self.proposed = channel
+                else:
+                    self.channel = channel
             case Sealed(digest):
                 (self.outgoing if by_us else self.incoming).seal(digest)
             case Received() if by_us:
@@ -407,15 +439,29 @@ class Pipe:
                 self.num_sent = max(self.num_sent, self.outgoing.settled)
         self.step = TRANSITIONS[self.step][kind][1]
 
-    def _route(self, route: Route, kind: RouteMessage, by_us: bool) -> None:
-        """Apply a `Route`: the opener names a channel, the answerer confirms it; then both know the route."""
-        if not by_us:
-            self.num_sent = route.received
-        if kind is RouteMessage.PROPOSE:
-            self.num_routes += 1
-            self.proposed = route.channel
-        else:
-            self.channel = route.channel
+    def _problem(self, message: Control, kind: RouteMessage, by_us: bool) -> str:
+        """Return why an end may not send this now, by the table or by what it cannot express; empty if it may."""
+        senders, _ = TRANSITIONS[self.step].get(kind, (frozenset[bool](), self.step))
+        if (self.is_opener is by_us) not in senders:
+            return f"{kind.value} while the pipe is {self.step.value}"
+        sending, receiving = (self.outgoing, self.incoming) if by_us else (self.incoming, self.outgoing)
+        match message:
+            case Route(channel, received):
+                if kind is RouteMessage.PROPOSE and self.num_routes >= MAX_ROUTES:
+                    return "a Route beyond those of a pipe"
+                if kind is RouteMessage.PROPOSE and self.step is RouteStep.CHANNEL and not receiving.is_open:
+                    return "a Route that nobody needs"
+                if kind is RouteMessage.AGREE and channel != self.proposed:
+                    return "a channel that the opener has not named"
+                if not receiving.settled <= received < max(receiving.head_end, receiving.settled + 1):
+                    return "a Route from a position where its sender cannot be"
+            case Sealed() if not sending.awaits_hash:
+                return "a second hash, or one of nothing"
+            case Reroute() | Received() if not receiving.is_open:
+                return f"{kind.value} by an end that lacks nothing"
+            case Received() if not receiving.is_head_sealed:
+                return "Received before the other's hash was said"
+        return ""
 
     def _fill_head(self, size: int) -> bool:
         self._head += self._take(size - len(self._head))

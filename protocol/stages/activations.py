@@ -28,7 +28,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..exchange.pipe import BULK_FROM, CHUNK_BYTES, Message, Pipe, TransferReceived
+from ..exchange.pipe import BULK_FROM, CHUNK_BYTES, Pipe, TransferReceived
 from ..run.manifest import Manifest
 from ..state.entries import Key
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
@@ -267,7 +267,7 @@ class Link:
             match self.pipe.next_event():
                 case None:
                     return None
-                case Message(payload):
+                case bytes() as payload:
                     event: Event | None = self.hear(payload)
                 case TransferReceived(index):
                     event = self.receive(index)

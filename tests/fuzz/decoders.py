@@ -25,7 +25,7 @@ from farandole.node.mesh.delimited import encode_delimited, multiaddr_texts, rec
 from farandole.node.mesh.gate import Introduction, IntroductionAnswer, decode_introduction, decode_introduction_answer
 from farandole.node.mesh.multistream import MULTISTREAM, Negotiation
 from farandole.protocol.checkpoints import block_transfer, blocks, sketches
-from farandole.protocol.exchange import exchange, exchange_messages, pipe
+from farandole.protocol.exchange import exchange, pipe
 from farandole.protocol.exchange.bulk import Proposal, decode_proposal
 from farandole.protocol.mesh import clock, reachability
 from farandole.protocol.mesh.relay import circuit_address, parse_circuit
@@ -136,8 +136,8 @@ def hear_pipe(data: bytes) -> object:
     for start in range(1, len(data), piece):
         end.receive_data(data[start : start + piece])
         while (event := end.next_event()) is not None:
-            if isinstance(event, pipe.Message):  # its length gives the size of the transfer
-                end.expect(num_transfers, memoryview(bytearray(len(event.payload))))
+            if isinstance(event, bytes):  # its length gives the size of the transfer
+                end.expect(num_transfers, memoryview(bytearray(len(event))))
                 num_transfers += 1
     assert end.buffered <= 5 + 100 + piece
     return end
@@ -147,7 +147,7 @@ def hear_exchange(data: bytes) -> object:
     side, digest = Side(False, 200), b""
     for start in range(0, len(data), 5):
         for event in side.receive(data[start : start + 5]):
-            if isinstance(event, exchange_messages.Offer):
+            if isinstance(event, exchange.Offer):
                 side.send(side.offer)
                 side.send(side.sealed)
                 for chunk in side.chunks():
@@ -156,7 +156,7 @@ def hear_exchange(data: bytes) -> object:
                 digest = event.digest
             if isinstance(event, pipe.TransferReceived):
                 assert blake3(side.incoming).digest() == digest
-                side.exchange.send(exchange_messages.Accepted())
+                side.exchange.send(exchange.Accepted())
     return side
 
 
@@ -344,8 +344,8 @@ DECODERS: dict[str, Decoder] = {
     ),
     "delta": Decoder(merge_delta, [authors.everything(_state()).encode()]),
     "entry": Decoder(merge_signed, _bodies()),
-    "exchange-control": of(exchange_messages.decode_control, exchange_messages.Control),
-    "exchange-offer": Decoder(exchange_messages.peek_offer, [exchanges.TRANSCRIPT[:200]]),
+    "exchange-control": of(exchange.decode_control, exchange.Control),
+    "exchange-offer": Decoder(exchange.peek_offer, [exchanges.TRANSCRIPT[:200]]),
     "exchange-session": Decoder(hear_exchange, [exchanges.TRANSCRIPT]),
     "framing": Decoder(cut_frames, [frame(b"x" * 10, 100) + frame(b"", 100)]),
     "introduction": of(decode_introduction, Introduction),

@@ -20,7 +20,7 @@ from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeServ
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.transport import Channels
 from farandole.node.mesh.addresses import OwnAddresses
-from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.wire.incoming import Incoming

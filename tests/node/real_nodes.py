@@ -15,7 +15,7 @@ from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
-from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.run.outer_rules import Codec

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from farandole.protocol.exchange.pipe import Chunk
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.pipeline import Pipeline
@@ -309,7 +308,7 @@ class World:
         if content:
             data = memoryview((len(content).to_bytes(4, "big") + content).ljust(SIZE, b"."))
             pieces = (data[at : at + wire.DATA_BYTES] for at in range(0, SIZE, wire.DATA_BYTES))
-            frames += [end.pipe.send(Chunk(end.pipe.num_sent, piece)) for piece in pieces]
+            frames += [end.pipe.send_chunk(piece) for piece in pieces]
         other = wire_.downstream if node is wire_.upstream else wire_.upstream
         for frame in frames:
             when = max(self.now + self.delay(), wire_.arrives_at.get(node.author, 0.0))

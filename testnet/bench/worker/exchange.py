@@ -20,7 +20,7 @@ from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.tuning import keep_memory
 from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.exchange_session import Outgoing
-from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.run.outer_rules import Codec
 from farandole.training.outer.codec import decode, encode, encoded_size

@@ -10,9 +10,8 @@ from blake3 import blake3
 
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
-from farandole.protocol.exchange.exchange import Exchange
-from farandole.protocol.exchange.exchange_messages import Control, Offer
-from farandole.protocol.exchange.pipe import CHUNK_BYTES, Chunk, Message, Route, Sealed
+from farandole.protocol.exchange.exchange import Control, Exchange, Offer
+from farandole.protocol.exchange.pipe import CHUNK_BYTES, Route, Sealed
 
 from ..parties import ALICE, BOB, MemoryHost, Party
 
@@ -26,8 +25,10 @@ class Liar:
         self.contribution = memoryview(contribution)
         self.digest = blake3(contribution).digest()
 
-    async def send(self, message: Control | Route | Sealed | Chunk) -> None:
-        if isinstance(message, Route | Sealed | Chunk):
+    async def send(self, message: Control | Route | Sealed | memoryview) -> None:
+        if isinstance(message, memoryview):
+            await self.stream.send_all(self.exchange.pipe.send_chunk(message))
+        elif isinstance(message, Route | Sealed):
             await self.stream.send_all(self.exchange.pipe.send(message))
         else:
             await self.stream.send_all(self.exchange.send(message))
@@ -35,7 +36,7 @@ class Liar:
     async def send_contribution(self) -> None:
         await self.send(Sealed(self.digest))
         for offset in range(0, self.exchange.offer.size, CHUNK_BYTES):
-            await self.send(Chunk(offset, self.contribution[offset : offset + CHUNK_BYTES]))
+            await self.send(self.contribution[offset : offset + CHUNK_BYTES])
 
     async def expect(self, kind: type[object]) -> None:
         """Wait for the next event of the honest side, of this kind; its hash, which comes at any time, is skipped."""
@@ -46,7 +47,7 @@ class Liar:
             data = await self.stream.receive_some(65_536)
             assert data
             pipe.receive_data(bytes(data))
-        assert isinstance(self.exchange.receive(event.payload) if isinstance(event, Message) else event, kind)
+        assert isinstance(self.exchange.receive(event) if isinstance(event, bytes) else event, kind)
 
 
 async def meet_liar(bob: Party, script: Callable[[Liar], Awaitable[None]], offer: Offer, contribution: bytes) -> None:

@@ -12,8 +12,7 @@ import trio.testing
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import RESOLVE_PROTOCOL
 from farandole.protocol.exchange.exchange import Exchange
-from farandole.protocol.exchange.pipe import BULK_FROM, CHUNK_BYTES, HEADER_BYTES, Chunk, Sealed
-from farandole.protocol.exchange.pipe_steps import MAX_ROUTES
+from farandole.protocol.exchange.pipe import BULK_FROM, CHUNK_BYTES, HEADER_BYTES, MAX_ROUTES, Sealed
 
 from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryHost, Party, assert_committed, meet
 from .bulk_pair import BulkPair
@@ -114,11 +113,9 @@ async def _bytes_up_to_commit(alice: Party) -> int:
     sent = len(offer)
     exchange.receive(partner.send(alice.offer)[HEADER_BYTES:])
     assert alice.outgoing.digest is not None
-    messages: list[Sealed | Chunk] = [Sealed(alice.outgoing.digest)]
+    sent += len(exchange.pipe.send(Sealed(alice.outgoing.digest)))
     for offset in range(0, SIZE, CHUNK_BYTES):
-        messages += [Chunk(offset, memoryview(alice.contribution)[offset : offset + CHUNK_BYTES])]
-    for message in messages:
-        sent += len(exchange.pipe.send(message))
+        sent += len(exchange.pipe.send_chunk(memoryview(alice.contribution)[offset : offset + CHUNK_BYTES]))
     return sent
 
 

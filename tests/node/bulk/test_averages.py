@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig

@@ -8,8 +8,7 @@ import trio.testing
 
 from farandole.node.bulk.exchange_session import ROUTE_UNTIL, SILENT_FOR
 from farandole.node.bulk.pipe import SILENT_CHECKS
-from farandole.protocol.exchange.pipe import BULK_FROM
-from farandole.protocol.exchange.pipe_steps import MAX_ROUTES
+from farandole.protocol.exchange.pipe import BULK_FROM, MAX_ROUTES
 from farandole.protocol.wire.incoming import Incoming
 
 from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed

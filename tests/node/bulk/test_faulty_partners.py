@@ -23,9 +23,8 @@ from farandole.node.base.figures import size
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
-from farandole.protocol.exchange.exchange_messages import Commit
-from farandole.protocol.exchange.pipe import BULK_FROM, CHUNK_KIND, CONTROL_KIND, MESSAGE_KIND
-from farandole.protocol.exchange.pipe_steps import MAX_ROUTES
+from farandole.protocol.exchange.exchange import Commit
+from farandole.protocol.exchange.pipe import BULK_FROM, CHUNK_KIND, CONTROL_KIND, MAX_ROUTES, MESSAGE_KIND
 from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.wire.incoming import Incoming
 

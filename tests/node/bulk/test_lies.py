@@ -9,9 +9,8 @@ import trio.testing
 
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
 from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, TOO_LONG, Outgoing
-from farandole.protocol.exchange.exchange import Exchange
-from farandole.protocol.exchange.exchange_messages import Aborted, Accepted, Commit, Offer
-from farandole.protocol.exchange.pipe import CHUNK_BYTES, Chunk, Route, TransferReceived
+from farandole.protocol.exchange.exchange import Aborted, Accepted, Commit, Exchange, Offer
+from farandole.protocol.exchange.pipe import CHUNK_BYTES, Route, TransferReceived
 
 from ..parties import ALICE, BOB, SIZE, MemoryChannel, MemoryHost, Party, assert_committed, offer_of
 from .bulk_pair import BulkPair
@@ -94,7 +93,7 @@ async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, autojump_clock
     async def script(liar: Liar) -> None:
         await liar.send(liar.exchange.offer)
         await liar.expect(Offer)
-        await liar.send(Chunk(0, liar.contribution[:CHUNK_BYTES]))
+        await liar.send(liar.contribution[:CHUNK_BYTES])
         await liar.send(Aborted("out of memory"))
 
     await meet_liar(bob, script, msgspec.structs.replace(offer_of(bytes(SIZE)), seconds_left=30.0), bytes(SIZE))

@@ -14,7 +14,7 @@ from farandole.node.bulk.channel import BulkChannel
 from farandole.node.loop import activation_links as activation_link
 from farandole.node.loop.activation_links import PROGRESS_TIMEOUT, ActivationLink
 from farandole.protocol.exchange.bulk import Secrets
-from farandole.protocol.exchange.pipe import BULK_FROM, Chunk, Route
+from farandole.protocol.exchange.pipe import BULK_FROM, Route
 from farandole.protocol.stages.activations import (
     DATA_BYTES,
     Control,
@@ -39,7 +39,7 @@ FORWARD = Forward(ticket=b"t" * 16, origin=b"o" * 32, round=0, seconds_left=30.0
 
 
 def send_data(link: Link, data: memoryview) -> bytes:
-    return link.pipe.send(Chunk(link.pipe.num_sent, data))
+    return link.pipe.send_chunk(data)
 
 
 class Line(AlwaysWaits):

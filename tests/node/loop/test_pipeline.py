@@ -29,7 +29,6 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
-from farandole.protocol.exchange.pipe import Chunk
 from farandole.protocol.run.manifest import Manifest, PipelineConfig, manifest_from_dict
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
@@ -331,7 +330,7 @@ async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back
                 while link.next_event() is not None:
                     pass
             forward = link.send(Forward(b"t" * 16, neighbour, 0, 3_600.0))
-            await stream.send_all(forward + link.pipe.send(Chunk(0, memoryview(bytes(DATA_BYTES)))))
+            await stream.send_all(forward + link.pipe.send_chunk(memoryview(bytes(DATA_BYTES))))
             while await stream.receive_some():
                 pass
             assert service.counts.reasons == {"an earlier stage's node was lost": 1}

@@ -20,7 +20,7 @@ from farandole.node.loop.rest_service import BY_HAND, Rest
 from farandole.node.loop.training import TRAFFIC_INTERVAL, Surroundings, Training
 from farandole.node.status.journal import Journal
 from farandole.node.trainer.trainer import TrainerError
-from farandole.protocol.exchange.exchange_messages import Offer
+from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, MessageReceived, StartExchange, State
 from farandole.protocol.rounds.pairing_messages import Agree, Propose, Ready, decode_message, encode_message

@@ -28,7 +28,7 @@ from farandole.protocol.checkpoints.block_transfer import (
     encode,
 )
 from farandole.protocol.checkpoints.blocks import SignedIndex, encode_signed_index, sign_index
-from farandole.protocol.exchange.pipe import CONTROL_KIND, MESSAGE_KIND, Message, Pipe, Route
+from farandole.protocol.exchange.pipe import CONTROL_KIND, MESSAGE_KIND, Pipe, Route
 from farandole.protocol.exchange.pipe import Event as PipeEvent
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -119,7 +119,7 @@ async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[A
 
 
 def given(event: PipeEvent) -> Any:
-    return decode_given(event.payload) if isinstance(event, Message) else event
+    return decode_given(event) if isinstance(event, bytes) else event
 
 
 QUESTION = say(BlockQuestion(RUN, 0, has_index=True))

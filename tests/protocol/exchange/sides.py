@@ -7,19 +7,18 @@ from collections.abc import Iterator
 
 from blake3 import blake3
 
-from farandole.protocol.exchange.exchange import CONTRIBUTION, Exchange
-from farandole.protocol.exchange.exchange_messages import (
+from farandole.protocol.exchange.exchange import (
+    CONTRIBUTION,
     Accepted,
     Commit,
     Committed,
     Control,
+    Exchange,
     Offer,
 )
 from farandole.protocol.exchange.pipe import (
     BULK_FROM,
     CHUNK_BYTES,
-    Chunk,
-    Message,
     Received,
     Reroute,
     Route,
@@ -29,7 +28,7 @@ from farandole.protocol.exchange.pipe import (
 from farandole.protocol.exchange.pipe import Control as PipeControl
 from farandole.protocol.wire.incoming import Incoming
 
-Said = Control | PipeControl | Chunk
+Said = Control | PipeControl | memoryview
 Heard = Control | PipeControl | TransferReceived
 HERE = TransferReceived(CONTRIBUTION)
 
@@ -56,13 +55,15 @@ class Side:
         self.sealed = Sealed(blake3(self.contribution).digest())
         self.exchange = Exchange(is_initiator, self.offer, memoryview(self.incoming))
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[memoryview]:
         """Yield the chunks that have not been sent yet."""
         for offset in range(self.exchange.pipe.num_sent, len(self.contribution), CHUNK_BYTES):
-            yield Chunk(offset, memoryview(self.contribution)[offset : offset + CHUNK_BYTES])
+            yield memoryview(self.contribution)[offset : offset + CHUNK_BYTES]
 
     def send(self, message: Said) -> bytes:
-        if isinstance(message, Route | Reroute | Sealed | Received | Chunk):
+        if isinstance(message, memoryview):
+            return self.exchange.pipe.send_chunk(message)
+        if isinstance(message, Route | Reroute | Sealed | Received):
             return self.exchange.pipe.send(message)
         return self.exchange.send(message)
 
@@ -71,7 +72,7 @@ class Side:
         for start in range(0, len(data), piece):
             self.exchange.pipe.receive_data(data[start : start + piece])
             while (event := self.exchange.pipe.next_event()) is not None:
-                events.append(self.exchange.receive(event.payload) if isinstance(event, Message) else event)
+                events.append(self.exchange.receive(event) if isinstance(event, bytes) else event)
         return events
 
 

@@ -8,16 +8,25 @@ from blake3 import blake3
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from farandole.protocol.exchange.exchange import decode_resolution, decode_resolve
-from farandole.protocol.exchange.exchange_messages import (
+from farandole.protocol.exchange.exchange import (
     MAX_CONTROL_BYTES,
     Accepted,
     Commit,
     Offer,
+    decode_resolution,
+    decode_resolve,
     peek_offer,
 )
-from farandole.protocol.exchange.pipe import BULK_FROM, Received, Reroute, Route, Sealed, TransferReceived
-from farandole.protocol.exchange.pipe_steps import MAX_ROUTES, RouteStep
+from farandole.protocol.exchange.pipe import (
+    BULK_FROM,
+    MAX_ROUTES,
+    Received,
+    Reroute,
+    Route,
+    RouteStep,
+    Sealed,
+    TransferReceived,
+)
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
 from .sides import CHANNEL, Side, move_over, share_offers, tell

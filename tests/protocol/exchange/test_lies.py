@@ -7,8 +7,7 @@ import math
 import msgspec
 import pytest
 
-from farandole.protocol.exchange.exchange import Step
-from farandole.protocol.exchange.exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Committed, Control
+from farandole.protocol.exchange.exchange import MAX_CONTROL_BYTES, Accepted, Commit, Committed, Control, Step
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 

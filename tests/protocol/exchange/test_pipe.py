@@ -13,17 +13,17 @@ from farandole.protocol.exchange.pipe import (
     CHUNK_BYTES,
     CHUNK_KIND,
     MAX_OPEN,
-    Chunk,
+    MAX_ROUTES,
+    TRANSITIONS,
     Event,
-    Message,
     Pipe,
     Received,
     Reroute,
     Route,
+    RouteStep,
     Sealed,
     TransferReceived,
 )
-from farandole.protocol.exchange.pipe_steps import MAX_ROUTES, TRANSITIONS, RouteStep
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
 CHANNEL = b"c" * 16
@@ -51,7 +51,7 @@ class End:
         while (event := self.pipe.next_event()) is not None:
             events.append(event)
             match event:
-                case Message(payload):
+                case bytes() as payload:
                     self._memory.append(bytearray(int.from_bytes(payload, "big")))
                     self.pipe.expect(len(self._memory) - 1, memoryview(self._memory[-1]))
                 case TransferReceived(name):
@@ -67,7 +67,7 @@ class End:
         frames = b""
         while rest := self.rest:
             size = min(CHUNK_BYTES, self.pipe.outgoing.head_end - self.pipe.num_sent)
-            frames += self.pipe.send(Chunk(self.pipe.num_sent, memoryview(rest)[:size]))
+            frames += self.pipe.send_chunk(memoryview(rest)[:size])
         return frames
 
     def take(self, data: bytes) -> bytes:

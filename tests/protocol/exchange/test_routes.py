@@ -5,9 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.protocol.exchange.exchange_messages import Accepted, Commit
-from farandole.protocol.exchange.pipe import BULK_FROM, CONTROL_KIND, Control, Received, Reroute, Route
-from farandole.protocol.exchange.pipe_steps import MAX_ROUTES, RouteStep
+from farandole.protocol.exchange.exchange import Accepted, Commit
+from farandole.protocol.exchange.pipe import (
+    BULK_FROM,
+    CONTROL_KIND,
+    MAX_ROUTES,
+    Control,
+    Received,
+    Reroute,
+    Route,
+    RouteStep,
+)
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
 from .sides import (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.exchange.exchange import TRANSITIONS, Exchange, Step
-from farandole.protocol.exchange.exchange_messages import (
+from farandole.protocol.exchange.exchange import (
+    TRANSITIONS,
     Aborted,
     Accepted,
     Commit,
     Committed,
+    Exchange,
+    Step,
     peek_offer,
     reason_of,
 )

@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES, Chunk
+from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.stages.activations import (
     DATA_BYTES,
     DOWNSTREAM,
@@ -99,7 +99,7 @@ def lying_data(size: int, offset: int = 0) -> bytes:
 
 def send_data(link: Link, data: memoryview) -> bytes:
     """Return the next data of the announced transfer, as a frame or as raw bytes."""
-    return link.pipe.send(Chunk(link.pipe.num_sent, data.cast("B")))
+    return link.pipe.send_chunk(data.cast("B"))
 
 
 def forward(alice: Side, bob: Side) -> None:
