@@ -27,6 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -44,6 +45,57 @@ _READY = b"ready"
 
 class ChannelError(FarandoleError):
     """A channel broke, or did not come about; the message says why."""
+
+
+class Channel(Protocol):
+    """The part of `BulkChannel` that a pipe uses; tests have channels in memory."""
+
+    @property
+    def session(self) -> bytes:
+        """Its name at both ends."""
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes sent over it up to now, whether they have arrived or not."""
+
+    @property
+    def num_received(self) -> int:
+        """Bytes received over it up to now, whether they prove to be the peer's or not."""
+
+    @property
+    def seconds_held_up(self) -> float:
+        """Seconds that this node's own cap has delayed incoming data."""
+
+    def limit_unsent(self, max_bytes: int) -> None:
+        """Limit the unsent bytes in the kernel, if the system supports it."""
+
+    async def send(self, data: memoryview) -> None:
+        """Send all, or raise `ChannelError`."""
+
+    async def receive(self, incoming: Incoming) -> None:
+        """Fill ``incoming`` to its end, or raise `ChannelError`. Its memory is not touched after the call."""
+
+
+C = TypeVar("C", bound=Channel)
+
+
+class Channels(Protocol[C]):
+    """The part of `farandole.node.bulk.negotiation.BulkService` that pipes use."""
+
+    def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
+        """Let the peer open channels while the block runs."""
+
+    async def acquire(self, peer: bytes) -> C | None:
+        """Return a channel with the peer, or None if there is no way."""
+
+    def take(self, peer: bytes, session: bytes) -> C | None:
+        """Return the channel that the peer has acquired, if it is here."""
+
+    def release(self, channel: C) -> None:
+        """Keep it for the next exchange."""
+
+    def discard(self, channel: C) -> None:
+        """Close it."""
 
 
 def prefer_bbr(connection: socket.socket) -> None:

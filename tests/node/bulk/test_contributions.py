@@ -8,7 +8,8 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.bulk.exchange_session import SILENT_FOR, Outgoing
+from farandole.node.bulk.exchange_session import SILENT_FOR
+from farandole.node.bulk.pipe import Outgoing
 from farandole.protocol.exchange.pipe import BULK_FROM
 
 from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryChannels, MemoryHost, Party, assert_committed, meet
