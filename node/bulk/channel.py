@@ -162,14 +162,14 @@ class BulkChannel:
 
     async def send(self, data: memoryview) -> None:
         """Send all of it; raise `ChannelError` on failure. A channel that broke or was cancelled is no longer fit."""
-        await self.run(lambda: self.write(data))
+        await self._run(lambda: self._write(data))
 
     async def receive(self, incoming: Incoming) -> None:
         """Fill ``incoming`` to its end, hashing the data and noting the progress. Otherwise as `send`.
 
         After an error the memory beyond its position is undefined.
         """
-        await self.run(lambda: self._receive(incoming))
+        await self._run(lambda: self._receive(incoming))
 
     async def receive_into(self, memory: memoryview) -> bytes:
         """Fill the memory; return the BLAKE3 of what was received. Otherwise as `send`."""
@@ -184,7 +184,7 @@ class BulkChannel:
 
     async def confirm(self) -> None:
         """Wait until the other end has announced itself. Otherwise as `send`."""
-        await self.run(self._confirm)
+        await self._run(self._confirm)
 
     def close(self) -> None:
         """Close at once, with a final record if the connection takes it. No thread may be active."""
@@ -196,8 +196,7 @@ class BulkChannel:
 
     # In threads
 
-    def write(self, data: memoryview) -> None:
-        """Send all of it, in a thread of `run`."""
+    def _write(self, data: memoryview) -> None:
         shaper = self._shaping.up
         size = shaper.quantum - OVERHEAD_BYTES
         for start in range(0, data.nbytes, size):
@@ -208,31 +207,19 @@ class BulkChannel:
             self._is_between_records = True
             self.num_sent += record.nbytes - OVERHEAD_BYTES
 
-    def read(self, memory: memoryview) -> None:
-        """Fill the memory, in a thread of `run`."""
-        position = 0
-        while position < memory.nbytes:
-            if taken := self._opener.take(memory[position:]):
-                position += taken
-            else:
-                self._read_when_due()
-
     def _receive(self, incoming: Incoming) -> None:
+        """Read when the cap allows it; bytes that were reserved and not read count for the next time."""
+        shaper = self._shaping.down
         while rest := incoming.rest:
             if taken := self._opener.take(rest):
                 incoming.advance(taken)
-            else:
-                self._read_when_due()
-
-    def _read_when_due(self) -> None:
-        """Read from the wire when the cap allows it; bytes that were reserved and not read count for the next time."""
-        shaper = self._shaping.down
-        if not self._num_reserved:
-            self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
-            seconds = shaper.reserve(self._num_reserved)
-            self.seconds_held_up += seconds
-            self._pause(seconds)
-        self._num_reserved -= self._read(self._num_reserved)
+                continue
+            if not self._num_reserved:
+                self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
+                seconds = shaper.reserve(self._num_reserved)
+                self.seconds_held_up += seconds
+                self._pause(seconds)
+            self._num_reserved -= self._read(self._num_reserved)
 
     def _read(self, most: int) -> int:
         if self._opener.has_ended:
@@ -257,7 +244,7 @@ class BulkChannel:
 
     # In the event loop
 
-    async def run(self, work: Callable[[], None]) -> None:
+    async def _run(self, work: Callable[[], None]) -> None:
         """Do blocking work in a thread; when cancelled, shut the socket down and wait for the thread."""
         if self._is_broken_off.is_set():
             raise ChannelError("the channel is closed")
@@ -268,8 +255,10 @@ class BulkChannel:
             try:
                 await trio.sleep_forever()
             finally:
-                if not is_done:
-                    self._break_off()
+                if not is_done:  # end the threads, and the connection at the other end
+                    self._is_broken_off.set()
+                    with contextlib.suppress(OSError):
+                        self._connection.shutdown(socket.SHUT_RDWR)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(break_off_if_cancelled)
@@ -282,12 +271,6 @@ class BulkChannel:
         await trio.lowlevel.checkpoint_if_cancelled()
         if failure is not None:
             raise ChannelError(str(failure) or repr(failure)) from failure
-
-    def _break_off(self) -> None:
-        """End the threads, and the connection at the other end."""
-        self._is_broken_off.set()
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 async def open_channel(
