@@ -56,19 +56,6 @@ async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) 
     await assert_no_channel(alice, bob)
 
 
-async def test_who_could_not_be_reached_is_not_tried_at_once_again(
-    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", bulk.__name__)
-    assert await alice.service.acquire(BOB) is None
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(BOB) is None
-    assert alice.host.streams_opened == 1
-    (message,) = caplog.messages
-    assert "for the first time" in message
-    assert "for 10 s no channel is tried" in message
-
-
 async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe(alice: Party, bob: Party) -> None:
     bob.host.own.mapped[bob.port] = ("5.1.1.1", 5_002)
     bob.host.observed = [("5.1.1.1", 5_003)]
