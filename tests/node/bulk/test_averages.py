@@ -136,7 +136,8 @@ async def test_replicas_come_to_the_same_mean(codec: Codec) -> None:
 def test_parameters_of_odd_shapes_and_types_come_back_in_their_places(dtype: torch.dtype) -> None:
     module = nn.Module()
     for name, shape in {"scalar": (), "empty": (0, 3), "row": (1, 7), "vector": (257,)}.items():
-        module.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype)))
+        module.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    module.register_parameter("other", nn.Parameter(torch.randn(5).to(dtype)))
     before = {name: parameter.detach().float() for name, parameter in module.named_parameters()}
     layout = layout_of(module, "fp32")
     weights, _ = flatten_(module, layout)
