@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.epochs.epoch_progress import epoch_progress
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
-from farandole.protocol.run.cut import stage_parameters
 from farandole.protocol.run.manifest import EpochsConfig
-from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
+from farandole.protocol.run.models import stage_parameters
+from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import short_name
 

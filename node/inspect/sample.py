@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.protocol.planning.needs import TRAINER_BYTES
-from farandole.protocol.run.cut import shapes_of
 from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.models import shapes_of
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.safetensors import FP32_BYTES
 from farandole.training.base.errors import TrainingError

@@ -8,8 +8,8 @@ from collections.abc import Collection
 import msgspec
 from rich.table import Table
 
-from farandole.protocol.run.cut import Costs, cut_by_time, layers_of, parameter_costs
 from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.run.models import Costs, cut_by_time, layers_of, parameter_costs
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
 

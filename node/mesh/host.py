@@ -60,7 +60,7 @@ class Host:
     ) -> None:
         """``nursery``: runs the host's tasks; ``shaping``: counts the bytes that its connections move.
 
-        ``network_key``: of a private run (`farandole.protocol.run.private_network`).
+        ``network_key``: of a private run (`farandole.protocol.run.invite`).
         """
         self.author = public_bytes(key)
         self.peer_id = peer_id_of(self.author)

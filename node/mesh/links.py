@@ -14,7 +14,7 @@ from typing import Final, cast
 import trio
 from cryptography.hazmat.primitives.ciphers import CipherContext
 
-from farandole.protocol.run.private_network import NONCE_BYTES, cipher_of
+from farandole.protocol.run.invite import NONCE_BYTES, cipher_of
 
 from ..base.system.sockets import leave_nothing, prefer_congestion_control, send_now, share_port
 from .addresses import multiaddr_of

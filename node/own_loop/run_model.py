@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
+from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.manifest import Manifest, decode_manifest
-from farandole.protocol.run.mixed_runs import why_no_loop
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.model.stages import build_module
 

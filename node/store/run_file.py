@@ -1,7 +1,7 @@
 """``run.toml``: a run as a person writes it, turned into a manifest.
 
 It has the manifest's own fields, and some shortcuts: a model by its preset's name, by its Hugging Face configuration
-or by the function that makes it (`farandole.node.store.own_model`), a tokenizer by its file, and the schedule of the
+or by the function that makes it, a tokenizer by its file, and the schedule of the
 learning rate by tokens.
 """
 
@@ -16,13 +16,16 @@ from typing import Any, Final
 import msgspec
 
 from farandole.protocol.planning.planning import BY_TOKENS
-from farandole.protocol.run.families import FAMILIES, HFConfig, hf_config_from_dict
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, manifest_from_dict
+from farandole.protocol.run.exclusions import why_no_loop
+from farandole.protocol.run.families import FAMILIES, HFConfig, base, hf_config_from_dict
+from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from_dict
+from farandole.protocol.run.models import PRESETS, preset
 from farandole.protocol.run.outer_rules import with_kind
-from farandole.protocol.run.presets import PRESETS, preset
+from farandole.protocol.run.own_model import FunctionName, Settings
 from farandole.protocol.run.screening_rules import DEFAULT_SCREENING
 from farandole.protocol.wire.errors import ManifestError
-from farandole.training.base.errors import DataError
+from farandole.training.base.errors import DataError, TrainingError
+from farandole.training.model.own_function import require_allowed
 
 from ..base.config.faults import (
     Context,
@@ -37,7 +40,7 @@ from ..base.config.faults import (
 )
 from ..base.config.file import CONFIG_NAME, SETTINGS
 from ..base.config.toml_file import TomlFile
-from .own_model import own_model
+from ..base.errors import JoinError
 
 _HF_PREFIX: Final = "hf:"
 # What a run file may have, and a manifest has in another form.
@@ -86,7 +89,12 @@ def manifest_of(
     except ManifestError as error:
         found += faults_in(error)
         doubtful.append("model")
-        complete["model"] = _without_source(model)
+        given = dict(model) if isinstance(model, Mapping) else {}
+        # With sizes of a stand-in its other settings can still be checked.
+        complete["model"] = {
+            **_STAND_IN_MODEL,
+            **{name: value for name, value in given.items() if name not in _MODEL_SOURCES},
+        }
     try:
         if "tokenizer" not in settings and isinstance(model, Mapping) and "hf" in model:
             tokenizer = hf_tokenizer(model["hf"], folder)
@@ -156,8 +164,13 @@ def _model(model: object, folder: Path, allowed_models: Collection[str]) -> obje
         raise ManifestError('model: say which: preset = "3M", or its sizes (num_layers, width, ...)')
     if not isinstance(model, Mapping) or "preset" not in model:
         return model
-    rest = {name: value for name, value in model.items() if name != "preset"}
-    return {**msgspec.structs.asdict(_preset(model["preset"])), **rest}
+    name, rest = str(model["preset"]), {name: value for name, value in model.items() if name != "preset"}
+    try:
+        return {**msgspec.structs.asdict(preset(name)), **rest}
+    except ManifestError as error:
+        near = did_you_mean(name, PRESETS)
+        hint = f"; did you mean {near}?" if near else ""
+        raise FaultyError([FileFault(("model", "preset"), f"{error}{hint}")]) from error
 
 
 def _by_steps(inner: object, model: object) -> tuple[object, list[FileFault]]:
@@ -183,21 +196,6 @@ def _by_steps(inner: object, model: object) -> tuple[object, list[FileFault]]:
         else:
             found.append(FileFault(("inner", field), f"{name} needs a model with a context: set {other}"))
     return section, found
-
-
-def _preset(name: object) -> ModelConfig:
-    try:
-        return preset(str(name))
-    except ManifestError as error:
-        near = did_you_mean(str(name), PRESETS)
-        hint = f"; did you mean {near}?" if near else ""
-        raise FaultyError([FileFault(("model", "preset"), f"{error}{hint}")]) from error
-
-
-def _without_source(model: object) -> dict[str, Any]:
-    """Return a table that could not be expanded, with sizes of a stand-in: its other settings can still be checked."""
-    own = dict(model) if isinstance(model, Mapping) else {}
-    return {**_STAND_IN_MODEL, **{name: value for name, value in own.items() if name not in _MODEL_SOURCES}}
 
 
 def _tokenizer(tokenizer: object, folder: Path) -> object:
@@ -255,11 +253,34 @@ def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Sizes follow from the configuration, and so does ``context`` if it is left out. Raises `ManifestError`, which names
     the setting that is wrong.
     """
-    settings = _reduced(_settings(model["hf"], folder))
+    settings = _read_json(folder / model["hf"]) if isinstance(model["hf"], str) else model["hf"]
+    if not isinstance(settings, Mapping):
+        raise ManifestError("model.hf is a config.json's path, or its content as a table")
+    family = settings.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ManifestError(f"model.hf.model_type is {family!r}: the known families are {', '.join(FAMILIES)}")
+    for name, usual in _AS_USUAL.items():
+        if settings.get(name, usual) != usual:
+            raise ManifestError(f"model.hf.{name} can be trained as {usual} alone")
+    left_out = {*_WITHOUT_BEARING, *_AS_USUAL}
+    settings = FAMILIES[family]({name: value for name, value in settings.items() if name not in left_out})
     if faults := faults_of(settings, HFConfig, place=("model", "hf")):
         raise FaultyError(faults)
     config = hf_config_from_dict(settings)
     return {"context": config.max_context, **config.sizes, **model, "hf": msgspec.to_builtins(config)}
+
+
+def _read_json(path: Path) -> object:
+    """Read and parse a JSON file, or the ``config.json`` of a folder."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
+            raise ManifestError(f"model.hf: {path} has {size} bytes, more than {MAX_CONFIG_BYTES}: no configuration")
+        return msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ManifestError(f"model.hf: cannot read {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"model.hf: {path} is not JSON: {error}") from error
 
 
 def hf_tokenizer(hf: object, folder: Path) -> dict[str, Any]:
@@ -280,33 +301,93 @@ def hf_tokenizer(hf: object, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _settings(hf: object, folder: Path) -> dict[str, Any]:
-    settings = _read(folder / hf) if isinstance(hf, str) else hf
-    if not isinstance(settings, Mapping):
-        raise ManifestError("model.hf is a config.json's path, or its content as a table")
-    return dict(settings)
+# A user's own module
+#
+# A run file has ``model = "mypackage.models:build"``, or a table with more settings:
+#
+#     [model]
+#     own = "mypackage.models:build"
+#     context = 256
+#     vocabulary = 256
+#     config = {width = 128, depth = 4}     # the function's argument
+#
+# The function is called once, if the owner of this machine allows it: what it makes goes into the manifest as names and
+# shapes (`farandole.protocol.run.own_model`). It needs torch, and takes as long as the model takes to make.
+
+# Settings that the function decides.
+_DECIDED: Final = ("num_layers", "width", "num_heads", "hidden", "hf", "preset")
 
 
-def _read(path: Path) -> object:
-    """Read and parse a JSON file, or the ``config.json`` of a folder."""
-    path = path / "config.json" if path.is_dir() else path
+class _Table(msgspec.Struct, frozen=True):
+    """The model table of a run file."""
+
+    own: FunctionName
+    context: base.Context = 256
+    """As byte-level presets have."""
+    vocabulary: base.Vocabulary = 256
+    config: Settings = {}
+
+
+def require_trainable_model(manifest: Manifest, allowed: Collection[str], *, by_loop: bool) -> None:
+    """Raise `JoinError`, which says what to install and what to pass, unless this node can train the run's model.
+
+    A model that a function makes needs the owner's permission; nothing is imported here, since only the trainer does
+    that. A model that members train in loops of their own needs such a loop (``by_loop``); a built-in model accepts
+    one, which brings the module. It needs the function only for the weights of the run's seed.
+    """
+    if manifest.model.external is not None and not by_loop:
+        raise JoinError(
+            "this run's members train in loops of their own: use farandole.NoLoCo in a script of yours, and farandole "
+            "join with --trainer external where the node is not to end with the script"
+        )
+    if by_loop and (reason := why_no_loop(manifest)):
+        raise JoinError(
+            f"this run takes no loops of one's own: {reason}. Train with the built-in trainer (farandole join without "
+            "--trainer external), or ask the run's creator for a run without that setting"
+        )
+    if manifest.model.own is None or (by_loop and manifest.start is not None):
+        return
     try:
-        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
-            raise ManifestError(f"model.hf: {path} has {size} bytes, more than {MAX_CONFIG_BYTES}: no configuration")
-        return msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise ManifestError(f"model.hf: cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"model.hf: {path} is not JSON: {error}") from error
+        require_allowed(manifest.model.own.function, manifest.model.own.package, allowed)
+    except TrainingError as error:
+        raise JoinError(str(error)) from error
 
 
-def _reduced(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings for the manifest, with the ones that transformers would derive from the rest."""
-    family = settings.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ManifestError(f"model.hf.model_type is {family!r}: the known families are {', '.join(FAMILIES)}")
-    for name, usual in _AS_USUAL.items():
-        if settings.pop(name, usual) != usual:
-            raise ManifestError(f"model.hf.{name} can be trained as {usual} alone")
-    kept = {name: value for name, value in settings.items() if name not in _WITHOUT_BEARING}
-    return FAMILIES[family](kept)
+def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+    """Make a manifest's ``model`` table from one of a run file that has ``own``; other fields stay as they are.
+
+    Raises `ManifestError`, which says what to correct: in the run file, in the model, or in what is allowed.
+    """
+    if decided := [name for name in _DECIDED if name in model]:
+        raise ManifestError(f"model.{decided[0]}: what {model['own']} returns decides on it; leave it out")
+    if faults := faults_of(model, _Table, place=("model",)):
+        raise FaultyError(faults)
+    table = msgspec.convert(model, _Table, strict=True)
+    try:
+        if table.own not in allowed:
+            raise ManifestError(
+                f"model.own: {table.own} is code of your own, and not allowed yet: install its package into "
+                f"farandole's environment, and type the command again with --allow-model {table.own}"
+            )
+        from farandole.training.model.own_trial import try_own_model  # torch is imported for no other run file
+
+        tried = try_own_model(table.own, table.config, table.context, table.vocabulary, allowed)
+    except TrainingError as error:
+        raise ManifestError(f"model.own: {error}") from error
+    rest = {name: value for name, value in model.items() if name not in ("own", "config")}
+    return {
+        **rest,
+        "context": table.context,
+        "vocabulary": table.vocabulary,
+        "num_layers": tried.num_layers,
+        "width": tried.width,
+        "num_heads": 0,
+        "hidden": 0,
+        "own": {
+            "function": table.own,
+            "config": table.config,
+            "ends": tried.ends,
+            "layer": tried.layer,
+            "package": tried.package,
+        },
+    }

@@ -1,7 +1,7 @@
 """A trainer process's start and its saves: checkpoints, and the screening rule's histories of peers.
 
-A thread writes a checkpoint while inner steps are taken (`farandole.node.store.save`): they wait only for a copy of its
-content.
+A thread writes a checkpoint while inner steps are taken (`farandole.node.store.folder`): they wait only for a copy of
+its content.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from farandole.training.engine.newcomer import Fitness, fitness_of, why_unfit
 from farandole.training.screening.history import MAX_BYTES, Histories
 
 from ..store.disk_space import plan_disk, used_bytes
-from ..store.folder import CheckpointFolder, known_hashes
-from ..store.save import Saver
+from ..store.folder import CheckpointFolder, Saver, known_hashes
 
 
 class Checkpoints:

@@ -11,7 +11,7 @@ import trio
 
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.mesh.kademlia import checkpoint_key
-from farandole.protocol.run.vectors import is_required
+from farandole.protocol.run.outer_rules import is_required
 from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError

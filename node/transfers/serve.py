@@ -27,7 +27,8 @@ from farandole.protocol.wire.framing import FrameParser, frame
 from ..base.bandwidth import Shaping
 from ..base.streams import Stream, receive_frame
 from ..bulk.exchange_service import ExchangeService
-from ..bulk.pipe import BulkPipe, Outgoing, Patience
+from ..bulk.pipe import BulkPipe, Patience, Whole
+from ..bulk.transport import Transport
 from .donor import Conditions
 from .holdings import Holding
 
@@ -132,8 +133,8 @@ class BlockService:
             return
         try:
             index = b"" if question.has_index else encode_signed_index(holding.signed)
-            channels = self._conditions.channels
-            with channels.expecting(stream.peer) if channels else contextlib.nullcontext():
+            transport = Transport(stream.peer, self._conditions.channels)
+            with transport.expecting():
                 await _answer(
                     stream, messages.Here(holding.num_held, index), messages.max_answer_bytes(holding.index.size)
                 )
@@ -143,7 +144,7 @@ class BlockService:
                 # With a cap, the shaper already limits what waits in the kernel.
                 max_unsent = None if shaping.up.rate else PIECE_BYTES
                 pacing = _Pacing(shaping, self._exchanges)
-                bulk = BulkPipe(pipe, stream, channels, shaping, pacing, max_unsent)
+                bulk = BulkPipe(pipe, stream, transport, shaping, pacing, max_unsent)
                 await _Giver(bulk, holding, turn, shaping).run(parser.take_rest())
         finally:
             holding.let_go()
@@ -216,7 +217,7 @@ class _Giver:
             self._bulk.close()
 
     async def _read(self, received: bytes, scope: trio.CancelScope) -> None:
-        await self._bulk.run(self._hear, received=received)
+        await self._bulk.run(self._hear, lambda block: None, received)
         scope.cancel()
 
     async def _hear(self, payload: bytes) -> None:
@@ -248,9 +249,9 @@ class _Giver:
         data = memoryview(await trio.to_thread.run_sync(self._holding.read, block))
         pipe = self._bulk.pipe
 
-        def announce() -> tuple[bytes, Outgoing]:
+        def announce() -> tuple[bytes, Whole]:
             pipe.offer(block, data.nbytes)
-            return pipe.send_message(messages.encode(messages.Give(block))), Outgoing.whole(data)
+            return pipe.send_message(messages.encode(messages.Give(block))), Whole(data)
 
         with trio.fail_after(BLOCK_TIMEOUT):
             await self._bulk.send(announce)

@@ -19,8 +19,8 @@ import trio
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index, encode_signed_index
-from farandole.protocol.run.cut import names_of_stage
 from farandole.protocol.run.manifest import StartConfig
+from farandole.protocol.run.models import names_of_stage
 from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name

@@ -16,8 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from ..run.manifest import InnerConfig, Manifest
+from ..run.models import num_parameters
 from ..run.outer_rules import OuterConfig, PlainConfig
-from ..run.presets import num_parameters
 
 # Parameters, and AdamW's learning rate with the plain mean: of the rates tried, factors of 2 apart, the lowest with a
 # loss within 0.3 % of the best. (The last is the higher of two.)

@@ -20,12 +20,9 @@ from typing import Final
 
 from ..exchange.exchange import DATA_UNTIL
 from ..rounds.pairing import WAIT_SHARE
-from ..run.codec_sizes import encoded_bytes
-from ..run.cut import layers_of, stage_parameters
 from ..run.manifest import Manifest, ModelConfig, RoundConfig
-from ..run.outer_rules import OuterConfig
-from ..run.presets import parts_of
-from ..run.vectors import OPTIMIZER_VECTORS, required_bytes, required_vectors
+from ..run.models import layers_of, parts_of, stage_parameters
+from ..run.outer_rules import OPTIMIZER_VECTORS, OuterConfig, encoded_bytes, required_bytes, required_vectors
 from ..wire.safetensors import FP32_BYTES
 
 # Share of exchange_seconds that is always left for both contributions.

@@ -21,6 +21,7 @@ class Exclusion(NamedTuple):
 
 
 STAGES: Final = "model.num_stages"
+LOOP: Final = "--trainer external"
 OTHER_MODELS: Final = ("model.hf", "model.own")
 
 EXCLUSIONS: Final = (
@@ -61,6 +62,11 @@ EXCLUSIONS: Final = (
         (STAGES, *OTHER_MODELS, "inner.deterministic"),
         "weights in bf16 are rounded at random by farandole's own optimizer, for a whole model",
     ),
+    Exclusion(
+        LOOP,
+        (STAGES, "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners", "outer.drift"),
+        "a member's own loop brings its own model, text and inner steps, and takes steps before each exchange",
+    ),
     Exclusion("--recompute", OTHER_MODELS, "these models' layers are computed by code of others"),
     Exclusion("--compile", ("inner.deterministic", STAGES), "compiled code has other bits, and is of a whole model"),
     Exclusion(
@@ -82,6 +88,15 @@ def exclusions_in(manifest: msgspec.Struct, flags: Collection[str] = ()) -> Iter
             for other in others:
                 if is_used(manifest, other, flags):
                     yield f"{setting} and {other} exclude each other: {reason}"
+
+
+def why_no_loop(manifest: msgspec.Struct) -> str:
+    """Return why no member may train this run in a loop of its own; empty if members may.
+
+    A loop (`farandole.training.cluster.external`) exchanges whole contributions in the order of the model's parameters,
+    as a built-in trainer does. What a manifest says of inner steps does not bind it.
+    """
+    return next(exclusions_in(manifest, [LOOP]), "")
 
 
 def is_used(manifest: msgspec.Struct, setting: str, flags: Collection[str] = ()) -> bool:

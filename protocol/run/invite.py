@@ -4,26 +4,31 @@
 
 It names the run by its id, so the peers at the bootstrap addresses cannot pass off another run. Base32 survives every
 channel (chat, paper, a URL, a phone). The checksum is a CRC, not a hash: a CRC detects *every* error that spans up to
-32 bits, so each single wrong letter and each swap of neighbours, with certainty. It is also cheap enough to try all of
-them and to report where the slip is. It guards against accidents only; the run id guards the rest.
+32 bits, so each single wrong letter and each swap of neighbours, with certainty. It guards against accidents only; the
+run id guards the rest.
 """
 
 from __future__ import annotations
 
 import base64
-import itertools
 import string
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..wire.errors import ManifestError, RemoteProtocolError
 from ..wire.identity import PUBLIC_KEY_BYTES, peer_id_of, public_key_of
 from .manifest import RUN_ID_BYTES
-from .private_network import NETWORK_KEY_BYTES
 
+NETWORK_KEY_BYTES: Final = 32
+NONCE_BYTES: Final = 32
 PREFIX: Final = "farandole"
 VERSION: Final = "1"
 # Several, because a single bootstrap peer is other projects' commonest join failure; 8 still fit in a chat line.
@@ -42,7 +47,7 @@ _P2P: Final = "/p2p/"
 
 
 class InviteError(ManifestError):
-    """The string is not an invite, or is damaged; the message says so, and where if that can be told."""
+    """The string is not an invite, or is damaged; the message says so."""
 
 
 class Invite(msgspec.Struct, frozen=True):
@@ -55,7 +60,7 @@ class Invite(msgspec.Struct, frozen=True):
     admission: bytes = b""
     """What a run of invited members requires; opaque here."""
     network_key: bytes = b""
-    """Key of a private run, 32 bytes (`farandole.protocol.run.private_network`); empty otherwise."""
+    """Key of a private run, 32 bytes (`farandole.protocol.run.invite`); empty otherwise."""
 
     def __post_init__(self) -> None:
         if len(self.run_id) != RUN_ID_BYTES:
@@ -140,17 +145,15 @@ def decode_invite(text: str) -> Invite:
         raise InviteError(f"this invite is of another version ({head!r}, this farandole reads {PREFIX}{VERSION})")
     if strange := letters.translate(_WITHOUT_ALPHABET):
         raise InviteError(
-            f"the invite is damaged: character {_shown(letters.index(strange[0]))} is {strange[0]!r}, "
+            f"the invite is damaged: character {len(head) + letters.index(strange[0]) + 1} is {strange[0]!r}, "
             "but only the letters a-z and the digits 2-7 occur"
         )
-    body = _checked(_number_of(letters), len(letters))
+    body = _checked(letters)
     if body is None:
-        raise InviteError(_describe_damage(letters))
-    return _unpack(body)
-
-
-def _unpack(body: bytes) -> Invite:
-    """Decode bytes whose checksum is right. An error here was in the invite when it was made."""
+        raise InviteError(
+            "the invite is damaged (its checksum does not fit): copy the whole line again, from the first letter to "
+            "the last"
+        )
     try:
         packed = msgspec.msgpack.decode(body, type=_Packed)
         addresses = tuple(f"{entry.transport}{_P2P}{peer_id_of(entry.peer)}" for entry in packed.bootstrap)
@@ -163,14 +166,10 @@ def _checksum(body: bytes) -> bytes:
     return zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "big")
 
 
-def _number_of(letters: str) -> int:
-    """Read the letters as one number, five bits each."""
-    return int(letters.translate(_AS_DIGITS) or "0", 32)
-
-
-def _checked(number: int, num_letters: int) -> bytes | None:
+def _checked(letters: str) -> bytes | None:
     """Return the bytes before the checksum, or None if it does not match. Each invite has only one valid spelling."""
-    num_bytes, unused_bits = divmod(5 * num_letters, 8)
+    number = int(letters.translate(_AS_DIGITS) or "0", 32)
+    num_bytes, unused_bits = divmod(5 * len(letters), 8)
     if num_bytes <= _CHECKSUM_BYTES or unused_bits >= 5 or number & ((1 << unused_bits) - 1):
         return None
     raw = (number >> unused_bits).to_bytes(num_bytes, "big")
@@ -178,34 +177,27 @@ def _checked(number: int, num_letters: int) -> bytes | None:
     return body if checksum == _checksum(body) else None
 
 
-def _describe_damage(letters: str) -> str:
-    """Describe where the damage is if one swap or one wrong letter explains it; else only report damage."""
-    advice = "copy the whole line again, from the first letter to the last"
-    if len(letters) <= _MAX_LOCATED_CHARS:
-        number = _number_of(letters)
-        for place, flipped_bits, slip in itertools.chain(_swaps(letters), _wrong_letters(letters)):
-            if _checked(number ^ flipped_bits, len(letters)) is not None:
-                return f"the invite is damaged: {slip} at character {_shown(place)} ({letters[place]!r}); {advice}"
-    return f"the invite is damaged (its checksum does not fit): {advice}"
+# The key of a private run: a peer without it can neither read nor forge a connection's first byte.
+#
+#     A -> B: nonce of A (32 bytes)      B -> A: nonce of B, at the same time
+#     then every byte of A xor ChaCha20(HKDF-SHA256(network key, salt = nonce of A)), and of B with the nonce of B
+#
+# Everything else, Noise included, comes after that. Noise alone authenticates the peer and protects integrity. A peer
+# without the key sees random bytes, and the bytes that it sends decrypt to none of the protocols. libp2p's private
+# networks work in this way (specs, pnet/Private-Networks-PSK-V1.md); here ChaCha20 (RFC 8439) takes the place of
+# XSalsa20, and keys derived per connection (RFC 5869) the place of its longer nonce.
 
 
-def _shown(place: int) -> int:
-    """Return a place after the prefix as people count: from 1, prefix included."""
-    return len(PREFIX) + len(VERSION) + place + 1
+def network_key_of(creator: Ed25519PrivateKey, run_id: bytes) -> bytes:
+    """Derive the key of a private run, 32 bytes. The creator can derive it again at any time."""
+    return _derive(creator.private_bytes_raw(), run_id, b"farandole/private/run/1")
 
 
-# Trying every slip takes 32 checks a letter: 0.1 s for a thousand letters. A longer invite is pasted, not typed.
-_MAX_LOCATED_CHARS: Final = 1_000
+def cipher_of(network_key: bytes, nonce: bytes) -> CipherContext:
+    """Return the cipher that encrypts and decrypts the bytes sent by the end that drew this nonce."""
+    key = _derive(network_key, nonce, b"farandole/private/connection/1")
+    return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
 
 
-def _swaps(letters: str) -> Iterator[tuple[int, int, str]]:
-    """Yield every swap of neighbours: its place, the bits that it flips, its description."""
-    for place, (one, other) in enumerate(itertools.pairwise(letters)):
-        difference = _ALPHABET.index(one) ^ _ALPHABET.index(other)
-        yield place, (difference << 5 | difference) << 5 * (len(letters) - place - 2), "two letters are swapped"
-
-
-def _wrong_letters(letters: str) -> Iterator[tuple[int, int, str]]:
-    """Yield every wrong letter: its place, the bits that it flips, its description."""
-    for place, difference in itertools.product(range(len(letters)), range(1, 32)):
-        yield place, difference << 5 * (len(letters) - place - 1), "a letter is wrong"
+def _derive(secret: bytes, salt: bytes, purpose: bytes) -> bytes:
+    return HKDF(SHA256(), NETWORK_KEY_BYTES, salt, purpose).derive(secret)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -275,7 +275,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``open``: anyone may join; ``invited``: anyone with an invite signed by the creator, or by a member that the
     creator lets invite (`farandole.protocol.run.invitations`); a list of peer ids: only these."""
     private: bool = False
-    """Whether connections need a key (`farandole.protocol.run.private_network`). Only invites contain it, so strangers
+    """Whether connections need a key (`farandole.protocol.run.invite`). Only invites contain it, so strangers
     cannot even find out which protocol the members use."""
     start: StartConfig | None = None
     """Null: the weights are initialised from the seed."""
@@ -284,7 +284,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to. Costs each member about 1.2 times this share of its time, and five checkpoints of its disk."""
 
     def __post_init__(self) -> None:
-        if problems := _problems(self):
+        if problems := list(_problems(self)):
             raise ManifestError(*problems)
 
     def roster(self, run_id: bytes, creator: bytes) -> Roster | None:
@@ -295,6 +295,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         listed = frozenset(public_key_of(peer_id) for peer_id in self.admission) if is_listed else None
         return Roster(run_id, creator, listed)
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a built-in trainer's inner step, by which its schedule counts; 0: only loops train."""
+        return 0 if self.model.external is not None else self.inner.batch_size * self.model.context
+
     def slice_order(self, run_id: bytes) -> bytes:
         """Return the id of the run whose slice order this run uses: its own, ``run_id``, or an earlier run's.
 
@@ -303,123 +308,103 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return run_id if self.start is None or self.start.epochs is None else self.start.epochs.order
 
 
-def _problems(manifest: Manifest) -> list[str]:
-    """Return the problems that the fields' own bounds miss: in their relations, and NaN, which passes every bound.
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Yield the problems that the fields' own bounds miss: in their relations, and NaN, which passes every bound.
 
     Each begins with the name of its setting, such as ``outer.gamma``.
     """
-    problems = []
+    model, rounds = manifest.model, manifest.rounds
     for name in ("data", "inner", "rounds", "pipeline"):
         for field, value in msgspec.structs.asdict(getattr(manifest, name)).items():
             if isinstance(value, float) and not math.isfinite(value):
-                problems.append(f"{name}.{field} is {value}: it must be a finite number")
-    problems += [*manifest.outer.problems, *exclusions_in(manifest)]
-    if not isinstance(manifest.admission, str):
-        problems += [f"admission names {peer_id!r}, which is no peer id" for peer_id in _wrong_ids(manifest.admission)]
-    model, rounds = manifest.model, manifest.rounds
+                yield f"{name}.{field} is {value}: it must be a finite number"
+    yield from manifest.outer.problems
+    yield from exclusions_in(manifest)
+    for peer_id in () if isinstance(manifest.admission, str) else manifest.admission:
+        try:
+            public_key_of(peer_id)
+        except RemoteProtocolError:
+            yield f"admission names {peer_id!r}, which is no peer id"
+    if not rounds.inner_steps and not rounds.round_seconds:
+        yield "rounds.inner_steps and rounds.round_seconds are both 0: a round would never end"
     if model.external is not None:
-        return [*problems, *_problems_of_external(manifest, model.external), *_problems_of_rounds(manifest)]
-    problems += [
-        f"model.{name} is {getattr(model, name)}: it must be at least {least}"
-        for name, least in (("context", 8), ("vocabulary", 2))
-        if getattr(model, name) < least
-    ]
-    if model.own is not None:
-        problems += _problems_of_own(model, model.own)
-    elif model.hf is not None:
-        problems += [
-            f"model.{name} is {getattr(model, name)}, but model.hf makes it {size}"
-            for name, size in model.hf.sizes.items()
-            if getattr(model, name) != size
-        ]
-        if model.context > model.hf.max_context:
-            problems.append(f"model.context is {model.context}, but model.hf goes to {model.hf.max_context}")
-    elif model.width < 8 or model.num_heads < 1 or model.hidden < 8:
-        problems.append(
-            f"model.width ({model.width}) and model.hidden ({model.hidden}) must be at least 8, model.num_heads "
-            f"({model.num_heads}) at least 1"
-        )
-    elif model.width % model.num_heads or model.width // model.num_heads % 2:
-        problems.append(
-            f"model.width ({model.width}) must be an even multiple of model.num_heads ({model.num_heads}): "
-            "rotary embeddings turn pairs"
-        )
-    if model.num_stages > model.num_layers + 1:
-        problems.append(
-            f"model.num_stages is {model.num_stages}: {model.num_layers} layers, and the first stage, which may have "
-            f"the model's ends alone, make {model.num_layers + 1} stages at most"
-        )
-    if model.stage_layers and (
-        len(model.stage_layers) != model.num_stages
-        or sum(model.stage_layers) != model.num_layers
-        or not all(model.stage_layers[1:])
-    ):
-        problems.append(
-            f"model.stage_layers is {list(model.stage_layers)}: it must deal out model.num_layers "
-            f"({model.num_layers}) to model.num_stages ({model.num_stages}), at least one to each but the first"
-        )
+        if model != ModelConfig(1, 0, 0, 0, 0, 0, external=model.external):
+            yield "model.external has no sizes, no stages: num_layers is 1, the others are 0, and there is nothing else"
+        if model.external.num_parameters > MAX_PARAMETERS:
+            yield f"model.external has more than {MAX_PARAMETERS} parameters"
+        return
+    yield from _problems_of_model(model)
     if model.num_stages > 1 and manifest.inner.batch_size % manifest.pipeline.microbatch_size:
-        problems.append(
+        yield (
             f"inner.batch_size ({manifest.inner.batch_size}) must be a multiple of pipeline.microbatch_size "
             f"({manifest.pipeline.microbatch_size})"
         )
     if manifest.tokenizer.kind == "bytes" and model.vocabulary < 256:
-        problems.append(f"model.vocabulary is {model.vocabulary}: the byte-level tokenizer has 256 tokens")
+        yield f"model.vocabulary is {model.vocabulary}: the byte-level tokenizer has 256 tokens"
     if (manifest.tokenizer.kind == "tokenizers") != bool(manifest.tokenizer.sha256):
-        problems.append(
+        yield (
             "tokenizer.sha256 names the file of kind 'tokenizers', and is empty for kind 'bytes'. In a run file write "
             'file = "tokenizer.json" in place of both'
         )
     if model.num_stages > 1 and not rounds.round_seconds:
-        problems.append(
-            "rounds.round_seconds is 0: with stages, a round that waits for others' microbatches needs an end"
-        )
+        yield "rounds.round_seconds is 0: with stages, a round that waits for others' microbatches needs an end"
     if manifest.audits and not manifest.inner.deterministic:
-        problems.append(
+        yield (
             f"audits = {manifest.audits:g} needs inner.deterministic = true: otherwise two replays of one round differ"
         )
-    return [*problems, *_problems_of_rounds(manifest)]
 
 
-def _problems_of_rounds(manifest: Manifest) -> Iterator[str]:
-    rounds = manifest.rounds
-    if not rounds.inner_steps and not rounds.round_seconds:
-        yield "rounds.inner_steps and rounds.round_seconds are both 0: a round would never end"
+def _problems_of_model(model: ModelConfig) -> Iterator[str]:
+    for name, least in (("context", 8), ("vocabulary", 2)):
+        if getattr(model, name) < least:
+            yield f"model.{name} is {getattr(model, name)}: it must be at least {least}"
+    if model.own is not None:
+        yield from _problems_of_own(model, model.own)
+    elif model.hf is not None:
+        for name, size in model.hf.sizes.items():
+            if getattr(model, name) != size:
+                yield f"model.{name} is {getattr(model, name)}, but model.hf makes it {size}"
+        if model.context > model.hf.max_context:
+            yield f"model.context is {model.context}, but model.hf goes to {model.hf.max_context}"
+    elif model.width < 8 or model.num_heads < 1 or model.hidden < 8:
+        yield (
+            f"model.width ({model.width}) and model.hidden ({model.hidden}) must be at least 8, model.num_heads "
+            f"({model.num_heads}) at least 1"
+        )
+    elif model.width % model.num_heads or model.width // model.num_heads % 2:
+        yield (
+            f"model.width ({model.width}) must be an even multiple of model.num_heads ({model.num_heads}): "
+            "rotary embeddings turn pairs"
+        )
+    if model.num_stages > model.num_layers + 1:
+        yield (
+            f"model.num_stages is {model.num_stages}: {model.num_layers} layers, and the first stage, which may have "
+            f"the model's ends alone, make {model.num_layers + 1} stages at most"
+        )
+    layers = model.stage_layers
+    if layers and (len(layers) != model.num_stages or sum(layers) != model.num_layers or not all(layers[1:])):
+        yield (
+            f"model.stage_layers is {list(layers)}: it must deal out model.num_layers ({model.num_layers}) to "
+            f"model.num_stages ({model.num_stages}), at least one to each but the first"
+        )
 
 
-def _problems_of_external(manifest: Manifest, external: ExternalModel) -> Iterator[str]:
-    """Yield problems of an external model."""
-    if manifest.model != ModelConfig(1, 0, 0, 0, 0, 0, external=external):
-        yield "model.external has no sizes and no stages: num_layers is 1, the others are 0, and there is nothing else"
-    if external.num_parameters > MAX_PARAMETERS:
-        yield f"model.external has more than {MAX_PARAMETERS} parameters"
-
-
-def _wrong_ids(peer_ids: Iterable[str]) -> Iterator[str]:
-    for peer_id in peer_ids:
-        try:
-            public_key_of(peer_id)
-        except RemoteProtocolError:
-            yield peer_id
-
-
-def _problems_of_own(model: ModelConfig, own: OwnModel) -> list[str]:
-    problems = own.problems
+def _problems_of_own(model: ModelConfig, own: OwnModel) -> Iterator[str]:
+    yield from own.problems
     if model.hf is not None:
-        problems.append("model.own and model.hf name two models: a run has one")
+        yield "model.own and model.hf name two models: a run has one"
     if model.num_heads or model.hidden or bool(model.width) != own.has_sections:
-        problems.append(
+        yield (
             f"model.num_heads is {model.num_heads}, model.hidden {model.hidden} and model.width {model.width}: all are "
             "0 of one's own module, but for the width of one with sections"
         )
     if not own.has_sections and (model.num_layers > 1 or model.num_stages > 1):
-        problems.append(
+        yield (
             f"model.num_stages is {model.num_stages} and model.num_layers {model.num_layers}, but model.own "
             f"{own.function} makes a module without sections: it trains whole, as one"
         )
     if own.num_parameters(model.num_layers) > MAX_PARAMETERS:
-        problems.append(f"model.own has more than {MAX_PARAMETERS} parameters")
-    return problems
+        yield f"model.own has more than {MAX_PARAMETERS} parameters"
 
 
 _LATER: Final[dict[str, tuple[str, ...]]] = {

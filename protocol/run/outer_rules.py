@@ -9,10 +9,15 @@ settings are a struct here, which the manifest holds. Its mathematics is in the 
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
+
+from ..wire.safetensors import FP32_BYTES, MAX_HEADER_BYTES
 
 Codec = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
 Momentum = Literal["heavy_ball", "nesterov"]
@@ -141,3 +146,106 @@ def gamma_limit(alpha: float, momentum: Momentum = "heavy_ball") -> float:
         return 2.0
     root = math.sqrt(1 + 4 * alpha + 4 * alpha**2 - 4 * alpha**3 - 4 * alpha**4)
     return (2 * alpha**2 - 1 + root) / (alpha * (2 * alpha + 1))
+
+
+# Encoded sizes of the codecs. Imports no torch: plans and the doctor use this.
+#
+# The codecs in `farandole.training.outer.codec` take their sizes from here, and describe the layouts.
+
+SCALE_BYTES: Final = 4  # fp32
+TOPK_BLOCK: Final = 256  # an element's place fits in a byte
+DEFAULT_TOPK: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSize:
+    """The size of a codec that sends every element."""
+
+    bits: int
+    """Bits of each element."""
+    block: int = 0
+    """Elements that share a scale; 0: no scales."""
+
+    def of(self, num_elements: int) -> int:
+        """Return the bytes that ``num_elements`` elements take."""
+        scales = SCALE_BYTES * -(-num_elements // self.block) if self.block else 0
+        return scales + -(-num_elements * self.bits // 8)
+
+
+SIZES: Final[Mapping[str, CodecSize]] = MappingProxyType(
+    {
+        "fp32": CodecSize(32),
+        "bf16": CodecSize(16),
+        "fp16": CodecSize(16),
+        "int8": CodecSize(8, 256),
+        "int4": CodecSize(4, 64),
+    }
+)
+
+
+def topk_bytes(topk: int, num_elements: int) -> int:
+    """Return the bytes of ``topk`` elements of each block: a scale for the block, a value and a place per element."""
+    whole, rest = divmod(num_elements, TOPK_BLOCK)
+    last = SCALE_BYTES + 2 * min(topk, rest) if rest else 0
+    return whole * (SCALE_BYTES + 2 * topk) + last
+
+
+def encoded_bytes(codec: str, num_elements: int, topk: int = DEFAULT_TOPK) -> int:
+    """Return the bytes that ``num_elements`` fp32 numbers take in a codec of a manifest."""
+    return topk_bytes(topk, num_elements) if codec == "topk" else SIZES[codec].of(num_elements)
+
+
+# The vectors of a replica's state: their names, and how many bytes they take in a checkpoint.
+#
+# Each vector has one fp32 number for each parameter of the replica; ``square``, for each that AdamW steps. A
+# checkpoint's tensors are called VECTOR/PARAMETER, for example ``slow/layers.0.norm.weight``.
+
+SLOW: Final = "slow"
+"""The weights after the last outer step."""
+FAST: Final = "fast"
+"""The weights now. Stored only with fragments: without fragments a checkpoint is written after an outer step, when they
+are the slow weights."""
+OPTIMIZER_VECTORS: Final = ("mean", "square")
+"""AdamW's running means of the gradient and of its square. They would double a newcomer's download and are worth a few
+dozen steps, which a replica without them takes slowly (`farandole.training.inner.optimizer.ramp`)."""
+SENT: Final = "sent"
+"""The value of each element that the codec topk has last sent."""
+DROPPED: Final = ("error",)
+"""Vectors that older checkpoints may have, and nothing reads: what a codec had rounded away."""
+DRIFT: Final = "drift"
+"""The drift correction of a replica (`OuterConfig.drift`)."""
+# Vectors of a checkpoint in addition to the required ones: the optimizer's two, the fast weights, one of the codec, and
+# the drift correction.
+_NUM_OPTIONAL: Final = 5
+
+
+def required_vectors(outer: OuterConfig) -> tuple[str, ...]:
+    """Return the vectors that a newcomer to a run downloads: the slow weights, and the outer rule's shared state."""
+    return (SLOW, *outer.vectors)
+
+
+def is_required(outer: OuterConfig, tensor: str) -> bool:
+    """Return whether a newcomer needs this tensor."""
+    return tensor.partition("/")[0] in required_vectors(outer)
+
+
+def is_square(tensor: str) -> bool:
+    """Return whether this tensor must not have negative numbers."""
+    return tensor.partition("/")[0].endswith("square")
+
+
+def required_bytes(outer: OuterConfig, num_parameters: int) -> int:
+    """Return the bytes that a newcomer downloads of a model of this size, without the header."""
+    return num_parameters * len(required_vectors(outer)) * FP32_BYTES
+
+
+def max_checkpoint_bytes(outer: OuterConfig, num_parameters: int) -> int:
+    """Return the most bytes that an honest checkpoint of a model of this size takes."""
+    num_vectors = len(required_vectors(outer)) + _NUM_OPTIONAL
+    return num_parameters * num_vectors * FP32_BYTES + MAX_HEADER_BYTES
+
+
+def max_whole_bytes(num_parameters: int) -> int:
+    """Return the most bytes that a consolidated checkpoint of a model of this size takes, for any outer rule."""
+    most = max(len(required_vectors(rule())) for rule in typing.get_args(OuterRules))
+    return num_parameters * (most + len(OPTIMIZER_VECTORS)) * FP32_BYTES + MAX_HEADER_BYTES

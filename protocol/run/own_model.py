@@ -54,7 +54,7 @@ class OwnModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def num_parameters(self, num_layers: int) -> int:
         """Return the number of parameters with ``num_layers`` layers."""
-        return _count(self.ends) + num_layers * _count(self.layer)
+        return count(self.ends) + num_layers * count(self.layer)
 
     @property
     def problems(self) -> list[str]:
@@ -67,7 +67,8 @@ class OwnModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
 
 
-def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of elements of all shapes together."""
     return sum(map(math.prod, shapes.values()))
 
 
@@ -89,7 +90,7 @@ class ExternalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def num_parameters(self) -> int:
         """The number of elements of all parameters."""
-        return sum(map(math.prod, self.parameters.values()))
+        return count(self.parameters)
 
 
 def recipe_hash(recipe: str) -> str:

@@ -32,8 +32,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.presets import num_parameters
-from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.run.models import num_parameters
+from farandole.protocol.run.outer_rules import SLOW
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import build_learner
 

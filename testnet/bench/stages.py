@@ -19,8 +19,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from farandole.protocol.run.presets import num_parameters
-from farandole.protocol.run.presets import preset as preset_model
+from farandole.protocol.run.models import num_parameters
+from farandole.protocol.run.models import preset as preset_model
 
 from ..report.section import Grid, cell
 from .process import ask_all, median_of, open_workers

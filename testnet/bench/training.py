@@ -24,7 +24,7 @@ import typer
 
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.presets import num_parameters, preset
+from farandole.protocol.run.models import num_parameters, preset
 from farandole.training.base.device import choose_device
 
 from ..play.launch import PlayView, Testnet

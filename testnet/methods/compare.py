@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.presets import num_parameters, preset
+from farandole.protocol.run.models import num_parameters, preset
 from farandole.testnet.methods.baselines import Ensemble, Method, methods, train
 from farandole.testnet.methods.stacked import Stack, Trial, train_stacked
 from farandole.training.base.device import Device, choose_device

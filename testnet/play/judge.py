@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from farandole.node.base.figures import BYTES_PER_MBIT
-from farandole.protocol.run.presets import num_parameters
+from farandole.protocol.run.models import num_parameters
 from farandole.protocol.wire.errors import FarandoleError
 
 from .fault import FaultReport

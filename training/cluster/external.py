@@ -31,9 +31,9 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.run.cut import shapes_of
+from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.mixed_runs import tokens_of_step, why_no_loop
+from farandole.protocol.run.models import shapes_of
 from farandole.protocol.wire.safetensors import Shape
 
 from ..base.device import Device
@@ -249,7 +249,7 @@ class UserParameters:
 
 def _checked_tokens(tokens_per_step: int | None, manifest: Manifest) -> int:
     """Return the tokens of a loop's step; raises `TrainingError` if they must be known."""
-    usual = tokens_of_step(manifest)
+    usual = manifest.step_tokens
     if tokens_per_step is None and usual:
         raise TrainingError(
             "members of this run are weighted by the tokens that they train on: give NoLoCo tokens_per_step=, the "
@@ -333,7 +333,7 @@ class ExternalEngine(Engine):
         round_end = RoundEnd(
             FastWeights(theta, users), layout, manifest.outer, manifest.screening, measure=self._held_out
         )
-        checkpoint = Checkpoint(round_end, run_id, device, schedule_tokens=tokens_of_step(manifest))
+        checkpoint = Checkpoint(round_end, run_id, device, schedule_tokens=manifest.step_tokens)
         super().__init__(device, round_end, checkpoint)
         self.measures_loss = loop.evaluate is not None
 

@@ -1,11 +1,11 @@
 """How long the parts of a model take on this machine: one microbatch forward and backward, as a stage computes it.
 
-A run's creator cuts the model by these times (`farandole.protocol.run.cut`). Multiplications can be counted, but a
+A run's creator cuts the model by these times (`farandole.protocol.run.models`). Multiplications can be counted, but a
 norm, a rotary embedding or a loss over a large vocabulary takes more time than their count suggests, depending on the
 device.
 
 One part is in memory at a time, a layer or both ends, so a model can be measured that no device holds. All layers of a
-model are of one kind and shape (`farandole.protocol.run.presets`), so one of them is timed for all. What happens once
+model are of one kind and shape (`farandole.protocol.run.models`), so one of them is timed for all. What happens once
 an inner step and not for each microbatch is left out, and so is the encoding of activations, which costs all stages
 alike.
 """
@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.run.cut import Costs
 from farandole.protocol.run.manifest import ModelConfig, PipelineConfig
+from farandole.protocol.run.models import Costs
 
 from ..base.device import Device
 from ..model.stages import as_stage, build_module

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.vectors import OPTIMIZER_VECTORS
+from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS
 
 from ..base.errors import DataError
 from .engine import Engine

@@ -4,8 +4,8 @@ Stage 0 embeds the tokens, and it is to stage 0 that the last stage's output ret
 (`farandole.training.engine.stage_worker`). So the targets stay with the replica that drew them, and weights that the
 embedding and the head share have one owner, where both ends' gradients arrive.
 
-Where the model is cut, `farandole.protocol.run.cut` says. Initial weights follow from the seed and a parameter's name
-(`model.initialise_`), so on one kind of processor all stages together are the whole model, bit for bit.
+Where the model is cut, `farandole.protocol.run.models` says. Initial weights follow from the seed and a parameter's
+name (`model.initialise_`), so on one kind of processor all stages together are the whole model, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Protocol, cast
 
 from torch import Tensor, nn
 
-from farandole.protocol.run.cut import layers_of
 from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.models import layers_of
 
 from ..base.errors import TrainingError, how_to_add
 from .model import build_model

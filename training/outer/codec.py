@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.codec_sizes import DEFAULT_TOPK, SCALE_BYTES, SIZES, CodecSize
+from farandole.protocol.run.outer_rules import DEFAULT_TOPK, SCALE_BYTES, SIZES, CodecSize
 
 from ..base.errors import CodecError
 from .magnitudes import MAX_FP16, MAX_MAGNITUDE, MIN_SCALE

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.codec_sizes import SCALE_BYTES, TOPK_BLOCK, topk_bytes
+from farandole.protocol.run.outer_rules import SCALE_BYTES, TOPK_BLOCK, topk_bytes
 
 from ..base.errors import CodecError
 from .magnitudes import MAX_MAGNITUDE, MIN_SCALE

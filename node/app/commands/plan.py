@@ -153,7 +153,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
 
     from farandole.protocol.planning.needs import TRANSFER_SHARE
     from farandole.protocol.planning.planning import LINE_SHARE, choices, judge
-    from farandole.protocol.run.presets import num_parameters
+    from farandole.protocol.run.models import num_parameters
 
     from ...base.requirements import settings_with_reasons
 

@@ -85,9 +85,8 @@ def create_run(
     [cyan]farandole run create run.toml --measure[/cyan] (of a model that is cut into stages)
     """
     from farandole.protocol.planning.planning import complete, given_by
-    from farandole.protocol.run.invite import Invite, encode_invite
+    from farandole.protocol.run.invite import Invite, encode_invite, network_key_of
     from farandole.protocol.run.manifest import sign_manifest
-    from farandole.protocol.run.private_network import network_key_of
 
     from ...base.config.doubtful_settings import doubtful_settings
     from ...base.config.toml_file import read_toml

@@ -20,11 +20,11 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from farandole.protocol.run.cut import shapes_of
 from farandole.protocol.run.families import HFConfig
 from farandole.protocol.run.families.llama import DefaultRope, LlamaConfig
 from farandole.protocol.run.manifest import Manifest, ModelConfig
-from farandole.protocol.run.vectors import SLOW
+from farandole.protocol.run.models import shapes_of
+from farandole.protocol.run.outer_rules import SLOW
 from farandole.protocol.wire.safetensors import Shape, parse_tensors
 from farandole.training.base.errors import DataError
 from farandole.training.data.tokenizer import SEPARATORS, Tokenizer, load_tokenizer

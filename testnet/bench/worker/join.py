@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.exchange_service import ExchangeService
+from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import open_host
 from farandole.node.store.folder import index_of
 from farandole.node.transfers.donor import Conditions
@@ -28,8 +28,7 @@ from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
-from farandole.protocol.run.outer_rules import NoLoCoConfig
-from farandole.protocol.run.vectors import is_required
+from farandole.protocol.run.outer_rules import NoLoCoConfig, is_required
 from farandole.protocol.wire.identity import public_key_of
 
 from .exchange import check_committed, exchange_with

@@ -11,8 +11,7 @@ from typing import Any, Final
 import torch
 
 from farandole.node.base.system.tuning import TRAINING_NICENESS
-from farandole.node.store.folder import CheckpointFolder
-from farandole.node.store.save import Saver
+from farandole.node.store.folder import CheckpointFolder, Saver
 from farandole.protocol.run.manifest import manifest_from_dict
 from farandole.protocol.trainer.trainer_messages import Saved, TrainerSettings
 from farandole.training.base.durable import sync_folder

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from farandole.node.base.system.tuning import TRAINING_NICENESS
-from farandole.protocol.run.cut import layers_of
 from farandole.protocol.run.manifest import ModelConfig, manifest_from_dict
+from farandole.protocol.run.models import layers_of
 from farandole.training.base.device import choose_device
 from farandole.training.data.dataset import build_sampler
 from farandole.training.engine.replica import Recipe, Replica

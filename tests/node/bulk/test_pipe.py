@@ -13,7 +13,8 @@ import trio
 import trio.testing
 
 from farandole.node.base.bandwidth import Shaper, Shaping
-from farandole.node.bulk.pipe import BulkPipe, Outgoing, Patience
+from farandole.node.bulk.pipe import BulkPipe, Patience, Whole
+from farandole.node.bulk.transport import Transport
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES, Pipe
 
 from ..parties import ALICE, BOB, Faults, MemoryChannels, MemoryStream
@@ -62,15 +63,17 @@ class End:
         self.received: list[bytearray] = []
         self.num_received = 0
         self.has_all = trio.Event()
+        peer = BOB if author == ALICE else ALICE
+        self._transport = Transport(peer, channels)
         self.bulk = BulkPipe(
             Pipe(author == ALICE, max_message_bytes=8, is_large=is_large),
             self.stream,
-            channels,
+            self._transport,
             Shaping(up or Shaper()),
         )
 
     async def run(self) -> None:
-        with self.channels.expecting(self.stream.peer):
+        with self._transport.expecting():
             self.bulk.begin(PATIENCE)
             await self.bulk.run(self._hear, self._receive)
 
@@ -79,9 +82,9 @@ class End:
             await self.bulk.send(partial(self._announce, name, data))
         await self.bulk.wait_delivered()
 
-    def _announce(self, name: int, data: bytes) -> tuple[bytes, Outgoing]:
+    def _announce(self, name: int, data: bytes) -> tuple[bytes, Whole]:
         self.bulk.pipe.offer(name, len(data))
-        return self.bulk.pipe.send_message(len(data).to_bytes(4, "big")), Outgoing.whole(memoryview(data))
+        return self.bulk.pipe.send_message(len(data).to_bytes(4, "big")), Whole(memoryview(data))
 
     async def send_held(self, room: int) -> None:
         """Send all, each announcement with its data; every time the stream takes ``room`` bytes without a wait."""

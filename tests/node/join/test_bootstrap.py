@@ -18,9 +18,8 @@ from farandole.node.join import bootstrap as joining
 from farandole.node.join.bootstrap import Target, connect_to_run, find_target, obtain_manifest, serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.status.journal import Journal
-from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.invite import Invite, encode_invite, network_key_of
 from farandole.protocol.run.manifest import Manifest, ModelConfig, decode_manifest, sign_manifest
-from farandole.protocol.run.private_network import network_key_of
 from farandole.protocol.wire.errors import UnknownManifestError
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.protocol.run.private_network import NETWORK_KEY_BYTES, NONCE_BYTES
+from farandole.protocol.run.invite import NETWORK_KEY_BYTES, NONCE_BYTES
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback

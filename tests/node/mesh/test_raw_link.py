@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from farandole.node.mesh.links import Socket
-from farandole.protocol.run.private_network import NETWORK_KEY_BYTES
+from farandole.protocol.run.invite import NETWORK_KEY_BYTES
 
 from ...patience import PATIENCE
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from farandole.node.store.folder import CheckpointFolder, index_of
-from farandole.node.store.save import Saver
+from farandole.node.store.folder import CheckpointFolder, Saver, index_of
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
 from farandole.protocol.trainer.trainer_messages import Saved
 from farandole.training.base import durable

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.node.store.disk_space import OTHER_BYTES, DiskError, DiskPlan, Room, plan_disk, text_room, used_bytes
-from farandole.node.store.folder import CheckpointFolder
-from farandole.node.store.save import Saver
+from farandole.node.store.folder import CheckpointFolder, Saver
 from farandole.training.base.durable import replacing
 from farandole.training.engine.blocks import Content
 from farandole.training.engine.checkpoint import Counters

@@ -16,10 +16,9 @@ from msgspec.structs import replace
 from farandole.node.base.config.toml_file import read_toml
 from farandole.node.base.errors import JoinError
 from farandole.node.base.exits import Exit
-from farandole.node.store.own_model import require_trainable_model
-from farandole.node.store.run_file import manifest_of, manifest_of_file
+from farandole.node.store.run_file import manifest_of, manifest_of_file, require_trainable_model
 from farandole.protocol.run.manifest import Manifest, StartConfig, decode_manifest, manifest_from_dict
-from farandole.protocol.run.presets import num_parameters
+from farandole.protocol.run.models import num_parameters
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns

@@ -11,10 +11,9 @@ import pytest
 
 from farandole.node.base.config.toml_file import read_toml
 from farandole.node.store.run_file import MAX_CONFIG_BYTES, manifest_of, manifest_of_file
-from farandole.protocol.run.cut import stage_parameters
 from farandole.protocol.run.families.gpt2 import GPT2Config
 from farandole.protocol.run.families.llama import DefaultRope, LinearRope, Llama3Rope, LlamaConfig
-from farandole.protocol.run.presets import num_parameters
+from farandole.protocol.run.models import num_parameters, stage_parameters
 from farandole.protocol.wire.errors import ManifestError
 
 from ...tokenizer_files import word_level

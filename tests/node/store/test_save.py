@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.node.store.folder import CheckpointFolder, index_of
-from farandole.node.store.save import Saver
+from farandole.node.store.folder import CheckpointFolder, Saver, index_of
 from farandole.protocol.trainer.trainer_messages import Saved
 from farandole.training.engine.blocks import content_of
 from farandole.training.engine.checkpoint import load_checkpoint

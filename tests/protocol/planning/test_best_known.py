@@ -7,9 +7,9 @@ from farandole.protocol.planning.best_known import RATES, best_known, learning_r
 from farandole.protocol.planning.needs import USUAL_RATE
 from farandole.protocol.planning.planning import Machine, changes, complete, plan
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, StartConfig
+from farandole.protocol.run.models import PRESETS, preset
 from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
 from farandole.protocol.run.own_model import ExternalModel
-from farandole.protocol.run.presets import PRESETS, preset
 
 RUN = Manifest("a", preset("3M"))
 

@@ -4,11 +4,9 @@ import msgspec
 import pytest
 
 from farandole.protocol.planning.needs import Memory, activation_bytes, busy_share, largest_stage, needs_of
-from farandole.protocol.run.codec_sizes import DEFAULT_TOPK, encoded_bytes
-from farandole.protocol.run.cut import stage_parameters
 from farandole.protocol.run.manifest import Manifest, ModelConfig, PipelineConfig, RoundConfig
-from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.run.presets import preset
+from farandole.protocol.run.models import preset, stage_parameters
+from farandole.protocol.run.outer_rules import DEFAULT_TOPK, Codec, NoLoCoConfig, encoded_bytes
 from farandole.training.outer.codec import form_of
 
 MBIT = 125_000

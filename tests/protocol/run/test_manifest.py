@@ -19,9 +19,16 @@ from farandole.protocol.run.manifest import (
     manifest_from_dict,
     sign_manifest,
 )
-from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterRules, gamma_limit
+from farandole.protocol.run.outer_rules import (
+    FAST,
+    OPTIMIZER_VECTORS,
+    SENT,
+    SLOW,
+    NoLoCoConfig,
+    OuterRules,
+    gamma_limit,
+)
 from farandole.protocol.run.screening_rules import DEFAULT_SCREENING, SimilarityConfig
-from farandole.protocol.run.vectors import FAST, OPTIMIZER_VECTORS, SENT, SLOW
 from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
 from farandole.protocol.wire.identity import sign
 

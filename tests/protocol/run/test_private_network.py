@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.run.private_network import NETWORK_KEY_BYTES, NONCE_BYTES, cipher_of, network_key_of
+from farandole.protocol.run.invite import NETWORK_KEY_BYTES, NONCE_BYTES, cipher_of, network_key_of
 
 KEY, NONCE = bytes(range(NETWORK_KEY_BYTES)), bytes(NONCE_BYTES)
 

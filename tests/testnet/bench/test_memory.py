@@ -7,8 +7,8 @@ import pytest
 
 from farandole.protocol.planning.needs import activation_bytes, needs_of
 from farandole.protocol.run.manifest import InnerConfig, Manifest
+from farandole.protocol.run.models import parts_of, preset
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.run.presets import parts_of, preset
 from farandole.testnet.bench.memory import GPU, HOST, Way, held_by
 
 pytestmark = pytest.mark.started  # a fork shares memory

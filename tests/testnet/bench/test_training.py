@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.run.presets import num_parameters, preset
+from farandole.protocol.run.models import num_parameters, preset
 from farandole.testnet.bench.process import BenchError, open_workers
 from farandole.testnet.bench.report import open_bench
 from farandole.testnet.bench.training import flops_per_token, manifest_of_bench, measure, peak_of, report, slope

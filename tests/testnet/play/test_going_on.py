@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.exits import Exit
 from farandole.node.store.consolidated.folder import consolidate, read_folder
 from farandole.protocol.run.manifest import SignedManifest, decode_manifest, sign_manifest
-from farandole.protocol.run.outer_rules import NoLoCoConfig
-from farandole.protocol.run.vectors import required_vectors
+from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
 from farandole.testnet.play.launch import MANIFEST_NAME, Testnet
 from farandole.testnet.play.scenario import load_scenario
 

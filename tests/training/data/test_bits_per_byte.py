@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest
-from farandole.protocol.run.presets import preset
+from farandole.protocol.run.models import preset
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.data.dataset import Bring, Sampler, build_sampler, load_text
 from farandole.training.data.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest
-from farandole.protocol.run.presets import preset
+from farandole.protocol.run.models import preset
 from farandole.training.base.errors import DataError
 from farandole.training.data.dataset import Bring, build_sampler
 from farandole.training.data.mixture import Mixture

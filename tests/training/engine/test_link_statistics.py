@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.cut import layers_of
-from farandole.protocol.run.presets import PRESETS
+from farandole.protocol.run.models import PRESETS, layers_of
 from farandole.training.engine.link_statistics import Direction, Kind, LinkStatistics, UsualTraffic
 from farandole.training.model.model import build_model, cross_entropy
 

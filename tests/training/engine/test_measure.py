@@ -10,8 +10,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from farandole.protocol.run.cut import Costs, cut
 from farandole.protocol.run.manifest import ModelConfig, PipelineConfig
+from farandole.protocol.run.models import Costs, cut
 from farandole.training.base.device import choose_device
 from farandole.training.engine import measure as measuring
 from farandole.training.engine.measure import layer_seconds, measure

@@ -13,8 +13,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
+from farandole.protocol.run.models import preset
 from farandole.protocol.run.outer_rules import Codec, Momentum, NoLoCoConfig
-from farandole.protocol.run.presets import preset
 from farandole.protocol.run.screening_rules import GuardConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.errors import DivergedError, ScreeningError

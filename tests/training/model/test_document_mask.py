@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farandole.protocol.planning.needs import activation_bytes
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, TokenizerConfig
-from farandole.protocol.run.presets import preset
+from farandole.protocol.run.models import preset
 from farandole.protocol.trainer.trainer_messages import Replay, TrainerSettings
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.errors import DataError

@@ -9,10 +9,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farandole.protocol.run.cut import layers_of, stage_parameters, transformer_costs
 from farandole.protocol.run.families import hf_config_from_dict
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig, TokenizerConfig
-from farandole.protocol.run.presets import num_parameters, parts_of
+from farandole.protocol.run.models import layers_of, num_parameters, parts_of, stage_parameters, transformer_costs
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.presets import preset
+from farandole.protocol.run.models import preset
 from farandole.training.model.model import build_model, initialise_, language_loss, rotary_tables, rotate
 
 

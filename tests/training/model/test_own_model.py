@@ -10,10 +10,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farandole.protocol.run.cut import names_of_stage, shapes_of, stage_parameters
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.models import names_of_stage, num_parameters, shapes_of, stage_parameters
 from farandole.protocol.run.own_model import OwnModel, Settings
-from farandole.protocol.run.presets import num_parameters
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
 from farandole.training.data.dataset import Sampler, Text

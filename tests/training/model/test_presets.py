@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.presets import PRESETS, num_parameters, preset
+from farandole.protocol.run.models import PRESETS, num_parameters, preset
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.model.model import Transformer
 

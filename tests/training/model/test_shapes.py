@@ -3,9 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from farandole.protocol.run.cut import names_of_stage, shapes_of
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.presets import preset
+from farandole.protocol.run.models import names_of_stage, preset, shapes_of
 from farandole.training.model.stages import build_module, build_stage
 
 pytest.importorskip("transformers", reason="the extra 'hf' is not installed")

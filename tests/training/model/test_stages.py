@@ -2,25 +2,25 @@
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.protocol.run.cut import (
+from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.models import (
     MAX_PARAMETER_SHARE,
+    PRESETS,
     Costs,
-    Limit,
     cut,
     cut_by_time,
-    explicit_cut,
     layers_of,
     parameter_costs,
+    preset,
     stage_parameters,
     transformer_costs,
 )
-from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.presets import PRESETS, preset
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
 from farandole.training.model.model import build_model
@@ -56,8 +56,8 @@ def test_no_cut_within_a_limit_has_a_cheaper_dearest_stage(layers: list[tuple[in
         Costs(tuple(map(float, column)), float(data.draw(st.integers(0, 12)))) for column in zip(*layers, strict=True)
     )
     num_stages = data.draw(st.integers(1, len(layers) + 1))
-    limit = Limit(sizes, float(data.draw(st.integers(1, 40))))
-    allowed = [other for other in every_cut(len(layers), num_stages) if dearest(sizes, other) <= limit.most]
+    limit = sizes, float(data.draw(st.integers(1, 40)))
+    allowed = [other for other in every_cut(len(layers), num_stages) if dearest(sizes, other) <= limit[1]]
 
     if allowed:
         assert dearest(seconds, cut(seconds, num_stages, limit)) == min(dearest(seconds, other) for other in allowed)
@@ -88,10 +88,9 @@ def test_too_many_stages_are_refused(num_stages: int) -> None:
         cut(Costs((1.0, 1.0), 1.0), num_stages)
 
 
-def test_settings_may_say_where_to_cut(model: ModelConfig) -> None:
-    assert explicit_cut([0, 1, 1], 2, 3) == (range(0, 0), range(0, 1), range(1, 2))
-    with pytest.raises(ManifestError, match="do not make"):
-        explicit_cut([1, 2], 2, 2)
+def test_settings_may_say_where_to_cut() -> None:
+    cut_by_hand = msgspec.structs.replace(PRESETS["tiny"], num_stages=3, stage_layers=(0, 1, 1))
+    assert layers_of(cut_by_hand) == (range(0, 0), range(0, 1), range(1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].num_layers >= 4])

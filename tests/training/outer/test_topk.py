@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.protocol.run.codec_sizes import DEFAULT_TOPK
+from farandole.protocol.run.outer_rules import DEFAULT_TOPK
 from farandole.training.base.errors import CodecError, DivergedError
 from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec

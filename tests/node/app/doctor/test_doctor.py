@@ -56,8 +56,8 @@ from farandole.protocol.run.manifest import (
     TokenizerConfig,
     sign_manifest,
 )
+from farandole.protocol.run.models import preset
 from farandole.protocol.run.own_model import OwnModel
-from farandole.protocol.run.presets import preset
 from farandole.protocol.wire.identity import peer_id_of
 
 from ....patience import PATIENCE

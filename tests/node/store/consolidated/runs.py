@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.run.cut import stage_of
 from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_body, sign_manifest
+from farandole.protocol.run.models import stage_of
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 

@@ -13,8 +13,7 @@ from farandole.node.inspect.listing import offers_of
 from farandole.node.store.consolidated.folder import consolidate, read_folder, verify_hashes
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import InnerConfig, decode_manifest
-from farandole.protocol.run.outer_rules import NoLoCoConfig
-from farandole.protocol.run.vectors import required_vectors
+from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
 from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.identity import peer_id_of
 

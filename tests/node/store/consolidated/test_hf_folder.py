@@ -14,8 +14,7 @@ from farandole.node.store.consolidated.folder import consolidate, read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.protocol.run.outer_rules import NoLoCoConfig
-from farandole.protocol.run.vectors import OPTIMIZER_VECTORS, required_vectors
+from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
 from farandole.training.engine.learner import Learner
 
 from .logits import assert_same_logits

@@ -1,4 +1,4 @@
-"""The cut of a model into stages, and the stages' sizes. Imports no torch: the mesh process reads this.
+"""Models by name, their parameters, and their cut into stages. Imports no torch: the mesh process reads this.
 
 The cut follows from the run's settings alone, so that every node cuts alike. If the settings do not give it, it is
 computed from counted costs. The creator of a run can measure instead (`farandole.training.engine.measure`) and put the
@@ -9,16 +9,110 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 from ..wire.errors import ManifestError
 from ..wire.safetensors import Shape
 from .families.base import repeated
 from .manifest import ModelConfig
-from .own_model import OwnModel
-from .presets import parts_of
+from .own_model import count
+
+# A preset's name is its number of parameters with the byte-level vocabulary of 256 (within 5 %; a larger vocabulary
+# adds width x vocabulary). Heads are 16 to 128 wide and the SwiGLU layer about 8/3 of the width, as in Llama (arXiv
+# 2302.13971); only ``tiny``, the model of the measurements in BENCHMARKS.md, departs from that.
+
+
+def _preset(num_layers: int, width: int, num_heads: int, hidden: int, context: int) -> ModelConfig:
+    return ModelConfig(num_layers, width, num_heads, hidden, context, vocabulary=256)
+
+
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "tiny": _preset(2, 32, 2, 128, 64),  # 41 k: tests and testnets
+        "0.5M": _preset(4, 96, 4, 288, 128),
+        "3M": _preset(6, 192, 6, 576, 256),
+        "10M": _preset(8, 320, 5, 864, 512),
+        "30M": _preset(9, 512, 8, 1_472, 1_024),
+        "125M": _preset(18, 768, 12, 1_984, 1_024),
+        "350M": _preset(27, 1_024, 16, 2_816, 1_024),
+        "1B": _preset(20, 2_048, 16, 5_504, 2_048),
+    }
+)
+
+
+def preset(name: str) -> ModelConfig:
+    """Return the preset of this name; raise `ManifestError` with the known names if there is none."""
+    if name not in PRESETS:
+        raise ManifestError(f"model: no preset is called {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+# The parameters of a whole model by name and shape, without building it. They are in the order in which the modules
+# define them (`farandole.training.model.model`, `hf`, `own_model`), so a file written by these shapes has the same
+# layout as one that a module of the whole model saves.
+
+# Layer names of each kind of model; every other parameter belongs to the model's ends.
+_LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
+
+
+def shapes_of(model: ModelConfig) -> dict[str, Shape]:
+    """Return each parameter's shape by its name, of all stages together."""
+    if model.external is not None:
+        return dict(model.external.parameters)
+    if model.own is not None:
+        if not model.own.has_sections:
+            return dict(model.own.ends)
+        ends = {f"ends.{name}": shape for name, shape in model.own.ends.items()}
+        return {**ends, **repeated("layers", model.num_layers, model.own.layer)}
+    if model.hf is not None:
+        return {**repeated(model.hf.layers_name, model.num_layers, model.hf.layer_shapes), **model.hf.end_shapes}
+    layers = repeated("layers", model.num_layers, _layer_shapes(model))
+    return {"embedding.weight": (model.vocabulary, model.width), **layers, "norm.weight": (model.width,)}
+
+
+def _layer_shapes(model: ModelConfig) -> dict[str, Shape]:
+    width, hidden = model.width, model.hidden
+    return {
+        "attention_norm.weight": (width,),
+        "attention.qkv.weight": (3 * width, width),
+        "attention.out.weight": (width, width),
+        "mlp_norm.weight": (width,),
+        "mlp.gate_up.weight": (2 * hidden, width),
+        "mlp.down.weight": (width, hidden),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parameter counts of one layer and of both ends: the embedding, the last norm, and a head that is not tied."""
+
+    layer: int
+    ends: int
+    attention_width: int = 0
+    """Width of all heads together; 0 for a user's own module, where it is not known."""
+
+
+def parts_of(model: ModelConfig) -> Parts:
+    """Return the parameter counts of a model's parts."""
+    if model.external is not None:
+        return Parts(0, model.external.num_parameters)
+    if model.own is not None:
+        return Parts(count(model.own.layer), count(model.own.ends))
+    if model.hf is not None:
+        return Parts(count(model.hf.layer_shapes), count(model.hf.end_shapes), model.hf.attention_width)
+    return Parts(count(_layer_shapes(model)), model.vocabulary * model.width + model.width, model.width)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Return the model's number of parameters, counted without building it."""
+    parts = parts_of(model)
+    return parts.ends + model.num_layers * parts.layer
+
+
+# The cut into stages
 
 # Most parameters of a stage, as a multiple of an even share, if the model is cut by time. Parts that are computed fast
 # can be large (an embedding), and parameters are what a node must have memory for, fetch, and exchange each round: with
@@ -41,14 +135,6 @@ class Costs:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The most that a stage may have of another cost."""
-
-    costs: Costs
-    most: float
-
-
 def transformer_costs(model: ModelConfig) -> Costs:
     """Return costs in parameters, with attention's scores counted as the parameters that would multiply as often.
 
@@ -66,11 +152,12 @@ def parameter_costs(model: ModelConfig) -> Costs:
     return Costs((float(parts.layer),) * model.num_layers, float(parts.ends))
 
 
-def cut(costs: Costs, num_stages: int, limit: Limit | None = None) -> tuple[range, ...]:
+def cut(costs: Costs, num_stages: int, limit: tuple[Costs, float] | None = None) -> tuple[range, ...]:
     """Return the layers of each stage, such that the most expensive stage is as cheap as possible; if several cuts are
     equal, earlier stages get less. Every stage but the first has a layer.
 
-    Raises `ManifestError` if there are too few layers, or if no cut is within the limit.
+    ``limit``: another cost, and the most that a stage may have of it. Raises `ManifestError` if there are too few
+    layers, or if no cut is within the limit.
     """
     num_layers = len(costs.layers)
     if not 1 <= num_stages <= num_layers + 1:
@@ -82,7 +169,7 @@ def cut(costs: Costs, num_stages: int, limit: Limit | None = None) -> tuple[rang
     )
 
     def begins_within(bound: float) -> list[int] | None:
-        return _begins([Limit(costs, bound), *([limit] if limit else [])], num_stages)
+        return _begins([(costs, bound), *([limit] if limit else [])], num_stages)
 
     least = bisect_left(bounds, True, key=lambda bound: begins_within(bound) is not None)
     begins = begins_within(bounds[least]) if least < len(bounds) else None
@@ -91,11 +178,11 @@ def cut(costs: Costs, num_stages: int, limit: Limit | None = None) -> tuple[rang
     return tuple(range(first, end) for first, end in pairwise((*begins, num_layers)))
 
 
-def _begins(limits: Sequence[Limit], num_stages: int) -> list[int] | None:
+def _begins(limits: Sequence[tuple[Costs, float]], num_stages: int) -> list[int] | None:
     """Return where each stage begins, filled from the last one, or None if that is not possible within the limits."""
-    sums = [[0.0, *accumulate(limit.costs.layers)] for limit in limits]
-    mosts = [limit.most * (1 + 1e-9) for limit in limits]  # for rounding in the sums of layers
-    begins = [len(limits[0].costs.layers)]
+    sums = [[0.0, *accumulate(costs.layers)] for costs, _ in limits]
+    mosts = [most * (1 + 1e-9) for _, most in limits]  # for rounding in the sums of layers
+    begins = [len(limits[0][0].layers)]
     for stage in range(num_stages - 1, 0, -1):
         end = begins[-1]
         first = max(bisect_left(so_far, so_far[end] - most) for so_far, most in zip(sums, mosts, strict=True))
@@ -103,8 +190,8 @@ def _begins(limits: Sequence[Limit], num_stages: int) -> list[int] | None:
         if first >= end:
             return None
         begins.append(first)
-    for limit, so_far, most in zip(limits, sums, mosts, strict=True):
-        if limit.costs.ends + so_far[begins[-1]] > most:
+    for (costs, _), so_far, most in zip(limits, sums, mosts, strict=True):
+        if costs.ends + so_far[begins[-1]] > most:
             return None
     return [0, *begins[:0:-1]]
 
@@ -119,61 +206,20 @@ def cut_by_time(model: ModelConfig, seconds: Costs) -> tuple[range, ...]:
     even = (sum(parameters.layers) + parameters.ends) / model.num_stages
     least = max(parameters.of(cut(parameters, model.num_stages)))
     most = max(MAX_PARAMETER_SHARE * even, least)
-    return cut(seconds, model.num_stages, Limit(parameters, most))
+    return cut(seconds, model.num_stages, (parameters, most))
 
 
 def layers_of(model: ModelConfig) -> tuple[range, ...]:
-    """Return the layers of each stage of a run's model: from its settings if they give them, otherwise cut by cost.
-
-    Raises `ManifestError` if the settings do not add up.
-    """
+    """Return the layers of each stage of a run's model: from its settings if they give them, otherwise cut by cost."""
     if not model.stage_layers:
         return cut(transformer_costs(model), model.num_stages)
-    return explicit_cut(model.stage_layers, model.num_layers, model.num_stages)
-
-
-def explicit_cut(stage_layers: Sequence[int], num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Cut as ``stage_layers`` says, layers per stage; raise `ManifestError` if they do not add up to all layers."""
-    if len(stage_layers) != num_stages or sum(stage_layers) != num_layers:
-        raise ManifestError(f"layers {list(stage_layers)} do not make {num_layers} in {num_stages} stages")
-    return tuple(range(first, end) for first, end in pairwise(accumulate(stage_layers, initial=0)))
+    return tuple(range(first, end) for first, end in pairwise(accumulate(model.stage_layers, initial=0)))
 
 
 def stage_parameters(model: ModelConfig, stage: int) -> int:
     """Return the number of parameters of a stage: its layers', and the model's ends' if it is the first."""
     parts = parts_of(model)
     return len(layers_of(model)[stage]) * parts.layer + (parts.ends if stage == 0 else 0)
-
-
-# The parameters of a whole model by name and shape, and the stage of each, without building it. Imports no torch.
-#
-# The parameters are in the order in which the modules define them (`farandole.training.model.model`, `hf`,
-# `own_model`), so a file written by these shapes has the same layout as one that a module of the whole model saves.
-
-# Layer names of each kind of model; every other parameter belongs to the model's ends.
-_LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
-
-
-def shapes_of(model: ModelConfig) -> dict[str, Shape]:
-    """Return each parameter's shape by its name, of all stages together."""
-    if model.external is not None:
-        return dict(model.external.parameters)
-    if model.own is not None:
-        return _own(model.own, model.num_layers)
-    if model.hf is not None:
-        hf = model.hf
-        return {**repeated(hf.layers_name, model.num_layers, hf.layer_shapes), **hf.end_shapes}
-    width, hidden = model.width, model.hidden
-    layer = {
-        "attention_norm.weight": (width,),
-        "attention.qkv.weight": (3 * width, width),
-        "attention.out.weight": (width, width),
-        "mlp_norm.weight": (width,),
-        "mlp.gate_up.weight": (2 * hidden, width),
-        "mlp.down.weight": (width, hidden),
-    }
-    layers = repeated("layers", model.num_layers, layer)
-    return {"embedding.weight": (model.vocabulary, width), **layers, "norm.weight": (width,)}
 
 
 def stage_of(model: ModelConfig, name: str) -> int:
@@ -190,10 +236,3 @@ def stage_of(model: ModelConfig, name: str) -> int:
 def names_of_stage(model: ModelConfig, stage: int) -> frozenset[str]:
     """Return the names of the parameters that a stage holds."""
     return frozenset(name for name in shapes_of(model) if stage_of(model, name) == stage)
-
-
-def _own(own: OwnModel, num_layers: int) -> dict[str, Shape]:
-    if not own.has_sections:
-        return dict(own.ends)
-    ends = {f"ends.{name}": shape for name, shape in own.ends.items()}
-    return {**ends, **repeated("layers", num_layers, own.layer)}
