@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from farandole.protocol.run.releases import ReleaseConflict
-from farandole.protocol.state.clock_votes import ClockSkew
+from farandole.protocol.state.believing import ClockSkew
 
 # A peer says its release itself, so a line names few.
 MAX_NAMED: Final = 3

@@ -19,7 +19,7 @@ import trio
 from farandole.protocol.run.releases import Software
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import Session
-from farandole.protocol.state.clock_votes import ClockSkew, judge_clock, votes_of
+from farandole.protocol.state.believing import ClockSkew, judge_clock, votes_of
 from farandole.protocol.state.entries import Delta, Entry, Kind, Payload, decode_delta
 from farandole.protocol.state.entries import Member as MemberPayload
 from farandole.protocol.state.gossip import (
@@ -30,10 +30,8 @@ from farandole.protocol.state.gossip import (
     slices_of,
     sync_periods,
 )
-from farandole.protocol.state.lazy_push import MAX_HAVE_BYTES
-from farandole.protocol.state.lazy_push import PROTOCOL as HAVE_PROTOCOL
 from farandole.protocol.state.liveness import BASE_PERIOD, Liveness
-from farandole.protocol.state.push import MAX_PUSH_BYTES, TICK_SECONDS
+from farandole.protocol.state.push import HAVE_PROTOCOL, MAX_HAVE_BYTES, MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import RunState
 from farandole.protocol.state.writer import Mark, Writer
@@ -390,21 +388,21 @@ class GossipService:
                 session.receive_eof()
                 return
             if not session.is_initiator:
-                self._served_inbound.count_bytes(stream.peer, len(data), trio.current_time(), num_messages=0)
-            received = session.receive_data(bytes(data))
+                self._served_inbound.count(stream.peer, trio.current_time(), bytes=len(data))
+            deltas, to_send = session.receive_data(bytes(data))
             if session.is_initiator and session.peer_now is not None and not is_clock_noted:
                 is_clock_noted = True
                 self._note_clock(stream.peer, session.peer_now)
-            for delta in received.deltas:
+            for delta in deltas:
                 await self._merge(delta, stream.peer, is_asked=session.is_initiator)
-            if received.to_send:
-                await stream.send_all(received.to_send)
+            if to_send:
+                await stream.send_all(to_send)
 
     async def _merge(self, delta: Delta, peer: bytes, *, is_asked: bool) -> None:
         forward = is_worth_forwarding(delta)
         for part in slices_of(delta):
             if not is_asked:
-                self._served_inbound.count_items(peer, len(part.entries) + len(part.proofs), trio.current_time())
+                self._served_inbound.count(peer, trio.current_time(), entries=len(part.entries) + len(part.proofs))
             report = self._gossip.merge(part, peer, self._unix(), trio.current_time(), forward, is_asked=is_asked)
             self._take_note(report.new)
             await trio.lowlevel.checkpoint()

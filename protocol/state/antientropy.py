@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -34,8 +33,7 @@ from ..wire.errors import LocalProtocolError, RemoteProtocolError
 from ..wire.framing import FrameParser
 from ..wire.framing import frame as in_frame
 from ..wire.messagepack import MessageDecoder, encode
-from .entries import ID_BYTES, MAX_DELTA_BYTES, MAX_SLOTS, MAX_TICK, Delta, Key, Kind, Proof, Signed
-from .packing import deltas_of, packed
+from .entries import ID_BYTES, MAX_DELTA_BYTES, MAX_SLOTS, Delta, Key, Kind, Proof, Signed, deltas_of, packed
 from .state import DIGEST_BYTES, NUM_BUCKETS, AuthorRefs, RunState
 
 VERSION = 1
@@ -63,18 +61,9 @@ _AUTHOR_BYTES = 2 + 32 + 2 + 3
 _MAX_AUTHORS_A_FRAME = 1_800
 
 _Slot = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
-_Ref = tuple[
-    _Slot,
-    Annotated[int, msgspec.Meta(ge=0, le=MAX_TICK)],
-    Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)],
-]
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A message of the session; its tag comes first on the wire."""
-
-
-class SyncHello(_Frame, frozen=True, tag=1):
+class SyncHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
     """The first frame of each side: its run, clock and root."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -86,7 +75,7 @@ class SyncHello(_Frame, frozen=True, tag=1):
     """Send heartbeats too."""
 
 
-class Buckets(_Frame, frozen=True, tag=2):
+class Buckets(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
     """The responder's bucket digests, one after the other."""
 
     digests: Annotated[
@@ -94,24 +83,16 @@ class Buckets(_Frame, frozen=True, tag=2):
     ]
 
 
-class WireRefs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The entries that the initiator has of one author."""
-
-    author: Key
-    is_forked: bool
-    slots: Annotated[tuple[_Ref, ...], msgspec.Meta(max_length=MAX_SLOTS)]
-
-
-class Refs(_Frame, frozen=True, tag=3):
+class Refs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
     """The entries that the initiator has in some buckets; it lacks all others in them."""
 
     buckets: Annotated[bytes, msgspec.Meta(max_length=NUM_BUCKETS)]
     """Indices of the buckets that this frame completes, a byte each."""
-    authors: Annotated[tuple[WireRefs, ...], msgspec.Meta(max_length=_MAX_AUTHORS_A_FRAME)]
+    authors: Annotated[tuple[AuthorRefs, ...], msgspec.Meta(max_length=_MAX_AUTHORS_A_FRAME)]
     is_last: bool
 
 
-class DeltaFrame(_Frame, frozen=True, tag=4):
+class DeltaFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
     """Entries and proofs that the other side lacks."""
 
     delta: Delta
@@ -125,14 +106,14 @@ class WantedSlots(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """Empty: the responder lacks the proof that the author has forked."""
 
 
-class Wants(_Frame, frozen=True, tag=5):
+class Wants(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
     """The entries that the responder lacks."""
 
     authors: Annotated[tuple[WantedSlots, ...], msgspec.Meta(max_length=_MAX_AUTHORS_A_FRAME)]
     is_last: bool
 
 
-class Done(_Frame, frozen=True, tag=6):
+class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
     """The initiator has sent everything."""
 
 
@@ -144,14 +125,6 @@ decode_frame = MessageDecoder[Frame](Frame, "a frame of anti-entropy")
 def encode_frame(frame: Frame) -> bytes:
     """Return a frame with its length before it."""
     return in_frame(encode(frame), MAX_FRAME_BYTES)
-
-
-@dataclass(slots=True)
-class SyncReceived:
-    """The result of `receive_data`: deltas to merge, and bytes to send back."""
-
-    deltas: list[Delta] = field(default_factory=list)
-    to_send: bytes = b""
 
 
 class Session:
@@ -190,19 +163,21 @@ class Session:
         self._send(self._hello)
         return self._take_output()
 
-    def receive_data(self, data: bytes) -> SyncReceived:
-        """Take bytes from the stream."""
-        received = SyncReceived()
+    def receive_data(self, data: bytes) -> tuple[list[Delta], bytes]:
+        """Take bytes from the stream; return deltas to merge, and bytes to send back."""
+        deltas: list[Delta] = []
         self._num_received += len(data)
         if self._num_received > MAX_SENT_BYTES + MAX_FRAME_BYTES:
             raise RemoteProtocolError("more bytes than a session of anti-entropy has")
         self._parser.receive_data(data)
         while (raw := self._parser.next_frame()) is not None:
-            self._handle(decode_frame(raw), received)
+            frame = decode_frame(raw)
+            self._handle(frame)
+            if isinstance(frame, DeltaFrame):
+                deltas.append(frame.delta)
         if self.is_done and self._parser.buffered:
             raise RemoteProtocolError("bytes after the end of the session")
-        received.to_send = self._take_output()
-        return received
+        return deltas, self._take_output()
 
     def receive_eof(self) -> None:
         """Note the end of the peer's side of the stream; raise `RemoteProtocolError` if it is too early."""
@@ -221,21 +196,34 @@ class Session:
         self._out.clear()
         return out
 
-    def _handle(self, frame: Frame, received: SyncReceived) -> None:
+    def _handle(self, frame: Frame) -> None:
         if self.is_done or not isinstance(frame, self._expected):
             raise RemoteProtocolError(f"{type(frame).__name__} out of turn")
-        if isinstance(frame, SyncHello):
-            self._on_hello(frame)
-        elif isinstance(frame, Buckets):
-            self._on_buckets(frame)
-        elif isinstance(frame, Refs):
-            self._on_refs(frame)
-        elif isinstance(frame, DeltaFrame):
-            self._on_delta(frame, received)
-        elif isinstance(frame, Wants):
-            self._on_wants(frame)
-        else:
-            self.is_done = True
+        match frame:
+            case SyncHello():
+                self._on_hello(frame)
+            case Buckets(digests):
+                self._send_refs(digests)
+                self._expected = (DeltaFrame, Wants)
+            case Refs(buckets, authors, is_last):
+                self._covered.update(buckets)
+                self._refs.update((ref.author, ref) for ref in authors)
+                if is_last:
+                    self._answer()
+            case DeltaFrame(delta) if self.is_initiator and self._with_beats:
+                # merged or not, heartbeats that came from the peer are not sent back to it
+                for signed in delta.entries:
+                    with contextlib.suppress(RemoteProtocolError):  # merging raises it too
+                        entry = self._state.checker.parse(signed)
+                        if entry.kind is Kind.BEAT:
+                            self._beats_seen[entry.author] = entry.tick
+            case Wants(authors, is_last):
+                self._lacking.update((wanted.author, frozenset(wanted.slots)) for wanted in authors)
+                if is_last:
+                    self._send_lacking()
+                    self.is_done = True
+            case Done():
+                self.is_done = True
 
     # what each frame leads to
 
@@ -260,30 +248,26 @@ class Session:
         else:
             self.is_done = True
 
-    def _on_buckets(self, theirs: Buckets) -> None:
-        mine = self._state.bucket_digests
-        differing = [
-            index
-            for index in range(NUM_BUCKETS)
-            if mine[index] != theirs.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        ]
+    @property
+    def _is_full(self) -> bool:
+        return self._state.num_free <= self._state.places.capacity // FULL_SHARE
+
+    def _send_refs(self, theirs: bytes) -> None:
+        """Send references of the buckets that differ, in frames of bounded size; a bucket belongs to that of its end.
+
+        ``theirs``: the responder's digests.
+        """
+        places = range(0, len(theirs), DIGEST_BYTES)
+        digests = enumerate(zip(self._state.bucket_digests, places, strict=True))
+        differing = [index for index, (own, at) in digests if own != theirs[at : at + DIGEST_BYTES]]
         if self._is_full:
             differing.sort(key=lambda index: (index - self._state.next_bucket) % NUM_BUCKETS)
             differing = differing[:MAX_BUCKETS_OF_FULL]
             self._state.next_bucket = differing[-1] + 1 if differing else 0
         else:
             self._rng.shuffle(differing)
-        self._send_refs(differing)
-        self._expected = (DeltaFrame, Wants)
-
-    @property
-    def _is_full(self) -> bool:
-        return self._state.num_free <= self._state.places.capacity // FULL_SHARE
-
-    def _send_refs(self, buckets: list[int]) -> None:
-        """Send references in frames of bounded size; a bucket belongs to the frame in which it ends."""
-        ended, authors, size, total = bytearray(), list[WireRefs](), 0, 0
-        for bucket in buckets:
+        ended, authors, size, total = bytearray(), list[AuthorRefs](), 0, 0
+        for bucket in differing:
             if total > MAX_REFS_BYTES:
                 break
             for ref in self._state.refs([bucket]):
@@ -291,20 +275,11 @@ class Session:
                 if size + cost > MAX_DELTA_BYTES - NUM_BUCKETS:
                     self._send(Refs(bytes(ended), tuple(authors), False))
                     ended, authors, size = bytearray(), [], 0
-                slots = tuple((slot, tick, entry_id) for slot, (tick, entry_id) in ref.slots.items())
-                authors.append(WireRefs(ref.author, ref.is_forked, slots))
+                authors.append(ref)
                 size += cost
                 total += cost
             ended.append(bucket)
         self._send(Refs(bytes(ended), tuple(authors), True))
-
-    def _on_refs(self, refs: Refs) -> None:
-        self._covered.update(refs.buckets)
-        for wire in refs.authors:
-            slots = {slot: (tick, entry_id) for slot, tick, entry_id in wire.slots}
-            self._refs[wire.author] = AuthorRefs(wire.author, wire.is_forked, slots)
-        if refs.is_last:
-            self._answer()
 
     def _answer(self) -> None:
         """Send, as the responder, what the initiator lacks, then what the initiator should send."""
@@ -319,8 +294,9 @@ class Session:
             for author in self._rng.sample(unknown, max(0, len(unknown) - MAX_NEW_TO_FULL)):
                 del mine[author]
         for author in {**mine, **self._refs}:
-            nothing = AuthorRefs(author, False, {})
-            own, theirs = mine.get(author, nothing), self._refs.get(author, nothing)
+            nothing = AuthorRefs(author, False, ())
+            theirs = self._refs.get(author, nothing)
+            own_slots, their_slots = mine.get(author, nothing).by_slot(), theirs.by_slot()
             proof = self._state.proof_of(author)
             if proof is not None:
                 proofs += [] if theirs.is_forked else [proof]
@@ -330,14 +306,16 @@ class Session:
                 entries += [
                     entry.signed
                     for entry in self._state.entries_of(author)
-                    if entry.kind is not Kind.BEAT and _is_news((entry.tick, entry.id), theirs.slots.get(entry.slot))
+                    if entry.kind is not Kind.BEAT and _is_news((entry.tick, entry.id), their_slots.get(entry.slot))
                 ]
-                if slots := tuple(slot for slot, ref in theirs.slots.items() if _is_news(ref, own.slots.get(slot))):
+                if slots := tuple(slot for slot, ref in their_slots.items() if _is_news(ref, own_slots.get(slot))):
                     wanted.append(WantedSlots(author, slots))
         known = [item for item in wanted if item.author in self._state]
         new = [item for item in wanted if item.author not in self._state]
         wanted = known + new[: self._state.num_free]
-        wants = _wants(wanted)
+        parts = packed(wanted, lambda item: _AUTHOR_BYTES + 3 * len(item.slots), MAX_DELTA_BYTES - NUM_BUCKETS)
+        packs = [*parts] or [()]
+        wants = [Wants(pack, pack is packs[-1]) for pack in packs]
         self._send_deltas(deltas_of(entries, proofs), reserve=sum(len(encode_frame(part)) for part in wants))
         for part in wants:
             self._send(part)
@@ -352,20 +330,8 @@ class Session:
                 return
             self._send(frame)
 
-    def _on_delta(self, frame: DeltaFrame, received: SyncReceived) -> None:
-        received.deltas.append(frame.delta)
-        if self.is_initiator and self._with_beats:
-            # merged or not, heartbeats that came from the peer are not sent back to it
-            for signed in frame.delta.entries:
-                with contextlib.suppress(RemoteProtocolError):  # merging raises it too
-                    entry = self._state.checker.parse(signed)
-                    if entry.kind is Kind.BEAT:
-                        self._beats_seen[entry.author] = entry.tick
-
-    def _on_wants(self, wants: Wants) -> None:
-        self._lacking.update((wanted.author, frozenset(wanted.slots)) for wanted in wants.authors)
-        if not wants.is_last:
-            return
+    def _send_lacking(self) -> None:
+        """Send, as the initiator, what the responder lacks."""
         entries: list[Signed] = []
         proofs: list[Proof] = []
         for author, wanted in self._lacking.items():
@@ -377,15 +343,8 @@ class Session:
             entries += [beat.signed for beat in beats if beat.tick > self._beats_seen.get(beat.author, -1)]
         self._send_deltas(deltas_of(entries, proofs), reserve=64)
         self._send(Done())
-        self.is_done = True
 
 
 def _is_news(ref: tuple[int, bytes], known: tuple[int, bytes] | None) -> bool:
     """Return whether a reference is newer, or has the same tick and another id (a fork, which both must see)."""
     return known is None or ref[0] > known[0] or (ref[0] == known[0] and ref[1] != known[1])
-
-
-def _wants(wanted: list[WantedSlots]) -> list[Wants]:
-    """Return at least one message, the last one marked."""
-    packs = [*packed(wanted, lambda item: _AUTHOR_BYTES + 3 * len(item.slots), MAX_DELTA_BYTES - NUM_BUCKETS)] or [()]
-    return [Wants(pack, pack is packs[-1]) for pack in packs]

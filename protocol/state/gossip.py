@@ -7,17 +7,16 @@ Its methods take what arrives and the time by two clocks: ``unix`` for the entri
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from ..wire.errors import FloodError, RemoteProtocolError
 from ..wire.token_bucket import PeerMeters
 from .antientropy import Session
 from .author_places import Introducer
 from .entries import Delta, Entry, Kind
-from .lazy_push import ID_BYTES, decode_have
 from .liveness import BASE_PERIOD, Liveness
-from .push import NUM_CHOSEN, Push, SendBatch, decode_batch
+from .push import ID_BYTES, NUM_CHOSEN, Push, SendBatch, decode_batch, decode_have
 from .state import MergeReport, RunState
 
 # Limits on the valid gossip that a peer may send: more than any honest peer sends is a fault.
@@ -28,44 +27,35 @@ from .state import MergeReport, RunState
 # others never makes an honest peer a flooder.
 
 
-@dataclass(frozen=True, slots=True)
-class InboundLimit:
-    """A limit on what one peer may send at once (``burst``) and per second (``rate``)."""
-
-    what: str
-    burst: float
-    rate: float
-
-
-MESSAGES = InboundLimit("messages", burst=512, rate=20)
-"""An honest peer sends a batch and ids a tick, four messages a second, or 14 if its entries have the largest size; a
-stall of a minute holds up 240 of them. A message costs 50 us before its entries are looked at."""
-BYTES = InboundLimit("bytes", burst=4 * 1024 * 1024, rate=256 * 1024)
-"""The burst is what an honest peer queues for another (`farandole.node.state.messenger`). The rate is more than
-`MAX_ITEMS_A_TICK` of the longest entries."""
-ITEMS = InboundLimit("entries", burst=6_000, rate=400)
-"""A stall of a minute, 80 a second; and half more than `MAX_ITEMS_A_TICK` allows an honest peer. An entry costs 0.1 ms
-if it is new, so a peer costs 4 % of a core in the long run."""
+INBOUND_LIMITS: Final[dict[str, tuple[float, float]]] = {
+    # An honest peer sends a batch and ids a tick, four messages a second, or 14 if its entries have the largest size; a
+    # stall of a minute holds up 240 of them. A message costs 50 us before its entries are looked at.
+    "messages": (512, 20),
+    # At once: what an honest peer queues for another (`farandole.node.state.messenger`). A second: more than
+    # `MAX_ITEMS_A_TICK` of the longest entries.
+    "bytes": (4 * 1024 * 1024, 256 * 1024),
+    # A stall of a minute, 80 a second; and half more than `MAX_ITEMS_A_TICK` allows an honest peer. An entry costs
+    # 0.1 ms if it is new, so a peer costs 4 % of a core in the long run.
+    "entries": (6_000, 400),
+}
+"""What one peer may send at once, and per second."""
 
 
 class InboundMeter:
     """Counts what each peer sends without being asked. ``now``: monotonic seconds."""
 
     def __init__(self) -> None:
-        self._meters = {limit: PeerMeters(limit.burst, limit.rate) for limit in (MESSAGES, BYTES, ITEMS)}
+        self._meters = {what: PeerMeters(burst, rate) for what, (burst, rate) in INBOUND_LIMITS.items()}
 
-    def count_bytes(self, peer: bytes, num_bytes: int, now: float, num_messages: int = 1) -> None:
-        """Count bytes before they are parsed. Raises `FloodError` if they are more than an honest peer sends."""
-        self._count(MESSAGES, peer, num_messages, now)
-        self._count(BYTES, peer, num_bytes, now)
+    def count(self, peer: bytes, now: float, **counts: int) -> None:
+        """Count ``messages`` and ``bytes`` before they are parsed, and ``entries`` before they are verified.
 
-    def count_items(self, peer: bytes, num_items: int, now: float) -> None:
-        """Count items before they are verified. Raises `FloodError` as `count_bytes` does."""
-        self._count(ITEMS, peer, num_items, now)
-
-    def _count(self, limit: InboundLimit, peer: bytes, count: int, now: float) -> None:
-        if not self._meters[limit].of(peer, now).take(now, count):
-            raise FloodError(f"more than {limit.burst:,.0f} {limit.what} at once, or {limit.rate:,.0f} a second")
+        Raises `FloodError` if they are more than an honest peer sends.
+        """
+        for what, count in counts.items():
+            if not self._meters[what].of(peer, now).take(now, count):
+                burst, rate = INBOUND_LIMITS[what]
+                raise FloodError(f"more than {burst:,.0f} {what} at once, or {rate:,.0f} a second")
 
 
 MAX_FORWARDED = 64
@@ -127,9 +117,9 @@ class Gossip:
 
     def receive_push(self, peer: bytes, payload: bytes, unix: float, now: float) -> MergeReport:
         """Take in a batch. Raises `RemoteProtocolError` if it is malformed, `FloodError` if the peer sends too much."""
-        self.inbound.count_bytes(peer, len(payload), now)
+        self.inbound.count(peer, now, messages=1, bytes=len(payload))
         batch = decode_batch(payload)
-        self.inbound.count_items(peer, len(batch.delta.entries) + len(batch.delta.proofs), now)
+        self.inbound.count(peer, now, entries=len(batch.delta.entries) + len(batch.delta.proofs))
         self.push.heard(peer, batch, now)
         report = self.merge(batch.delta, peer, unix, now)
         self.reached(peer)
@@ -137,9 +127,9 @@ class Gossip:
 
     def receive_ids(self, peer: bytes, payload: bytes, now: float) -> None:
         """Take in announced ids. Raises as `receive_push` does."""
-        self.inbound.count_bytes(peer, len(payload), now)
+        self.inbound.count(peer, now, messages=1, bytes=len(payload))
         have = decode_have(payload)
-        self.inbound.count_items(peer, len(have.wanted) // ID_BYTES, now)
+        self.inbound.count(peer, now, entries=len(have.wanted) // ID_BYTES)
         self.push.heard_ids(peer, have, now)
         self.reached(peer)
 
@@ -155,7 +145,13 @@ class Gossip:
         if meter.available(now) < 1.0:
             raise RemoteProtocolError("too many invalid entries from this peer")
         report = self.state.merge(delta, unix, Introducer(peer, self._network_of(peer)), is_asked=is_asked)
-        self._note_beats(report.new, now)
+        beats = [entry for entry in report.new if entry.kind is Kind.BEAT and entry.author != self.author]
+        came_to_life = dict.fromkeys(beat.author for beat in beats if not self.liveness.is_live(beat.author, now))
+        for beat in beats:
+            self.liveness.beat(beat.author, beat.tick, now)
+        num_live = len(self.liveness.live(now)) if came_to_life else 0
+        for author in came_to_life:
+            self.push.welcome(author, num_live, now)
         if forward:
             kept_back = {author for author in report.displacing if not self._displacing.of(peer, now).take(now)}
             news = [entry.signed for entry in report.new if entry.author not in kept_back]
@@ -166,19 +162,6 @@ class Gossip:
                 raise RemoteProtocolError(f"too many invalid entries from this peer: {report.faults[0]}")
         return report
 
-    def _note_beats(self, entries: Iterable[Entry], now: float) -> None:
-        came_to_life = []
-        for entry in entries:
-            if entry.kind is Kind.BEAT and entry.author != self.author:
-                was_live = self.liveness.is_live(entry.author, now)
-                self.liveness.beat(entry.author, entry.tick, now)
-                if not was_live:
-                    came_to_life.append(entry.author)
-        if came_to_life:
-            num_live = len(self.liveness.live(now))
-            for peer in came_to_life:
-                self.push.welcome(peer, num_live, now)
-
     def tick(self, unix: float, now: float) -> list[SendBatch]:
         """Drop what has expired, and return what to push. Call this every half second."""
         if self.state.expire(unix):
@@ -186,10 +169,11 @@ class Gossip:
             self.liveness.forget_all_but(present)
         self._avoided = {peer: until for peer, until in self._avoided.items() if until > now}
         self.state.fit_beat_ttl(self.liveness.silence)
-        return self.push.tick(now, lambda peer: self._is_live_member(peer, now), lambda: self.candidates(now))
 
-    def _is_live_member(self, peer: bytes, now: float) -> bool:
-        return self.liveness.is_live(peer, now) and self.state.is_member(peer)
+        def is_candidate(peer: bytes) -> bool:
+            return self.liveness.is_live(peer, now) and self.state.is_member(peer)
+
+        return self.push.tick(now, is_candidate, lambda: self.candidates(now))
 
     def candidates(self, now: float) -> list[bytes]:
         """Return the peers to talk to: live members, without the recently unreachable ones if enough are left.

@@ -14,7 +14,7 @@ import msgspec
 
 from ..run.releases import ReleaseConflict
 from ..wire.identity import public_key_of
-from .clock_votes import ClockSkew
+from .believing import ClockSkew
 from .entries import PARTNER_BYTES, Beat, Progress
 
 # A heartbeat holds a loss in millionths of a nat.

@@ -21,13 +21,32 @@ import enum
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import msgspec
 
 from ..run.invitations import InvitationError, RevokedError, Roster, SeatTakenError, decode_admission
 from ..wire.errors import RemoteProtocolError
 from ..wire.token_bucket import PeerMeters, TokenBucket
 from .author_places import AuthorPlaces, Introducer
-from .entries import PROOF_TTL, RULES, Checker, Delta, Entry, Kind, Member, Payload, Progress, Proof, Signed, slot_of
+from .entries import (
+    ID_BYTES,
+    MAX_SLOTS,
+    MAX_TICK,
+    PROOF_TTL,
+    RULES,
+    Checker,
+    Delta,
+    Entry,
+    Key,
+    Kind,
+    Member,
+    Payload,
+    Progress,
+    Proof,
+    Signed,
+    slot_of,
+)
 
 MAX_AUTHORS = 4_096
 """With at most 50 KB an author this bounds a state to 205 MB under attack; an honest author takes 0.6 KB."""
@@ -91,14 +110,25 @@ class MergeReport:
     """Authors that are new here, each in the place of another one."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuthorRefs:
-    """References to one author's entries, without the contents."""
+_Ref = tuple[
+    Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)],
+    Annotated[int, msgspec.Meta(ge=0, le=MAX_TICK)],
+    Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)],
+]
+"""An entry's slot, tick and id."""
 
-    author: bytes
+
+class AuthorRefs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """References to one author's entries, without the contents; as anti-entropy sends them."""
+
+    author: Key
     is_forked: bool
-    slots: dict[int, tuple[int, bytes]]
-    """Slot -> (tick, id); heartbeats left out."""
+    slots: Annotated[tuple[_Ref, ...], msgspec.Meta(max_length=MAX_SLOTS)]
+    """Heartbeats are left out."""
+
+    def by_slot(self) -> dict[int, tuple[int, bytes]]:
+        """Return slot -> (tick, id)."""
+        return {slot: (tick, entry_id) for slot, tick, entry_id in self.slots}
 
 
 class _Author:
@@ -117,15 +147,16 @@ class _Author:
         self.short_lived_meter = TokenBucket(SHORT_LIVED_BURST, SHORT_LIVED_RATE, now)
 
     def refs(self) -> AuthorRefs:
-        slots = {slot: (entry.tick, entry.id) for slot, entry in self.slots.items() if entry.kind is not _BEAT}
+        entries = self.slots.items()
+        slots = tuple((slot, entry.tick, entry.id) for slot, entry in entries if entry.kind is not _BEAT)
         return AuthorRefs(self.key, self.fork is not None, slots)
 
     def compute_digest(self) -> bytes:
         """Return a hash over everything except heartbeats; empty if there is nothing else."""
         if self.fork is not None:
             return hashlib.sha256(self.key + b"forked").digest()
-        slots = self.refs().slots.items()
-        refs = sorted(slot.to_bytes(2, "big") + tick.to_bytes(5, "big") + entry_id for slot, (tick, entry_id) in slots)
+        slots = self.refs().slots
+        refs = sorted(slot.to_bytes(2, "big") + tick.to_bytes(5, "big") + entry_id for slot, tick, entry_id in slots)
         return hashlib.sha256(self.key + b"".join(refs)).digest() if refs else b""
 
 
@@ -222,14 +253,25 @@ class RunState:
             return refusal
         if not self.checker.is_genuine(entry):
             raise RemoteProtocolError("not a valid entry: its signature")
-        record = record or self._admit(entry.author, now, report)
+        if record is None:
+            if self.places.is_full and (rival := self.places.rival(entry.author, report.introducer)) is not None:
+                self._drop(self._authors[rival])
+                report.displacing.add(entry.author)
+            self.places.add(entry.author, report.introducer)
+            record = self._record(entry.author, now)
         if present is not None and entry.tick == present.tick:
             a, b = sorted((present, entry), key=lambda side: side.id)
             self._mask(record, Proof(a.signed, b.signed), entry.written_at, report)
             return Outcome.MASKED
         if not (record.meter if entry.is_metered else record.short_lived_meter).take(now):
             return Outcome.DEFERRED
-        self._apply(record, entry)
+        record.slots[entry.slot] = entry
+        self._latest = max(self._latest, entry.written_at)
+        record.expires_at = min(record.expires_at, self._expiry(entry))
+        self._next_expiry = min(self._next_expiry, record.expires_at)
+        if entry.kind is not _BEAT:
+            self._touch(record)
+        self._has_roster_changed |= entry.kind is Kind.REVOCATION
         report.new.append(entry)
         return Outcome.NEW
 
@@ -249,18 +291,6 @@ class RunState:
             return Outcome.EXPIRED
         self._mask(record or self._record(author, now), proof, a.written_at, report)
         return Outcome.NEW
-
-    def _apply(self, record: _Author, entry: Entry) -> None:
-        record.slots[entry.slot] = entry
-        self._latest = max(self._latest, entry.written_at)
-        expiry = self._expiry(entry)
-        if expiry < record.expires_at:
-            record.expires_at = expiry
-            self._next_expiry = min(self._next_expiry, expiry)
-        if entry.kind is not _BEAT:
-            self._touch(record)
-        if entry.kind is Kind.REVOCATION:
-            self._has_roster_changed = True
 
     def _mask(self, record: _Author, proof: Proof, written_at: float, report: MergeReport) -> None:
         """Mask an author that has forked: drop its entries, and accept none until the proof expires.
@@ -329,14 +359,6 @@ class RunState:
             return True
         return self._newcomer_meters.of(report.introducer.peer, now).take(now)
 
-    def _admit(self, author: bytes, now: float, report: MergeReport) -> _Author:
-        """Make a new author's record; another author may lose its place to it."""
-        if self.places.is_full and (rival := self.places.rival(author, report.introducer)) is not None:
-            self._drop(self._authors[rival])
-            report.displacing.add(author)
-        self.places.add(author, report.introducer)
-        return self._record(author, now)
-
     def _record(self, author: bytes, now: float) -> _Author:
         record = _Author(author, bucket_of(author), now)
         self._authors[author] = self._buckets[record.bucket][author] = record
@@ -378,7 +400,8 @@ class RunState:
         gone: list[Entry] = []
         is_ahead = self._latest > now + MAX_AHEAD
         for record in [record for record in self._authors.values() if is_ahead or record.expires_at <= now]:
-            expired = [entry for entry in record.slots.values() if not self._is_of_now(entry, now)]
+            held = record.slots.values()
+            expired = [entry for entry in held if self._expiry(entry) <= now or entry.written_at > now + MAX_AHEAD]
             for entry in expired:
                 del record.slots[entry.slot]
             gone += expired
@@ -396,9 +419,6 @@ class RunState:
             self._latest = max((entry.written_at for entry in self), default=0.0)
         return gone
 
-    def _is_of_now(self, entry: Entry, now: float) -> bool:
-        return self._expiry(entry) > now and entry.written_at <= now + MAX_AHEAD
-
     # digests
 
     def _touch(self, record: _Author) -> None:
@@ -408,17 +428,14 @@ class RunState:
     @property
     def bucket_digests(self) -> list[bytes]:
         """Return 256 x 16 bytes: SHA-256 over each bucket's sorted authors; XOR or sums could be cancelled."""
-        return [digest or self._compute_bucket_digest(index) for index, digest in enumerate(self._bucket_digests)]
-
-    def _compute_bucket_digest(self, index: int) -> bytes:
-        digests = []
-        for _, record in sorted(self._buckets[index].items()):
-            if record.digest is None:
-                record.digest = record.compute_digest()
-            digests.append(record.digest)
-        digest = hashlib.sha256(b"".join(digests)).digest()[:DIGEST_BYTES]
-        self._bucket_digests[index] = digest
-        return digest
+        for index, known in enumerate(self._bucket_digests):
+            if known is None:
+                records = [record for _, record in sorted(self._buckets[index].items())]
+                for record in records:
+                    record.digest = record.compute_digest() if record.digest is None else record.digest
+                digests = b"".join(record.digest or b"" for record in records)
+                self._bucket_digests[index] = hashlib.sha256(digests).digest()[:DIGEST_BYTES]
+        return [digest for digest in self._bucket_digests if digest is not None]
 
     @property
     def root(self) -> bytes:

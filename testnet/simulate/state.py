@@ -277,17 +277,17 @@ class SimulatedNode:
         direction, peer, number = key
         unix, now = self.clock.unix(), self.clock.monotonic()
         try:
-            received = session.receive_data(data)
-            for delta in received.deltas:
+            deltas, to_send = session.receive_data(data)
+            for delta in deltas:
                 forward = is_worth_forwarding(delta)
                 report = self.gossip.merge(delta, peer, unix, now, forward, is_asked=session.is_initiator)
                 self._note(report.new)
         except RemoteProtocolError:
             del self._sessions[key]
             return
-        if received.to_send:
+        if to_send:
             back = _TO_INITIATOR if direction == _TO_RESPONDER else _TO_RESPONDER
-            self._send(peer, bytes((back,)) + number.to_bytes(4, "big") + received.to_send)
+            self._send(peer, bytes((back,)) + number.to_bytes(4, "big") + to_send)
         if session.is_done:
             self.gossip.reached(peer)
             self._sessions.pop(key, None)

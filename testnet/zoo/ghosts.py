@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import Messenger, open_messenger
 from farandole.protocol.run.invite import decode_invite
-from farandole.protocol.state.entries import Beat, Kind, Member, Payload, Signed
-from farandole.protocol.state.packing import deltas_of
+from farandole.protocol.state.entries import Beat, Kind, Member, Payload, Signed, deltas_of
 from farandole.protocol.state.push import MAX_BATCH_BYTES, PROTOCOL, Batch
 from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.messagepack import encode

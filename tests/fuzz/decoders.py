@@ -35,7 +35,7 @@ from farandole.protocol.rounds import pairing_messages
 from farandole.protocol.run import invitations, manifest
 from farandole.protocol.run.invite import PREFIX, VERSION, Invite, InviteError, decode_invite, encode_invite
 from farandole.protocol.stages import activations
-from farandole.protocol.state import antientropy, entries, lazy_push, push
+from farandole.protocol.state import antientropy, entries, push
 from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -87,8 +87,8 @@ def sync(data: bytes, *, is_initiator: bool) -> object:
     session = antientropy.Session(_state(), random.Random(0), NOW, is_initiator=is_initiator, with_beats=True)
     if is_initiator:
         session.start()
-    received = session.receive_data(data)
-    return [state.merge(delta, NOW) for state in (_state(),) for delta in received.deltas]
+    deltas, _ = session.receive_data(data)
+    return [state.merge(delta, NOW) for state in (_state(),) for delta in deltas]
 
 
 class _Checker(entries.Checker):
@@ -124,7 +124,7 @@ def _synced() -> tuple[list[bytes], list[bytes]]:
     while data:
         said[turn].append(said[turn][-1] + data)
         turn = 1 - turn
-        data = ends[turn].receive_data(data).to_send
+        _, data = ends[turn].receive_data(data)
     return said[0][1:], said[1][1:]
 
 
@@ -383,7 +383,7 @@ DECODERS: dict[str, Decoder] = {
     "protobuf-punch": protobuf(HolePunch, HolePunch(type=HolePunch.CONNECT, ObsAddrs=[_ADDRESS])),
     "protobuf-stop": protobuf(StopMessage, StopMessage(type=StopMessage.CONNECT, peer=_PAIR, limit=Limit(data=5))),
     "push": of(push.decode_batch, push.Batch),
-    "push-ids": of(lazy_push.decode_have, lazy_push.Have),
+    "push-ids": of(push.decode_have, push.Have),
     "reachability-request": of(reachability.decode_request, reachability.Request),
     "reachability-answer": of(
         lambda raw: reachability.decode_answer(raw, reachability.Request((4_001,))), reachability.DialBackAnswer

@@ -22,8 +22,7 @@ from farandole.node.transfers.sketches import SketchService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind, Member, Payload
-from farandole.protocol.state.packing import deltas_of
+from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind, Member, Payload, deltas_of
 from farandole.protocol.state.push import MAX_BATCH_BYTES, MAX_PUSH_BYTES, PROTOCOL, Batch
 from farandole.protocol.wire.messagepack import encode
 from farandole.training.engine.blocks import content_of

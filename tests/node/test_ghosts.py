@@ -11,8 +11,7 @@ import trio
 from farandole.node.state.messenger import Messenger, open_messenger
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.run.invite import peers_at
-from farandole.protocol.state.entries import Beat, Kind, Member
-from farandole.protocol.state.packing import deltas_of
+from farandole.protocol.state.entries import Beat, Kind, Member, deltas_of
 from farandole.protocol.state.push import MAX_BATCH_BYTES, MAX_PUSH_BYTES, PROTOCOL, Batch
 from farandole.protocol.wire.identity import peer_id_of
 from farandole.protocol.wire.messagepack import encode

@@ -12,7 +12,7 @@ import trio
 from farandole.protocol.mesh.kademlia import run_key
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, may_be_dialled
 from farandole.protocol.run.manifest import Manifest, decode_manifest
-from farandole.protocol.state.clock_votes import NUM_AGREEING, judge_clock, votes_of
+from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.wire.identity import short_name
 
@@ -96,7 +96,7 @@ async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], fl
 
 
 def find_skew(votes: Sequence[float]) -> Finding:
-    """Judge the clock by at least one vote, in seconds by which it is ahead; see `protocol.state.clock_votes`."""
+    """Judge the clock by at least one vote, in seconds by which it is ahead; see `protocol.state.believing`."""
     skew = judge_clock(votes)
     if skew is not None and skew.is_harmful:
         cause = "clock-off" if skew.is_agreed else "clock-disputed"

@@ -32,7 +32,7 @@ from farandole.protocol.state.entries import (
     encode_body,
     entry_id,
 )
-from farandole.protocol.state.gossip import ITEMS, MESSAGES
+from farandole.protocol.state.gossip import INBOUND_LIMITS
 from farandole.protocol.state.push import MAX_PUSH_BYTES, Batch
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import RunState
@@ -130,7 +130,7 @@ async def test_who_floods_with_valid_messages_is_kept_out(
             for payload in make():
                 await stream.send_all(frame(payload, MAX_PUSH_BYTES))
                 num_sent += 1
-        assert num_sent > MESSAGES.burst
+        assert num_sent > INBOUND_LIMITS["messages"][0]
         while attacker.author in victim.host.connected:
             await victim.host.connections.wait_for_change()
         assert "is kept out" in caplog.text
@@ -183,10 +183,10 @@ async def test_large_batches_of_valid_entries_are_a_flood_too() -> None:
         batch = push(*[signed(Ed25519PrivateKey.generate(), Kind.MEMBER, Member()) for _ in range(100)])
         num_sent = 0
         with pytest.raises(trio.BrokenResourceError):
-            while num_sent < MESSAGES.burst:
+            while num_sent < INBOUND_LIMITS["messages"][0]:
                 await stream.send_all(frame(batch, MAX_PUSH_BYTES))
                 num_sent += 1
-        assert num_sent * 100 >= ITEMS.burst
+        assert num_sent * 100 >= INBOUND_LIMITS["entries"][0]
         await victim.hears_friend(1)
 
 

@@ -19,12 +19,11 @@ from farandole.node.state.store import StoreError, open_store
 from farandole.protocol.run.releases import Software
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import SyncHello, encode_frame
-from farandole.protocol.state.clock_votes import ClockSkew
+from farandole.protocol.state.believing import ClockSkew
 from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress
-from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS, MESSAGES
-from farandole.protocol.state.lazy_push import PROTOCOL as HAVE_PROTOCOL
+from farandole.protocol.state.gossip import INBOUND_LIMITS, JOIN_LEAD_SECONDS
+from farandole.protocol.state.push import HAVE_PROTOCOL, Batch
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.state.push import Batch
 from farandole.protocol.state.state import MergeReport, RunState
 from farandole.protocol.state.writer import Mark, Writer
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -428,7 +427,7 @@ async def test_a_flood_of_valid_messages_costs_its_sender_its_connection(mock_cl
     async with wired(mock_clock) as wires:
         node, attacker, honest = GossipNode(wires, 1), MemoryHost(wires, author_of(2)), MemoryHost(wires, author_of(3))
         await wires.nursery.start(node.service.run)
-        for _ in range(int(MESSAGES.burst) + 1):
+        for _ in range(int(INBOUND_LIMITS["messages"][0]) + 1):
             attacker.send_nowait(node.author, PUSH_PROTOCOL, encode(Batch(False, Delta())))
         honest.send_nowait(node.author, PUSH_PROTOCOL, encode(Batch(False, Delta((member(3),)))))
         assert node.host.shut_out_peers == [attacker.author]

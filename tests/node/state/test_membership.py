@@ -16,7 +16,7 @@ from farandole.node.state.announcer import ADDRESSES_INTERVAL, MEMBER_INTERVAL, 
 from farandole.node.state.membership import Membership
 from farandole.node.status.journal import Journal
 from farandole.protocol.stages.stage_choice import Provider
-from farandole.protocol.state.clock_votes import ClockSkew
+from farandole.protocol.state.believing import ClockSkew
 from farandole.protocol.state.entries import RULES, Beat, CheckpointNotice, Kind, Member, Payload, StageLease, Suspects
 from farandole.protocol.state.liveness import Liveness
 

@@ -13,7 +13,7 @@ from farandole.node.status.status import (
 )
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, headline
 from farandole.protocol.run.releases import ReleaseConflict
-from farandole.protocol.state.clock_votes import ClockSkew
+from farandole.protocol.state.believing import ClockSkew
 from farandole.protocol.state.state import MAX_AHEAD
 
 from ..statuses import BOB, NOW, STATUS

@@ -13,7 +13,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START, NodeStatus
 from farandole.node.ui.events import REMIND_AFTER, STATUS_INTERVAL, Reminder, keep_reminding
 from farandole.protocol.run.releases import ReleaseConflict
-from farandole.protocol.state.clock_votes import ClockSkew
+from farandole.protocol.state.believing import ClockSkew
 
 from ..statuses import NOW, STATUS
 

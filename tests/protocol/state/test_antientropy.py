@@ -45,9 +45,9 @@ class Transcript:
             receiver, state = (self.responder, bob) if to_bob else (self.initiator, alice)
             answer = b""
             for start in range(0, len(data), piece):
-                received = receiver.receive_data(data[start : start + piece])
-                answer += received.to_send
-                for delta in received.deltas:
+                deltas, to_send = receiver.receive_data(data[start : start + piece])
+                answer += to_send
+                for delta in deltas:
                     self.initiator_got += [] if to_bob else delta.entries
                     state.merge(delta, NOW, Introducer(b"other"))
             data, to_bob = answer, not to_bob
@@ -164,7 +164,7 @@ def test_a_peer_that_never_stops_is_stopped() -> None:
     session = Session(alice, random.Random(0), NOW, is_initiator=True)
     session.start()
     answer = Session(bob, random.Random(0), NOW, is_initiator=False)
-    session.receive_data(answer.receive_data(encode_frame(SyncHello(1, RUN_ID, 0, alice.root))).to_send)
+    session.receive_data(answer.receive_data(encode_frame(SyncHello(1, RUN_ID, 0, alice.root)))[1])
     junk = encode_frame(decode_frame(msgspec.msgpack.encode([4, [[member(1)] * 256, []]])))
 
     def flood() -> None:

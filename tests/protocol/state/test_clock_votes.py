@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.state.clock_votes import MAX_FINE_SKEW, NUM_AGREEING, judge_clock, votes_of
+from farandole.protocol.state.believing import MAX_FINE_SKEW, NUM_AGREEING, judge_clock, votes_of
 from farandole.protocol.state.state import MAX_AHEAD
 
 HOUR = 3_600.0

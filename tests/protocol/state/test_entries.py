@@ -37,11 +37,11 @@ from farandole.protocol.state.entries import (
     StageLease,
     Suspects,
     decode_delta,
+    deltas_of,
     encode_body,
     fit_member,
     payload_size,
 )
-from farandole.protocol.state.packing import deltas_of
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import SMALL_ORDER_KEYS
 

@@ -9,20 +9,25 @@ from hypothesis import strategies as st
 
 from farandole.protocol.state.entries import Delta, Proof, Signed
 from farandole.protocol.state.gossip import Gossip
-from farandole.protocol.state.lazy_push import (
+from farandole.protocol.state.push import (
+    HAVE_PROTOCOL,
     ID_BYTES,
     MAX_AWAITED,
     MAX_HAVE_BYTES,
     MAX_IDS,
+    MAX_ITEMS_A_TICK,
     MAX_RECENT,
+    MIN_REPEATED,
     PATIENCE_SECONDS,
-    PROTOCOL,
+    Batch,
     Have,
+    Push,
     Recall,
+    SendBatch,
+    decode_batch,
     decode_have,
     id_of,
 )
-from farandole.protocol.state.push import MAX_ITEMS_A_TICK, MIN_REPEATED, Batch, Push, SendBatch, decode_batch
 from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
 from farandole.protocol.wire.messagepack import encode
@@ -36,8 +41,8 @@ ITEMS = [member(number) for number in range(10, 10 + MIN_REPEATED)]
 def tick(push: Push, now: float = 0.0) -> tuple[dict[bytes, list[Signed]], dict[bytes, Have]]:
     """Return the items and the ids that go to each neighbour."""
     outputs: Sequence[SendBatch] = push.tick(now, lambda peer: True, lambda: [ALICE, BOB])
-    items = {each.peer: decode_batch(each.payload).delta.entries for each in outputs if each.protocol != PROTOCOL}
-    ids = {each.peer: decode_have(each.payload) for each in outputs if each.protocol == PROTOCOL}
+    items = {each.peer: decode_batch(each.payload).delta.entries for each in outputs if each.protocol != HAVE_PROTOCOL}
+    ids = {each.peer: decode_have(each.payload) for each in outputs if each.protocol == HAVE_PROTOCOL}
     return {peer: list(entries) for peer, entries in items.items()}, ids
 
 

@@ -238,7 +238,7 @@ def test_heartbeats_are_no_part_of_the_root() -> None:
     root = state.root
     state.merge(Delta((beat(1), beat(2))), NOW)
     assert (state.root, len(state)) == (root, 3)
-    assert state.refs(range(NUM_BUCKETS))[0].slots.keys() == {Kind.MEMBER << 8}
+    assert state.refs(range(NUM_BUCKETS))[0].by_slot().keys() == {Kind.MEMBER << 8}
     assert {entry.author for entry in state.expire(NOW + 121)} == {author_of(1), author_of(2)}
     assert state.root == root
 

@@ -10,9 +10,7 @@ import pytest
 
 from farandole.protocol.state import push
 from farandole.protocol.state.entries import Delta, Entry, Kind, Member, Proof, Signed
-from farandole.protocol.state.lazy_push import PROTOCOL as HAVE_PROTOCOL
-from farandole.protocol.state.lazy_push import Have
-from farandole.protocol.state.push import SendBatch
+from farandole.protocol.state.push import HAVE_PROTOCOL, Have, SendBatch
 from farandole.protocol.wire.messagepack import encode
 from farandole.testnet.simulate.simulation import UNIX_EPOCH
 from farandole.testnet.simulate.state import SimulatedNode, World
