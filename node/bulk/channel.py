@@ -27,6 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -44,6 +45,57 @@ _READY = b"ready"
 
 class ChannelError(FarandoleError):
     """A channel broke, or did not come about; the message says why."""
+
+
+class Channel(Protocol):
+    """The part of `BulkChannel` that a pipe uses; tests have channels in memory."""
+
+    @property
+    def session(self) -> bytes:
+        """Its name at both ends."""
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes sent over it up to now, whether they have arrived or not."""
+
+    @property
+    def num_received(self) -> int:
+        """Bytes received over it up to now, whether they prove to be the peer's or not."""
+
+    @property
+    def seconds_held_up(self) -> float:
+        """Seconds that this node's own cap has delayed incoming data."""
+
+    def limit_unsent(self, max_bytes: int) -> None:
+        """Limit the unsent bytes in the kernel, if the system supports it."""
+
+    async def send(self, data: memoryview) -> None:
+        """Send all, or raise `ChannelError`."""
+
+    async def receive(self, incoming: Incoming) -> None:
+        """Fill ``incoming`` to its end, or raise `ChannelError`. Its memory is not touched after the call."""
+
+
+C = TypeVar("C", bound=Channel)
+
+
+class Channels(Protocol[C]):
+    """The part of `farandole.node.bulk.negotiation.BulkService` that pipes use."""
+
+    def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
+        """Let the peer open channels while the block runs."""
+
+    async def acquire(self, peer: bytes) -> C | None:
+        """Return a channel with the peer, or None if there is no way."""
+
+    def take(self, peer: bytes, session: bytes) -> C | None:
+        """Return the channel that the peer has acquired, if it is here."""
+
+    def release(self, channel: C) -> None:
+        """Keep it for the next exchange."""
+
+    def discard(self, channel: C) -> None:
+        """Close it."""
 
 
 def prefer_bbr(connection: socket.socket) -> None:
@@ -110,14 +162,14 @@ class BulkChannel:
 
     async def send(self, data: memoryview) -> None:
         """Send all of it; raise `ChannelError` on failure. A channel that broke or was cancelled is no longer fit."""
-        await self.run(lambda: self.write(data))
+        await self._run(lambda: self._write(data))
 
     async def receive(self, incoming: Incoming) -> None:
         """Fill ``incoming`` to its end, hashing the data and noting the progress. Otherwise as `send`.
 
         After an error the memory beyond its position is undefined.
         """
-        await self.run(lambda: self._receive(incoming))
+        await self._run(lambda: self._receive(incoming))
 
     async def receive_into(self, memory: memoryview) -> bytes:
         """Fill the memory; return the BLAKE3 of what was received. Otherwise as `send`."""
@@ -132,7 +184,7 @@ class BulkChannel:
 
     async def confirm(self) -> None:
         """Wait until the other end has announced itself. Otherwise as `send`."""
-        await self.run(self._confirm)
+        await self._run(self._confirm)
 
     def close(self) -> None:
         """Close at once, with a final record if the connection takes it. No thread may be active."""
@@ -144,8 +196,7 @@ class BulkChannel:
 
     # In threads
 
-    def write(self, data: memoryview) -> None:
-        """Send all of it, in a thread of `run`."""
+    def _write(self, data: memoryview) -> None:
         shaper = self._shaping.up
         size = shaper.quantum - OVERHEAD_BYTES
         for start in range(0, data.nbytes, size):
@@ -156,31 +207,19 @@ class BulkChannel:
             self._is_between_records = True
             self.num_sent += record.nbytes - OVERHEAD_BYTES
 
-    def read(self, memory: memoryview) -> None:
-        """Fill the memory, in a thread of `run`."""
-        position = 0
-        while position < memory.nbytes:
-            if taken := self._opener.take(memory[position:]):
-                position += taken
-            else:
-                self._read_when_due()
-
     def _receive(self, incoming: Incoming) -> None:
+        """Read when the cap allows it; bytes that were reserved and not read count for the next time."""
+        shaper = self._shaping.down
         while rest := incoming.rest:
             if taken := self._opener.take(rest):
                 incoming.advance(taken)
-            else:
-                self._read_when_due()
-
-    def _read_when_due(self) -> None:
-        """Read from the wire when the cap allows it; bytes that were reserved and not read count for the next time."""
-        shaper = self._shaping.down
-        if not self._num_reserved:
-            self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
-            seconds = shaper.reserve(self._num_reserved)
-            self.seconds_held_up += seconds
-            self._pause(seconds)
-        self._num_reserved -= self._read(self._num_reserved)
+                continue
+            if not self._num_reserved:
+                self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
+                seconds = shaper.reserve(self._num_reserved)
+                self.seconds_held_up += seconds
+                self._pause(seconds)
+            self._num_reserved -= self._read(self._num_reserved)
 
     def _read(self, most: int) -> int:
         if self._opener.has_ended:
@@ -205,7 +244,7 @@ class BulkChannel:
 
     # In the event loop
 
-    async def run(self, work: Callable[[], None]) -> None:
+    async def _run(self, work: Callable[[], None]) -> None:
         """Do blocking work in a thread; when cancelled, shut the socket down and wait for the thread."""
         if self._is_broken_off.is_set():
             raise ChannelError("the channel is closed")
@@ -216,8 +255,10 @@ class BulkChannel:
             try:
                 await trio.sleep_forever()
             finally:
-                if not is_done:
-                    self._break_off()
+                if not is_done:  # end the threads, and the connection at the other end
+                    self._is_broken_off.set()
+                    with contextlib.suppress(OSError):
+                        self._connection.shutdown(socket.SHUT_RDWR)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(break_off_if_cancelled)
@@ -230,12 +271,6 @@ class BulkChannel:
         await trio.lowlevel.checkpoint_if_cancelled()
         if failure is not None:
             raise ChannelError(str(failure) or repr(failure)) from failure
-
-    def _break_off(self) -> None:
-        """End the threads, and the connection at the other end."""
-        self._is_broken_off.set()
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 async def open_channel(

@@ -36,9 +36,9 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
-from .exchange_session import ExchangeSession, Judge, Outgoing, too_slow
-from .pipe import BulkPipe
-from .transport import Channels, Transport
+from .channel import Channels
+from .exchange_session import ExchangeSession, Judge, too_slow
+from .pipe import BulkPipe, Outgoing
 
 EXCHANGE_PROTOCOL = "/farandole/exchange/1"
 RESOLVE_PROTOCOL = "/farandole/resolve/1"
@@ -96,22 +96,18 @@ class ExchangeService:
         ``incoming`` is valid only if the result is committed. ``start.deadline`` is of `trio.current_time`.
         """
         exchange = Exchange(start.is_initiator, offer, incoming, on_advance)
-        transport = Transport(start.peer, self.channels)
-
-        def open_pipe(pipe: Pipe, stream: Stream) -> BulkPipe:
-            return BulkPipe(pipe, stream, transport, self._shaping)
-
-        session = ExchangeSession(exchange, outgoing, judge, start, self._outcomes, open_pipe)
+        session = ExchangeSession(exchange, outgoing, judge, start, self._outcomes)
         started_at = trio.current_time()
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)
         reason = "out of time"
         try:
-            # The initiator opens channels.
-            expecting = contextlib.nullcontext() if start.is_initiator else transport.expecting()
+            expecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self.channels is not None and not start.is_initiator:  # who opens channels
+                expecting = self.channels.expecting(start.peer)
             with expecting, trio.move_on_at(start.deadline) as self._running[session]:
                 take_part = self._initiate if start.is_initiator else self._respond
-                reason = await take_part(start, session)
+                reason = await take_part(start, session, exchange.pipe)
         finally:
             del self._running[session]
             self._one_ended.set()
@@ -154,17 +150,17 @@ class ExchangeService:
             else:
                 scope.cancel()
 
-    async def _initiate(self, start: StartExchange, session: ExchangeSession) -> str:
+    async def _initiate(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> str:
         try:
             stream = await self._host.open_stream(start.peer, EXCHANGE_PROTOCOL, DIAL_TIMEOUT)
         except PeerUnreachableError as error:
             return str(error)
         try:
-            return await session.hold(stream, b"")
+            return await session.hold(BulkPipe(pipe, stream, self.channels, self._shaping), b"")
         finally:
             await close_stream(stream)
 
-    async def _respond(self, start: StartExchange, session: ExchangeSession) -> str:
+    async def _respond(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> str:
         expected = self._expected[start.session] = _Expected(start.peer)
         self._expected_more.set()
         self._expected_more = trio.Event()
@@ -173,38 +169,44 @@ class ExchangeService:
                 await expected.arrived.wait()
             if expected.stream is None:
                 return "the partner opened no stream in time"
-            reason = await session.hold(expected.stream, expected.received)
+            bulk = BulkPipe(pipe, expected.stream, self.channels, self._shaping)
+            reason = await session.hold(bulk, expected.received)
         finally:
             del self._expected[start.session]
             expected.done.set()
         if session.is_in_doubt:
-            return await self._resolve(start, session)
+            session.is_committed = await self._resolve(start) == "committed"
+            return "the partner had aborted"
         return reason
 
     async def _serve_exchange(self, stream: Stream) -> None:
         """Handle an incoming stream: find the session that expects it, and keep it open until the session is over."""
+        peer, expected = stream.peer, None
         try:
-            expected = await self._claim_in_time(stream)
+            if self._unclaimed.total() < MAX_UNCLAIMED and self._unclaimed[peer] < MAX_UNCLAIMED_PER_PEER:
+                self._unclaimed[peer] += 1
+                try:
+                    with (
+                        trio.move_on_after(CLAIM_TIMEOUT),
+                        contextlib.suppress(RemoteProtocolError, trio.BrokenResourceError),
+                    ):
+                        expected = await self._claim(stream)
+                finally:
+                    self._unclaimed[peer] -= 1
+                    self._unclaimed += Counter()  # forgets the zeros
             if expected is not None:
                 await expected.done.wait()
         finally:
             await close_stream(stream)
 
-    async def _claim_in_time(self, stream: Stream) -> _Expected | None:
-        peer = stream.peer
-        if self._unclaimed.total() >= MAX_UNCLAIMED or self._unclaimed[peer] >= MAX_UNCLAIMED_PER_PEER:
-            return None
-        self._unclaimed[peer] += 1
-        try:
-            with trio.move_on_after(CLAIM_TIMEOUT), contextlib.suppress(RemoteProtocolError, trio.BrokenResourceError):
-                return await self._claim(stream)
-        finally:
-            self._unclaimed[peer] -= 1
-            self._unclaimed += Counter()  # forgets the zeros
-        return None
-
     async def _claim(self, stream: Stream) -> _Expected | None:
-        received, offer = await _receive_offer(stream)
+        """Read a stream's offer and give the stream to its session; None if that is another peer's, or has one."""
+        received = b""
+        while (offer := peek_offer(received)) is None:
+            more = await stream.receive_some(READ_BYTES)
+            if not more:
+                raise RemoteProtocolError("the stream ended before its offer")
+            received += more
         while offer.session not in self._expected:
             await self._expected_more.wait()
         expected = self._expected[offer.session]
@@ -214,30 +216,22 @@ class ExchangeService:
         expected.arrived.set()
         return expected
 
-    async def _resolve(self, start: StartExchange, session: ExchangeSession) -> str:
+    async def _resolve(self, start: StartExchange) -> Outcome:
         """Ask for the decision until the deadline; this node has promised to commit and does not know it."""
         while True:
-            outcome: Outcome = "undecided"
-            with trio.move_on_after(RESOLVE_TIMEOUT):
-                outcome = await self._ask(start.peer, start.session)
-            if outcome != "undecided":
-                session.is_committed = outcome == "committed"
-                return "the partner had aborted"
+            with (
+                trio.move_on_after(RESOLVE_TIMEOUT),
+                contextlib.suppress(PeerUnreachableError, trio.BrokenResourceError, RemoteProtocolError),
+            ):
+                stream = await self._host.open_stream(start.peer, RESOLVE_PROTOCOL, RESOLVE_TIMEOUT)
+                try:
+                    await stream.send_all(encode_resolve(Resolve(start.session)))
+                    outcome = decode_resolution(await receive_frame(stream, resolve_parser())).outcome
+                finally:
+                    await close_stream(stream)
+                if outcome != "undecided":
+                    return outcome
             await trio.sleep(RESOLVE_INTERVAL)
-
-    async def _ask(self, peer: bytes, session: bytes) -> Outcome:
-        """Ask the initiator once; return "undecided" if there is no answer."""
-        try:
-            stream = await self._host.open_stream(peer, RESOLVE_PROTOCOL, RESOLVE_TIMEOUT)
-        except PeerUnreachableError:
-            return "undecided"
-        try:
-            await stream.send_all(encode_resolve(Resolve(session)))
-            return decode_resolution(await receive_frame(stream, resolve_parser())).outcome
-        except (trio.BrokenResourceError, RemoteProtocolError):
-            return "undecided"
-        finally:
-            await close_stream(stream)
 
     async def _serve_resolve(self, stream: Stream) -> None:
         """Answer a responder in doubt; one question per stream."""
@@ -263,14 +257,3 @@ class _Expected:
     stream: Stream | None = None
     received: bytes = b""
     """The bytes read from the stream up to now: the offer, and perhaps more."""
-
-
-async def _receive_offer(stream: Stream) -> tuple[bytes, Offer]:
-    """Read until the offer is complete; return all bytes and the offer; `RemoteProtocolError` if it is invalid."""
-    received = b""
-    while (offer := peek_offer(received)) is None:
-        more = await stream.receive_some(READ_BYTES)
-        if not more:
-            raise RemoteProtocolError("the stream ended before its offer")
-        received += more
-    return received, offer

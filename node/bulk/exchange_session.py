@@ -7,8 +7,7 @@ partner's while it arrives. The progress of each is in the memory that both proc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 import trio
@@ -28,17 +27,13 @@ from farandole.protocol.exchange.exchange import (
     Step,
     reason_of,
 )
-from farandole.protocol.exchange.pipe import Pipe
 from farandole.protocol.rounds.pairing_events import StartExchange
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.figures import duration, mbit, size
-from ..base.streams import Stream
 from ..status.status import SCREENED_LATE
-from .pipe import BulkPipe, Patience
+from .pipe import BulkPipe, Outgoing, Patience
 
-# How often to check, in seconds, while there is nothing to send: in that time a trainer encodes a few megabytes.
-LOOK_INTERVAL: Final = 0.002
 # The share of the time to the deadline in which a bulk channel has to open.
 ROUTE_UNTIL = 0.2
 # How long a channel may be silent, as a share of the whole time; then a NAT has forgotten it, or the partner is frozen.
@@ -56,73 +51,20 @@ TOO_LONG = "the contributions took too long"
 SLOW_FROM = DATA_UNTIL / 2
 
 
-class Outgoing:
-    """The contribution of this node: ``memory`` is filled from the front, and only `num_ready` bytes may be read.
-
-    ``look`` returns how many bytes are ready, if another process fills the memory.
-    """
-
-    def __init__(self, memory: memoryview, look: Callable[[], int] = lambda: 0) -> None:
-        self.memory = memory.cast("B")
-        self.digest: bytes | None = None
-        """BLAKE3 of all of it; known when all is ready."""
-        self._look = look
-        self._num_ready = 0
-        self._more = trio.Event()
-
-    @classmethod
-    def whole(cls, memory: memoryview, digest: bytes) -> Outgoing:
-        """Make a contribution that is encoded already."""
-        outgoing = cls(memory)
-        outgoing.seal(digest)
-        return outgoing
-
-    @property
-    def num_ready(self) -> int:
-        """The number of bytes that are ready."""
-        return max(self._num_ready, self._look())
-
-    def advance(self, num_ready: int, digest: bytes | None = None) -> None:
-        """Note that ``num_ready`` bytes are ready now; with the hash, all are."""
-        self._num_ready, self.digest = num_ready, digest
-        self._more.set()
-        self._more = trio.Event()
-
-    def seal(self, digest: bytes) -> None:
-        """Note that all is ready, with its hash."""
-        self.advance(self.memory.nbytes, digest)
-
-    async def wait_beyond(self, position: int) -> int:
-        """Wait until more than ``position`` bytes are ready; return how many are."""
-        while (num_ready := self.num_ready) <= position:
-            with trio.move_on_after(LOOK_INTERVAL):
-                await self._more.wait()
-        return num_ready
-
-    async def wait_whole(self) -> bytes:
-        """Wait until all is ready; return its hash."""
-        while self.digest is None:
-            await self._more.wait()
-        return self.digest
-
-
-class Judge(Protocol):
-    """Judges the partner's contribution. It forgets what it saw of a contribution that is not committed."""
-
-    async def refusal(self, size: int, tokens: int) -> str | None:
-        """Return why the complete contribution is refused, or None. ``tokens``: the number that its offer claims."""
+Judge = Callable[[int, int], Awaitable[str | None]]
+"""Returns why the partner's complete contribution is refused, or None: by its size, and the tokens that its offer
+claims. What it saw of a contribution that is not committed does not count."""
 
 
 class _FailedError(Exception):
     """The session comes to nothing, for this reason. Never leaves this file."""
 
-
-class _RefusedError(_FailedError):
-    """One of the two contributions is refused by whom it is for."""
-
-
-class _TooSlowError(_FailedError):
-    """The time was over before both contributions were."""
+    def __init__(self, reason: str, *, is_refused: bool = False, is_too_slow: bool = False) -> None:
+        super().__init__(reason)
+        self.is_refused = is_refused
+        """Whether one of the two contributions is refused by whom it is for."""
+        self.is_too_slow = is_too_slow
+        """Whether the time was over before both contributions were."""
 
 
 class ExchangeSession:
@@ -135,7 +77,6 @@ class ExchangeSession:
         judge: Judge,
         start: StartExchange,
         outcomes: Outcomes,
-        open_pipe: Callable[[Pipe, Stream], BulkPipe],
     ) -> None:
         self.is_committed = False
         self.is_refused = False
@@ -148,7 +89,6 @@ class ExchangeSession:
         self._outgoing = outgoing
         self._judge = judge
         self._outcomes = outcomes
-        self._open_pipe = open_pipe
         self._started_at = trio.current_time()
         self._deadline = start.deadline
         self._offer_by = start.offer_by
@@ -174,9 +114,9 @@ class ExchangeSession:
     def _at(self, share: float) -> float:
         return self._started_at + share * (self._deadline - self._started_at)
 
-    async def hold(self, stream: Stream, received: bytes) -> str:
-        """Run the session over this stream, of which ``received`` was read; return why it failed, or ""."""
-        bulk = self.bulk = self._open_pipe(self._exchange.pipe, stream)
+    async def hold(self, bulk: BulkPipe, received: bytes) -> str:
+        """Run the session over this pipe, of whose stream ``received`` was read; return why it failed, or ""."""
+        self.bulk = bulk
         reason = ""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._run, bulk, received)
@@ -187,18 +127,14 @@ class ExchangeSession:
                 if self._script.cancelled_caught:
                     raise self._failure
             except _FailedError as error:
-                reason, self.is_refused = str(error), isinstance(error, _RefusedError)
-                self.is_too_slow = isinstance(error, _TooSlowError)
+                reason, self.is_refused, self.is_too_slow = str(error), error.is_refused, error.is_too_slow
                 await self._abort(bulk, reason)
             nursery.cancel_scope.cancel()
         return reason
 
     def give_up(self, reason: str) -> None:
         """End the running session, if it is not decided, and send the partner the reason."""
-        self._end(_FailedError(reason))
-
-    def _end(self, failure: _FailedError) -> None:
-        self._failure = failure
+        self._failure = _FailedError(reason)
         self._script.cancel()
 
     def close(self) -> None:
@@ -208,38 +144,30 @@ class ExchangeSession:
 
     # The script
 
-    @property
-    def _partner_tokens(self) -> int:
-        """Tokens that the partner's offer claims."""
-        offer = self._exchange.partner_offer
-        assert offer is not None, "a contribution follows its offer"
-        return offer.tokens
-
     async def _share_contributions(self, bulk: BulkPipe) -> None:
         try:
-            with _until(self.data_by, TOO_LONG, _TooSlowError) as scope:
-                await self._share_offers(bulk)
+            with _until(self.data_by, TOO_LONG, is_too_slow=True) as scope:
+                if not self._exchange.is_initiator:
+                    await self._read_offer()
+                seconds_left = max(0.0, self._deadline - trio.current_time())
+                self._say(bulk, msgspec.structs.replace(self._exchange.offer, seconds_left=seconds_left))
+                if self._exchange.is_initiator:
+                    await self._read_offer()
                 scope.deadline = self.data_by
                 seconds = self._deadline - self._started_at
                 bulk.add(self._outgoing)
                 bulk.begin(Patience(route=ROUTE_UNTIL * seconds, silent=SILENT_FOR * seconds))
                 await bulk.wait_received()
+            offer = self._exchange.partner_offer
+            assert offer is not None, "a contribution follows its offer"
             with _until(self.data_by, SCREENED_LATE):
-                refusal = await self._judge.refusal(self._exchange.offer.size, self._partner_tokens)
+                refusal = await self._judge(offer.size, offer.tokens)
             if refusal is not None:
-                raise _RefusedError(f"{REFUSED}{refusal}")
-            with _until(self.data_by, TOO_LONG, _TooSlowError):
+                raise _FailedError(f"{REFUSED}{refusal}", is_refused=True)
+            with _until(self.data_by, TOO_LONG, is_too_slow=True):
                 await bulk.wait_delivered()
         except trio.ClosedResourceError:
             raise self._failure from None
-
-    async def _share_offers(self, bulk: BulkPipe) -> None:
-        if not self._exchange.is_initiator:
-            await self._read_offer()
-        seconds_left = max(0.0, self._deadline - trio.current_time())
-        self._say(bulk, msgspec.structs.replace(self._exchange.offer, seconds_left=seconds_left))
-        if self._exchange.is_initiator:
-            await self._read_offer()
 
     async def _read_offer(self) -> None:
         """Read the partner's offer; the earlier deadline of the two holds for both."""
@@ -291,17 +219,20 @@ class ExchangeSession:
     async def _hear(self, payload: bytes) -> None:
         message = self._exchange.receive(payload)
         if isinstance(message, Aborted):
-            kind = _RefusedError if message.reason.startswith(REFUSED) else _FailedError
-            if message.reason == TOO_LONG and trio.current_time() >= self._at(SLOW_FROM):
-                kind = _TooSlowError
-            self._end(kind(f"the partner aborted: {message.reason}"))
+            is_too_slow = message.reason == TOO_LONG and trio.current_time() >= self._at(SLOW_FROM)
+            self._failure = _FailedError(
+                f"the partner aborted: {message.reason}",
+                is_refused=message.reason.startswith(REFUSED),
+                is_too_slow=is_too_slow,
+            )
+            self._script.cancel()
         else:
             self._heard.send_nowait(message)
 
     async def _run(self, bulk: BulkPipe, received: bytes) -> None:
         """Run until the stream ends or the partner breaks the protocol; earlier messages are still read."""
         try:
-            await bulk.run(self._hear, lambda name: None, received)
+            await bulk.run(self._hear, received=received)
             self._failure = _FailedError("the partner closed the stream")
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self._failure = _FailedError(f"the connection broke: {error}")
@@ -311,12 +242,12 @@ class ExchangeSession:
 
 
 @contextlib.contextmanager
-def _until(deadline: float, reason: str, kind: type[_FailedError] = _FailedError) -> Iterator[trio.CancelScope]:
+def _until(deadline: float, reason: str, *, is_too_slow: bool = False) -> Iterator[trio.CancelScope]:
     try:
         with trio.fail_at(deadline) as scope:
             yield scope
     except trio.TooSlowError:
-        raise kind(reason) from None
+        raise _FailedError(reason, is_too_slow=is_too_slow) from None
 
 
 def too_slow(num_bytes: int, seconds: float, sent: int, received: int) -> str:

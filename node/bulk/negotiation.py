@@ -20,13 +20,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Protocol
 
 import trio
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farandole.protocol.exchange.bulk import (
     GREETING_BYTES,
     MAX_OFFERED,
     MAX_PROPOSAL_BYTES,
-    TOKEN_BYTES,
     Binding,
     Proposal,
     Side,
@@ -165,18 +163,15 @@ class BulkService:
             reason = str(error)
         finally:  # also when the caller's time is up, which may be less
             if channel is None:
-                self._note_failure(peer, reason)
+                count, pause = self._backoff.note_failure(peer, self._path(peer), trio.current_time())
+                logger.info(
+                    "no bulk channel with %s (%s), %s: exchanges go over the stream; for %.0f s no channel is tried",
+                    short_name(peer),
+                    reason,
+                    "for the first time" if count == 1 else f"{count} times in a row",
+                    pause,
+                )
         return channel
-
-    def _note_failure(self, peer: bytes, reason: str) -> None:
-        count, pause = self._backoff.note_failure(peer, self._path(peer), trio.current_time())
-        logger.info(
-            "no bulk channel with %s (%s), %s: exchanges with it go over the stream; for %.0f s no channel is tried",
-            short_name(peer),
-            reason,
-            "for the first time" if count == 1 else f"{count} times in a row",
-            pause,
-        )
 
     def _path(self, peer: bytes) -> list[str]:
         """Return what a channel depends on: the addresses here, and at the other ends of the peer's connections."""
@@ -212,19 +207,17 @@ class BulkService:
 
     async def _negotiate(self, peer: bytes) -> BulkChannel:
         """Negotiate a channel as the asker; raises what `acquire` treats as a failure."""
-        key = X25519PrivateKey.generate()
         channel: BulkChannel | None = None
         try:
             async with self._observed() as observed:
-                proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key, observed)
                 stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
                 try:
-                    with self._race(proposal, peer) as race:
-                        await stream.send_all(frame(encode(proposal), MAX_PROPOSAL_BYTES))
+                    with self._race(peer, secrets.token_bytes(SESSION_BYTES), observed) as race:
+                        await stream.send_all(frame(encode(race.proposal), MAX_PROPOSAL_BYTES))
                         theirs = await _receive_proposal(stream)
-                        if theirs.session != proposal.session:
+                        if theirs.session != race.session:
                             raise RemoteProtocolError("an answer to another proposal")
-                        channel = await self._run_race(race, stream, theirs, key, is_asker=True)
+                        channel = await self._run_race(race, stream, theirs, is_asker=True)
                 finally:
                     await close_stream(stream)
         except BaseException:  # also when cancelled while the stream closes: nothing else owns the channel yet
@@ -235,27 +228,25 @@ class BulkService:
 
     async def _answer(self, stream: Stream) -> None:
         """Answer a peer's proposal of a channel; the stream closes at the end."""
+        peer = stream.peer
         try:
-            if self._expected[stream.peer]:
-                with trio.move_on_after(OPEN_TIMEOUT):
-                    theirs = await _receive_proposal(stream)
-                    async with self._observed() as observed:
-                        if not self._is_busy(stream.peer, theirs.session):
-                            await self._take_part(stream, theirs, observed)
+            if not self._expected[peer]:
+                return
+            with trio.move_on_after(OPEN_TIMEOUT):
+                theirs = await _receive_proposal(stream)
+                async with self._observed() as observed:
+                    is_taken = theirs.session in self._races or theirs.session in self._idle
+                    if is_taken or any(race.peer == peer for race in self._races.values()):
+                        return
+                    with self._race(peer, theirs.session, observed) as race:
+                        await stream.send_all(frame(encode(race.proposal), MAX_PROPOSAL_BYTES))
+                        channel = await self._run_race(race, stream, theirs, is_asker=False)
+                        self.release(channel)
+                        channel.announce()
         except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
             logger.debug("no bulk channel: %s", error)
         finally:
             await close_stream(stream)
-
-    async def _take_part(self, stream: Stream, theirs: Proposal, observed: list[Address]) -> None:
-        """Take part in the negotiation that a peer has begun."""
-        key = X25519PrivateKey.generate()
-        proposal = self._propose(theirs.session, key, observed)
-        with self._race(proposal, stream.peer) as race:
-            await stream.send_all(frame(encode(proposal), MAX_PROPOSAL_BYTES))
-            channel = await self._run_race(race, stream, theirs, key, is_asker=False)
-            self.release(channel)
-            channel.announce()
 
     @contextlib.asynccontextmanager
     async def _observed(self) -> AsyncIterator[list[Address]]:
@@ -267,48 +258,41 @@ class BulkService:
         async with self._reach.observe_port(listener.getsockname()[1]) as observed:
             yield observed
 
-    def _is_busy(self, peer: bytes, session: bytes) -> bool:
-        """Return whether the peer has a negotiation, or the session's name is in use."""
-        return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
+    @contextlib.contextmanager
+    def _race(self, peer: bytes, session: bytes, observed: list[Address]) -> Iterator[Race]:
+        """Let connections in that greet for this session, until the block ends.
 
-    def _propose(self, session: bytes, key: X25519PrivateKey, observed: list[Address]) -> Proposal:
-        """Make this node's proposal: its half of the keys, and its addresses.
-
-        The addresses are: the ones that the router forwards; the ones that others have observed for the listener; the
-        IP addresses that others see or the host announces, each with the listener's port, since most NATs keep ports if
-        they can (RFC 4787, 4.2.1).
+        This node's proposal has the addresses that the router forwards; the ``observed`` ones, which others see for the
+        listener; the IP addresses that others see or the host announces, each with the listener's port, since most NATs
+        keep ports if they can (RFC 4787, 4.2.1).
         """
+        own = self._host.own
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
-        ips = dict.fromkeys((*self._host.own.observed_ips, *announced_ips(self._host)))
-        mapped = [self._host.own.mapped[port] for port in ports.values() if port in self._host.own.mapped]
+        ips = dict.fromkeys((*own.observed_ips, *announced_ips(self._host)))
+        mapped = [own.mapped[port] for port in ports.values() if port in own.mapped]
         known = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
         addresses = [address for address in dict.fromkeys((*mapped, *observed, *known)) if address[1] >= MIN_PORT]
-        return Proposal(
-            session=session,
-            token=secrets.token_bytes(TOKEN_BYTES),
-            key=key.public_key().public_bytes_raw(),
-            addresses=addresses[:MAX_OFFERED],
-        )
-
-    @contextlib.contextmanager
-    def _race(self, proposal: Proposal, peer: bytes) -> Iterator[Race]:
-        """Let connections in that greet for this session, until the block ends."""
-        race = self._races[proposal.session] = Race(peer, proposal)
+        race = self._races[session] = Race(peer, session, addresses[:MAX_OFFERED])
         try:
             yield race
         finally:
-            del self._races[proposal.session]
+            del self._races[session]
             race.end()
 
-    async def _run_race(
-        self, race: Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, is_asker: bool
-    ) -> BulkChannel:
+    async def _run_race(self, race: Race, stream: Stream, theirs: Proposal, is_asker: bool) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
+
+        async def cancel_at_end() -> None:
+            with contextlib.suppress(trio.BrokenResourceError):
+                while await stream.receive_some(READ_BYTES):
+                    pass
+            nursery.cancel_scope.cancel()
+
         us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
-        channel_secrets = agree(key, us, them, Binding(self._run_id, stream.handshake_hash), is_asker)
+        channel_secrets = agree(race.key, us, them, Binding(self._run_id, stream.handshake_hash), is_asker)
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
+            nursery.start_soon(cancel_at_end)
             in_use = _direct_ips(self._host.remote_addresses(race.peer))
             for address in dialable(theirs.addresses, in_use):
                 nursery.start_soon(self._dial, race, address, False)
@@ -390,14 +374,10 @@ class BulkService:
                     channel.close()
 
     def close(self) -> None:
-        """Close all kept channels."""
-        while self._idle:
-            self._idle.popitem()[1].close()
-
-    def end(self) -> None:
         """Close all kept channels and keep no more: the host's handlers may end later, and release theirs."""
         self._is_closed = True
-        self.close()
+        while self._idle:
+            self._idle.popitem()[1].close()
 
 
 @contextlib.asynccontextmanager
@@ -420,7 +400,7 @@ async def open_bulk(
             yield service
     finally:
         host.own.bulk_ports.difference_update(ports)
-        service.end()
+        service.close()
         for listener in listeners.values():
             listener.close()
 
@@ -484,10 +464,3 @@ async def _receive_exactly(connection: trio.socket.SocketType, size: int) -> byt
 
 async def _receive_proposal(stream: Stream) -> Proposal:
     return decode_proposal(await receive_frame(stream, FrameParser(MAX_PROPOSAL_BYTES)))
-
-
-async def _cancel_at_end(stream: Stream, scope: trio.CancelScope) -> None:
-    with contextlib.suppress(trio.BrokenResourceError):
-        while await stream.receive_some(READ_BYTES):
-            pass
-    scope.cancel()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import trio
 
@@ -23,6 +23,7 @@ from farandole.protocol.exchange.pipe import (
     CHUNK_BYTES,
     CHUNK_OVERHEAD_BYTES,
     MAX_ROUTES,
+    Control,
     Pipe,
     Received,
     Reroute,
@@ -31,19 +32,20 @@ from farandole.protocol.exchange.pipe import (
     Sealed,
     TransferReceived,
 )
-from farandole.protocol.wire.errors import FarandoleError, LocalProtocolError
+from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.incoming import Incoming
 
 from ..base.bandwidth import Shaping
 from ..base.nurseries import open_service_nursery
 from ..base.streams import READ_BYTES, Stream
-from .channel import ChannelError
-from .transport import Channel, Transport
+from .channel import Channel, ChannelError, Channels
 
 logger = logging.getLogger(__name__)
 
 # Number of checks in the time for which a channel may be silent, or a write to the stream may take.
 SILENT_CHECKS = 8
+# How often to check, in seconds, while there is nothing to send: in that time a trainer encodes a few megabytes.
+LOOK_INTERVAL: Final = 0.002
 # A piece over a channel without pacing: the channel divides it into records.
 UNLIMITED_BYTES = 1 << 62
 
@@ -62,33 +64,54 @@ class Patience:
     """Time for the stream to take one message or chunk; checked `SILENT_CHECKS` times in that time."""
 
 
-class Source(Protocol):
-    """The data of a transfer: ``memory`` is filled from the front."""
+class Outgoing:
+    """The data of a transfer: ``memory`` is filled from the front, and only `num_ready` bytes may be read.
+
+    ``look`` returns how many bytes are ready, if another process fills the memory.
+    """
+
+    def __init__(self, memory: memoryview, look: Callable[[], int] = lambda: 0) -> None:
+        self.memory = memory.cast("B")
+        self.digest: bytes | None = None
+        """BLAKE3 of all of it, for hashed pipes; known when all is ready."""
+        self._look = look
+        self._num_ready = 0
+        self._more = trio.Event()
+
+    @classmethod
+    def whole(cls, memory: memoryview, digest: bytes = b"") -> Outgoing:
+        """Make a source that is complete from the start."""
+        outgoing = cls(memory)
+        outgoing.seal(digest)
+        return outgoing
 
     @property
-    def memory(self) -> memoryview:
-        """The whole memory; only bytes that are ready may be read."""
+    def num_ready(self) -> int:
+        """The number of bytes that are ready."""
+        return max(self._num_ready, self._look())
+
+    def advance(self, num_ready: int, digest: bytes | None = None) -> None:
+        """Note that ``num_ready`` bytes are ready now; with the hash, all are."""
+        self._num_ready, self.digest = num_ready, digest
+        self._more.set()
+        self._more = trio.Event()
+
+    def seal(self, digest: bytes) -> None:
+        """Note that all is ready, with its hash."""
+        self.advance(self.memory.nbytes, digest)
 
     async def wait_beyond(self, position: int) -> int:
         """Wait until more than ``position`` bytes are ready; return how many are."""
+        while (num_ready := self.num_ready) <= position:
+            with trio.move_on_after(LOOK_INTERVAL):
+                await self._more.wait()
+        return num_ready
 
     async def wait_whole(self) -> bytes:
-        """Wait until all is ready; return its BLAKE3. Only hashed pipes use it."""
-
-
-class Whole:
-    """A source that is complete from the start, for pipes without hashes."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self.memory = memory.cast("B")
-
-    async def wait_beyond(self, position: int) -> int:
-        """Return the size: everything is ready."""
-        return self.memory.nbytes
-
-    async def wait_whole(self) -> bytes:
-        """Raise `LocalProtocolError`: a pipe without hashes never asks for one."""
-        raise LocalProtocolError("a pipe without hashes asks for no hash")
+        """Wait until all is ready; return its hash."""
+        while self.digest is None:
+            await self._more.wait()
+        return self.digest
 
 
 class Pacing(Protocol):
@@ -104,36 +127,40 @@ class Pacing(Protocol):
 class BulkPipe:
     """One end of a pipe over a stream and, if there is one, a bulk channel.
 
-    ``max_unsent``: limit on the bytes that wait in the kernel of a channel; None: no limit.
+    ``channels``: the node's bulk channels; None: everything goes over the stream. ``max_unsent``: limit on the bytes
+    that wait in the kernel of a channel; None: no limit.
     """
 
     def __init__(
         self,
         pipe: Pipe,
         stream: Stream,
-        transport: Transport,
+        channels: Channels[Any] | None,
         shaping: Shaping,
         pacing: Pacing | None = None,
         max_unsent: int | None = None,
     ) -> None:
         self.pipe = pipe
+        self.channel: Channel | None = None
+        """The bulk channel that is in use, or negotiated."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.seconds_held_up = 0.0
         """Seconds that this node's own cap has delayed what came over the stream."""
         self._stream = stream
-        self._transport = transport
+        self._channels = channels
         self._shaping = shaping
         self._pacing = pacing
         self._max_unsent = max_unsent
         self._patience: Patience | None = None  # once transfers may move
         self._posted: deque[bytes] = deque()
-        self._sources: deque[tuple[int, Source]] = deque()  # (end, source) of what may have to be sent again
+        self._sources: deque[tuple[int, Outgoing]] = deque()  # (end, source) of what may have to be sent again
         self._writing = trio.Lock()  # the stream, whole frames
         self._write_began_at = math.inf
         self._is_broken = False  # it takes nothing any more
         self._is_sending = False  # a piece of a transfer
         self._is_stuck = False
+        self._on_received: Callable[[int], None] = lambda name: None
         self.is_over = False
         """Whether `run` has ended."""
         self._waiting: dict[trio.Event, Callable[[], bool]] = {}
@@ -150,7 +177,7 @@ class BulkPipe:
     async def run(
         self,
         on_message: Callable[[bytes], Awaitable[None]],
-        on_received: Callable[[int], None],
+        on_received: Callable[[int], None] | None = None,
         received: bytes | bytearray = b"",
     ) -> None:
         """Read, write and move until the stream ends; ``received`` was read from it before.
@@ -161,6 +188,7 @@ class BulkPipe:
         Raises `RemoteProtocolError`, `trio.TooSlowError`, `trio.BrokenResourceError`, `trio.ClosedResourceError`, and
         the `FarandoleError` that either of the two raises.
         """
+        self._on_received = on_received or self._on_received
         failures: list[Exception] = []
 
         async def until_failed(task: Callable[[], Awaitable[None]], is_end: bool = False) -> None:
@@ -173,10 +201,10 @@ class BulkPipe:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(until_failed, self._write)
-            nursery.start_soon(until_failed, partial(self._move, on_received))
+            nursery.start_soon(until_failed, self._move)
             nursery.start_soon(until_failed, self._seal_all)
             nursery.start_soon(until_failed, self._watch_writes)
-            await until_failed(partial(self._read, received, on_message, on_received), True)
+            await until_failed(partial(self._read, received, on_message), True)
         self.is_over = True
         self._notify()
         if failures:
@@ -203,7 +231,7 @@ class BulkPipe:
         """Wait until everything posted is written, or the stream takes nothing any more."""
         await self._until(lambda: not self._posted)
 
-    def add(self, source: Source, *, is_held: bool = False) -> None:
+    def add(self, source: Outgoing, *, is_held: bool = False) -> None:
         """Add the source of the transfer that was offered last; ``is_held`` as for `post`."""
         self._sources.append((self.pipe.outgoing.end, source))
         if not is_held:
@@ -218,16 +246,13 @@ class BulkPipe:
             pass
         self._notify()
 
-    async def send(self, announce: Callable[[], tuple[bytes, Source] | None]) -> None:
+    async def send(self, announce: Callable[[], tuple[bytes, Outgoing]]) -> None:
         """Send a transfer; return when all of it is sent, whether it has arrived or not.
 
-        ``announce`` offers the transfer when its turn comes, and returns the frame that announces it and its source;
-        None cancels it.
+        ``announce`` offers the transfer when its turn comes, and returns the frame that announces it and its source.
         """
         await self.wait_offerable()
-        if (announced := announce()) is None:
-            return
-        frame, source = announced
+        frame, source = announce()
         self.post(frame)
         self.add(source)
         end = self.pipe.outgoing.end
@@ -242,41 +267,36 @@ class BulkPipe:
 
         Raises `trio.ClosedResourceError` if that never happens, since `run` has ended; so does `wait_received`.
         """
-        await self._until_or_over(lambda: not (self.pipe.outgoing.is_open or self._is_sending or self._posted))
+        await self._until_unless_over(lambda: not (self.pipe.outgoing.is_open or self._is_sending or self._posted))
 
     async def wait_received(self) -> None:
         """Wait until every announced transfer is here."""
-        await self._until_or_over(lambda: not self.pipe.incoming.is_open)
+        await self._until_unless_over(lambda: not self.pipe.incoming.is_open)
 
     async def wait_routed(self) -> None:
         """Wait until both ends have agreed on a route."""
         await self._until(lambda: self.pipe.step in (RouteStep.CHANNEL, RouteStep.STREAM))
 
     def close(self, is_clean: bool = True) -> None:
-        """Keep the channel for other pipes if nothing more can come over it; otherwise close it."""
-        is_idle = not self.pipe.incoming.is_open and not self.pipe.outgoing.is_open and not self._is_sending
-        (self._transport.keep if is_clean and is_idle else self._transport.discard)()
+        """Keep the channel for other pipes if ``is_clean`` and nothing more can come over it; otherwise close it."""
+        channel, self.channel = self.channel, None
+        if channel is not None and self._channels is not None:
+            is_idle = not self.pipe.incoming.is_open and not self.pipe.outgoing.is_open and not self._is_sending
+            (self._channels.release if is_clean and is_idle else self._channels.discard)(channel)
 
     @property
     def progress(self) -> int:
         """Bytes received up to now over stream and channel, counted from an arbitrary start."""
-        channel = self._transport.channel
-        return self.bytes_received + (0 if channel is None else channel.num_received)
+        return self.bytes_received + (0 if self.channel is None else self.channel.num_received)
 
     @property
     def seconds_capped(self) -> float:
         """Seconds that this node's cap has delayed incoming data on stream and channel, from an arbitrary start."""
-        channel = self._transport.channel
-        return self.seconds_held_up + (0.0 if channel is None else channel.seconds_held_up)
+        return self.seconds_held_up + (0.0 if self.channel is None else self.channel.seconds_held_up)
 
     # The stream
 
-    async def _read(
-        self,
-        received: bytes | bytearray,
-        on_message: Callable[[bytes], Awaitable[None]],
-        on_received: Callable[[int], None],
-    ) -> None:
+    async def _read(self, received: bytes | bytearray, on_message: Callable[[bytes], Awaitable[None]]) -> None:
         pipe, down = self.pipe, self._shaping.down
         while True:
             self.bytes_received += len(received)
@@ -287,7 +307,7 @@ class BulkPipe:
                     case bytes() as payload:
                         await on_message(payload)
                     case TransferReceived(name):
-                        on_received(name)
+                        self._on_received(name)
                 self._notify()
             if pipe.step is RouteStep.STREAM and pipe.num_received > so_far:
                 self.seconds_held_up += await down.wait(len(received))
@@ -307,27 +327,25 @@ class BulkPipe:
             self._notify()
 
     async def _put_posted(self, last: bytes = b"") -> None:
-        """Write all posted frames, and ``last``, in one piece: each write costs the other end a read, too."""
-        num_frames = len(self._posted)
-        if num_frames or last:
-            await self._put(b"".join([*self._posted, last]))
-        for _ in range(num_frames):
-            self._posted.popleft()
+        """Write all posted frames, and ``last``, in one piece: each write costs the other end a read, too.
 
-    async def _put(self, data: bytes) -> None:
-        """Write to the stream. If it is broken, drop the data: earlier messages of the other end must still be read."""
+        If the stream is broken, drop them: earlier messages of the other end must still be read.
+        """
+        num_frames = len(self._posted)
         if self._is_broken:
             await trio.lowlevel.checkpoint()
-            return
-        try:
-            self._write_began_at = trio.current_time()
-            await self._stream.send_all(data)
-            self.bytes_sent += len(data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            logger.debug("writing to the stream broke off: %s", error)
-            self._is_broken = True
-        finally:
-            self._write_began_at = math.inf
+        elif data := b"".join([*self._posted, last]):
+            try:
+                self._write_began_at = trio.current_time()
+                await self._stream.send_all(data)
+                self.bytes_sent += len(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                logger.debug("writing to the stream broke off: %s", error)
+                self._is_broken = True
+            finally:
+                self._write_began_at = math.inf
+        for _ in range(num_frames):
+            self._posted.popleft()
 
     async def _watch_writes(self) -> None:
         """Raise `trio.TooSlowError` when a write takes too long: a scope around each would cost a twelfth of it."""
@@ -349,7 +367,11 @@ class BulkPipe:
         if is_due and not self._is_sending:
             source, position = self._next_source()
             size = min(source.memory.nbytes - position, self._chunk_bytes())
-            if not isinstance(source, Whole) or CHUNK_OVERHEAD_BYTES + size > room or not self._shaping.up.has(size):
+            if (
+                source.num_ready < source.memory.nbytes
+                or CHUNK_OVERHEAD_BYTES + size > room
+                or not self._shaping.up.has(size)
+            ):
                 return False
             self._shaping.up.reserve(size)
             chunk = self.pipe.send_chunk(source.memory[position : position + size])
@@ -362,56 +384,51 @@ class BulkPipe:
 
     # The routes
 
-    async def _move(self, on_received: Callable[[int], None]) -> None:
+    async def _move(self) -> None:
         await self._until(lambda: self._patience is not None)
         if self.pipe.is_large:
-            await self._agree(on_received)
-        while (channel := self._transport.channel) is not None:
+            await self._agree()
+        while (channel := self.channel) is not None:
             if self._max_unsent is not None:
                 channel.limit_unsent(self._max_unsent)
-            await self._move_over(channel, on_received)
-            self._transport.discard()
-            await self._agree(on_received)
+            self._is_stuck = False
+            async with open_service_nursery() as nursery:  # after which no thread is active any more
+                nursery.start_soon(self._send_over, channel)
+                nursery.start_soon(self._receive_over, channel)
+                if self.pipe.is_opener:
+                    await self._until(lambda: self._is_stuck or self.pipe.step is RouteStep.LOST)
+                else:
+                    await self._until(lambda: self.pipe.step is RouteStep.REPLACING)
+            self.close(is_clean=False)
+            await self._agree()
         await self._send_over_stream()
 
-    async def _agree(self, on_received: Callable[[int], None]) -> None:
+    async def _agree(self) -> None:
         """Agree on the next route; nothing moves during this time."""
-        pipe, patience = self.pipe, self._patience
+        pipe, patience, peer = self.pipe, self._patience, self._stream.peer
         assert patience is not None, "transfers may move"
-        if pipe.is_opener:
-            is_last = pipe.num_routes == MAX_ROUTES - 1
-            name = None if is_last else await self._transport.open(trio.current_time() + patience.route)
-            self._settle_whole(on_received)
-            self._send(Route(name, pipe.num_received))
-            with trio.fail_after(patience.answer):
-                await self._until(lambda: pipe.step in (RouteStep.CHANNEL, RouteStep.STREAM))
-            if pipe.channel is None:
-                self._transport.discard()  # the answerer does not have it
-        else:
+        if not pipe.is_opener:
             with trio.fail_after(patience.route + patience.answer):
                 await self._until(lambda: pipe.step in (RouteStep.PROPOSED, RouteStep.REPLACING))
-            self._settle_whole(on_received)
-            self._send(Route(self._transport.take(pipe.proposed), pipe.num_received))
+            if self._channels is not None and pipe.proposed is not None:
+                self.channel = self._channels.take(peer, pipe.proposed)
+        elif self._channels is not None and pipe.num_routes < MAX_ROUTES - 1:
+            with trio.move_on_after(patience.route):
+                self.channel = await self._channels.acquire(peer)
+        self._settle_whole()
+        self._send(Route(None if self.channel is None else self.channel.session, pipe.num_received))
+        if pipe.is_opener:
+            with trio.fail_after(patience.answer):
+                await self.wait_routed()
+            if pipe.channel is None:
+                self.close(is_clean=False)  # the answerer does not have it
 
-    def _send(self, message: Route | Reroute | Sealed | Received) -> None:
+    def _send(self, message: Control) -> None:
         self.post(self.pipe.send(message))
-
-    async def _move_over(self, channel: Channel, on_received: Callable[[int], None]) -> None:
-        """Move over a channel until another route is needed. Then no thread is active any more."""
-        self._is_stuck = False
-        async with open_service_nursery() as nursery:
-            nursery.start_soon(self._send_over, channel)
-            nursery.start_soon(self._receive_over, channel, on_received)
-            await self._until(self._needs_route)
-
-    def _needs_route(self) -> bool:
-        if not self.pipe.is_opener:
-            return self.pipe.step is RouteStep.REPLACING
-        return self._is_stuck or self.pipe.step is RouteStep.LOST
 
     # Receiving over a channel
 
-    async def _receive_over(self, channel: Channel, on_received: Callable[[int], None]) -> None:
+    async def _receive_over(self, channel: Channel) -> None:
         flow = self.pipe.incoming
         while True:
             await self._until(lambda: flow.is_open)
@@ -421,18 +438,28 @@ class BulkPipe:
             if head.incoming.position < head.size:
                 break
             await self._until(lambda: flow.is_head_sealed)
-            self._settle_whole(on_received)
+            self._settle_whole()
         self._is_stuck = True
         if not self.pipe.is_opener and self.pipe.step is RouteStep.CHANNEL:
             self._send(Reroute())
         self._notify()
 
     async def _fill(self, channel: Channel, incoming: Incoming) -> None:
-        """Receive to the end, or until the channel breaks or is silent."""
-        before = incoming.position
+        """Receive to the end, or until the channel breaks or is silent: on a slow line, a record takes seconds."""
+        assert self._patience is not None, "transfers may move"
+        patience, before = self._patience.silent, incoming.position
+
+        async def cancel_when_silent() -> None:
+            num_before, heard_at = channel.num_received, trio.current_time()
+            while trio.current_time() < heard_at + patience:
+                await trio.sleep(patience / SILENT_CHECKS)
+                if channel.num_received > num_before:
+                    num_before, heard_at = channel.num_received, trio.current_time()
+            nursery.cancel_scope.cancel()
+
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._cancel_when_silent, channel, nursery.cancel_scope)
+                nursery.start_soon(cancel_when_silent)
                 try:
                     await channel.receive(incoming)
                 except ChannelError as error:
@@ -441,31 +468,17 @@ class BulkPipe:
         finally:
             self.bytes_received += incoming.position - before
 
-    async def _cancel_when_silent(self, channel: Channel, scope: trio.CancelScope) -> None:
-        """Cancel when no bytes come at all: on a slow line, a whole record takes seconds."""
-        assert self._patience is not None, "transfers may move"
-        patience = self._patience.silent
-        before, heard_at = channel.num_received, trio.current_time()
-        while True:
-            await trio.sleep(patience / SILENT_CHECKS)
-            now = trio.current_time()
-            if channel.num_received > before:
-                before, heard_at = channel.num_received, now
-            elif now >= heard_at + patience:
-                return scope.cancel()
-
-    def _settle_whole(self, on_received: Callable[[int], None]) -> None:
+    def _settle_whole(self) -> None:
         """Compare the hash of a transfer, and report it, if all of it has come over the channel.
 
         Call it only when no thread receives any more, since the thread would hash at the same time.
         """
-        pipe = self.pipe
-        head = pipe.incoming.open[0] if pipe.incoming.open else None
+        head = self.pipe.incoming.open[0] if self.pipe.incoming.open else None
         if head is None or head.incoming is None or head.incoming.position < head.size:
             return
-        pipe.check_whole()
+        self.pipe.check_whole()
         self._send(Received())
-        on_received(head.name)
+        self._on_received(head.name)
         self._notify()
 
     # Sending
@@ -490,15 +503,12 @@ class BulkPipe:
             await self._until(lambda: flow.is_head_sealed)
         return source.memory[position : min(num_ready, position + most())]
 
-    def _next_source(self) -> tuple[Source, int]:
+    def _next_source(self) -> tuple[Outgoing, int]:
         """Return the source of the next byte to send, and the byte's position in it; forget those that have arrived."""
         while self._sources[0][0] <= self.pipe.outgoing.settled:
             self._sources.popleft()
         end, source = next(entry for entry in self._sources if entry[0] > self.pipe.num_sent)
         return source, self.pipe.num_sent - (end - source.memory.nbytes)
-
-    def _channel_bytes(self) -> int:
-        return UNLIMITED_BYTES if self._pacing is None else self._pacing.piece_bytes()
 
     def _chunk_bytes(self) -> int:
         """Return the most bytes of a chunk that, with all posted frames before it, fits in one Noise message."""
@@ -514,7 +524,7 @@ class BulkPipe:
         before = channel.num_sent
         try:
             while True:
-                piece = await self._next_piece(self._channel_bytes)
+                piece = await self._next_piece(self._pacing.piece_bytes if self._pacing else lambda: UNLIMITED_BYTES)
                 began_at, end, self._is_sending = trio.current_time(), self.pipe.num_sent + piece.nbytes, True
                 await channel.send(piece)
                 if self.pipe.step is not RouteStep.REPLACING:  # else the other end has said where to continue
@@ -560,7 +570,7 @@ class BulkPipe:
             if holds():
                 event.set()
 
-    async def _until_or_over(self, holds: Callable[[], bool]) -> None:
+    async def _until_unless_over(self, holds: Callable[[], bool]) -> None:
         await self._until(lambda: holds() or self.is_over)
         if not holds():
             raise trio.ClosedResourceError("the pipe has ended")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 
 import trio
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from farandole.protocol.exchange.bulk import MAX_OFFERED, Proposal, is_greeting
+from farandole.protocol.exchange.bulk import MAX_OFFERED, TOKEN_BYTES, Proposal, is_greeting
+from farandole.protocol.wire.ip_addresses import Address
 
 # Connections that wait for the answerer, which chooses one.
 MAX_CANDIDATES = 2 * MAX_OFFERED
@@ -17,10 +20,13 @@ _CHOSEN = b"\x01"
 class Race:
     """The connections of one negotiation, of which the answerer chooses one."""
 
-    def __init__(self, peer: bytes, proposal: Proposal) -> None:
+    def __init__(self, peer: bytes, session: bytes, addresses: list[Address]) -> None:
+        """``addresses``: where this node can be dialled."""
         self.peer = peer
-        self.proposal = proposal
-        self.session = proposal.session
+        self.session = session
+        self.key = X25519PrivateKey.generate()
+        public, token = self.key.public_key().public_bytes_raw(), secrets.token_bytes(TOKEN_BYTES)
+        self.proposal = Proposal(session=session, token=token, key=public, addresses=addresses)
         self.their_token = b""
         self.is_on = trio.Event()
         self._connections: set[trio.socket.SocketType] = set()

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -46,8 +47,8 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream
-from ..bulk.pipe import BulkPipe, Patience, Whole
-from ..bulk.transport import Channels, Transport
+from ..bulk.channel import Channels
+from ..bulk.pipe import BulkPipe, Outgoing, Patience
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +114,8 @@ class ActivationLink:
         self.number = number
         self.link = link
         self._stream = stream
-        self._transport = Transport(stream.peer, channels)
-        self._bulk = BulkPipe(link.pipe, stream, self._transport, shaping)
+        self._channels = channels
+        self._bulk = BulkPipe(link.pipe, stream, channels, shaping)
         self._scope = trio.CancelScope()
         self._greeting = b""  # of this node, to be written
         # Messages whose data follow them; and each `Settled`, which must not overtake its `Forward`.
@@ -193,7 +194,7 @@ class ActivationLink:
         ``on_routed`` is called once both ends know which route data take. Closes the stream and its channel.
         """
         try:
-            with self._scope, self._transport.expecting():
+            with self._scope, self._channels.expecting(self._stream.peer) if self._channels else nullcontext():
                 async with trio.open_nursery() as nursery:
                     for task in (self._write_data, self._watch_progress, partial(self._await_route, on_routed)):
                         nursery.start_soon(self._until_broken, task)
@@ -242,7 +243,7 @@ class ActivationLink:
         """Return the progress of awaited data: on the stream data count; on the channel all bytes, sealed in pieces."""
         if self.link.awaited is None:
             return None
-        pipe, channel = self.link.pipe, self._transport.channel
+        pipe, channel = self.link.pipe, self._bulk.channel
         num_come = pipe.num_received if channel is None else channel.num_received
         return _Progress(self.link.awaited, pipe.num_routes, num_come, self._bulk.seconds_capped)
 
@@ -278,7 +279,7 @@ class ActivationLink:
             # A gradient cannot be taken back once a thread sends it: its slot may become another microbatch's, its
             # bytes must not. A microbatch that goes forward in that time is dropped at the end, whatever its bytes are.
             is_copied = isinstance(message, Gradient) and self.link.pipe.channel is not None
-            self._bulk.add(Whole(memoryview(bytes(data)) if is_copied else data), is_held=True)
+            self._bulk.add(Outgoing.whole(memoryview(bytes(data)) if is_copied else data), is_held=True)
 
     def _post(self, message: Control) -> None:
         self._bulk.post(self.link.send(message), is_held=True)

@@ -21,7 +21,7 @@ from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.system.memory import SharedCounter
 from ..bulk.exchange_service import ExchangeService
-from ..bulk.exchange_session import Outgoing
+from ..bulk.pipe import Outgoing
 from ..trainer.trainer import Trainer, TrainerError
 
 # Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and the settlement of each
@@ -98,7 +98,7 @@ class TrainerSession:
         arrive = partial(self._arrived.store, number)
         arrive(0)
         self._clip = 1.0
-        ended = await self._exchanges.run(start, offer, outgoing, incoming, _Judge(self, start.peer), arrive)
+        ended = await self._exchanges.run(start, offer, outgoing, incoming, partial(self.screen, start.peer), arrive)
         return replace(ended, clip=self._clip) if ended.committed else ended
 
     async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
@@ -118,15 +118,3 @@ class TrainerSession:
         """Take in a verdict; one on a contribution of an earlier exchange is dropped."""
         if self._verdict is not None and report.number == self._num_exchanges:
             self._verdict.send_nowait(report)
-
-
-class _Judge:
-    """The trainer's judgement on a partner's contribution. Implements `farandole.node.bulk.exchange_session.Judge`."""
-
-    def __init__(self, session: TrainerSession, peer: bytes) -> None:
-        self._session = session
-        self._peer = peer
-
-    async def refusal(self, size: int, tokens: int) -> str | None:
-        """Return the verdict on all of it: None, or why it is refused."""
-        return await self._session.screen(self._peer, size, tokens)

@@ -27,9 +27,9 @@ from farandole.protocol.trainer.supervisor import Supervisor
 
 from ..base.errors import JoinError
 from ..base.nurseries import open_service_nursery
+from ..bulk.channel import Channels
 from ..bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from ..bulk.negotiation import open_bulk
-from ..bulk.transport import Channels
 from ..join.bootstrap import serve_manifest
 from ..loop.activation_links import ACTIVATIONS_PROTOCOL, Links
 from ..loop.audit_service import AuditService

@@ -20,8 +20,8 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame
+from ..bulk.channel import Channels
 from ..bulk.pipe import BulkPipe, Patience
-from ..bulk.transport import Channels, Transport
 from ..store.disk_space import Room, save_seconds
 
 # A question and its answer.
@@ -118,8 +118,7 @@ class DonorSession:
         nothing more comes.
         """
         pipe = Pipe(True, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
-        transport = Transport(self._stream.peer, self._conditions.channels)
-        bulk = self._bulk = BulkPipe(pipe, self._stream, transport, self._conditions.shaping)
+        bulk = self._bulk = BulkPipe(pipe, self._stream, self._conditions.channels, self._conditions.shaping)
         come, coming = trio.open_memory_channel[tuple[int, bytearray]](NUM_BUFFERS)
         free, freed = trio.open_memory_channel[bytearray](NUM_BUFFERS)
         for _ in range(NUM_BUFFERS):

@@ -27,8 +27,7 @@ from farandole.protocol.wire.framing import FrameParser, frame
 from ..base.bandwidth import Shaping
 from ..base.streams import Stream, receive_frame
 from ..bulk.exchange_service import ExchangeService
-from ..bulk.pipe import BulkPipe, Patience, Whole
-from ..bulk.transport import Transport
+from ..bulk.pipe import BulkPipe, Outgoing, Patience
 from .donor import Conditions
 from .holdings import Holding
 
@@ -133,8 +132,8 @@ class BlockService:
             return
         try:
             index = b"" if question.has_index else encode_signed_index(holding.signed)
-            transport = Transport(stream.peer, self._conditions.channels)
-            with transport.expecting():
+            channels = self._conditions.channels
+            with channels.expecting(stream.peer) if channels else contextlib.nullcontext():
                 await _answer(
                     stream, messages.Here(holding.num_held, index), messages.max_answer_bytes(holding.index.size)
                 )
@@ -144,7 +143,7 @@ class BlockService:
                 # With a cap, the shaper already limits what waits in the kernel.
                 max_unsent = None if shaping.up.rate else PIECE_BYTES
                 pacing = _Pacing(shaping, self._exchanges)
-                bulk = BulkPipe(pipe, stream, transport, shaping, pacing, max_unsent)
+                bulk = BulkPipe(pipe, stream, channels, shaping, pacing, max_unsent)
                 await _Giver(bulk, holding, turn, shaping).run(parser.take_rest())
         finally:
             holding.let_go()
@@ -217,7 +216,7 @@ class _Giver:
             self._bulk.close()
 
     async def _read(self, received: bytes, scope: trio.CancelScope) -> None:
-        await self._bulk.run(self._hear, lambda block: None, received)
+        await self._bulk.run(self._hear, received=received)
         scope.cancel()
 
     async def _hear(self, payload: bytes) -> None:
@@ -249,9 +248,9 @@ class _Giver:
         data = memoryview(await trio.to_thread.run_sync(self._holding.read, block))
         pipe = self._bulk.pipe
 
-        def announce() -> tuple[bytes, Whole]:
+        def announce() -> tuple[bytes, Outgoing]:
             pipe.offer(block, data.nbytes)
-            return pipe.send_message(messages.encode(messages.Give(block))), Whole(data)
+            return pipe.send_message(messages.encode(messages.Give(block))), Outgoing.whole(data)
 
         with trio.fail_after(BLOCK_TIMEOUT):
             await self._bulk.send(announce)

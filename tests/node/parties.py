@@ -15,10 +15,9 @@ from blake3 import blake3
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import Stream
-from farandole.node.bulk.channel import ChannelError
+from farandole.node.bulk.channel import ChannelError, Channels
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
-from farandole.node.bulk.exchange_session import Outgoing
-from farandole.node.bulk.transport import Channels
+from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.addresses import OwnAddresses
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
@@ -270,7 +269,7 @@ class Party:
         is_initiator, now = self.host.author < partner, trio.current_time()
         start = StartExchange(SESSION, partner, self.offer.round, is_initiator, now + deadline, now + offer_within)
         result = await self.service.run(
-            start, self.offer, self.outgoing, memoryview(self.incoming), self, self.taken_in.append
+            start, self.offer, self.outgoing, memoryview(self.incoming), self.refusal, self.taken_in.append
         )
         self.results.append(result)
 

@@ -12,8 +12,8 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.bulk.exchange_service import ExchangeService
-from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import BulkService, open_bulk
+from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import Host, open_host
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
@@ -61,7 +61,7 @@ class Node:
             tokens=tokens,
         )
         outgoing = Outgoing.whole(memoryview(self.outgoing), blake3(self.outgoing).digest())
-        self.results.append(await self.exchanges.run(start, offer, outgoing, memoryview(self.incoming), self))
+        self.results.append(await self.exchanges.run(start, offer, outgoing, memoryview(self.incoming), self.refusal))
 
     async def refusal(self, size: int, tokens: int) -> str | None:
         await trio.lowlevel.checkpoint()

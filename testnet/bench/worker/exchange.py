@@ -19,7 +19,7 @@ from farandole.node.base.control import serve_control
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.tuning import keep_memory
 from farandole.node.bulk.exchange_service import ExchangeService
-from farandole.node.bulk.exchange_session import Outgoing
+from farandole.node.bulk.pipe import Outgoing
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.run.outer_rules import Codec
@@ -40,12 +40,9 @@ _DIGEST: Final = bytes(32)
 Way = Literal["new channel", "kept channel", "stream"]
 
 
-class Lenient:
-    """A judge that accepts every contribution."""
-
-    async def refusal(self, size: int, tokens: int) -> str | None:
-        """Return no refusal."""
-        return None
+async def accept(size: int, tokens: int) -> str | None:
+    """Accept a contribution."""
+    return None
 
 
 async def exchange_with(
@@ -72,7 +69,7 @@ async def exchange_with(
         tokens=1,
     )
     start = StartExchange(session, peer, round_index, is_initiator, deadline)
-    return await exchanges.run(start, offer, outgoing, incoming, Lenient(), None)
+    return await exchanges.run(start, offer, outgoing, incoming, accept, None)
 
 
 def check_committed(result: ExchangeEnded) -> None:

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.exchange_service import ExchangeService
-from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import open_bulk
+from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import open_host
 from farandole.node.store.folder import index_of
 from farandole.node.transfers.donor import Conditions

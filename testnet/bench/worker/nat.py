@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.settings import PORT_LEASE_SECONDS
 from farandole.node.bulk.exchange_service import ExchangeService
-from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import open_bulk
+from farandole.node.bulk.pipe import Outgoing
 from farandole.node.join.bootstrap import Target, connect_to_run
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity

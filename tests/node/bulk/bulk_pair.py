@@ -1,4 +1,4 @@
-"""Alice and Bob with contributions over a bulk channel in memory."""
+"""Alice and Bob with contributions over a stream and bulk channels in memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..parties import ALICE, BOB, PATIENCE, MemoryChannels, MemoryHost, Party, a
 
 
 class BulkPair:
-    """Alice and Bob with contributions large enough for a channel."""
+    """Alice and Bob with contributions of one size, by default large enough for a channel."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
+    def __init__(self, nursery: trio.Nursery, size: int = BULK_FROM + 1) -> None:
+        self.size = size
         hosts: dict[bytes, MemoryHost] = {}
         channels: dict[bytes, MemoryChannels] = {}
         self.ways = [MemoryChannels(author, channels) for author in (ALICE, BOB)]
         self.alice, self.bob = (
-            Party(MemoryHost(way.author, nursery, hosts), seed, BULK_FROM + 1, way)
-            for seed, way in enumerate(self.ways, 1)
+            Party(MemoryHost(way.author, nursery, hosts), seed, size, way) for seed, way in enumerate(self.ways, 1)
         )
 
     def way(self, author: bytes) -> MemoryChannels:
@@ -27,6 +27,9 @@ class BulkPair:
 
     def party(self, author: bytes) -> Party:
         return self.bob if author == BOB else self.alice
+
+    def both(self, first: bytes) -> tuple[Party, Party]:
+        return (self.alice, self.bob) if first == ALICE else (self.bob, self.alice)
 
     async def meet(self) -> None:
         await meet(self.alice, self.bob)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import trio
 import trio.testing
 from blake3 import blake3
@@ -13,7 +14,7 @@ from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
 from farandole.protocol.exchange.exchange import Control, Exchange, Offer
 from farandole.protocol.exchange.pipe import CHUNK_BYTES, Route, Sealed
 
-from ..parties import ALICE, BOB, MemoryHost, Party
+from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryHost, Party, offer_of
 
 
 class Liar:
@@ -50,8 +51,9 @@ class Liar:
         assert isinstance(self.exchange.receive(event) if isinstance(event, bytes) else event, kind)
 
 
-async def meet_liar(bob: Party, script: Callable[[Liar], Awaitable[None]], offer: Offer, contribution: bytes) -> None:
+async def meet_liar(bob: Party, script: Callable[[Liar], Awaitable[None]], contribution: bytes = bytes(SIZE)) -> None:
     """Let Bob exchange with an Alice who follows the script."""
+    offer = msgspec.structs.replace(offer_of(contribution), seconds_left=PATIENCE)
     host = MemoryHost(ALICE, bob.host.nursery, bob.host.network)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(bob.exchange, ALICE)

@@ -8,65 +8,29 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.bulk.exchange_session import SILENT_FOR, Outgoing
+from farandole.node.bulk.exchange_session import SILENT_FOR
+from farandole.node.bulk.pipe import Outgoing
 from farandole.protocol.exchange.pipe import BULK_FROM
 
-from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryChannels, MemoryHost, Party, assert_committed, meet
+from ..parties import ALICE, BOB, PATIENCE, SIZE, assert_committed
+from .bulk_pair import BulkPair
 
 LARGE = BULK_FROM + 1
 SECOND_BYTES = LARGE // 4  # a slow encoder's bytes per second, so that it takes five
 
 
-class Pair:
-    """Alice and Bob, with contributions of one size."""
-
-    def __init__(self, nursery: trio.Nursery, size: int) -> None:
-        hosts: dict[bytes, MemoryHost] = {}
-        channels: dict[bytes, MemoryChannels] = {}
-        self.size = size
-        self.ways = {author: MemoryChannels(author, channels) for author in (ALICE, BOB)}
-        self.alice, self.bob = (
-            Party(MemoryHost(author, nursery, hosts), seed, size, way)
-            for seed, (author, way) in enumerate(self.ways.items())
-        )
-
-    def both(self, first: bytes) -> tuple[Party, Party]:
-        return (self.alice, self.bob) if first == ALICE else (self.bob, self.alice)
-
-
 @pytest.fixture(params=[SIZE, LARGE], ids=["stream", "channel"])
-async def pair(nursery: trio.Nursery, request: pytest.FixtureRequest) -> Pair:
-    return Pair(nursery, request.param)
-
-
-async def test_what_is_ready_can_be_waited_for(nursery: trio.Nursery) -> None:
-    outgoing = Outgoing(memoryview(bytes(10)))
-    seen: list[object] = []
-
-    async def watch() -> None:
-        seen.append(await outgoing.wait_beyond(0))
-        seen.append(await outgoing.wait_beyond(3))
-        seen.append(await outgoing.wait_whole())
-
-    nursery.start_soon(watch)
-    for num_ready in (0, 3, 3, 7, 10):
-        await trio.testing.wait_all_tasks_blocked()
-        outgoing.advance(num_ready)
-    await trio.testing.wait_all_tasks_blocked()
-    assert seen == [3, 7]
-    outgoing.advance(10, b"h" * 32)
-    await trio.testing.wait_all_tasks_blocked()
-    assert seen == [3, 7, b"h" * 32]
-    assert await Outgoing.whole(memoryview(bytes(5)), b"d").wait_beyond(4) == 5
+async def pair(nursery: trio.Nursery, request: pytest.FixtureRequest) -> BulkPair:
+    return BulkPair(nursery, request.param)
 
 
 @pytest.mark.parametrize("slow", [[ALICE], [BOB], [ALICE, BOB]])
 async def test_an_encoder_that_is_slower_than_the_link_is_waited_for(
-    pair: Pair, slow: list[bytes], autojump_clock: trio.testing.MockClock
+    pair: BulkPair, slow: list[bytes], autojump_clock: trio.testing.MockClock
 ) -> None:
     for author in slow:
         pair.both(author)[0].encode_slowly(pair.size // 4, seconds=1)
-    await meet(pair.alice, pair.bob)
+    await pair.meet()
     assert_committed(pair.alice, pair.bob)
     assert trio.current_time() == pytest.approx(5, abs=0.5)
     for author in slow:
@@ -77,7 +41,7 @@ async def test_an_encoder_that_is_slower_than_the_link_is_waited_for(
 
 @pytest.mark.parametrize("slow", [ALICE, BOB])
 async def test_the_partners_may_be_here_before_the_own_is_encoded(
-    pair: Pair, slow: bytes, autojump_clock: trio.testing.MockClock
+    pair: BulkPair, slow: bytes, autojump_clock: trio.testing.MockClock
 ) -> None:
     encoding, other = pair.both(slow)
     encoding.encode_slowly(pair.size, seconds=5)
@@ -92,19 +56,19 @@ async def test_the_partners_may_be_here_before_the_own_is_encoded(
 
 
 async def test_a_hash_that_comes_after_all_it_belongs_to_is_waited_for(
-    pair: Pair, autojump_clock: trio.testing.MockClock
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
 ) -> None:
     """The stream is slower than the channel."""
     for party in (pair.alice, pair.bob):
         party.host.faults.delay = 0.1
         party.encode_slowly(pair.size, seconds=2)
-    await meet(pair.alice, pair.bob)
+    await pair.meet()
     assert_committed(pair.alice, pair.bob)
 
 
 @pytest.mark.parametrize("slow", [ALICE, BOB])
 async def test_who_goes_while_it_encodes_ends_it_for_both(
-    pair: Pair, slow: bytes, autojump_clock: trio.testing.MockClock
+    pair: BulkPair, slow: bytes, autojump_clock: trio.testing.MockClock
 ) -> None:
     """Its trainer died, which cancels the exchange."""
     encoding, other = pair.both(slow)
@@ -118,27 +82,29 @@ async def test_who_goes_while_it_encodes_ends_it_for_both(
     assert not other.result.committed
     assert other.result.reason == "the partner closed the stream"
     assert trio.current_time() < 5
-    assert not any(way.kept for way in pair.ways.values())
+    assert not any(way.kept for way in pair.ways)
 
 
 @pytest.mark.parametrize("slow", [ALICE, BOB])
 async def test_an_encoder_that_stops_costs_the_deadline(
-    pair: Pair, slow: bytes, autojump_clock: trio.testing.MockClock
+    pair: BulkPair, slow: bytes, autojump_clock: trio.testing.MockClock
 ) -> None:
     encoding, _ = pair.both(slow)
     encoding.outgoing = Outgoing(memoryview(encoding.contribution))
     encoding.outgoing.advance(pair.size // 2)
-    await meet(pair.alice, pair.bob)
+    await pair.meet()
     for party in (pair.alice, pair.bob):
         assert not party.result.committed
     assert trio.current_time() <= PATIENCE
 
 
 @pytest.mark.parametrize("liar", [ALICE, BOB])
-async def test_a_wrong_hash_is_nobodys_gain(pair: Pair, liar: bytes, autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_wrong_hash_is_nobodys_gain(
+    pair: BulkPair, liar: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
     lying, honest = pair.both(liar)
     lying.encode_slowly(pair.size // 4, seconds=1, digest=bytes(32))
-    await meet(pair.alice, pair.bob)
+    await pair.meet()
     assert honest.result.reason.endswith("the hash of a transfer is not what its sender says")
     assert not honest.result.committed
     assert not lying.result.committed
@@ -151,22 +117,22 @@ async def test_a_wrong_hash_is_nobodys_gain(pair: Pair, liar: bytes, autojump_cl
 async def test_a_channel_that_is_lost_while_encoding_goes_on_is_replaced(
     nursery: trio.Nursery, slow: list[bytes], fault: str, at: int, autojump_clock: trio.testing.MockClock
 ) -> None:
-    pair = Pair(nursery, LARGE)
+    pair = BulkPair(nursery)
     for author in slow:
         pair.both(author)[0].encode_slowly(SECOND_BYTES, seconds=1)
-        setattr(pair.ways[author].faults, fault, at)
-    await meet(pair.alice, pair.bob)
+        setattr(pair.way(author).faults, fault, at)
+    await pair.meet()
     assert_committed(pair.alice, pair.bob)
     assert pair.alice.result.path == "bulk"
-    assert pair.ways[ALICE].num_acquired == 2
+    assert pair.way(ALICE).num_acquired == 2
     for party in (pair.alice, pair.bob):
         assert party.result.bytes_received < LARGE + 1_000, "nothing comes again that has arrived"
         assert all(before <= after for before, after in itertools.pairwise(party.taken_in))
 
 
 async def test_an_encoder_may_pause_longer_than_a_channel_may_be_silent(
-    pair: Pair, autojump_clock: trio.testing.MockClock
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
 ) -> None:
     pair.alice.encode_slowly(pair.size // 2, seconds=1.1 * SILENT_FOR * PATIENCE)
-    await meet(pair.alice, pair.bob)
+    await pair.meet()
     assert_committed(pair.alice, pair.bob)

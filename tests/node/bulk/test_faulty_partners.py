@@ -349,21 +349,7 @@ async def test_a_partner_that_fails_on_the_channel(
 
 
 @pytest.mark.parametrize("author", [ALICE, BOB])
-@pytest.mark.parametrize("fault", ["dies", "freezes", "drops the encryption"])
-async def test_another_channel_takes_the_rest_where_one_breaks(author: bytes, fault: str) -> None:
-    async with real_pair(author, fault) as pair:
-        pair.faulty.num_faulty = 1
-        result = await pair.meet(PATIENCE / 3)
-        assert_unharmed(pair.honest, pair.mallory, result, must_fail=False)
-        assert (result.path, result.reason) == ("bulk", "")
-        assert result.bytes_received < LARGE + 1_000, "nothing comes again that has arrived"
-        # One channel more if a busy machine was silent until a channel was given up.
-        assert 2 <= len(pair.watched.channels) <= 3
-        assert len(pair.watched.discarded) == len(pair.watched.channels) - 1
-
-
-@pytest.mark.parametrize("author", [ALICE, BOB])
-@pytest.mark.parametrize("fault", ["dies", "freezes", "babbles"])
+@pytest.mark.parametrize("fault", ["freezes", "babbles"])
 async def test_a_partner_that_fails_before_the_channel_opens_is_met_over_the_stream(
     author: bytes, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,9 +362,8 @@ async def test_a_partner_that_fails_before_the_channel_opens_is_met_over_the_str
             with connection:
                 if fault == "babbles":
                     connection.send(random.Random(7).randbytes(10_000))
-                if fault != "dies":
-                    await trio.sleep_forever()
-            raise ChannelError("dead")
+                await trio.sleep_forever()
+            raise AssertionError
 
         monkeypatch.setattr(bulk, "open_channel", fail)
         monkeypatch.setattr(bulk, "OPEN_TIMEOUT", 0.5)
@@ -393,8 +378,7 @@ async def test_a_partner_that_fails_before_the_channel_opens_is_met_over_the_str
 # In separate processes
 
 
-@pytest.mark.parametrize("is_bulk", [True, False])
-@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(("fault", "is_bulk"), [(signal.SIGSTOP, True), (signal.SIGKILL, False)])
 async def test_a_partner_whose_process_is_stopped_in_the_middle(fault: signal.Signals, is_bulk: bool) -> None:
     size = 24_000_000
     async with open_nodes() as nodes:

@@ -13,8 +13,7 @@ import trio
 import trio.testing
 
 from farandole.node.base.bandwidth import Shaper, Shaping
-from farandole.node.bulk.pipe import BulkPipe, Patience, Whole
-from farandole.node.bulk.transport import Transport
+from farandole.node.bulk.pipe import BulkPipe, Outgoing, Patience
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES, Pipe
 
 from ..parties import ALICE, BOB, Faults, MemoryChannels, MemoryStream
@@ -63,17 +62,15 @@ class End:
         self.received: list[bytearray] = []
         self.num_received = 0
         self.has_all = trio.Event()
-        peer = BOB if author == ALICE else ALICE
-        self._transport = Transport(peer, channels)
         self.bulk = BulkPipe(
             Pipe(author == ALICE, max_message_bytes=8, is_large=is_large),
             self.stream,
-            self._transport,
+            channels,
             Shaping(up or Shaper()),
         )
 
     async def run(self) -> None:
-        with self._transport.expecting():
+        with self.channels.expecting(self.stream.peer):
             self.bulk.begin(PATIENCE)
             await self.bulk.run(self._hear, self._receive)
 
@@ -82,9 +79,9 @@ class End:
             await self.bulk.send(partial(self._announce, name, data))
         await self.bulk.wait_delivered()
 
-    def _announce(self, name: int, data: bytes) -> tuple[bytes, Whole]:
+    def _announce(self, name: int, data: bytes) -> tuple[bytes, Outgoing]:
         self.bulk.pipe.offer(name, len(data))
-        return self.bulk.pipe.send_message(len(data).to_bytes(4, "big")), Whole(memoryview(data))
+        return self.bulk.pipe.send_message(len(data).to_bytes(4, "big")), Outgoing.whole(memoryview(data))
 
     async def send_held(self, room: int) -> None:
         """Send all, each announcement with its data; every time the stream takes ``room`` bytes without a wait."""

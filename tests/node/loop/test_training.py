@@ -14,7 +14,8 @@ import trio
 import trio.testing
 
 from farandole.node.base.system.memory import SharedCounter, counted_size
-from farandole.node.bulk.exchange_session import Judge, Outgoing
+from farandole.node.bulk.exchange_session import Judge
+from farandole.node.bulk.pipe import Outgoing
 from farandole.node.loop import training as training_module
 from farandole.node.loop.rest_service import BY_HAND, Rest
 from farandole.node.loop.training import TRAFFIC_INTERVAL, Surroundings, Training
@@ -709,7 +710,7 @@ async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_o
     verdicts: list[str | None] = []
 
     async def screen() -> None:
-        verdicts.append(await story.judge.refusal(SIZE, 0))
+        verdicts.append(await story.judge(SIZE, 0))
 
     with trio.move_on_after(0.1):
         await screen()

@@ -56,19 +56,6 @@ async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) 
     await assert_no_channel(alice, bob)
 
 
-async def test_who_could_not_be_reached_is_not_tried_at_once_again(
-    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", bulk.__name__)
-    assert await alice.service.acquire(BOB) is None
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(BOB) is None
-    assert alice.host.streams_opened == 1
-    (message,) = caplog.messages
-    assert "for the first time" in message
-    assert "for 10 s no channel is tried" in message
-
-
 async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe(alice: Party, bob: Party) -> None:
     bob.host.own.mapped[bob.port] = ("5.1.1.1", 5_002)
     bob.host.observed = [("5.1.1.1", 5_003)]
@@ -196,11 +183,10 @@ async def test_strangers_get_in_neither_silent_nor_talking_and_do_not_hinder(
     alice: Party, bob: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "OPEN_TIMEOUT", PATIENCE)
-    token = b"t" * 32
-    with bob.service._race(Proposal(session=b"s" * 16, token=token, key=b"k" * 32, addresses=[]), b"m" * 32):
+    with bob.service._race(b"m" * 32, b"s" * 16, []) as race:
         rubbish = [await trio.open_tcp_stream("127.0.0.1", bob.port) for _ in range(3)]
         await rubbish[0].send_all(greeting(b"s" * 16, b"u" * 32))
-        await rubbish[1].send_all(greeting(b"x" * 16, token))
+        await rubbish[1].send_all(greeting(b"x" * 16, race.proposal.token))
         await rubbish[2].send_all(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
         for stranger in rubbish:
             assert await _closed_by_peer(stranger)
@@ -270,10 +256,9 @@ async def test_wherever_an_attempt_is_cancelled_no_socket_is_left_open() -> None
 
 
 async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
-    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate(), [])
-    with bob.service.expecting(ALICE), bob.service._race(proposal, ALICE):
+    with bob.service.expecting(ALICE), bob.service._race(ALICE, b"1" * 16, []) as race:
         stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
-        await stream.send_all(frame(encode(msgspec.structs.replace(proposal, session=b"2" * 16)), 4_096))
+        await stream.send_all(frame(encode(msgspec.structs.replace(race.proposal, session=b"2" * 16)), 4_096))
         assert await stream.receive_some(1) == b""
 
 
