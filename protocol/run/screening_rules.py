@@ -2,8 +2,8 @@
 
 A screening rule decides whether a partner's contribution is averaged, and how far. Its settings are a struct here,
 which the manifest holds, and its code is the file of the same name in `farandole.training.screening`: a rule of kind
-``similarity`` has its settings in `SimilarityConfig` and its code in ``training/screening/similarity.py``. To add one,
-write both, and name the struct in `ScreeningRules` at the end of this file.
+``guard`` has its settings in `GuardConfig` and its code in ``training/screening/guard.py``. To add one, write both, and
+name the struct in `ScreeningRules` at the end of this file.
 """
 
 from __future__ import annotations
@@ -20,17 +20,6 @@ class ScreeningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def kind(self) -> str:
         """Return the rule's name, which is also the name of its module in `farandole.training.screening`."""
         return str(self.__struct_config__.tag)
-
-
-class SimilarityConfig(
-    ScreeningConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="similarity"
-):
-    """Compares a partner's contribution as a whole with one's own: its norm and its direction."""
-
-    max_norm_ratio: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 4.0
-    """The norms may be this factor apart."""
-    min_cosine: Annotated[float, msgspec.Meta(ge=-1, le=1)] = 0.25
-    """The least cosine of the angle between them."""
 
 
 class GuardConfig(
@@ -63,8 +52,8 @@ class GuardConfig(
     """
 
 
-ScreeningRules = SimilarityConfig | GuardConfig
-"""The rules that a manifest may name, by ``kind``: a union of the structs above."""
+ScreeningRules = GuardConfig
+"""The rules that a manifest may name, by ``kind``: a union of the structs above, of one today."""
 
 DEFAULT_SCREENING = GuardConfig()
 """The rule of a manifest that names none."""

@@ -9,7 +9,7 @@ import safetensors.torch
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig, RoundConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterConfig
-from farandole.protocol.run.screening_rules import ScreeningConfig, SimilarityConfig
+from farandole.protocol.run.screening_rules import ScreeningConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.data.dataset import Sampler, Text
@@ -20,9 +20,9 @@ from farandole.training.model.model import build_model
 from farandole.training.outer.codec import Buffer
 from farandole.training.screening.rule import Refuse
 
+from ..tolerance import TOLERANT
+
 RUN_ID = hashlib.sha256(b"a run").digest()
-# A rule without a memory: tests of formulas say what they expect of one exchange.
-PLAIN_SCREENING = SimilarityConfig()
 ALICE, BOB = b"a" * 32, b"b" * 32
 
 MakeReplica = Callable[..., Learner]
@@ -71,7 +71,7 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         *,
         inner_settings: InnerConfig = inner,
         rule: OuterConfig | None = None,
-        screening: ScreeningConfig = PLAIN_SCREENING,
+        screening: ScreeningConfig = TOLERANT,
         averages_on_host: bool = False,
         is_lean: bool = False,
         partners: int = 1,

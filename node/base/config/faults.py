@@ -134,7 +134,7 @@ def _of_section(
 ) -> Iterator[FileFault]:
     """Yield the faults of a section; of several structs, its tag names the one that it is."""
     (tag_field,) = {struct.__struct_config__.tag_field for struct in structs}
-    if tag_field is None or len(structs) == 1:
+    if tag_field is None or (len(structs) == 1 and tag_field not in value):
         yield from _of_struct(value, structs[0], context, place)
         return
     by_tag = {str(struct.__struct_config__.tag): struct for struct in structs}

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
-from farandole.protocol.run.screening_rules import SimilarityConfig
 from farandole.training.base.device import choose_device
 from farandole.training.base.parameters import flatten_, layout_of
 from farandole.training.data.dataset import Sampler, Text
@@ -25,6 +24,7 @@ from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
 from farandole.training.outer.rule import weighted_mean
 from farandole.training.screening.rule import Accept, Encounter, share_by_tokens
 
+from ...tolerance import TOLERANT
 from ..real_nodes import TOKENS, open_nodes, swap
 
 Float64s = npt.NDArray[np.float64]
@@ -102,7 +102,7 @@ async def test_replicas_come_to_the_same_mean(codec: Codec) -> None:
             device = choose_device("cpu")
             replica = Learner(
                 build_model(model, seed=7),
-                Recipe(outer=outer, screening=SimilarityConfig()),
+                Recipe(outer=outer, screening=TOLERANT),
                 sampler,
                 run_id=bytes(32),
                 device=device,

@@ -157,7 +157,7 @@ def test_all_faults_are_named_at_once_with_their_lines_and_what_would_be_right(t
         "3: modle is no setting; did you mean model?",
         "6: outer.gama is no setting; did you mean gamma?",
         '7: outer.codec: expected one of fp32, bf16, fp16, int8, int4, topk, got "int3"; did you mean int8?',
-        '10: screening.kind: expected one of similarity, guard, got "gaurd"; did you mean guard?',
+        '10: screening.kind: expected guard, got "gaurd"; did you mean guard?',
         '13: inner.batch_size: expected a whole number, 1 to 65536, got "16"',
         "14: inner.beta1: expected a finite number, at least 0 and less than 1, got 1.5",
         "18: rounds.inner_steps and rounds.round_seconds are both 0: a round would never end",

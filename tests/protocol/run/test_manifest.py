@@ -28,7 +28,7 @@ from farandole.protocol.run.outer_rules import (
     OuterRules,
     gamma_limit,
 )
-from farandole.protocol.run.screening_rules import DEFAULT_SCREENING, SimilarityConfig
+from farandole.protocol.run.screening_rules import DEFAULT_SCREENING, GuardConfig
 from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
 from farandole.protocol.wire.identity import sign
 
@@ -182,10 +182,10 @@ def test_a_run_without_later_settings_has_the_same_id_as_before_there_were_any()
 
 def test_rules_are_chosen_by_kind() -> None:
     assert manifest(outer={}) == manifest(outer={"kind": "noloco"}) == manifest()
-    assert isinstance(manifest(screening={"kind": "similarity", "min_cosine": 0.5}).screening, SimilarityConfig)
-    for section in ({"outer": {"kind": "nobody"}}, {"screening": {"kind": "nobody"}}):
-        with pytest.raises(ManifestError, match="nobody"):
-            manifest(**section)
+    assert isinstance(manifest(screening={"kind": "guard", "min_clip": 0.5}).screening, GuardConfig)
+    for section, kind in (("outer", "nobody"), ("screening", "nobody"), ("screening", "similarity")):
+        with pytest.raises(ManifestError, match=kind):
+            manifest(**{section: {"kind": kind}})
 
 
 def test_vectors_of_rules_have_names_of_their_own() -> None:

@@ -9,11 +9,13 @@ import pytest
 from farandole.protocol.checkpoints.sketches import NEAR
 from farandole.protocol.run.manifest import InnerConfig, Manifest, RoundConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
-from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
+from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
 from farandole.testnet.bench.members import STRICT, manifest_of
 from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo import simulation
 from farandole.testnet.zoo.simulation import HostileOutcome, HostileRun, play
+
+from ...tolerance import TOLERANT
 
 
 def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1) -> HostileOutcome:
@@ -38,7 +40,7 @@ def test_honest_members_are_near_enough_for_a_newcomers_comparison(clean: Hostil
 
 
 def test_without_a_guard_one_liar_ruins_the_run(clean: HostileOutcome) -> None:
-    ruined = outcome_of("scale-3.9", SimilarityConfig())
+    ruined = outcome_of("scale-3.9", TOLERANT)
     assert ruined.hostile_refused < ruined.hostile_exchanges
     assert ruined.loss > 2 * clean.loss
 

@@ -34,14 +34,15 @@ from farandole.training.inner.optimizer import adamw_
 from farandole.training.model.model import build_model, language_loss
 
 from ...patience import PATIENCE
-from ..conftest import ALICE, BOB, PLAIN_SCREENING, RUN_ID, MakeReplica
+from ...tolerance import TOLERANT
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica
 
 PLAIN = InnerConfig(
     learning_rate=3e-3, warmup_steps=0, total_steps=1, min_learning_rate_ratio=1.0, clip=0.0, batch_size=4
 )
 
 
-def manifest_for(module: nn.Module, screening: ScreeningRules = PLAIN_SCREENING, **outer: Any) -> Manifest:
+def manifest_for(module: nn.Module, screening: ScreeningRules = TOLERANT, **outer: Any) -> Manifest:
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
     model = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel(shapes))
     return Manifest(name="a run", model=model, outer=NoLoCoConfig(**outer), screening=screening)

@@ -19,7 +19,8 @@ from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import learning_rate, ramp
 from farandole.training.model.model import build_model
 
-from ..conftest import ALICE, BOB, PLAIN_SCREENING, RUN_ID, MakeReplica
+from ...tolerance import TOLERANT
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica
 
 OUTER = [
     NoLoCoConfig(),
@@ -35,7 +36,7 @@ EACH_RULE = pytest.mark.parametrize("outer", OUTER, ids=lambda outer: f"{outer.k
 @pytest.fixture
 def manifest(model: ModelConfig, inner: InnerConfig) -> Manifest:
     tokenizer = TokenizerConfig("tokenizers", "0" * 64)
-    return Manifest(name="mixed", model=model, seed=7, tokenizer=tokenizer, inner=inner, screening=PLAIN_SCREENING)
+    return Manifest(name="mixed", model=model, seed=7, tokenizer=tokenizer, inner=inner, screening=TOLERANT)
 
 
 class Script:

@@ -498,7 +498,6 @@ def corrupt(raw: bytes, value: float) -> bytes:
         (lambda raw: corrupt(raw, -math.inf), "finite"),
         (lambda raw: corrupt(raw, 1e30), "norm"),
         (lambda raw: bytes(len(raw)), "norm"),
-        (lambda raw: (-np.frombuffer(raw, np.float32)).tobytes(), "cosine"),
     ],
 )
 def test_an_unfit_contribution_changes_nothing(make_replica: MakeReplica, harm: object, reason: str) -> None:
