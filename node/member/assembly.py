@@ -40,11 +40,11 @@ from ..loop.stage_service import StageService
 from ..loop.training import PAIRING_PROTOCOL, Surroundings, Training
 from ..mesh.host import Host
 from ..state.announcer import Announcer
+from ..state.connections import ReleaseWatch
 from ..state.credentials import Credentials
 from ..state.gossip import GossipService
 from ..state.membership import Membership
 from ..state.messenger import Messenger
-from ..state.release_watch import ReleaseWatch
 from ..store.disk_space import Room, WeightFiles
 from ..store.run_file import require_trainable_model
 from ..transfers.donor import Conditions

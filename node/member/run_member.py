@@ -22,11 +22,10 @@ from ..loop.pipeline_service import PipelineService
 from ..loop.stage_service import StageService
 from ..loop.training import Training
 from ..mesh.host import Host
-from ..state.connections import ConnectionKeeper
+from ..state.connections import ConnectionKeeper, ReleaseWatch
 from ..state.credentials import Credentials
 from ..state.gossip import GossipService
 from ..state.membership import Membership
-from ..state.release_watch import ReleaseWatch
 from ..state.store import StoreError
 from ..store.disk_space import save_seconds
 from ..trainer.trainer import TrainerError

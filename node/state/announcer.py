@@ -63,10 +63,30 @@ class Announcer:
 
     async def run(self) -> None:
         """Publish what changes, until cancelled."""
+
+        async def beat() -> None:
+            while True:
+                await self.beat()
+                await trio.sleep(self._gossip.liveness.period)
+
+        async def report_progress() -> None:
+            announced_at = trio.current_time()
+            while True:
+                await trio.sleep(PROGRESS_INTERVAL)
+                await self.report_progress()
+                if self.has_changed() or trio.current_time() - announced_at >= MEMBER_INTERVAL:
+                    announced_at = trio.current_time()
+                    self._has_new_suspects |= bool(self._suspects)  # published again before the entry expires
+                    await self.announce()
+
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._beat)
-            nursery.start_soon(self._report_progress)
-            nursery.start_soon(self._announce_addresses)
+            nursery.start_soon(beat)
+            nursery.start_soon(report_progress)
+            while True:
+                await trio.sleep(ADDRESSES_INTERVAL)
+                member, told = self._member(), self._told
+                if (member.is_paused, member.addresses) != (told.is_paused, told.addresses):
+                    await self.announce()
 
     async def announce(self, *, left: bool = False) -> None:
         """Announce to the run that this node belongs to it, or has left."""
@@ -118,28 +138,6 @@ class Announcer:
     def note_suspicion(self, peer: bytes, is_suspect: bool) -> None:
         """Note whether the screening suspects a peer now; a change is published with the next progress."""
         self._has_new_suspects |= self._suspects.note(peer, is_suspect=is_suspect)
-
-    async def _beat(self) -> None:
-        while True:
-            await self.beat()
-            await trio.sleep(self._gossip.liveness.period)
-
-    async def _report_progress(self) -> None:
-        announced_at = trio.current_time()
-        while True:
-            await trio.sleep(PROGRESS_INTERVAL)
-            await self.report_progress()
-            if self.has_changed() or trio.current_time() - announced_at >= MEMBER_INTERVAL:
-                announced_at = trio.current_time()
-                self._has_new_suspects |= bool(self._suspects)  # published again before the entry expires
-                await self.announce()
-
-    async def _announce_addresses(self) -> None:
-        while True:
-            await trio.sleep(ADDRESSES_INTERVAL)
-            member, told = self._member(), self._told
-            if (member.is_paused, member.addresses) != (told.is_paused, told.addresses):
-                await self.announce()
 
     def has_changed(self) -> bool:
         """Return whether this node's addresses, device or (if it matters) speed differ from the announced ones."""

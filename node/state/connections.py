@@ -1,4 +1,4 @@
-"""Connections with members of the run: a few are kept at all times, and each broken one is investigated.
+"""Connections with members of the run: a few are kept, broken ones are investigated, and unfit releases are named.
 
 Members that were only heard of are dialled, at random and a few at a time, until this node has reached as many as it
 needs for its decisions (`TARGET_REACHED`). An unreachable one is retried at increasing intervals, so keys that no node
@@ -11,15 +11,21 @@ killed process leaves the live set of its neighbours within one dial, not within
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import trio
 
+from farandole.protocol.run.releases import ReleaseConflict, Standing, is_incomplete, standing
 from farandole.protocol.state.liveness import Liveness
+from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
+from ..base.project import VERSION
+from ..base.remedies import release_words
 from ..base.streams import SUSPICION_DIAL_TIMEOUT
 from ..mesh.host import Host
+from ..status.journal import Journal
 from .membership import Membership
 
 # Members that a node keeps connections with: enough that no partition of a few cuts it off, few enough for a home
@@ -63,21 +69,18 @@ class ConnectionKeeper:
                         nursery.start_soon(self._probe, peer)
 
     async def _keep_connected(self) -> None:
+        """Dial the peers that are due, again and again."""
         while True:
+            connected, now = self._host.connected, trio.current_time()
+            everyone, reached = self._membership.everyone, self._membership.reached
+            self._failed = {peer: failed for peer, failed in self._failed.items() if peer in everyone}
+            due = {peer for peer in everyone - connected if self._failed.get(peer, (0, now))[1] <= now}
+            num_wanted = max(0, min(TARGET_CONNECTIONS, len(reached)) - len(connected & reached))
+            num_new = min(MAX_DIALS, max(0, TARGET_REACHED - len(reached)))
             async with trio.open_nursery() as nursery:
-                for peer in self._choose():
+                for peer in (*self._sample(due & reached, num_wanted), *self._sample(due - reached, num_new)):
                     nursery.start_soon(self._try_connect, peer)
             await trio.sleep(KEEP_INTERVAL * self._rng.uniform(0.5, 1.5))
-
-    def _choose(self) -> list[bytes]:
-        """Choose the due peers to dial now."""
-        connected, now = self._host.connected, trio.current_time()
-        everyone, reached = self._membership.everyone, self._membership.reached
-        self._failed = {peer: failed for peer, failed in self._failed.items() if peer in everyone}
-        due = {peer for peer in everyone - connected if self._failed.get(peer, (0, now))[1] <= now}
-        num_wanted = max(0, min(TARGET_CONNECTIONS, len(reached)) - len(connected & reached))
-        num_new = min(MAX_DIALS, max(0, TARGET_REACHED - len(reached)))
-        return [*self._sample(due & reached, num_wanted), *self._sample(due - reached, num_new)]
 
     def _sample(self, peers: frozenset[bytes] | set[bytes], most: int) -> list[bytes]:
         return self._rng.sample(sorted(peers), min(most, len(peers)))
@@ -101,3 +104,66 @@ class ConnectionKeeper:
             self._liveness.suspect(peer, trio.current_time())
             self._on_lost(peer)
             self._membership.refresh()
+
+
+LOOK_INTERVAL: Final = 2.0
+# A peer that connects while it starts serves few protocols yet. It is asked again, ever more rarely: a relay or a
+# visitor never serves them.
+FIRST_ASK_PAUSE, MAX_ASK_PAUSE = 4.0, 300.0
+# Peers named in the log.
+MAX_NAMED: Final = 8
+
+
+class ReleaseWatch:
+    """The connected peers whose release does not fit this node's: they are named, once, with the remedy.
+
+    Without it they would look gone: their entries do not come, or each exchange with them fails. ``needed``: the
+    protocols that averaging needs.
+    """
+
+    def __init__(self, host: Host, journal: Journal, needed: Sequence[str]) -> None:
+        self.apart: dict[bytes, Standing] = {}
+        """Peers that this node cannot average with."""
+        self._host = host
+        self._journal = journal
+        self._needed = needed
+        self._asks: dict[bytes, tuple[float, float]] = {}  # peer -> when to ask it again, and the pause after that
+        self._warned: set[Standing] = set()
+
+    async def run(self) -> None:
+        """Look at the connected peers until cancelled, and ask the ones again that serve few protocols yet."""
+        while True:
+            now, connected = trio.current_time(), self._host.connected
+            self._asks = {peer: ask for peer, ask in self._asks.items() if peer in connected}
+            async with trio.open_nursery() as nursery:
+                for peer in connected:
+                    if is_incomplete(self._host.software_of(peer), self._needed):
+                        ask_at, pause = self._asks.setdefault(peer, (now + FIRST_ASK_PAUSE, FIRST_ASK_PAUSE))
+                        if now >= ask_at:
+                            longer = min(2 * pause, MAX_ASK_PAUSE)
+                            self._asks[peer] = now + longer, longer
+                            nursery.start_soon(self._host.identify, peer)
+            self.look()
+            await trio.sleep(LOOK_INTERVAL)
+
+    def look(self) -> ReleaseConflict:
+        """Judge what the connected peers have said; warn once of older ones and once of newer ones."""
+        known = {peer: self._host.software_of(peer) for peer in sorted(self._host.connected)}
+        own = self._host.protocols
+        self.apart = {
+            peer: found
+            for peer, theirs in known.items()
+            if theirs is not None and (found := standing(own, theirs, self._needed)) is not None
+        }
+        versions: dict[Standing, list[str]] = {"older": [], "newer": []}
+        for peer, found in self.apart.items():
+            theirs = known[peer]
+            versions[found].append(theirs.version if theirs is not None else "")
+        conflict = ReleaseConflict(tuple(versions["older"]), tuple(versions["newer"]))
+        self._journal.update(release_conflict=conflict or None)
+        if fresh := set(self.apart.values()) - self._warned:
+            self._warned |= fresh
+            self._journal.warn(": ".join(release_words(conflict, VERSION)))
+            names = ", ".join(short_name(peer) for peer in list(self.apart)[:MAX_NAMED])
+            self._journal.say(f"their names here: {names}")
+        return conflict

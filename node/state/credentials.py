@@ -63,8 +63,6 @@ class Credentials:
     journal: Journal
     _lock: trio.Lock = field(default_factory=trio.Lock)
     """Held while seats are given, and while the set of revoked keys changes."""
-    _refused_by: set[bytes] = field(default_factory=set)
-    """Members that have refused this node: at most as many as it has dialled."""
 
     @property
     def is_creator(self) -> bool:
@@ -97,7 +95,17 @@ class Credentials:
     async def run(self) -> None:
         """Renew entries, and warn if this node is no longer a member, until cancelled."""
         renewed_at = trio.current_time()
-        self.gate.on_refused = self._tell_refusal
+        refused_by: set[bytes] = set()  # at most as many as this node has dialled
+
+        def tell_refusal(peer: bytes, refusal: str) -> None:  # a revoked member may never receive the revocation
+            if peer not in refused_by:
+                refused_by.add(peer)
+                self.journal.warn(
+                    f"this node is no longer a member of the run, says {short_name(peer)}: {refusal}. If the others "
+                    "say so as well, ask the run's creator for a new invite, and join again with it"
+                )
+
+        self.gate.on_refused = tell_refusal
         await self._renew_revoked()  # an earlier life may have ended before the last one could be written
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.gate.run)
@@ -113,15 +121,6 @@ class Credentials:
                     renewed_at = trio.current_time()
                     await self.publish()
                     await self._renew_revoked()
-
-    def _tell_refusal(self, peer: bytes, refusal: str) -> None:
-        """Warn that a peer refused this node: a revoked member is disconnected and may never receive the revocation."""
-        if peer not in self._refused_by:
-            self._refused_by.add(peer)
-            self.journal.warn(
-                f"this node is no longer a member of the run, says {short_name(peer)}: {refusal}. If the others say so "
-                "as well, ask the run's creator for a new invite, and join again with it"
-            )
 
     # Inviting
 
@@ -167,7 +166,15 @@ class Credentials:
         """
         self._require_creator()
         async with self._lock:
-            await self._set_revoked(_with_keys(await self._revoked(), keys))
+            places = await self._revoked()
+            for key in dict.fromkeys(keys):
+                if key in places:
+                    continue
+                if NO_KEY in places:
+                    places[places.index(NO_KEY)] = key
+                else:
+                    places.append(key)
+            await self._set_revoked(places)
 
     async def restore(self, keys: Iterable[bytes]) -> None:
         """Undo `revoke` for these keys; raises as it does."""
@@ -201,16 +208,3 @@ class Credentials:
             part = places[index * REVOKED_PER_ENTRY : (index + 1) * REVOKED_PER_ENTRY]
             if part or index in told:
                 await self.gossip.publish(Kind.REVOCATION, index, Revocation(tuple(sorted({*part} - {NO_KEY}))))
-
-
-def _with_keys(places: Sequence[bytes], keys: Iterable[bytes]) -> list[bytes]:
-    """Return the places with more keys, in free places and after the last one."""
-    filled = [*places]
-    for key in dict.fromkeys(keys):
-        if key in filled:
-            continue
-        if NO_KEY in filled:
-            filled[filled.index(NO_KEY)] = key
-        else:
-            filled.append(key)
-    return filled

@@ -11,12 +11,11 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.run.releases import Software
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import Session
 from farandole.protocol.state.believing import ClockSkew, judge_clock, votes_of
@@ -34,15 +33,16 @@ from farandole.protocol.state.liveness import BASE_PERIOD, Liveness
 from farandole.protocol.state.push import HAVE_PROTOCOL, MAX_HAVE_BYTES, MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import RunState
-from farandole.protocol.state.writer import Mark, Writer
+from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name
 from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
-from ..base.streams import READ_BYTES, Stream, StreamHost
-from .messenger import OnFailed, Receive
-from .store import StoreError
+from ..base.streams import READ_BYTES, Stream
+from ..mesh.host import Host
+from .messenger import Messenger
+from .store import Store, StoreError
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -75,52 +75,6 @@ CLOCK_SET_SECONDS = 5.0
 """A jump of this machine's clock against trio's by which it was set; NTP corrects less by gradual changes in hours."""
 
 
-class GossipHost(StreamHost, Protocol):
-    """A host that knows its connected peers, and accepts addresses of others."""
-
-    @property
-    def connected(self) -> frozenset[bytes]:
-        """Return the peers with a connection."""
-
-    def network_of(self, peer: bytes) -> str:
-        """Return a peer's network, an IPv4 /24 or IPv6 /48; empty if it is not known."""
-
-    def software_of(self, peer: bytes) -> Software | None:
-        """Return what a connected peer runs; None if it has not said."""
-
-    def shut_out(self, peer: bytes, seconds: float) -> None:
-        """End all connections to a peer, and refuse new ones for ``seconds``."""
-
-    def add_hearsay(self, peer: bytes, addresses: Sequence[str]) -> None:
-        """Add addresses at which a peer may be dialled."""
-
-
-class FrameSender(Protocol):
-    """Sends small frames: the part of `messenger.Messenger` that is used here."""
-
-    def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
-        """Queue a frame for a peer; delivery is best effort."""
-
-    def set_receiver(self, protocol: str, max_bytes: int, receive: Receive, on_failed: OnFailed | None = None) -> None:
-        """Set the function that gets a protocol's frames, and the one that gets peers to which delivery failed."""
-
-
-class StateStore(Protocol):
-    """Keeps run state on disk: the part of `store.Store` that is used here."""
-
-    async def load_authors(self) -> dict[bytes, bytes]:
-        """Return the stored entries by author."""
-
-    async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
-        """Store all of these rows or none."""
-
-    async def load_mark(self) -> Mark:
-        """Return the writer's mark."""
-
-    async def save_mark(self, mark: Mark) -> None:
-        """Store the writer's mark; it is on disk on return."""
-
-
 class GossipService:
     """The run state of this node, kept up to date while `run` runs."""
 
@@ -128,9 +82,9 @@ class GossipService:
         self,
         state: RunState,
         writer: Writer,
-        host: GossipHost,
-        messenger: FrameSender,
-        store: StateStore,
+        host: Host,
+        messenger: Messenger,
+        store: Store,
         rng: random.Random,
         *,
         base_period: float = BASE_PERIOD,
@@ -144,7 +98,12 @@ class GossipService:
         self._store = store
         self._rng = rng
         self._unix = unix
-        self._gossip = Gossip(state, writer.author, rng, base_period, host.network_of, self._knows_ids)
+
+        def knows_ids(peer: bytes) -> bool:
+            software = host.software_of(peer)
+            return software is not None and HAVE_PROTOCOL in software.protocols
+
+        self._gossip = Gossip(state, writer.author, rng, base_period, host.network_of, knows_ids)
         state.places.protect(lambda author: author in host.connected)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
@@ -280,10 +239,6 @@ class GossipService:
                 self._host.shut_out(peer, SHUT_OUT_SECONDS)
             raise
 
-    def _knows_ids(self, peer: bytes) -> bool:
-        software = self._host.software_of(peer)
-        return software is not None and HAVE_PROTOCOL in software.protocols
-
     def _note_failure(self, peer: bytes, protocol: str) -> None:
         self._gossip.unreachable(peer, trio.current_time())
 
@@ -308,6 +263,12 @@ class GossipService:
         """
         done: set[bytes] = set()
         asked: set[bytes] = set()
+
+        async def join_with(peer: bytes, has_ended: trio.Event) -> None:
+            if await self._sync_with(peer, with_beats=True):
+                done.add(peer)
+            has_ended.set()
+
         with trio.move_on_after(JOIN_TIMEOUT):
             while len(done) < NUM_JOIN_SESSIONS:
                 known = self._host.connected | set(self._gossip.candidates(trio.current_time()))
@@ -319,34 +280,27 @@ class GossipService:
                 async with trio.open_nursery() as nursery:
                     for peer in chosen:
                         has_ended = trio.Event()
-                        nursery.start_soon(self._join_with, peer, done, has_ended)
+                        nursery.start_soon(join_with, peer, has_ended)
                         if not done:
                             with trio.move_on_after(JOIN_LEAD_SECONDS):
                                 await has_ended.wait()
         return len(done)
 
-    async def _join_with(self, peer: bytes, done: set[bytes], has_ended: trio.Event) -> None:
-        if await self._sync_with(peer, with_beats=True):
-            done.add(peer)
-        has_ended.set()
-
     async def _sync(self) -> None:
-        """Sync with one peer; at the same time, try one that has fallen silent."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._sync_with_anyone)
-            silent = self._gossip.choose_silent(trio.current_time())
-            if silent is not None:
-                nursery.start_soon(self._sync_with, silent, True)
+        """Sync with a live member, or if none is known with any connected peer; at the same time, try a silent one.
 
-    async def _sync_with_anyone(self) -> None:
-        """Sync with a live member, or if none is known with any connected peer; on failure try another."""
-        for _ in range(SYNC_ATTEMPTS):
-            partner = self._gossip.choose_partner(trio.current_time())
-            connected = sorted(self._host.connected)
-            if partner is None and not connected:
-                return
-            if await self._sync_with(partner or self._rng.choice(connected), with_beats=partner is None):
-                return
+        On failure try another.
+        """
+        async with trio.open_nursery() as nursery:
+            if (silent := self._gossip.choose_silent(trio.current_time())) is not None:
+                nursery.start_soon(self._sync_with, silent, True)
+            for _ in range(SYNC_ATTEMPTS):
+                partner = self._gossip.choose_partner(trio.current_time())
+                connected = sorted(self._host.connected)
+                if partner is None and not connected:
+                    break
+                if await self._sync_with(partner or self._rng.choice(connected), with_beats=partner is None):
+                    break
 
     async def _sync_with(self, peer: bytes, with_beats: bool) -> bool:
         """Run one session as the initiator; return whether it succeeded."""
@@ -381,20 +335,23 @@ class GossipService:
 
     async def _converse(self, stream: Stream, session: Session) -> None:
         """Carry a session through to its end."""
-        is_clock_noted = False
+        peer, is_clock_noted = stream.peer, not session.is_initiator
         while not session.is_done:
             data = await stream.receive_some(READ_BYTES)
             if not data:
                 session.receive_eof()
                 return
             if not session.is_initiator:
-                self._served_inbound.count(stream.peer, trio.current_time(), bytes=len(data))
+                self._served_inbound.count(peer, trio.current_time(), bytes=len(data))
             deltas, to_send = session.receive_data(bytes(data))
-            if session.is_initiator and session.peer_now is not None and not is_clock_noted:
-                is_clock_noted = True
-                self._note_clock(stream.peer, session.peer_now)
+            if session.peer_now is not None and not is_clock_noted:
+                is_clock_noted, unix = True, self._unix()
+                self._clocks.pop(peer, None)
+                self._clocks[peer] = unix - session.peer_now, unix - trio.current_time()
+                while len(self._clocks) > MAX_CLOCKS:
+                    del self._clocks[next(iter(self._clocks))]
             for delta in deltas:
-                await self._merge(delta, stream.peer, is_asked=session.is_initiator)
+                await self._merge(delta, peer, is_asked=session.is_initiator)
             if to_send:
                 await stream.send_all(to_send)
 
@@ -406,13 +363,6 @@ class GossipService:
             report = self._gossip.merge(part, peer, self._unix(), trio.current_time(), forward, is_asked=is_asked)
             self._take_note(report.new)
             await trio.lowlevel.checkpoint()
-
-    def _note_clock(self, peer: bytes, peer_now: int) -> None:
-        self._clocks.pop(peer, None)
-        unix = self._unix()
-        self._clocks[peer] = unix - peer_now, unix - trio.current_time()
-        while len(self._clocks) > MAX_CLOCKS:
-            del self._clocks[next(iter(self._clocks))]
 
     # disk
 

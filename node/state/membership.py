@@ -263,7 +263,12 @@ class Membership:
         self._host.connections.protect(lambda peer: any(peer in peers for peers in self._others))
         while True:
             self.refresh()
-            self._check_standing()
+            if self._gossip.has_forked:
+                raise KeyMisusedError(
+                    "two processes have signed with this node's key, and the run has barred it for good: find the copy "
+                    "of this folder, remove the key in both, and join again under a new one"
+                )
+            self._check_clock()
             with trio.move_on_after(1.0):
                 await self._gossip.changed()
 
@@ -307,7 +312,11 @@ class Membership:
         )
         self._paused = frozenset(peer for peer, member in live.items() if member.is_paused) & self.everyone
         self._reached = self.everyone & self._liveness.present(now)
-        self._say_who_came(before, self._reached)
+        for peer in self._reached - before:
+            self._journal.say(f"{short_name(peer)} is here ({len(self._reached) + 1} live)")
+        for peer in before - self._reached:
+            why = "is here, but runs a release that does not fit" if peer in self.apart() else "is gone"
+            self._journal.say(f"{short_name(peer)} {why} ({len(self._reached) + 1} live)")
         told = self.live, self.near, self.nodes_of_stages()
         if told != self._told:
             self._told = told
@@ -324,22 +333,6 @@ class Membership:
     def origins(self) -> frozenset[bytes]:
         """Return the live members that draw data, this node excluded."""
         return self.nodes_of_stages()[0] - {self._host.author}
-
-    def _say_who_came(self, before: frozenset[bytes], now: frozenset[bytes]) -> None:
-        for peer in now - before:
-            self._journal.say(f"{short_name(peer)} is here ({len(now) + 1} live)")
-        for peer in before - now:
-            why = "is here, but runs a release that does not fit" if peer in self.apart() else "is gone"
-            self._journal.say(f"{short_name(peer)} {why} ({len(now) + 1} live)")
-
-    def _check_standing(self) -> None:
-        """Raise or warn if this node would be kept out of the run without noticing."""
-        if self._gossip.has_forked:
-            raise KeyMisusedError(
-                "two processes have signed with this node's key, and the run has barred it for good: find the copy of "
-                "this folder, remove the key in both, and join again under a new one"
-            )
-        self._check_clock()
 
     def _check_clock(self) -> None:
         """Report a wrong clock. A dispute is reported only if no member is live, which it may explain."""

@@ -186,37 +186,31 @@ class Messenger:
             stream.reset()
             return
         self._incoming[key] += 1
+        parser = FrameParser(max_bytes)
+        frame_ends_by = trio.current_time() + FRAME_TIMEOUT
         try:
-            await self._receive_frames(stream, max_bytes, receive)
-        except RemoteProtocolError as error:
-            logger.info("%s broke %s: %s", short_name(stream.peer), stream.protocol, error)
-            stream.reset()
-        except (trio.BrokenResourceError, trio.TooSlowError):
+            while True:
+                if not parser.buffered:
+                    frame_ends_by = trio.current_time() + 2 * IDLE_TIMEOUT
+                with trio.fail_at(frame_ends_by):
+                    data = await stream.receive_some(READ_BYTES)
+                if not data:
+                    return parser.receive_eof()
+                was_between_frames, num_received = not parser.buffered, 0
+                parser.receive_data(data)
+                while (payload := parser.next_frame()) is not None:
+                    receive(stream.peer, payload)
+                    num_received += 1
+                if was_between_frames or num_received:
+                    frame_ends_by = trio.current_time() + FRAME_TIMEOUT
+        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            if isinstance(error, RemoteProtocolError):
+                logger.info("%s broke %s: %s", short_name(stream.peer), stream.protocol, error)
             stream.reset()
         finally:
             self._incoming[key] -= 1
             if not self._incoming[key]:
                 del self._incoming[key]
-
-    async def _receive_frames(self, stream: Libp2pStream, max_bytes: int, receive: Receive) -> None:
-        parser = FrameParser(max_bytes)
-        frame_ends_by = trio.current_time() + FRAME_TIMEOUT
-        while True:
-            if not parser.buffered:
-                frame_ends_by = trio.current_time() + 2 * IDLE_TIMEOUT
-            with trio.fail_at(frame_ends_by):
-                data = await stream.receive_some(READ_BYTES)
-            if not data:
-                parser.receive_eof()
-                return
-            was_between_frames = not parser.buffered
-            parser.receive_data(data)
-            num_received = 0
-            while (payload := parser.next_frame()) is not None:
-                receive(stream.peer, payload)
-                num_received += 1
-            if was_between_frames or num_received:
-                frame_ends_by = trio.current_time() + FRAME_TIMEOUT
 
 
 @asynccontextmanager

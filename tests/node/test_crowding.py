@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -99,7 +100,8 @@ async def test_ground_keys_and_proofs_expel_nobody(tmp_path: Path, texts: Path) 
             ):
                 state = RunState(run.run_id, run.creator, max_authors=2 * NUM_KEYS)
                 writer = Writer(key, run.run_id)
-                liar = Liar(GossipService(state, writer, host, messenger, MemoryStore(), random.Random(1)))
+                store: Any = MemoryStore()
+                liar = Liar(GossipService(state, writer, host, messenger, store, random.Random(1)))
                 state.merge(Delta(tuple(invented), tuple(proofs)), time.time())
                 await nursery.start(liar.gossip.run)
                 host.set_handler(SYNC_PROTOCOL, liar.serve)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import trio
@@ -89,8 +90,8 @@ async def open_victim() -> AsyncIterator[Victim]:
             trio.open_nursery() as nursery,
         ):
             writer = Writer(keys[0], RUN_ID)
-            state = RunState(RUN_ID, CREATOR)
-            gossip = GossipService(state, writer, host, messenger, MemoryStore(), random.Random(1))
+            state, store = RunState(RUN_ID, CREATOR), MemoryStore()
+            gossip = GossipService(state, writer, host, messenger, cast("Any", store), random.Random(1))
             await nursery.start(gossip.run)
             await friend.connect(host.author, host.addresses)
             victim = Victim(host, gossip, friend, friends_messenger, keys[1])

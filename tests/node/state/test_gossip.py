@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,13 @@ import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.state.gossip import GossipService, dialable_addresses
-from farandole.node.state.store import StoreError, open_store
+from farandole.node.state.store import StoreError
 from farandole.protocol.run.releases import Software
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import SyncHello, encode_frame
 from farandole.protocol.state.believing import ClockSkew
 from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress
-from farandole.protocol.state.gossip import INBOUND_LIMITS, JOIN_LEAD_SECONDS
+from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS
 from farandole.protocol.state.push import HAVE_PROTOCOL, Batch
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import MergeReport, RunState
@@ -177,6 +176,14 @@ class MemoryStore:
         self.mark = mark
 
 
+def gossip_over(
+    number: int, state: RunState, host: Any, store: Any, unix: Callable[[], float] = lambda: NOW
+) -> GossipService:
+    """Make a node's gossip over a host and a store in memory."""
+    writer, rng = Writer(key_of(number), RUN_ID), random.Random(number)
+    return GossipService(state, writer, host, host, store, rng, base_period=2.0, unix=unix)
+
+
 class GossipNode:
     """A service with everything that it needs."""
 
@@ -185,16 +192,7 @@ class GossipNode:
         self.host = MemoryHost(wires, self.author)
         self.store = store or MemoryStore()
         self.state = RunState(RUN_ID, CREATOR)
-        self.service = GossipService(
-            self.state,
-            Writer(key_of(number), RUN_ID),
-            self.host,
-            self.host,
-            self.store,
-            random.Random(number),
-            base_period=2.0,
-            unix=lambda: NOW + trio.current_time(),
-        )
+        self.service = gossip_over(number, self.state, self.host, self.store, lambda: NOW + trio.current_time())
 
     async def live(self, bootstrap: Sequence[GossipNode] = ()) -> None:
         """Join, announce and send heartbeats, as a daemon does."""
@@ -233,18 +231,6 @@ async def test_eight_nodes_find_each_other_by_one(mock_clock: trio.testing.MockC
         assert all(node.host.faults == [] for node in nodes)
         expected = [f"/ip4/10.0.0.1/tcp/4001/p2p/{peer_id_of(nodes[1].author)}"]
         assert nodes[7].host.addresses[nodes[1].author] == expected
-
-
-async def test_what_one_publishes_wakes_the_others(mock_clock: trio.testing.MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        nodes = [GossipNode(wires, number) for number in range(1, 6)]
-        for node in nodes:
-            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
-        await trio.sleep(10.0)
-        await nodes[0].service.publish(Kind.PROGRESS, 0, Progress(1, 1, 42, 0, 0))
-        with trio.fail_after(4.0):
-            while nodes[4].state.total_progress().tokens != 42:
-                await nodes[4].service.changed()
 
 
 @pytest.mark.parametrize("is_older", [False, True])
@@ -293,20 +279,6 @@ async def test_the_first_node_does_not_wait_for_anybody(mock_clock: trio.testing
         began = trio.current_time()
         assert await node.service.join() == 0
         assert trio.current_time() == began
-
-
-async def test_a_silent_peer_costs_a_deadline_and_no_more(mock_clock: trio.testing.MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        node, tarpit = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
-
-        async def never_answer(stream: MemoryStream) -> None:
-            await trio.sleep_forever()
-
-        tarpit.set_handler(SYNC_PROTOCOL, never_answer)
-        await wires.nursery.start(node.service.run)
-        node.host.connected = frozenset({tarpit.author})
-        with trio.fail_after(21.0):
-            assert await node.service.join() == 0
 
 
 async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(
@@ -423,17 +395,6 @@ async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: trio.testing
         assert node.host.faults == [attacker.author] * 5
 
 
-async def test_a_flood_of_valid_messages_costs_its_sender_its_connection(mock_clock: trio.testing.MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        node, attacker, honest = GossipNode(wires, 1), MemoryHost(wires, author_of(2)), MemoryHost(wires, author_of(3))
-        await wires.nursery.start(node.service.run)
-        for _ in range(int(INBOUND_LIMITS["messages"][0]) + 1):
-            attacker.send_nowait(node.author, PUSH_PROTOCOL, encode(Batch(False, Delta())))
-        honest.send_nowait(node.author, PUSH_PROTOCOL, encode(Batch(False, Delta((member(3),)))))
-        assert node.host.shut_out_peers == [attacker.author]
-        assert node.state.is_member(honest.author)
-
-
 async def test_sessions_that_peers_begin_are_bounded(mock_clock: trio.testing.MockClock) -> None:
     async with wired(mock_clock) as wires:
         node, eager = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
@@ -493,22 +454,6 @@ async def test_a_wrong_clock_is_noticed_when_members_agree(mock_clock: trio.test
     assert skew.seconds == pytest.approx(-HOUR, abs=2.0)
 
 
-async def test_a_member_that_lies_about_the_time_convinces_no_node(mock_clock: trio.testing.MockClock) -> None:
-    assert await skew_of_newcomer(mock_clock, [0.0, HOUR, 0.0, 0.0], HOMES) is None
-    assert await skew_of_newcomer(mock_clock, [0.0, HOUR], HOMES[:2]) is None, "another member confirms the clock"
-    alone = await skew_of_newcomer(mock_clock, [HOUR], HOMES[:1])
-    assert alone is not None
-    assert not alone.is_agreed, "one of two clocks is wrong, and the node does not say which"
-
-
-@pytest.mark.parametrize("network", ["5.1.1.0/24", ""], ids=["one public network", "relayed"])
-async def test_a_liar_with_many_keys_has_one_vote(mock_clock: trio.testing.MockClock, network: str) -> None:
-    skew = await skew_of_newcomer(mock_clock, [HOUR] * 6, [network] * 6)
-    assert skew is not None
-    assert (skew.is_agreed, skew.num_members) == (False, 1)
-    assert await skew_of_newcomer(mock_clock, [0.0, *[HOUR] * 6], ["5.1.2.0/24", *[network] * 6]) is None
-
-
 async def test_a_stranger_that_calls_has_no_vote(mock_clock: trio.testing.MockClock) -> None:
     async with wired(mock_clock) as wires:
         node, stranger = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
@@ -537,19 +482,6 @@ async def test_a_clock_that_is_set_right_is_fine_at_once(mock_clock: trio.testin
         assert late.service.clock_skew is None
         await trio.sleep(60.0)
         assert late.service.clock_skew is None
-
-
-async def test_it_works_with_the_real_store(tmp_path: Path) -> None:
-    async with trio.open_nursery() as nursery, open_store(tmp_path / "store.sqlite") as store:
-        host = MemoryHost(Wires(nursery), author_of(1))
-        state = RunState(RUN_ID, CREATOR)
-        service = GossipService(state, Writer(key_of(1), RUN_ID), host, host, store, random.Random(1), unix=lambda: NOW)
-        async with trio.open_nursery() as running:
-            await running.start(service.run)
-            await service.publish(Kind.MEMBER, 0, Member(device="cpu"))
-            running.cancel_scope.cancel()
-        assert set(await store.load_authors()) == {author_of(1)}
-        assert await store.load_mark()
 
 
 def test_addresses_are_made_dialable() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,20 +44,6 @@ class Gossip:
 
     def members(self) -> list[Member]:
         return [payload for _, payload in self.published if isinstance(payload, Member)]
-
-
-@pytest.mark.parametrize(
-    ("loss", "told"), [(None, None), (2.5, 2_500_000), (math.nan, None), (math.inf, 2**31 - 1), (1e9, 2**31 - 1)]
-)
-async def test_a_replica_that_diverges_does_not_stop_its_nodes_heart(loss: float | None, told: int | None) -> None:
-    gossip: Any = Gossip()
-    journal = Journal(say=lambda text: None)
-    journal.update(loss=loss, round=2**40)  # a liar's round
-    membership = make_membership(journal, gossip)
-    await membership.announcer.beat()
-    await membership.announcer.report_progress()
-    assert gossip.published[0] == (Kind.BEAT, Beat(0, 2**31 - 1, told, 0))
-    assert gossip.published[1][1].rounds == 2**31 - 1
 
 
 @pytest.mark.parametrize(
@@ -211,14 +196,6 @@ async def test_who_is_bound_to_its_stage_says_so() -> None:
     node = Staged(is_bound=True)
     await node.membership.hold(2)
     assert node.gossip.published[-1][1] == Member(stage=2, incarnation=1, is_bound=True, version=VERSION)
-
-
-async def test_the_round_is_that_of_all_stages() -> None:
-    node = Staged()
-    node.hear(BOB, 1, round_index=9)
-    node.hear(CYD, 2, round_index=9)
-    assert node.membership.current_round() == 9
-    assert not node.membership.is_young
 
 
 async def test_weights_come_from_the_stage_or_from_who_keeps_a_copy() -> None:

@@ -85,24 +85,6 @@ async def test_frames_arrive_in_order_on_one_stream_and_say_from_whom() -> None:
         assert len(_streams(talk.alice, talk.bob)) == 1
 
 
-async def test_both_ends_may_talk_at_once() -> None:
-    with trio.fail_after(PATIENCE):
-        async with (
-            host_at_loopback() as alice,
-            host_at_loopback() as bob,
-            open_messenger(alice) as at_alice,
-            open_messenger(bob) as at_bob,
-        ):
-            inboxes = Inbox(), Inbox()
-            at_alice.set_receiver(TALK, MAX_BYTES, inboxes[0].receive)
-            at_bob.set_receiver(TALK, MAX_BYTES, inboxes[1].receive)
-            await alice.connect(bob.author, bob.addresses)
-            for number in range(50):
-                at_alice.send_nowait(bob.author, TALK, bytes([number]))
-                at_bob.send_nowait(alice.author, TALK, bytes([number]))
-            assert await inboxes[0].wait_for(50) == await inboxes[1].wait_for(50)
-
-
 async def test_an_unreachable_peer_is_reported() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, open_messenger(alice) as messenger:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import sqlite3
 import subprocess
@@ -14,16 +13,14 @@ import pytest
 import trio
 
 from farandole.node.base.exits import Exit
-from farandole.node.state.gossip import GossipService
 from farandole.node.state.store import LAYOUT, MANIFEST_FACT, NewerStoreError, open_store, read_fact
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.state.entries import Kind, Notice
 from farandole.protocol.state.state import RunState
-from farandole.protocol.state.writer import Writer
 
-from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of
+from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of
 from .stores.make import OWN, PAYLOADS
-from .test_gossip import MemoryHost, Wires
+from .test_gossip import MemoryHost, Wires, gossip_over
 
 STORES = Path(__file__).parent / "stores"
 
@@ -44,8 +41,7 @@ async def test_an_older_releases_store_opens_with_all_that_it_holds(
         state = RunState(RUN_ID, CREATOR)
         async with open_store(path) as store:
             host = MemoryHost(Wires(nursery), author_of(OWN))
-            writer = Writer(key_of(OWN), RUN_ID)
-            gossip = GossipService(state, writer, host, host, store, random.Random(0), unix=lambda: NOW)
+            gossip = gossip_over(OWN, state, host, store)
             await gossip._load()
             for author in (OWN, 2):
                 for kind, payload in PAYLOADS.items():

@@ -61,12 +61,6 @@ def test_a_damaged_store_is_left_as_it_is_by_a_reader(path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-async def test_a_new_store_is_empty(store: Store) -> None:
-    assert await store.load_authors() == {}
-    assert await store.load_mark() == ()
-    assert await store.load_peers() == []
-
-
 async def test_peers_are_replaced_and_deleted_together(store: Store) -> None:
     await store.save_peers([(b"a", b"[]", 1.0), (b"b", b"[]", 2.0)], [])
     await store.save_peers([(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)], [b"b", b"c"])

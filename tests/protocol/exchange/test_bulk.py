@@ -43,10 +43,6 @@ SMALL_ORDER = [
 PUBLIC, PRIVATE = ("8.8.8.8", 5000), ("192.168.1.7", 5000)
 
 
-def test_a_proposal_survives_the_wire() -> None:
-    assert decode_proposal(encode(PROPOSAL)) == PROPOSAL
-
-
 def test_the_longest_proposal_fits_its_frame() -> None:
     longest = msgspec.structs.replace(PROPOSAL, addresses=[("f" * MAX_IP_CHARS, 65_535)] * MAX_OFFERED)
     assert len(encode(longest)) <= MAX_PROPOSAL_BYTES
@@ -73,23 +69,6 @@ def test_the_longest_proposal_fits_its_frame() -> None:
 def test_what_is_out_of_bounds_is_refused(lie: dict[str, object]) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_proposal(encode(msgspec.structs.replace(PROPOSAL, **lie)))
-
-
-@given(st.binary(max_size=200))
-def test_rubbish_is_refused(data: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
-        decode_proposal(data)
-
-
-@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=5))
-def test_a_damaged_proposal_is_read_or_refused(flips: list[tuple[int, int]]) -> None:
-    data = bytearray(encode(PROPOSAL))
-    for position, value in flips:
-        data[position % len(data)] = value
-    try:
-        decode_proposal(bytes(data))
-    except RemoteProtocolError:
-        return
 
 
 KEYS = [X25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2, 3)]
@@ -161,10 +140,6 @@ def test_a_greeting_needs_the_session_and_the_token() -> None:
     assert not is_greeting(good, b"s" * 16, b"u" * 32)
     assert not is_greeting(good, b"x" * 16, b"t" * 32)
     assert not is_greeting(b"", b"s" * 16, b"t" * 32)
-
-
-def test_the_internet_may_be_dialled() -> None:
-    assert dialable([PUBLIC], []) == [PUBLIC]
 
 
 @pytest.mark.parametrize(

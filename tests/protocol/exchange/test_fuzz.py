@@ -13,9 +13,6 @@ from farandole.protocol.exchange.exchange import (
     Accepted,
     Commit,
     Offer,
-    decode_resolution,
-    decode_resolve,
-    peek_offer,
 )
 from farandole.protocol.exchange.pipe import (
     BULK_FROM,
@@ -163,11 +160,3 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
             assert 0 <= ours.exchange.pipe.num_sent <= BULK_FROM
             if ours.exchange.is_whole:
                 assert ours.incoming == theirs.contribution
-
-
-@settings(max_examples=300)
-@given(st.binary(max_size=300))
-def test_arbitrary_bytes_raise_only_remote_protocol_errors(data: bytes) -> None:
-    for decode in (peek_offer, decode_resolve, decode_resolution, Side(False, 200).receive, Side(True, 200).receive):
-        with contextlib.suppress(RemoteProtocolError):
-            decode(data)

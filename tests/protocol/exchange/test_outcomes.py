@@ -5,12 +5,6 @@ import pytest
 from farandole.protocol.exchange.exchange import (
     MAX_OUTCOMES,
     Outcomes,
-    Resolution,
-    Resolve,
-    decode_resolution,
-    decode_resolve,
-    encode_resolve,
-    resolve_parser,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 
@@ -35,13 +29,3 @@ def test_outcomes_what_is_unknown_was_never_committed_and_memory_is_bounded() ->
         outcomes.decide(index.to_bytes(16, "big"), committed=True)
     assert outcomes.answer(bytes(16), b"bob") == "aborted"
     assert outcomes.answer(MAX_OUTCOMES.to_bytes(16, "big"), b"bob") == "committed"
-
-
-def test_questions_and_answers_survive_the_wire() -> None:
-    parser = resolve_parser()
-    parser.receive_data(encode_resolve(Resolve(b"s" * 16)) + encode_resolve(Resolution("undecided")))
-    question, answer = parser.next_frame(), parser.next_frame()
-    assert question is not None
-    assert answer is not None
-    assert decode_resolve(question) == Resolve(b"s" * 16)
-    assert decode_resolution(answer) == Resolution("undecided")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from farandole.protocol.exchange.pipe import (
     CHUNK_BYTES,
-    CHUNK_KIND,
     MAX_OPEN,
     MAX_ROUTES,
     TRANSITIONS,
@@ -178,14 +174,3 @@ def test_every_step_of_the_table_can_be_reached_and_the_stream_is_the_last() -> 
         reached |= fresh
     assert reached == set(RouteStep) - {RouteStep.IDLE}
     assert {after for _, after in TRANSITIONS[RouteStep.STREAM].values()} == {RouteStep.STREAM}
-
-
-@settings(max_examples=300)
-@given(st.binary(max_size=300), st.booleans(), st.booleans(), st.integers(1, 50))
-def test_any_bytes_raise_remote_protocol_errors_alone(data: bytes, is_opener: bool, is_large: bool, piece: int) -> None:
-    end = End(is_opener, is_large=is_large)
-    with contextlib.suppress(RemoteProtocolError):
-        end.hear(b"\0\0\0\5\0\0\0\0\x20" + bytes((0, 0, 0, 9 + 8, CHUNK_KIND)))
-        for start in range(0, len(data), piece):
-            end.hear(data[start : start + piece])
-    assert end.pipe.buffered <= 5 + MAX_MESSAGE_BYTES

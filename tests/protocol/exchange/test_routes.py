@@ -153,25 +153,6 @@ def test_what_contradicts_itself_is_refused(large: tuple[Side, Side], messages: 
         alice.receive((1 + len(payload)).to_bytes(4, "big") + bytes((CONTROL_KIND,)) + payload)
 
 
-def test_on_the_stream_there_is_no_other_way(large: tuple[Side, Side]) -> None:
-    alice, bob = large
-    open_way(alice, bob, None)
-    for message in (Route(CHANNEL, 0), Received()):
-        with pytest.raises(LocalProtocolError):
-            alice.send(message)
-    with pytest.raises(LocalProtocolError):
-        bob.send(Reroute())
-
-
-def test_the_initiator_asks_by_its_route_alone(large: tuple[Side, Side]) -> None:
-    alice, bob = large
-    open_way(alice, bob)
-    with pytest.raises(LocalProtocolError):
-        alice.send(Reroute())
-    with pytest.raises(LocalProtocolError):
-        bob.send(Route(None, 0))
-
-
 def test_the_responder_names_no_channel_of_its_own(large: tuple[Side, Side]) -> None:
     alice, bob = large
     tell(alice, bob, Route(CHANNEL, 0))
@@ -198,12 +179,6 @@ def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) 
             alice.send(message)
     for side in large:
         assert side.exchange.can_abort
-
-
-def test_small_contributions_need_no_way(alice: Side, bob: Side) -> None:
-    share_offers(alice, bob)
-    with pytest.raises(LocalProtocolError):
-        alice.send(Route(None, 0))
 
 
 def test_a_channel_brings_what_was_encoded_or_nothing(large: tuple[Side, Side]) -> None:

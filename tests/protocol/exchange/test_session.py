@@ -10,7 +10,6 @@ from farandole.protocol.exchange.exchange import (
     Accepted,
     Commit,
     Committed,
-    Exchange,
     Step,
     peek_offer,
     reason_of,
@@ -57,23 +56,6 @@ def test_a_reason_of_ones_own_may_be_said(alice: Side, bob: Side) -> None:
     said = Aborted(reason_of("out of\nm\u00e9moire " * 100))
     assert said.reason.startswith("out of?m?moire out")
     assert tell(alice, bob, said) == [said]
-
-
-def test_a_full_chunk_fills_one_frame(alice: Side, bob: Side) -> None:
-    share_offers(alice, bob)
-    assert len(alice.send(next(alice.chunks()))) == CHUNK_FRAME_BYTES
-
-
-def test_the_responder_answers_an_offer_and_does_not_make_the_first(alice: Side, bob: Side) -> None:
-    with pytest.raises(LocalProtocolError):
-        bob.exchange.send(bob.offer)
-
-
-def test_memory_must_be_writable_and_large_enough(alice: Side) -> None:
-    with pytest.raises(LocalProtocolError):
-        Exchange(True, alice.offer, memoryview(bytes(SIZE)))
-    with pytest.raises(LocalProtocolError):
-        Exchange(True, alice.offer, memoryview(bytearray(SIZE - 1)))
 
 
 def test_every_state_of_the_table_can_be_reached_and_every_end_is_an_end() -> None:

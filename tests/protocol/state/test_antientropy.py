@@ -20,11 +20,11 @@ from farandole.protocol.state.antientropy import (
     encode_frame,
 )
 from farandole.protocol.state.author_places import Introducer
-from farandole.protocol.state.entries import Checker, Delta, Entry, Kind, Notice, Signed
+from farandole.protocol.state.entries import Checker, Delta, Entry, Kind, Signed
 from farandole.protocol.state.state import NUM_BUCKETS, RunState
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
-from ..authors import CREATOR, NOW, RUN_ID, author_of, beat, contents, member, notice, signed, state_of, tick_at
+from ..authors import CREATOR, NOW, RUN_ID, author_of, beat, contents, member, notice, state_of, tick_at
 
 
 class Transcript:
@@ -173,35 +173,6 @@ def test_a_peer_that_never_stops_is_stopped() -> None:
 
     with pytest.raises(RemoteProtocolError, match="more bytes"):
         flood()
-
-
-@pytest.mark.parametrize("count", [1_500, pytest.param(200_000, marks=pytest.mark.soak)])
-def test_mutated_sessions_raise_nothing_but_the_peers_fault(count: int) -> None:
-    rng = random.Random(9)
-    alice = state_of(member(1), notice(2), member(10, device="a"), member(10, device="b"))
-    bob = state_of(member(3), notice(2, 1), member(1, tick=5))
-    honest = Transcript(alice, bob, with_beats=True).sent
-    alice = state_of(member(1), notice(2), member(10, device="a"), member(10, device="b"))
-    root = alice.root
-    for _ in range(count):
-        is_initiator = rng.random() < 0.5
-        session = Session(alice, rng, NOW, is_initiator=is_initiator, with_beats=True)
-        if is_initiator:
-            session.start()
-        data = bytearray(honest[not is_initiator])
-        for _ in range(rng.randint(1, 5)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        try:
-            session.receive_data(bytes(data[: rng.randint(1, len(data))]))
-        except RemoteProtocolError:
-            continue
-    assert alice.root == root, "a session reads the state; merging is somebody else's"
-
-
-def test_notices_travel_like_everything() -> None:
-    alice, bob = state_of(signed(255, Kind.NOTICE, 0, tick_at(Kind.NOTICE), Notice("stop"))), state_of()
-    Transcript(alice, bob)
-    assert bob.payload(CREATOR, Notice) == Notice("stop")
 
 
 def full_state(first: int, number: int, *common: Signed) -> RunState:

@@ -4,8 +4,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from farandole.protocol.state.entries import Delta, Proof, Signed
 from farandole.protocol.state.gossip import Gossip
@@ -16,7 +14,6 @@ from farandole.protocol.state.push import (
     MAX_HAVE_BYTES,
     MAX_IDS,
     MAX_ITEMS_A_TICK,
-    MAX_RECENT,
     MIN_REPEATED,
     PATIENCE_SECONDS,
     Batch,
@@ -177,13 +174,6 @@ def test_who_announces_what_nobody_has_is_bounded_and_delays_nobody_else() -> No
     assert not any(recall._num_awaited.values())
 
 
-def test_the_latest_items_are_remembered() -> None:
-    recall = Recall()
-    items = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_RECENT + 1)]
-    recall.add({id_of(item): item for item in items})
-    assert recall.find(map(id_of, items)) == items[1:]
-
-
 def test_who_asks_for_much_gets_no_more_than_a_tick_carries(push: Push) -> None:
     items = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_IDS)]
     push.queue(items, [], ALICE)
@@ -201,15 +191,6 @@ def test_requests_count_as_a_flood_like_items() -> None:
     with pytest.raises(FloodError):
         for _ in range(100):
             gossip.receive_ids(BOB, many, 0.0)
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=200)
-def test_no_bytes_do_more_than_be_refused(raw: bytes) -> None:
-    try:
-        decode_have(raw)
-    except RemoteProtocolError:
-        return
 
 
 @pytest.mark.parametrize("raw", [bytes(MAX_HAVE_BYTES + 1), encode((False, False, b"1234567", b""))])

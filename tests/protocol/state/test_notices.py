@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.state.entries import RULES, Delta, Kind, Notice, Signed
+from farandole.protocol.state.entries import Delta, Kind, Notice, Signed
 from farandole.protocol.state.state import RunState
 
 from ..authors import CREATOR, NOW, RUN_ID, signed, tick_at
@@ -43,12 +43,3 @@ def test_no_one_but_the_creator_can_say_it(action: str) -> None:
         assert action_of(state) is None
     state.merge(Delta((genuine,)), NOW)
     assert action_of(state) == action
-
-
-def test_a_pause_ends_when_its_creator_has_been_away_for_a_week() -> None:
-    state = RunState(RUN_ID, CREATOR)
-    state.merge(Delta((notice("pause", NOW),)), NOW)
-    state.expire(NOW + RULES[Kind.NOTICE].ttl - 60)
-    assert action_of(state) == "pause"
-    state.expire(NOW + RULES[Kind.NOTICE].ttl + 60)
-    assert action_of(state) is None

@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 from farandole.protocol.state import state as state_module
 from farandole.protocol.state.author_places import Introducer
 from farandole.protocol.state.entries import (
-    ALL_RULES,
-    MAX_SLOTS,
     PROOF_TTL,
     RULES,
     Delta,
     Kind,
     Lease,
     Member,
-    Notice,
     Proof,
     Signed,
     decode_delta,
@@ -394,26 +391,6 @@ def test_an_author_is_heard_as_ever_once_a_clock_that_was_fast_is_right_again() 
         for number in range(2 * METERED_BURST)
     ]
     assert outcomes == [[Outcome.NEW]] * len(outcomes)
-
-
-def test_an_author_has_so_many_slots_and_no_more() -> None:
-    assert MAX_SLOTS == sum(rule.slots for rule in ALL_RULES.values()) == 54
-    assert sum(rule.slots * (rule.max_bytes + 118) for rule in ALL_RULES.values()) < 54_000
-
-
-def test_questions() -> None:
-    notice = signed(255, Kind.NOTICE, 0, tick_at(Kind.NOTICE), Notice("pause", "maintenance"))
-    state = state_of(member(1), member(2, left=True), progress(1, 10), progress(3, 32), notice)
-    assert state.members() == {author_of(1): Member(device="cpu")}
-    assert (state.is_member(author_of(1)), state.is_member(author_of(2)), state.is_member(author_of(9))) == (
-        True,
-        False,
-        False,
-    )
-    assert state.total_progress().tokens == 42
-    assert state.payload(CREATOR, Notice) == Notice("pause", "maintenance")
-    assert state.get(author_of(1), Kind.BEAT) is None
-    assert {entry.author for entry in state.entries(Kind.PROGRESS)} == {author_of(1), author_of(3)}
 
 
 def test_what_is_exported_makes_the_state_again() -> None:

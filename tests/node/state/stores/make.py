@@ -6,7 +6,6 @@ release whose layout or entries differ gets another file.
 
 from __future__ import annotations
 
-import random
 import sqlite3
 import sys
 from contextlib import closing
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import trio
 
-from farandole.node.state.gossip import GossipService
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.protocol.run.manifest import sign_manifest
 from farandole.protocol.state.entries import (
@@ -32,9 +30,8 @@ from farandole.protocol.state.entries import (
     Suspects,
 )
 from farandole.protocol.state.state import RunState
-from farandole.protocol.state.writer import Writer
 from tests.node.small_runs import small_manifest
-from tests.node.state.test_gossip import MemoryHost, Wires
+from tests.node.state.test_gossip import MemoryHost, Wires, gossip_over
 from tests.protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, signed, tick_at
 
 OWN = 1
@@ -55,8 +52,7 @@ async def write(path: Path) -> None:
         state = RunState(RUN_ID, CREATOR)
         wires = Wires(nursery)
         host = MemoryHost(wires, author_of(OWN))
-        writer = Writer(key_of(OWN), RUN_ID)
-        gossip = GossipService(state, writer, host, host, store, random.Random(0), unix=lambda: NOW)
+        gossip = gossip_over(OWN, state, host, store)
         await nursery.start(gossip.run)
         for kind, payload in PAYLOADS.items():
             await gossip.publish(kind, 0, payload)
