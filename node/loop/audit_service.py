@@ -25,8 +25,7 @@ from ..base.errors import PeerUnreachableError
 from ..state.gossip import GossipService
 from ..status.status import AuditStatus
 from ..transfers.donor import DonorBusyError
-from ..transfers.downloads import Downloads
-from ..transfers.fetch import ask_for_index, fetch_checkpoint
+from ..transfers.fetch import Downloads, ask_for_index, fetch_checkpoint
 from ..transfers.holdings import Starts
 from .rest_service import Rest
 

@@ -48,7 +48,7 @@ from ..state.messenger import Messenger
 from ..store.disk_space import Room, WeightFiles
 from ..store.run_file import require_trainable_model
 from ..transfers.donor import Conditions
-from ..transfers.downloads import Downloads
+from ..transfers.fetch import Downloads
 from ..transfers.holdings import Holding, Starts
 from ..transfers.serve import BlockService
 from ..transfers.sketches import SketchService

@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index, max_index_bytes
+from farandole.protocol.checkpoints.blocks import decode_signed_index, max_index_bytes
 from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
 from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.state.entries import CheckpointNotice
@@ -29,10 +29,9 @@ from ..base.errors import PeerUnreachableError
 from ..base.figures import duration
 from ..store.folder import index_of
 from .donor import DonorBusyError
-from .downloads import Downloads
-from .holdings import Holding, write_index
+from .fetch import Downloads
+from .holdings import Holding, Provider, write_index
 from .partial_file import PARTIAL_SUFFIX
-from .provider import Provider
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class CopyService:
         if self._has_room():
             await self._recall()
         else:
-            await self._give_up()
+            await self._take(None)
         pause = interval = self._files.settings.backup_seconds
         while True:
             await trio.sleep(pause * random.uniform(0.75, 1.25))
@@ -80,16 +79,13 @@ class CopyService:
         return self._files.plan(self._membership.stage).has_copy
 
     async def _copy_newest(self) -> None:
+        copy, stage = self._provider.copy, self._files.copied_stage(self._membership.stage)
         if not self._has_room():
-            if self._provider.copy is not None:  # the text that was tokenised since needs its room
-                await self._give_up()
+            if copy is not None:  # the text that was tokenised since needs its room
+                await self._take(None)
             return
-        stage = self._files.copied_stage(self._membership.stage)
         found = self._choose(stage)
-        copy = self._provider.copy
-        if found is None or (copy is not None and copy.id == found[1].id):
-            return
-        if self._is_in_vain(stage):
+        if found is None or (copy is not None and copy.id == found[1].id) or self._is_in_vain(stage):
             return
         author, notice = found
         try:
@@ -101,12 +97,20 @@ class CopyService:
             self._passed_over[author] = trio.current_time() + PASS_OVER_SECONDS
             return
         path = self.path(stage, signed.id)
+
+        def keep() -> Holding:
+            write_index(path, signed)
+            return Holding.open(path, signed, index)
+
         with contextlib.suppress(OSError):  # the download says what is wrong
             await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))
         # On a slow line newer ones may keep coming before one is complete.
         await trio.to_thread.run_sync(self._remove, path, f".*{PARTIAL_SUFFIX}")
         if await self._downloads.fetch(signed, index, (author,), path, lambda progress: None, is_copy=True) is not None:
-            await self._keep(path, signed, index)
+            try:
+                await self._take(path, await trio.to_thread.run_sync(keep))
+            except OSError as error:
+                logger.warning("the copy of round %d cannot be kept: %s", index.round, error)
 
     def _is_in_vain(self, stage: int) -> bool:
         """Return whether a copy would be too old for newcomers on arrival, at the rate of the last download.
@@ -165,43 +169,28 @@ class CopyService:
         """Return the path for a copy."""
         return self._files.settings.checkpoints / f"copy-{stage}-{checkpoint_id.hex()[:16]}{COPY_SUFFIX}"
 
-    async def _keep(self, path: Path, signed: SignedIndex, index: Index) -> None:
-        """Make this file the copy, and remove older ones."""
-
-        def keep() -> Holding:
-            write_index(path, signed)
-            return Holding.open(path, signed, index)
-
-        try:
-            await self._take(path, await trio.to_thread.run_sync(keep))
-        except OSError as error:
-            logger.warning("the copy of round %d cannot be kept: %s", index.round, error)
-
     async def _recall(self) -> None:
         """Open the copy that an earlier life kept, if there is one and it is of this run."""
+        folder, run_id = self._files.settings.checkpoints, self._downloads.conditions.run_id
+        max_size = max(map(self._files.max_bytes, range(self._files.num_stages)))
+
+        def open_copy() -> Holding:
+            with index_of(path).open("rb") as file:
+                raw = file.read(max_index_bytes(max_size) + 1)
+            return Holding.open(path, *decode_signed_index(raw, run_id, max_size))
+
         # One, unless that life was killed between making a new one and removing the old.
-        folder = self._files.settings.checkpoints
         for path in await trio.to_thread.run_sync(lambda: sorted(folder.glob(f"copy-*{COPY_SUFFIX}"))):
             with contextlib.suppress(OSError, RemoteProtocolError):
-                await self._take(path, await trio.to_thread.run_sync(self._open, path))
+                await self._take(path, await trio.to_thread.run_sync(open_copy))
                 return
 
-    async def _take(self, path: Path, holding: Holding) -> None:
+    async def _take(self, path: Path | None, holding: Holding | None = None) -> None:
+        """Make this file the copy, and remove older ones; None: there is no room for any."""
         self._provider.keep_copy(holding)
         await trio.to_thread.run_sync(self._remove, path)
 
-    async def _give_up(self) -> None:
-        """Remove all copies, because there is no room for any."""
-        self._provider.keep_copy(None)
-        await trio.to_thread.run_sync(self._remove)
-
-    def _open(self, path: Path) -> Holding:
-        max_size = max(map(self._files.max_bytes, range(self._files.num_stages)))
-        with index_of(path).open("rb") as file:
-            raw = file.read(max_index_bytes(max_size) + 1)
-        return Holding.open(path, *decode_signed_index(raw, self._downloads.conditions.run_id, max_size))
-
-    def _remove(self, kept: Path | None = None, suffix: str = "*") -> None:
+    def _remove(self, kept: Path | None, suffix: str = "*") -> None:
         """Remove the files of all copies but the one kept."""
         for path in self._files.settings.checkpoints.glob(f"copy-*{COPY_SUFFIX}{suffix}"):
             if kept is None or not path.name.startswith(kept.name):

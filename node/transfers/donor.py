@@ -10,7 +10,7 @@ from typing import Any, Final
 import trio
 
 from farandole.protocol.checkpoints import block_transfer as messages
-from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, block_range, decode_signed_index
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, block_range
 from farandole.protocol.checkpoints.download import SILENCE
 from farandole.protocol.exchange.pipe import BULK_FROM, MAX_OPEN, Pipe
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -42,16 +42,12 @@ def fresh_save_timeout(max_size: int) -> float:
     return min(save_seconds(max_size), MAX_FRESH_SAVE)
 
 
-class DonorError(PeerUnreachableError):
-    """A donor gives nothing; another may."""
+class AbsentError(PeerUnreachableError):
+    """A donor does not have the checkpoint: not any more, as a rule, and never again."""
 
 
-class AbsentError(DonorError):
-    """It does not have the checkpoint: not any more, as a rule, and never again."""
-
-
-class DonorBusyError(DonorError):
-    """It serves others first, for ``seconds`` or so."""
+class DonorBusyError(PeerUnreachableError):
+    """A donor serves others first, for ``seconds`` or so."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__("it serves others first")
@@ -82,15 +78,12 @@ class DonorSession:
         self._asked: set[int] = set()
         self._buffers: dict[int, bytearray] = {}  # of blocks on their way
         self._bulk: BulkPipe | None = None
+        self._progress = 0
 
-    @property
-    def progress(self) -> int:
-        """Return the bytes that have arrived, over any route and from any start."""
-        return 0 if self._bulk is None else self._bulk.progress
-
-    def signed_index(self, run_id: bytes, max_size: int) -> tuple[SignedIndex, Index]:
-        """Decode the donor's answer; raises `RemoteProtocolError` if it is no index of a run's checkpoint."""
-        return decode_signed_index(self.answer.index, run_id, max_size)
+    def has_advanced(self) -> bool:
+        """Return whether bytes have arrived since the last call, over any route and from any start."""
+        before, self._progress = self._progress, 0 if self._bulk is None else self._bulk.progress
+        return self._progress != before
 
     def want(self, first: int, count: int) -> None:
         """Ask for blocks; raises `trio.WouldBlock` if the donor has too many such messages unread."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,15 +20,29 @@ import trio
 
 from farandole.protocol.checkpoints import download
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
-from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, Selection, SignedIndex, blocks_between, select
+from farandole.protocol.checkpoints.blocks import (
+    BLOCK_BYTES,
+    Index,
+    Selection,
+    SignedIndex,
+    blocks_between,
+    decode_signed_index,
+    select,
+)
+from farandole.protocol.mesh.kademlia import checkpoint_key
+from farandole.protocol.run.outer_rules import is_required
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.safetensors import header_size, parse_header
 
-from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from .donor import AbsentError, Conditions, DonorBusyError, DonorError, DonorSession, open_donor
+from ..join.bootstrap import reachable_providers
+from ..mesh.host import Host
+from ..state.membership import Membership
+from ..status.journal import Journal
+from ..store.disk_space import WeightFiles
+from .donor import AbsentError, Conditions, DonorBusyError, DonorSession, open_donor
 from .partial_file import PartialFile, partial_path, remove_partials
 
 logger = logging.getLogger(__name__)
@@ -46,10 +60,6 @@ LOST: Final = (
     trio.BrokenResourceError,
     trio.ClosedResourceError,
 )
-
-
-class FetchError(PeerUnreachableError):
-    """The checkpoint is not here: nobody gives it, or it cannot be stored; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +120,13 @@ async def ask_for_index(
     question = BlockQuestion(conditions.run_id, stage, checkpoint_id)
     try:
         async with open_donor(conditions, donor, question, max_size) as session:
-            signed, index = session.signed_index(made_by or conditions.run_id, max_size)
+            signed, index = decode_signed_index(session.answer.index, made_by or conditions.run_id, max_size)
     except PeerUnreachableError:
         raise
     except LOST as error:
-        raise DonorError(f"no index: {str(error) or 'too slow'}") from error
+        raise PeerUnreachableError(f"no index: {str(error) or 'too slow'}") from error
     if index.stage != stage or checkpoint_id not in (None, signed.id):
-        raise DonorError("it gave the index of another checkpoint")
+        raise PeerUnreachableError("it gave the index of another checkpoint")
     return signed, index
 
 
@@ -136,7 +146,9 @@ async def fetch_checkpoint(
 
     ``donors`` returns the peers that announce the checkpoint now, the best first; it is called at intervals. ``accuse``
     is called with each donor that gave wrong bytes. With ``is_prefix`` the file is no safetensors file but the
-    checkpoint's own first blocks, up to the last wanted tensor: what can be given to others. Raises `FetchError`.
+    checkpoint's own first blocks, up to the last wanted tensor: what can be given to others.
+
+    Raises `PeerUnreachableError`, which says why it is not here: nobody gives it, or it cannot be stored.
     """
     run_sync = trio.to_thread.run_sync
     try:
@@ -155,41 +167,9 @@ async def fetch_checkpoint(
                 await run_sync(file.make, selection, path)
         return fetch.result(num_kept)
     except OSError as error:
-        raise FetchError(f"the download cannot be stored: {error}") from error
+        raise PeerUnreachableError(f"the download cannot be stored: {error}") from error
     except RemoteProtocolError as error:
-        raise FetchError(f"its author made it no checkpoint: {error}") from error
-
-
-class _Contact:
-    """A donor that this node has dialled."""
-
-    def __init__(self, donor: bytes) -> None:
-        self.donor = donor
-        self.scope = trio.CancelScope()
-        self.session: DonorSession | None = None
-        """The conversation, once the donor gives."""
-        self._progress = 0
-
-    def has_advanced(self) -> bool:
-        """Return whether something has arrived since the last call."""
-        before, self._progress = self._progress, self.session.progress if self.session else 0
-        return self._progress != before
-
-
-class _Speedometer:
-    """Measures the recent rate at which a counter grows."""
-
-    def __init__(self) -> None:
-        self.rate = 0.0
-        self._count, self._at = 0, trio.current_time()
-
-    def note(self, count: int) -> None:
-        """Record the counter's present value."""
-        seconds = trio.current_time() - self._at
-        if seconds >= RATE_SECONDS:
-            newest = (count - self._count) / seconds
-            self.rate += (newest - self.rate) * (RATE_WEIGHT if self.rate else 1.0)
-            self._count, self._at = count, trio.current_time()
+        raise PeerUnreachableError(f"its author made it no checkpoint: {error}") from error
 
 
 class _Fetch:
@@ -214,17 +194,16 @@ class _Fetch:
         self._file = file
         self._have = have
         self._nursery = nursery
-        self._contacts: dict[bytes, _Contact] = {}
+        self._scopes: dict[bytes, trio.CancelScope] = {}  # of donors that were dialled
+        self._sessions: dict[bytes, DonorSession] = {}  # of donors that give
         self._absent: set[bytes] = set()  # donors that do not have it
         self._needed: frozenset[int] = frozenset()
         self._num_by_donor: Counter[bytes] = Counter()
         self._num_bytes = 0
         self._problem = "nobody is known who has it"
-        self._download = download.Download(have)
-        self._driver = Driver[download.Event, download.Output](self._carry_out)
-        self._driver.begin(self._download)
+        self._download = download.Download(trio.current_time(), have)
         self._is_complete = trio.Event()
-        self._failure: FetchError | None = None
+        self._failure: PeerUnreachableError | None = None
 
     async def run(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
         """Fetch the header, and then the blocks of the wanted tensors."""
@@ -247,32 +226,34 @@ class _Fetch:
     async def _fetch(self, blocks: Iterable[int]) -> None:
         self._is_complete = trio.Event()
         self._needed = frozenset(blocks)
-        self._driver.handle(download.Needed(sorted(self._needed)))
+        self._carry_out(self._download.need(sorted(self._needed), trio.current_time()))
         await self._is_complete.wait()
         if self._failure is not None:
             raise self._failure
 
-    def _fail(self, failure: FetchError) -> None:
-        self._failure = self._failure or failure
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or PeerUnreachableError(reason)
         self._is_complete.set()
-
-    # Time
 
     async def watch(self) -> None:
         """Follow which donors there are and how many bytes have arrived, until cancelled."""
         known: tuple[bytes, ...] = ()
-        speedometer = _Speedometer()
+        rate, count, measured_at = 0.0, 0, trio.current_time()
         while True:
+            now = trio.current_time()
             if (names := tuple(self._donors())) != known:
                 known = names
-                self._driver.handle(download.DonorsKnown(known))
-            self._listen()
-            self._driver.handle(download.Tick())
+                self._carry_out(self._download.know(known, now))
+            for donor, session in list(self._sessions.items()):
+                if session.has_advanced():
+                    self._carry_out(self._download.heard(donor, now))
+            self._carry_out(self._download.tick(now))
             num_bytes = self._size_of(self._needed & self._have)
-            speedometer.note(num_bytes)
-            self._on_progress(
-                FetchProgress(num_bytes, self._size_of(self._needed), speedometer.rate, self._download.num_open)
-            )
+            if now >= measured_at + RATE_SECONDS:
+                newest = (num_bytes - count) / (now - measured_at)
+                rate += (newest - rate) * (RATE_WEIGHT if rate else 1.0)
+                count, measured_at = num_bytes, now
+            self._on_progress(FetchProgress(num_bytes, self._size_of(self._needed), rate, self._download.num_open))
             await trio.sleep(TICK_SECONDS)
 
     def _size_of(self, blocks: Collection[int]) -> int:
@@ -280,85 +261,155 @@ class _Fetch:
         is_last_among = self._file.index.num_blocks - 1 in blocks
         return len(blocks) * BLOCK_BYTES - (is_last_among and -self._file.index.size % BLOCK_BYTES)
 
-    def _listen(self) -> None:
-        for contact in list(self._contacts.values()):
-            if contact.has_advanced():
-                self._driver.handle(download.BytesArrived(contact.donor))
-
     # Donors
 
-    def _carry_out(self, output: download.Output) -> None:
-        match output:
-            case download.DialDonor(donor):
-                contact = self._contacts[donor] = _Contact(donor)
-                self._nursery.start_soon(self._converse, contact)
-            case download.AskBlocks(donor, first, count):
-                self._say(donor, lambda session: session.want(first, count))
-            case download.ForgetBlock(donor, block):
-                self._say(donor, lambda session: session.forget(block))
-            case download.HangUp(donor, reason):
-                self._note_problem(donor, reason)
-                self._contacts.pop(donor).scope.cancel()
-            case download.Accuse(donor, block):
-                self._accuse(donor, f"gave wrong bytes for block {block} of a checkpoint")
-            case download.Complete():
-                self._is_complete.set()
-            case download.GiveUp():
-                self._fail(FetchError(f"the download does not get on: {self._problem}"))
-
-    def _say(self, donor: bytes, say: Callable[[DonorSession], None]) -> None:
-        contact = self._contacts[donor]
-        assert contact.session is not None, "only who is ready is asked"
-        try:
-            say(contact.session)
-        except trio.WouldBlock:
-            contact.scope.cancel()  # it does not listen
+    def _carry_out(self, outputs: Iterable[download.Output]) -> None:
+        for output in outputs:
+            match output:
+                case download.DialDonor(donor):
+                    self._scopes[donor] = trio.CancelScope()
+                    self._nursery.start_soon(self._converse, donor, self._scopes[donor])
+                case download.AskBlocks(donor) | download.ForgetBlock(donor):
+                    try:
+                        if isinstance(output, download.AskBlocks):
+                            self._sessions[donor].want(output.first, output.count)
+                        else:
+                            self._sessions[donor].forget(output.block)
+                    except trio.WouldBlock:  # it does not read
+                        self._scopes[donor].cancel()
+                case download.HangUp(donor, reason, wrong_block):
+                    self._note_problem(donor, reason)
+                    self._sessions.pop(donor, None)
+                    self._scopes.pop(donor).cancel()
+                    if wrong_block is not None:
+                        self._accuse(donor, f"gave wrong bytes for block {wrong_block} of a checkpoint")
+                case download.Complete():
+                    self._is_complete.set()
+                case download.GiveUp():
+                    self._fail(f"the download does not get on: {self._problem}")
 
     def _note_problem(self, donor: bytes, problem: object) -> None:
         self._problem = f"{short_name(donor)}: {problem or 'too slow'}"
         logger.info("checkpoint %s: %s", self._signed.id.hex()[:8], self._problem)
 
-    async def _converse(self, contact: _Contact) -> None:
+    async def _converse(self, donor: bytes, scope: trio.CancelScope) -> None:
         """Take blocks from a donor until it has nothing more to give."""
-        donor, size = contact.donor, self._file.index.size
-        question = BlockQuestion(self._conditions.run_id, self._file.index.stage, self._signed.id, has_index=True)
-        ended = download.DonorLost(donor)
+        index, busy_seconds = self._file.index, None
+        question = BlockQuestion(self._conditions.run_id, index.stage, self._signed.id, has_index=True)
+
+        def begin() -> None:
+            num_held = min(session.answer.num_held, index.num_blocks)
+            self._carry_out(self._download.opened(donor, num_held, trio.current_time()))
+
         try:
-            with contact.scope:
-                async with open_donor(self._conditions, donor, question, size) as session:
-                    num_held = min(session.answer.num_held, self._file.index.num_blocks)
-                    contact.session = session
-                    await session.run(
-                        size,
-                        lambda: self._driver.handle(download.DonorReady(donor, num_held)),
-                        partial(self._take, contact),
-                    )
+            with scope:
+                async with open_donor(self._conditions, donor, question, index.size) as session:
+                    self._sessions[donor] = session
+                    await session.run(index.size, begin, partial(self._take, donor, scope))
         except DonorBusyError as error:
-            ended = download.DonorLost(donor, error.seconds)
+            busy_seconds = error.seconds
             self._note_problem(donor, error)
         except LOST as error:
             self._note_problem(donor, error)
             if isinstance(error, AbsentError):
                 self._absent.add(donor)
-        if self._contacts.get(donor) is contact:
-            del self._contacts[donor]
-            self._driver.handle(ended)
+        if self._scopes.get(donor) is scope:
+            del self._scopes[donor]
+            self._sessions.pop(donor, None)
+            self._carry_out(self._download.lost(donor, trio.current_time(), busy_seconds))
             donors = set(self._donors())
-            if donors and donors <= self._absent and not self._contacts:  # there are newer checkpoints: no wait for it
-                self._fail(FetchError(f"nobody has it any more: {self._problem}"))
+            if donors and donors <= self._absent and not self._scopes:  # there are newer checkpoints: no wait for it
+                self._fail(f"nobody has it any more: {self._problem}")
 
-    async def _take(self, contact: _Contact, block: int, data: memoryview) -> None:
+    async def _take(self, donor: bytes, scope: trio.CancelScope, block: int, data: memoryview) -> None:
         """Take in data that a donor gave as this block."""
         try:
             is_right = await trio.to_thread.run_sync(self._file.write, block, data)
         except OSError as error:
-            self._fail(FetchError(f"the download cannot be stored: {error}"))
+            self._fail(f"the download cannot be stored: {error}")
             return
-        donor = contact.donor
-        if self._contacts.get(donor) is not contact:
+        if self._scopes.get(donor) is not scope:
             return
-        if is_right:
-            self._have.add(block)
-            self._num_by_donor[donor] += 1
-            self._num_bytes += len(data)
-        self._driver.handle(download.BlockArrived(donor, block) if is_right else download.BlockWrong(donor, block))
+        if not is_right:
+            self._carry_out(self._download.refused(donor, block, trio.current_time()))
+            return
+        self._have.add(block)
+        self._num_by_donor[donor] += 1
+        self._num_bytes += len(data)
+        self._carry_out(self._download.arrived(donor, block, trio.current_time()))
+
+
+# The assumed rate of a line until a download has been measured, bytes a second: 10 Mbit/s.
+USUAL_RATE: Final = 1.25e6
+# With fewer donors than this in the run state, the DHT is asked for more.
+ENOUGH_DONORS: Final = 2
+
+
+@dataclass
+class Downloads:
+    """Fetches from checkpoints what a newcomer needs; remembers the rate."""
+
+    host: Host
+    conditions: Conditions
+    files: WeightFiles
+    membership: Membership
+    journal: Journal
+    rate: float = field(init=False)
+    """The last download's rate in bytes a second; before the first one, the cap, or a guess."""
+    is_measured: bool = field(init=False, default=False)
+    """Whether a download has measured the rate."""
+
+    def __post_init__(self) -> None:
+        self.rate = self.conditions.shaping.down.rate or USUAL_RATE
+
+    async def ask(self, donor: bytes, stage: int, known: bytes | None = None) -> tuple[SignedIndex, Index]:
+        """Ask a donor for the index of its newest checkpoint of a stage, or of the one with the id ``known``.
+
+        Raises `PeerUnreachableError`.
+        """
+        return await ask_for_index(self.conditions, donor, stage, self.files.max_bytes(stage), known)
+
+    async def fetch(
+        self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], path: Path, show: Show, *, is_copy: bool
+    ) -> Fetched | None:
+        """Fetch from these donors and all others that hold the checkpoint; on failure, warn and return None.
+
+        ``is_copy``: as blocks for other nodes, with low priority; else as a file for this node's trainer.
+        """
+        began_at, membership = trio.current_time(), self.membership
+        in_dht: list[bytes] = []
+
+        def accuse(donor: bytes, reason: str) -> None:
+            """Take credit from a donor that gives bytes which its index contradicts: it is not believed for a while."""
+            self.journal.warn(f"{short_name(donor)} {reason}")
+            membership.credit.lose([donor], trio.current_time())
+
+        def known() -> dict[bytes, None]:
+            return dict.fromkeys((*donors, *membership.holders(index.stage, signed.id), *in_dht))
+
+        async def ask_dht() -> None:
+            if len(known()) < ENOUGH_DONORS and not is_copy:
+                in_dht.extend(await reachable_providers(self.host, checkpoint_key(index.run_id, signed.id)))
+
+        try:
+            async with open_service_nursery() as nursery:
+                nursery.start_soon(ask_dht)
+                fetched = await fetch_checkpoint(
+                    self.conditions,
+                    signed,
+                    index,
+                    known,
+                    partial(is_required, self.files.manifest.outer),
+                    path,
+                    show,
+                    accuse,
+                    is_prefix=is_copy,
+                )
+        except PeerUnreachableError as error:
+            self.journal.warn(f"no weights of round {index.round}: {error}")
+            return None
+        self.journal.exchanges.bytes_received += fetched.num_bytes
+        if fetched.num_bytes:
+            self.rate = fetched.num_bytes / max(trio.current_time() - began_at, 1e-3)
+            self.is_measured = True
+        return fetched

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Final
@@ -42,25 +41,21 @@ class PartialFile:
         self._file.close()
 
     def blocks(self) -> set[int]:
-        """Return the blocks that are here and valid."""
-        return {block for block in self._written() if self.index.is_block(block, self.read_block(block))}
-
-    def _written(self) -> Iterator[int]:
-        """Yield the blocks that are not entirely holes, if the system reports holes; else all blocks."""
-        if not hasattr(os, "SEEK_DATA"):
-            yield from range(self.index.num_blocks)
-            return
+        """Return the blocks that are here and valid. Blocks that are entirely holes are skipped, not hashed."""
+        found: set[int] = set()
         block = 0
         while block < self.index.num_blocks:
-            try:
-                start = os.lseek(self._file.fileno(), block * BLOCK_BYTES, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno == errno.ENXIO:  # only a hole is left
-                    return
-                raise
-            block = start // BLOCK_BYTES
-            yield block
+            if hasattr(os, "SEEK_DATA"):
+                try:
+                    block = os.lseek(self._file.fileno(), block * BLOCK_BYTES, os.SEEK_DATA) // BLOCK_BYTES
+                except OSError as error:
+                    if error.errno == errno.ENXIO:  # only a hole is left
+                        break
+                    raise
+            if self.index.is_block(block, self.read_block(block)):
+                found.add(block)
             block += 1
+        return found
 
     def write(self, block: int, data: memoryview) -> bool:
         """Write the data if it is that block; return whether it is."""
@@ -89,7 +84,9 @@ class PartialFile:
             with replacing(path) as file:
                 _write_all(file, selection.header)
                 for start, end in selection.pieces:
-                    self._copy(start, end, file)
+                    for block in blocks_between(start, end):
+                        first, last = block_range(self.index.size, block)
+                        _write_all(file, self.read(max(start, first), min(end, last)))
             self.close()  # Windows neither removes nor renames a file that is open
             self.path.unlink(missing_ok=True)
 
@@ -103,11 +100,6 @@ class PartialFile:
         self.close()
         self.path.replace(path)
         sync_folder(path.parent)
-
-    def _copy(self, start: int, end: int, target: FileIO) -> None:
-        for block in blocks_between(start, end):
-            first, last = block_range(self.index.size, block)
-            _write_all(target, self.read(max(start, first), min(end, last)))
 
 
 def read(descriptor: int, start: int, end: int) -> bytes:
@@ -124,11 +116,6 @@ def read(descriptor: int, start: int, end: int) -> bytes:
 def partial_path(path: Path, checkpoint_id: bytes) -> Path:
     """Return the path of a checkpoint's blocks while it is fetched to ``path``."""
     return path.with_name(f"{path.name}.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}")
-
-
-def has_partial(path: Path, checkpoint_id: bytes) -> bool:
-    """Return whether an earlier fetch to ``path`` has begun with a checkpoint."""
-    return partial_path(path, checkpoint_id).exists()
 
 
 def has_begun(folder: Path, checkpoint_id: bytes) -> bool:

@@ -12,7 +12,8 @@ part of the data may wait in the kernel, where it would go before the exchange.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import trio
@@ -75,7 +76,7 @@ class BlockService:
         self._exchanges = exchanges
         rate = conditions.shaping.up.rate
         self._max_served = min(MAX_SERVED, max(1, int(rate / (2 * MIN_SHARE)))) if rate else MAX_SERVED
-        self._served: dict[bytes, _Service] = {}
+        self._served: dict[bytes, _Turn] = {}
         """The peers that are served, in the order in which they came."""
 
     @property
@@ -99,8 +100,12 @@ class BlockService:
         elif (seconds := self._seconds_until_free(stream.peer)) > 0:
             await _answer(stream, messages.Busy(seconds))
         else:
-            with self._turn(stream.peer) as turn:
-                await self._give(stream, parser, question, turn)
+            turn = self._served[stream.peer] = _Turn(self._conditions.shaping)
+            try:
+                with turn.scope:
+                    await self._give(stream, parser, question, turn)
+            finally:
+                del self._served[stream.peer]
 
     def _seconds_until_free(self, peer: bytes) -> float:
         """Return 0 if there is room now, else the retry-after; peers that had their turn are asked to make room."""
@@ -110,62 +115,97 @@ class BlockService:
             return 0.0
         oldest = next(iter(self._served.values()))
         oldest.end_after_turn()
-        return max(1.0, oldest.turn_ends_at - trio.current_time())
+        return max(1.0, oldest.ends_at - trio.current_time())
 
-    @contextlib.contextmanager
-    def _turn(self, peer: bytes) -> Iterator[_Service]:
-        turn = self._served[peer] = _Service()
-        try:
-            with turn.scope:
-                yield turn
-        finally:
-            del self._served[peer]
-
-    async def _give(
-        self, stream: Stream, parser: FrameParser, question: messages.BlockQuestion, turn: _Service
-    ) -> None:
+    async def _give(self, stream: Stream, parser: FrameParser, question: messages.BlockQuestion, turn: _Turn) -> None:
         stream.is_bulk = False
         shaping = self._conditions.shaping
         holding = await self._find(question)
         if holding is None:
             await _answer(stream, messages.Absent())
             return
+        size, channels = holding.index.size, self._conditions.channels
+        here = messages.Here(holding.num_held, b"" if question.has_index else encode_signed_index(holding.signed))
         try:
-            index = b"" if question.has_index else encode_signed_index(holding.signed)
-            channels = self._conditions.channels
             with channels.expecting(stream.peer) if channels else contextlib.nullcontext():
-                await _answer(
-                    stream, messages.Here(holding.num_held, index), messages.max_answer_bytes(holding.index.size)
-                )
-                pipe = Pipe(
-                    False, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=holding.index.size >= BULK_FROM
-                )
+                await _answer(stream, here, messages.max_answer_bytes(size))
+                pipe = Pipe(False, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
                 # With a cap, the shaper already limits what waits in the kernel.
                 max_unsent = None if shaping.up.rate else PIECE_BYTES
-                pacing = _Pacing(shaping, self._exchanges)
-                bulk = BulkPipe(pipe, stream, channels, shaping, pacing, max_unsent)
-                await _Giver(bulk, holding, turn, shaping).run(parser.take_rest())
+                bulk = BulkPipe(pipe, stream, channels, shaping, _Pacing(shaping, self._exchanges), max_unsent)
+                await turn.give(bulk, holding, parser.take_rest())
         finally:
             holding.let_go()
 
 
-class _Service:
-    """The time for which a peer is served."""
+class _Turn:
+    """The time for which a peer is served, and the blocks that it gets in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, shaping: Shaping) -> None:
         self.scope = trio.CancelScope()
-        self.turn_ends_at = trio.current_time() + TURN_SECONDS
+        self.ends_at = trio.current_time() + TURN_SECONDS
+        self._shaping = shaping
         self._are_others_waiting = False
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether it is the others' turn."""
-        return self._are_others_waiting and trio.current_time() >= self.turn_ends_at
 
     def end_after_turn(self) -> None:
         """End the service after its turn, because others are waiting."""
         self._are_others_waiting = True
-        self.scope.deadline = max(trio.current_time(), self.turn_ends_at) + GRACE_SECONDS
+        self.scope.deadline = max(trio.current_time(), self.ends_at) + GRACE_SECONDS
+
+    def _goes_on(self) -> bool:
+        is_over = self._are_others_waiting and trio.current_time() >= self.ends_at
+        return not is_over and self._shaping.may_spend(BLOCK_BYTES)
+
+    async def give(self, bulk: BulkPipe, holding: Holding, received: bytes) -> None:
+        """Give blocks until the peer goes, falls silent, or others have their turn.
+
+        ``received`` was read from the stream before.
+        """
+        wanted, has_more = messages.Wanted(holding.num_held), trio.lowlevel.ParkingLot()
+
+        async def hear(payload: bytes) -> None:
+            message = messages.decode_asked(payload)
+            match message:
+                case _ if bulk.pipe.step is RouteStep.UNROUTED:
+                    raise RemoteProtocolError(f"{type(message).__name__} before the route")
+                case messages.Want():
+                    wanted.add(message)
+                    has_more.unpark_all()
+                case messages.Forget(block):
+                    wanted.forget(block)
+
+        async def read() -> None:
+            await bulk.run(hear, received=received)
+            nursery.cancel_scope.cancel()
+
+        def announce(block: int, data: memoryview) -> tuple[bytes, Outgoing]:
+            bulk.pipe.offer(block, data.nbytes)
+            return bulk.pipe.send_message(messages.encode(messages.Give(block))), Outgoing.whole(data)
+
+        bulk.begin(PATIENCE)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                while self._goes_on():
+                    if not wanted:
+                        with trio.move_on_after(IDLE_TIMEOUT) as patience:
+                            await has_more.park()
+                        if patience.cancelled_caught:
+                            break
+                        continue
+                    block = wanted.pop()
+                    data = memoryview(await trio.to_thread.run_sync(holding.read, block))
+                    with trio.fail_after(BLOCK_TIMEOUT):
+                        await bulk.send(partial(announce, block, data))
+                else:
+                    bulk.post(bulk.pipe.send_message(messages.encode(messages.Busy(TURNED_OUT_SECONDS))))
+                    with trio.fail_after(ANSWER_TIMEOUT):
+                        await bulk.drain()
+                nursery.cancel_scope.cancel()
+        except* (RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            pass  # the cause does not matter: the peer asks again, or asks another donor
+        finally:
+            bulk.close()
 
 
 class _Pacing:
@@ -189,71 +229,6 @@ class _Pacing:
         if self._exchanges is not None:
             with trio.move_on_after(min(REST * self._pace * num_bytes, MAX_REST)):
                 await self._exchanges.wait_quiet()
-
-
-class _Giver:
-    """Serves one peer the blocks of one checkpoint."""
-
-    def __init__(self, bulk: BulkPipe, holding: Holding, turn: _Service, shaping: Shaping) -> None:
-        self._bulk = bulk
-        self._holding = holding
-        self._turn = turn
-        self._shaping = shaping
-        self._wanted = messages.Wanted(holding.num_held)
-        self._has_more = trio.Event()
-
-    async def run(self, received: bytes) -> None:
-        """Serve until the peer goes, falls silent, or others have their turn; ``received`` was read from the stream."""
-        self._bulk.begin(PATIENCE)
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._read, received, nursery.cancel_scope)
-                await self._give_wanted()
-                nursery.cancel_scope.cancel()
-        except* (RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
-            pass  # the cause does not matter: the peer asks again, or asks another donor
-        finally:
-            self._bulk.close()
-
-    async def _read(self, received: bytes, scope: trio.CancelScope) -> None:
-        await self._bulk.run(self._hear, received=received)
-        scope.cancel()
-
-    async def _hear(self, payload: bytes) -> None:
-        message = messages.decode_asked(payload)
-        match message:
-            case _ if self._bulk.pipe.step is RouteStep.UNROUTED:
-                raise RemoteProtocolError(f"{type(message).__name__} before the route")
-            case messages.Want():
-                self._wanted.add(message)
-                self._has_more.set()
-            case messages.Forget(block):
-                self._wanted.forget(block)
-
-    async def _give_wanted(self) -> None:
-        while not self._turn.is_over and self._shaping.may_spend(BLOCK_BYTES):
-            if not self._wanted:
-                self._has_more = trio.Event()
-                with trio.move_on_after(IDLE_TIMEOUT) as patience:
-                    await self._has_more.wait()
-                if patience.cancelled_caught:
-                    return
-                continue
-            await self._give(self._wanted.pop())
-        self._bulk.post(self._bulk.pipe.send_message(messages.encode(messages.Busy(TURNED_OUT_SECONDS))))
-        with trio.fail_after(ANSWER_TIMEOUT):
-            await self._bulk.drain()
-
-    async def _give(self, block: int) -> None:
-        data = memoryview(await trio.to_thread.run_sync(self._holding.read, block))
-        pipe = self._bulk.pipe
-
-        def announce() -> tuple[bytes, Outgoing]:
-            pipe.offer(block, data.nbytes)
-            return pipe.send_message(messages.encode(messages.Give(block))), Outgoing.whole(data)
-
-        with trio.fail_after(BLOCK_TIMEOUT):
-            await self._bulk.send(announce)
 
 
 async def _answer(

@@ -45,7 +45,7 @@ from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame
 from ..base.system.files import open_private
-from .downloads import Downloads
+from .fetch import Downloads
 from .holdings import Holding
 from .partial_file import read
 
@@ -88,29 +88,23 @@ class SketchService:
         """Answer one question."""
         with trio.fail_after(MESSAGE_TIMEOUT):
             question = decode_question(await receive_frame(stream, FrameParser(MAX_QUESTION_BYTES)))
-        is_served = question.run_id == self._run_id and self._num_waiting < MAX_WAITING and self._take(stream.peer)
-        sketch = await self._wait_for_sketch(question) if is_served else b""
+        sketch, now = b"", trio.current_time()
+        is_waited_for = self._num_waiting < MAX_WAITING
+        if question.run_id == self._run_id and is_waited_for and self._meters.of(stream.peer, now).take(now):
+            self._num_waiting += 1
+            try:
+                with trio.move_on_after(MAX_WAIT) as patience:  # for others' sketches
+                    async with self._turn:
+                        await trio.sleep_until(self._rests_until)
+                        patience.deadline = math.inf
+                        sketch = await self._sketch_own(question)
+            finally:
+                self._num_waiting -= 1
         with trio.fail_after(MESSAGE_TIMEOUT):
             await stream.send_all(frame(encode_answer(sketch), MAX_ANSWER_BYTES))
 
-    def _take(self, peer: bytes) -> bool:
-        now = trio.current_time()
-        return self._meters.of(peer, now).take(now)
-
-    async def _wait_for_sketch(self, question: SketchQuestion) -> bytes:
-        """Return a sketch; empty if this node has no weights of the stage, or others' sketches take too long."""
-        self._num_waiting += 1
-        try:
-            with trio.move_on_after(MAX_WAIT) as patience:
-                async with self._turn:
-                    await trio.sleep_until(self._rests_until)
-                    patience.deadline = math.inf
-                    return await self._sketch_own(question)
-            return b""
-        finally:
-            self._num_waiting -= 1
-
     async def _sketch_own(self, question: SketchQuestion) -> bytes:
+        """Return a sketch; empty if this node has no weights of the stage."""
         holding = await self._find_own(question.stage)
         if holding is None:
             return b""
@@ -188,21 +182,23 @@ class Comparison:
 
     async def run(self) -> None:
         """Ask all members at once, and wait for their answers until the deadline."""
+        host, journal = self._downloads.host, self._downloads.journal
+
+        async def ask(member: bytes) -> None:
+            try:
+                sketch = await ask_for_sketch(host, member, self._question)
+            except PeerUnreachableError as error:
+                journal.note(f"weights are not compared with those of {short_name(member)}: {error}")
+                return
+            if sketch is not None:
+                self._sketches.append(sketch)
+
         num_bytes = self._downloads.files.required_bytes(self._question.stage)
         with trio.move_on_after(COMPARISON_TIMEOUT + SECONDS_PER_BYTE * num_bytes):
             async with trio.open_nursery() as nursery:
                 for member in self._judges:
-                    nursery.start_soon(self._ask, member)
+                    nursery.start_soon(ask, member)
         self._has_all.set()
-
-    async def _ask(self, member: bytes) -> None:
-        try:
-            sketch = await ask_for_sketch(self._downloads.host, member, self._question)
-        except PeerUnreachableError as error:
-            self._downloads.journal.note(f"weights are not compared with those of {short_name(member)}: {error}")
-            return
-        if sketch is not None:
-            self._sketches.append(sketch)
 
     async def judge(self, path: Path) -> Judgement:
         """Compare the checkpoint, which is at ``path`` now, with the sketches of all members that answer in time.

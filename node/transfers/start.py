@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
-from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index, encode_signed_index
+from farandole.protocol.checkpoints.blocks import decode_signed_index, encode_signed_index
 from farandole.protocol.run.manifest import StartConfig
 from farandole.protocol.run.models import names_of_stage
 from farandole.protocol.state.entries import CheckpointNotice
@@ -31,10 +31,8 @@ from ..join.bootstrap import reachable_providers
 from ..status.status import NO_START
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder, verify_hashes
 from ..store.consolidated.tensors import ConsolidatedError
-from .downloads import Downloads
-from .fetch import FetchProgress, ask_for_index, fetch_checkpoint
-from .holdings import Holding
-from .provider import TELL_INTERVAL
+from .fetch import Downloads, FetchProgress, ask_for_index, fetch_checkpoint
+from .holdings import TELL_INTERVAL, Holding
 
 # Between two looks at which nodes have it, while none has.
 RETRY_SECONDS: Final = 1.0
@@ -124,7 +122,8 @@ class Start:
                 )
             verify_hashes(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._write_index((path / INDEX_NAME).read_bytes())
+            with replacing(self._folder / INDEX_NAME) as file:
+                file.write((path / INDEX_NAME).read_bytes())
             try:
                 os.link(folder.checkpoint, self._whole)
             except OSError:  # another file system, or one without links
@@ -134,10 +133,6 @@ class Start:
             raise JoinError(str(error)) from error
         except OSError as error:
             raise JoinError(f"cannot keep {path} in {self._folder}: {error.strerror or error}") from error
-
-    def _write_index(self, raw: bytes) -> None:
-        with replacing(self._folder / INDEX_NAME) as file:
-            file.write(raw)
 
     def _hold(self) -> None:
         """Open the checkpoint for others, and remove a damaged one."""
@@ -158,29 +153,22 @@ class Start:
         if trio.current_time() >= self._reminded_at + REMIND_SECONDS:
             self._reminded_at = trio.current_time()
             self._journal.announce("fetching weights", "looking for the weights that this run starts from", _WHO)
-        if await self._try(stage, await self._candidates()):
+        if await self._fetch(stage):
             return True
         self._journal.enter("fetching weights", NO_START, _WHO)
         await trio.sleep(RETRY_SECONDS)
         return False
 
-    async def _candidates(self) -> list[bytes]:
-        """Return the announced holders, or if none, providers in the DHT; then members that may announce it soon."""
+    async def _fetch(self, stage: int) -> bool:
+        """Fetch a stage's weights from the announced holders, or if none, providers in the DHT; then from members."""
         holders = self._membership.start_holders(self._start.checkpoint)
         if not holders and trio.current_time() >= self._asked_dht_at + DHT_INTERVAL:
             self._asked_dht_at = trio.current_time()
             holders = await reachable_providers(self._host, self._start.checkpoint)
-        others = list(self._membership.everyone.difference(holders))
-        return [*holders, *random.sample(others, len(others))][:MAX_ASKED]
-
-    async def _try(self, stage: int, donors: list[bytes]) -> bool:
-        max_bytes = max_file_bytes(self._files.manifest)
-        for donor in donors:
+        others = list(self._membership.everyone.difference(holders))  # may announce it soon
+        for donor in [*holders, *random.sample(others, len(others))][:MAX_ASKED]:
             try:
-                signed, index = await ask_for_index(
-                    self._conditions, donor, 0, max_bytes, self._start.checkpoint, self._start.run
-                )
-                await self._fetch(stage, donor, signed, index)
+                await self._fetch_from(donor, stage)
             except PeerUnreachableError as error:
                 self._journal.enter("fetching weights", f"{short_name(donor)}: {error}", "another node")
                 continue
@@ -190,22 +178,28 @@ class Start:
             return True
         return False
 
-    async def _fetch(self, stage: int, donor: bytes, signed: SignedIndex, index: Index) -> None:
+    async def _fetch_from(self, donor: bytes, stage: int) -> None:
+        max_bytes, wanted_id = max_file_bytes(self._files.manifest), self._start.checkpoint
+        signed, index = await ask_for_index(self._conditions, donor, 0, max_bytes, wanted_id, self._start.run)
         names = names_of_stage(self._files.manifest.model, stage)
         is_whole = self._files.num_stages == 1
         path = self._whole if is_whole else self._part(stage)
         self._folder.mkdir(parents=True, exist_ok=True)
 
+        def write_index() -> None:
+            with replacing(self._folder / INDEX_NAME) as file:
+                file.write(encode_signed_index(signed))
+
         def show(progress: FetchProgress) -> None:
             self._journal.enter("fetching weights", f"what this run starts from: {progress}", "donors")
 
         if is_whole:
-            await trio.to_thread.run_sync(self._write_index, encode_signed_index(signed))
+            await trio.to_thread.run_sync(write_index)
         await fetch_checkpoint(
             self._conditions,
             signed,
             index,
-            lambda: dict.fromkeys((donor, *self._membership.start_holders(self._start.checkpoint))),
+            lambda: dict.fromkeys((donor, *self._membership.start_holders(wanted_id))),
             lambda tensor: is_whole or tensor.partition("/")[2] in names,
             path,
             show,

@@ -15,7 +15,7 @@ import itertools
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import trio
@@ -27,17 +27,14 @@ from farandole.protocol.checkpoints.sketches import SketchVerdict
 from farandole.protocol.mesh.kademlia import shard_key
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.state.believing import MAX_LEAP
-from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import JoinError, PeerUnreachableError
 from ..join.bootstrap import reachable_providers
-from ..status.journal import Journal
 from .copies import CopyService
-from .downloads import Downloads
-from .fetch import Fetched, FetchProgress, Show
-from .partial_file import has_partial, partial_path
-from .provider import Provider
+from .fetch import Downloads, Fetched, FetchProgress, Show
+from .holdings import Provider
+from .partial_file import partial_path
 from .sketches import Comparison, open_comparison
 
 # How long a newcomer to a run that is under way looks for a member that gives it weights.
@@ -149,9 +146,17 @@ class Weights:
     async def _seek(self, stage: int, own_round: int | None, newest: int | None) -> bool:
         """Look for weights until some are here, or the search fails, or none are needed (then with a warning)."""
         journal = self._journal
-        began_at = trio.current_time()
+        began_at = said_at = trio.current_time()
         has_asked_dht = False
-        show = _shown_by(journal)
+
+        def show(progress: FetchProgress) -> None:
+            """Show a download's progress: always on the journal, now and then to the person at the terminal."""
+            nonlocal said_at
+            journal.enter("fetching weights", str(progress), "members' weights")
+            if trio.current_time() >= said_at + SAY_INTERVAL:
+                said_at = trio.current_time()
+                journal.say(str(progress))
+
         while trio.current_time() < began_at + WEIGHTS_TIMEOUT:  # no download is cut short: each has its own limits
             if await self._fetch(stage, own_round or 0, show):
                 return True
@@ -169,8 +174,10 @@ class Weights:
                     f"begins again from the run's {origin}; what it had learnt is lost"
                 )
                 return True
-            if trio.current_time() >= began_at + DISPUTED_AFTER and await self._take_disputed(show):
-                return True
+            if trio.current_time() >= began_at + DISPUTED_AFTER:  # there are no better ones
+                for found in random.sample(list(self._disputed.values()), len(self._disputed)):
+                    if await self._take(*found, show, is_last_resort=True):
+                        return True
             await trio.sleep(WEIGHTS_RETRY)
             if newest is not None and not self._is_behind(newest):
                 return True  # partners have come that are not ahead
@@ -214,31 +221,28 @@ class Weights:
     async def _fetch(self, stage: int, after: int, show: Show) -> bool:
         """Fetch what several have, or a member's newest, or a copy of a lost member's; return whether it succeeded."""
         membership = self._membership
-        notices = membership.notices(stage)
+        notices, path = membership.notices(stage), self.files.fetched(stage)
         oldest = max(after, membership.current_round() - MAX_ROUNDS_BEHIND - 1)
         recent = max(after, membership.current_round() - MAX_ROUNDS_OLDER - 1)
-        for choice in (self._begun(notices, stage, oldest), *choose(notices, recent, membership.networks())):
-            if choice is not None and choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
+        told = [
+            Choice(notice.id, notice.round, tuple(membership.holders(stage, notice.id)))
+            for notice in itertools.chain.from_iterable(notices.values())
+            if notice.round > after
+        ]
+        # First what an earlier attempt, or life, has fetched in part, and a member has whole.
+        begun = [choice for choice in told if choice.round > oldest and partial_path(path, choice.id).exists()]
+        for choice in (*begun[:1], *choose(notices, recent, membership.networks())):
+            if choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
                 return True
         donors = sorted(membership.donors(after, stage), key=lambda donor: donor in self._asked_in_vain)
         if await self._fetch_newest(donors[:MAX_ASKED], stage, show):
             return True
         if self.files.num_stages == 1:
             return False
-        told = itertools.chain.from_iterable(membership.notices(stage).values())
-        for notice in sorted((each for each in told if each.round > after), key=lambda each: -each.round):
-            if await self._fetch_chosen(self._choice_of(notice), stage, show):
+        for choice in sorted(told, key=lambda each: -each.round):
+            if await self._fetch_chosen(choice, stage, show):
                 return True
         return await self._take_own_copy(stage, after, show)
-
-    def _choice_of(self, notice: CheckpointNotice) -> Choice:
-        return Choice(notice.id, notice.round, tuple(self._membership.holders(notice.stage, notice.id)))
-
-    def _begun(self, notices: Mapping[bytes, Sequence[CheckpointNotice]], stage: int, after: int) -> Choice | None:
-        """Return a checkpoint that an earlier attempt, or life, has fetched in part, and a member has whole."""
-        told, path = itertools.chain.from_iterable(notices.values()), self.files.fetched(stage)
-        begun = (each for each in told if each.round > after and has_partial(path, each.id))
-        return next(map(self._choice_of, begun), None)
 
     async def _fetch_chosen(self, choice: Choice, stage: int, show: Show) -> bool:
         """Fetch a checkpoint by its id; its index comes from the first holder that gives it."""
@@ -250,15 +254,15 @@ class Weights:
 
     async def _fetch_newest(self, donors: Iterable[bytes], stage: int, show: Show) -> bool:
         """Fetch the newest checkpoint of one of these; from others too, if they hold it."""
-        again: list[tuple[SignedIndex, Index, tuple[bytes]]] = []
+        again: list[_Found] = []
         for donor in donors:
             found = await self._ask(donor, stage)
             if found is not None and found[0].id in self._taken:  # it was not good: again only if there are no others
                 again.append((*found, (donor,)))
             elif found is not None and await self._take(*found, (donor,), show):
                 return True
-        for signed, index, donor_again in again:
-            if await self._take(signed, index, donor_again, show):
+        for found_again in again:
+            if await self._take(*found_again, show):
                 return True
         return False
 
@@ -273,13 +277,6 @@ class Weights:
             self._asked_in_vain.add(donor)
             self._journal.warn(f"no weights from {short_name(donor)}: {error}")
             return None
-
-    async def _take_disputed(self, show: Show) -> bool:
-        """Take weights that one other member's disagree with, of authors in random order: there are no better ones."""
-        for signed, index, donors in random.sample(list(self._disputed.values()), len(self._disputed)):
-            if await self._take(signed, index, donors, show, is_last_resort=True):
-                return True
-        return False
 
     async def _take(
         self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], show: Show, *, is_last_resort: bool = False
@@ -360,17 +357,3 @@ class Weights:
             self._journal.warn(f"this node's own copy of stage {stage} cannot be used: {error}")
             return False
         return await self._take(copy.signed, copy.index, (), show)
-
-
-def _shown_by(journal: Journal) -> Show:
-    """Show a download's progress: always on the journal, now and then to the person at the terminal."""
-    say_at = trio.current_time() + SAY_INTERVAL
-
-    def show(progress: FetchProgress) -> None:
-        nonlocal say_at
-        journal.enter("fetching weights", str(progress), "members' weights")
-        if trio.current_time() >= say_at:
-            say_at = trio.current_time() + SAY_INTERVAL
-            journal.say(str(progress))
-
-    return show

@@ -13,12 +13,12 @@ them.
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .blocks import BLOCK_BYTES
 
@@ -53,70 +53,8 @@ MAX_BUSY = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
-    """These blocks are needed, in addition to the earlier ones."""
-
-    blocks: Iterable[int]
-
-
-@dataclass(frozen=True, slots=True)
-class DonorsKnown:
-    """The donors reported to have the checkpoint now, the best first."""
-
-    donors: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DonorReady:
-    """A donor that was dialled has the first ``num_held`` blocks, and gives them."""
-
-    donor: bytes
-    num_held: int
-
-
-@dataclass(frozen=True, slots=True)
-class DonorLost:
-    """A donor cannot be reached, does not have the checkpoint, has gone, or serves others first."""
-
-    donor: bytes
-    busy_seconds: float | None = None
-    """About how long it serves others; None: another problem."""
-
-
-@dataclass(frozen=True, slots=True)
-class BytesArrived:
-    """Some bytes of a block that a donor owes have arrived."""
-
-    donor: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockArrived:
-    """A whole block with the right hash has arrived from a donor, and is stored."""
-
-    donor: bytes
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockWrong:
-    """A donor gave wrong bytes for a block."""
-
-    donor: bytes
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Needed | DonorsKnown | DonorReady | DonorLost | BytesArrived | BlockArrived | BlockWrong | Tick
-
-
-@dataclass(frozen=True, slots=True)
 class DialDonor:
-    """Ask a donor whether it gives; `DonorReady` or `DonorLost` is the answer."""
+    """Ask a donor whether it gives; `Download.opened` or `Download.lost` takes the answer."""
 
     donor: bytes
 
@@ -140,18 +78,11 @@ class ForgetBlock:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """End the session with a donor for now."""
+    """End the session with a donor for now; for good, and accuse it, if it gave wrong bytes for a block."""
 
     donor: bytes
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Accuse:
-    """A donor gave wrong bytes for a block."""
-
-    donor: bytes
-    block: int
+    wrong_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +95,7 @@ class GiveUp:
     """Nothing has arrived for too long; the blocks that are here can be kept."""
 
 
-Output = DialDonor | AskBlocks | ForgetBlock | HangUp | Accuse | Complete | GiveUp
-
-
-class _Standing(enum.Enum):
-    IDLE = enum.auto()
-    DIALLED = enum.auto()
-    OPEN = enum.auto()
-    BARRED = enum.auto()
+Output = DialDonor | AskBlocks | ForgetBlock | HangUp | Complete | GiveUp
 
 
 @dataclass(slots=True)
@@ -179,7 +103,7 @@ class _Donor:
     """The state of one donor."""
 
     name: bytes
-    standing: _Standing = _Standing.IDLE
+    standing: Literal["idle", "dialled", "open", "barred"] = "idle"
     due_at: float = -math.inf
     """Time from which it may be dialled."""
     num_failures: int = 0
@@ -227,15 +151,18 @@ class _Donor:
 
 
 class Download:
-    """The download of one checkpoint's blocks. ``have``: the blocks that are here already."""
+    """The download of one checkpoint's blocks, from ``now`` on. ``have``: the blocks that are here already.
 
-    def __init__(self, have: Iterable[int] = ()) -> None:
+    Each method but the properties notes an event, and returns what to do. `tick` must be called a few times a second.
+    """
+
+    def __init__(self, now: float, have: Iterable[int] = ()) -> None:
         self._have = set(have)
         self._unasked: list[int] = []  # a heap
         self._asked: dict[int, set[bytes]] = {}  # block -> donors that owe it
         self._donors: dict[bytes, _Donor] = {}
-        self._heard_at: float | None = None  # last bytes, or the end of a busy donor's time
-        self._given_at = 0.0  # last block
+        self._heard_at = now  # last bytes, or the end of a busy donor's time
+        self._given_at = now  # last block
 
     @property
     def num_missing(self) -> int:
@@ -245,84 +172,100 @@ class Download:
     @property
     def num_open(self) -> int:
         """The number of donors that give now."""
-        return sum(donor.standing is _Standing.OPEN for donor in self._donors.values())
+        return sum(donor.standing == "open" for donor in self._donors.values())
 
     @property
     def num_known(self) -> int:
         """The number of donors that are remembered, whatever they gave."""
         return len(self._donors)
 
-    def handle(self, event: Event, now: float) -> list[Output]:
-        """Handle an event and return what to do. `Tick` must come a few times a second."""
-        if self._heard_at is None:
-            self._heard_at = self._given_at = now
-        was_missing = self.num_missing
-        outputs = self._note(event, now)
+    def need(self, blocks: Iterable[int], now: float) -> list[Output]:
+        """Blocks are needed, in addition to the earlier ones."""
+        for block in set(blocks).difference(self._have, self._asked, self._unasked):
+            heapq.heappush(self._unasked, block)
+        return self.tick(now) if self.num_missing else [Complete()]
+
+    def know(self, names: Sequence[bytes], now: float) -> list[Output]:
+        """These donors are reported to have the checkpoint now, the best first.
+
+        One that has left the list is kept while it gives, and liars are remembered.
+        """
+        before = self._donors
+        self._donors = {name: before.get(name) or _Donor(name) for name in names[:MAX_KNOWN]}
+        self._donors |= {name: donor for name, donor in before.items() if donor.standing != "idle"}
+        return self.tick(now)
+
+    def opened(self, name: bytes, num_held: int, now: float) -> list[Output]:
+        """A donor that was dialled has the first ``num_held`` blocks, and gives them."""
+        self._donors[name].standing, self._donors[name].num_held = "open", num_held
+        return self.tick(now)
+
+    def lost(self, name: bytes, now: float, busy_seconds: float | None = None) -> list[Output]:
+        """A donor cannot be reached, does not have the checkpoint, has gone, or serves others for ``busy_seconds``."""
+        if busy_seconds is None:
+            self._fail(self._donors[name], now)
+        else:
+            due_at = now + min(max(busy_seconds, 0.0), MAX_BUSY)
+            self._lose(self._donors[name], due_at)
+            self._heard_at = max(self._heard_at, due_at)
+        return self.tick(now)
+
+    def heard(self, name: bytes, now: float) -> list[Output]:
+        """Some bytes of a block that a donor owes have arrived."""
+        self._donors[name].heard_at = now
+        self._heard_at = max(self._heard_at, now)
+        return self.tick(now)
+
+    def arrived(self, name: bytes, block: int, now: float) -> list[Output]:
+        """A whole block with the right hash has arrived from a donor, and is stored."""
+        self._donors[name].note_given(now)
+        self._given_at = now
+        self._have.add(block)
+        outputs: list[Output] = []
+        for owner in self._asked.pop(block, ()):
+            self._donors[owner].owed.pop(block)
+            if owner != name:
+                outputs.append(ForgetBlock(owner, block))
+        return [*outputs, *(self.tick(now) if self.num_missing else [Complete()])]
+
+    def refused(self, name: bytes, block: int, now: float) -> list[Output]:
+        """A donor gave wrong bytes for a block."""
+        self._lose(self._donors[name], math.inf)
+        self._donors[name].standing = "barred"
+        return [HangUp(name, "it gave wrong bytes", block), *self.tick(now)]
+
+    def tick(self, now: float) -> list[Output]:
+        """Time has passed."""
+        outputs: list[Output] = []
         for donor in self._donors.values():
             if donor.is_silent(now):
                 outputs += self._hang_up(donor, "it gives nothing any more", now)
         if not self.num_missing:
-            return [*outputs, Complete()] if was_missing or isinstance(event, Needed) else outputs
+            return outputs
         outputs += [*self._ask_for_more(now), *self._ask_for_help(now), *self._dial(now)]
         is_hopeless = now > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE)
         return [*outputs, GiveUp()] if is_hopeless else outputs
 
-    def _note(self, event: Event, now: float) -> list[Output]:
-        match event:
-            case Needed(blocks):
-                for block in set(blocks).difference(self._have, self._asked, self._unasked):
-                    heapq.heappush(self._unasked, block)
-            case DonorsKnown(names):
-                self._know(names)
-            case DonorReady(name, num_held):
-                donor = self._donors[name]
-                donor.standing, donor.num_held = _Standing.OPEN, num_held
-            case DonorLost(name, None):
-                self._fail(self._donors[name], now)
-            case DonorLost(name, float(seconds)):
-                due_at = now + min(max(seconds, 0.0), MAX_BUSY)
-                self._lose(self._donors[name], due_at)
-                self._heard_at = max(self._heard_at or now, due_at)
-            case BytesArrived(name):
-                self._donors[name].heard_at = now
-                self._heard_at = max(self._heard_at or now, now)
-            case BlockArrived(name, block):
-                return self._take(self._donors[name], block, now)
-            case BlockWrong(name, block):
-                return self._bar(self._donors[name], block)
-            case Tick():
-                pass
-        return []
-
     # Donors
 
-    def _know(self, names: tuple[bytes, ...]) -> None:
-        """Replace the known donors, in this order; keep one that left the list while it gives, and remember liars."""
-        before = self._donors
-        self._donors = {name: before.get(name) or _Donor(name) for name in names[:MAX_KNOWN]}
-        self._donors |= {name: donor for name, donor in before.items() if donor.standing is not _Standing.IDLE}
-
     def _dial(self, now: float) -> Iterator[Output]:
-        idle = [donor for donor in self._donors.values() if donor.standing is _Standing.IDLE and donor.due_at <= now]
+        idle = [donor for donor in self._donors.values() if donor.standing == "idle" and donor.due_at <= now]
         idle.sort(key=lambda donor: donor.num_failures)  # stable: otherwise the best known first
-        engaged = [d for d in self._donors.values() if d.standing in (_Standing.DIALLED, _Standing.OPEN)]
+        engaged = [d for d in self._donors.values() if d.standing in ("dialled", "open")]
         num_free = MAX_DONORS - len(engaged)
+        first_missing = min(itertools.chain(self._unasked[:1], self._asked))
         for donor in engaged:
-            if num_free < len(idle) and self._is_useless(donor):
+            is_useless = donor.standing == "open" and not donor.owed and first_missing >= donor.num_held
+            if num_free < len(idle) and is_useless:
                 yield from self._hang_up(donor, "it has nothing more to give", now)
                 num_free += 1
         for donor in idle[: max(0, num_free)]:
-            donor.standing = _Standing.DIALLED
+            donor.standing = "dialled"
             yield DialDonor(donor.name)
-
-    def _is_useless(self, donor: _Donor) -> bool:
-        """Return whether it has none of the missing blocks."""
-        is_idle = donor.standing is _Standing.OPEN and not donor.owed
-        return is_idle and min(itertools.chain(self._unasked[:1], self._asked)) >= donor.num_held
 
     def _lose(self, donor: _Donor, due_at: float) -> None:
         """Return the blocks that it owes to the unrequested ones."""
-        donor.standing, donor.due_at, donor.seconds_a_block = _Standing.IDLE, due_at, None
+        donor.standing, donor.due_at, donor.seconds_a_block = "idle", due_at, None
         for block in donor.owed:
             owners = self._asked[block]
             owners.discard(donor.name)
@@ -339,27 +282,11 @@ class Download:
         self._fail(donor, now)
         return [HangUp(donor.name, reason)]
 
-    def _bar(self, donor: _Donor, block: int) -> list[Output]:
-        self._lose(donor, math.inf)
-        donor.standing = _Standing.BARRED
-        return [HangUp(donor.name, "it gave wrong bytes"), Accuse(donor.name, block)]
-
     # Blocks
-
-    def _take(self, giver: _Donor, block: int, now: float) -> list[Output]:
-        giver.note_given(now)
-        self._given_at = now
-        self._have.add(block)
-        outputs: list[Output] = []
-        for name in self._asked.pop(block, ()):
-            self._donors[name].owed.pop(block)
-            if name != giver.name:
-                outputs.append(ForgetBlock(name, block))
-        return outputs
 
     def _open_by_pace(self, now: float) -> list[_Donor]:
         """Return the open donors, the fastest first."""
-        is_open = [donor for donor in self._donors.values() if donor.standing is _Standing.OPEN]
+        is_open = [donor for donor in self._donors.values() if donor.standing == "open"]
         return sorted(is_open, key=lambda donor: (donor.pace(now), donor.num_failures))
 
     def _ask_for_more(self, now: float) -> Iterator[Output]:
@@ -386,9 +313,9 @@ class Download:
 
     def _ask_for_help(self, now: float) -> Iterator[Output]:
         """Request blocks of slower donors from a donor with room and nothing else to give, the latest block first."""
-        for donor in self._open_by_pace(now):
-            while donor.room > 0 and (block := self._latest(donor, now)) is not None:
-                yield from self._ask(donor, [block], now)
+        for helper in self._open_by_pace(now):
+            while helper.room > 0 and (block := self._latest(helper, now)) is not None:
+                yield from self._ask(helper, [block], now)
 
     def _latest(self, helper: _Donor, now: float) -> int | None:
         """Return the block that would come last, if this donor is likely to give it much earlier, else None."""

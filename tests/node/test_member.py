@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.app.commands.control import LEAVE_TIMEOUT
 from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join.address_book import AddressBook
 from farandole.node.loop.rest_service import Rest
@@ -23,8 +24,8 @@ from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.store.folder import CheckpointFolder
-from farandole.node.transfers import downloads
-from farandole.node.transfers.fetch import Fetched, FetchError
+from farandole.node.transfers import fetch as downloads
+from farandole.node.transfers.fetch import Fetched
 from farandole.node.transfers.weights import WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest
@@ -107,7 +108,7 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
         asked.append(donor)
         await trio.sleep(3 * WEIGHTS_TIMEOUT)
         if donor == FROZEN:
-            raise FetchError("too slow")
+            raise PeerUnreachableError("too slow")
         return Fetched({donor: 1}, 1, 1, 0)
 
     monkeypatch.setattr(downloads, "ask_for_index", ask)

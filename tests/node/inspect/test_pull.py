@@ -15,10 +15,11 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save_file
 
+from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.inspect import pull as pulling
 from farandole.node.inspect.pull import Pull, PullError
 from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import Fetched, FetchError
+from farandole.node.transfers.fetch import Fetched
 from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.epochs.epoch_progress import EpochProgress
@@ -86,7 +87,7 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
         fetched.append(index.round)
         if len(fetched) < 3:
             partial_path(path, signed.id).touch()
-            raise FetchError("the line broke")
+            raise PeerUnreachableError("the line broke")
         return Fetched({BOB: 1}, 1, 1, 0)
 
     monkeypatch.setattr(pulling, "ask_for_index", ask)

@@ -214,5 +214,5 @@ def test_a_loop_that_brings_the_module_begins_with_the_seeds_weights(function: s
 
 def test_a_run_that_takes_no_loops_says_why_and_what_to_do() -> None:
     cut = manifest_of({"name": "a", "model": {"preset": "tiny", "num_stages": 2}}, Path(), 0)
-    with pytest.raises(JoinError, match=r"2 stages.*farandole join without --trainer external"):
+    with pytest.raises(JoinError, match=r"model\.num_stages exclude.*farandole join without --trainer external"):
         require_trainable_model(cut, [], by_loop=True)

@@ -12,15 +12,15 @@ import pytest
 import trio
 import trio.testing
 
+from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
 from farandole.node.status.journal import Journal
 from farandole.node.store.disk_space import WeightFiles
-from farandole.node.transfers import downloads
+from farandole.node.transfers import fetch as downloads
 from farandole.node.transfers import sketches as comparing
-from farandole.node.transfers.donor import Conditions, DonorBusyError, DonorError
-from farandole.node.transfers.downloads import Downloads
-from farandole.node.transfers.fetch import Fetched
+from farandole.node.transfers.donor import Conditions, DonorBusyError
+from farandole.node.transfers.fetch import Downloads, Fetched
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.partial_file import partial_path
 from farandole.node.transfers.weights import Weights
@@ -172,7 +172,7 @@ class World:
         await trio.lowlevel.checkpoint()
         self.asked.append((peer, stage))
         if (peer, stage) not in self.by_peer or peer in self.silent:
-            raise DonorError("it does not have the checkpoint")
+            raise PeerUnreachableError("it does not have the checkpoint")
         if peer in self.busy:
             raise DonorBusyError(1.0)
         index = self.index(peer, stage)

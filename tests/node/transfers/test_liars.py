@@ -12,7 +12,8 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.transfers.donor import Conditions, DonorError, open_donor
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.transfers.donor import Conditions, open_donor
 from farandole.node.transfers.fetch import LOST, ask_for_index
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import (
@@ -220,7 +221,7 @@ LYING_SIZE = sign_index(KEY, msgspec.structs.replace(INDEX, size=len(CONTENT) + 
 )
 async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, said: bytes) -> None:
     host: Any = MemoryHost(nursery, answer(said))
-    with pytest.raises(DonorError):
+    with pytest.raises(PeerUnreachableError):
         await ask_for_index(Conditions(host, RUN), b"d" * 32, 0, 2 * len(CONTENT))
     assert index_of(CONTENT) == INDEX
 

@@ -12,16 +12,16 @@ import pytest
 import trio
 import trio.testing
 
+from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.store.disk_space import WeightFiles
-from farandole.node.transfers import downloads
+from farandole.node.transfers import fetch as downloads
 from farandole.node.transfers.copies import PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyService
 from farandole.node.transfers.donor import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Conditions, fresh_save_timeout
-from farandole.node.transfers.downloads import Downloads
-from farandole.node.transfers.fetch import Fetched, FetchError
+from farandole.node.transfers.fetch import Downloads, Fetched
+from farandole.node.transfers.holdings import FRESH_SAVE_TIMEOUT, Provider
 from farandole.node.transfers.partial_file import partial_path
-from farandole.node.transfers.provider import FRESH_SAVE_TIMEOUT, Provider
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.run.manifest import Manifest
@@ -164,7 +164,7 @@ async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
         await trio.lowlevel.checkpoint()
         begun.append(partial_path(path, signed.id))
         begun[-1].touch()
-        raise FetchError("the line is too slow")
+        raise PeerUnreachableError("the line is too slow")
 
     monkeypatch.setattr(downloads, "fetch_checkpoint", break_off)
     serving.members = {ANN: 2}

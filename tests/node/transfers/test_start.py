@@ -18,7 +18,7 @@ from farandole.node.store.consolidated.resume import resumed_manifest
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import start as starting
 from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.downloads import Downloads
+from farandole.node.transfers.fetch import Downloads
 from farandole.node.transfers.start import Start
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index

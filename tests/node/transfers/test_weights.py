@@ -6,10 +6,9 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.base.errors import JoinError
+from farandole.node.base.errors import JoinError, PeerUnreachableError
 from farandole.node.base.streams import DIAL_TIMEOUT
-from farandole.node.transfers import downloads
-from farandole.node.transfers.donor import DonorError
+from farandole.node.transfers import fetch as downloads
 from farandole.node.transfers.partial_file import partial_path
 from farandole.node.transfers.weights import MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
@@ -122,7 +121,7 @@ async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
 ) -> None:
     async def no_answer(*args: object) -> tuple[SignedIndex, Index]:
         await trio.sleep(DIAL_TIMEOUT)
-        raise DonorError("no answer")
+        raise PeerUnreachableError("no answer")
 
     notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
     monkeypatch.setattr(downloads, "ask_for_index", no_answer)

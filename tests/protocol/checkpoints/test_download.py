@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,24 +19,14 @@ from farandole.protocol.checkpoints.download import (
     MAX_WINDOW,
     PATIENCE,
     SILENCE,
-    Accuse,
     AskBlocks,
-    BlockArrived,
-    BlockWrong,
-    BytesArrived,
     Complete,
     DialDonor,
-    DonorLost,
-    DonorReady,
-    DonorsKnown,
     Download,
-    Event,
     ForgetBlock,
     GiveUp,
     HangUp,
-    Needed,
     Output,
-    Tick,
 )
 
 ANN, BOB, CYD, DAN, EVE, FAY = (letter.encode() * 32 for letter in "abcdef")
@@ -70,21 +61,28 @@ class World:
 
     def __init__(self, donors: dict[bytes, Donor], num_blocks: int, have: frozenset[int] = frozenset()) -> None:
         self.donors = donors
-        self.download = Download(have)
+        self.download = Download(0.0, have)
         self.now = 0.0
         self.arrived: Counter[int] = Counter()
         self.completed = 0
         self.accused: list[tuple[bytes, int]] = []
         self.hung_up: list[tuple[bytes, float]] = []
         self.most_open = 0
-        self.tell(DonorsKnown(tuple(donors)))
-        self.tell(Needed(range(num_blocks)))
+        self.know(*donors)
+        self.need(range(num_blocks))
 
-    def tell(self, event: Event) -> None:
-        for output in self.download.handle(event, self.now):
-            self.carry_out(output)
+    def know(self, *names: bytes) -> None:
+        self.carry_out(self.download.know(names, self.now))
 
-    def carry_out(self, output: Output) -> None:
+    def need(self, blocks: Iterable[int]) -> None:
+        self.completed = 0
+        self.carry_out(self.download.need(blocks, self.now))
+
+    def carry_out(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            self.carry_out_one(output)
+
+    def carry_out_one(self, output: Output) -> None:
         match output:
             case DialDonor(name):
                 self.donors[name].ready_at = self.now + self.donors[name].delay
@@ -94,12 +92,12 @@ class World:
                 assert len(self.donors[name].queue) <= 2 * MAX_WINDOW
             case ForgetBlock(name, block):
                 self.donors[name].queue = [item for item in self.donors[name].queue if item[1] != block]
-            case HangUp(name):
+            case HangUp(name, _, wrong_block):
+                if wrong_block is not None:
+                    self.accused.append((name, wrong_block))
                 self.hung_up.append((name, self.now))
                 self.donors[name].queue.clear()
                 self.donors[name].is_open, self.donors[name].ready_at = False, None
-            case Accuse(name, block):
-                self.accused.append((name, block))
             case Complete():
                 self.completed += 1
 
@@ -111,7 +109,7 @@ class World:
             self.now += TICK
             for name, donor in self.donors.items():
                 self.let_give(name, donor)
-            self.tell(Tick())
+            self.carry_out(self.download.tick(self.now))
             self.most_open = max(self.most_open, self.download.num_open)
         return self.now - began
 
@@ -120,22 +118,22 @@ class World:
             donor.queue.clear()
             if donor.is_open or donor.ready_at is not None:
                 donor.is_open, donor.ready_at = False, None
-                self.tell(DonorLost(name))
+                self.carry_out(self.download.lost(name, self.now))
             return
         if self.now >= donor.freezes_at:
             return
         if donor.ready_at is not None and self.now >= donor.ready_at:
             donor.ready_at = None
             if self.now < donor.busy_until:
-                self.tell(DonorLost(name, donor.busy_until - self.now))
+                self.carry_out(self.download.lost(name, self.now, donor.busy_until - self.now))
             else:
                 donor.is_open = True
-                self.tell(DonorReady(name, donor.num_held))
+                self.carry_out(self.download.opened(name, donor.num_held, self.now))
         due = [item for item in donor.queue if item[0] + donor.delay <= self.now]
         if not due:
             donor.progress = 0.0
             return
-        self.tell(BytesArrived(name))
+        self.carry_out(self.download.heard(name, self.now))
         if donor.trickles:
             return
         donor.progress += donor.rate * TICK
@@ -144,11 +142,11 @@ class World:
             _, block = donor.queue.pop(0)
             assert block < donor.num_held
             if block == donor.lies_about:
-                self.tell(BlockWrong(name, block))
+                self.carry_out(self.download.refused(name, block, self.now))
                 return
             donor.num_given += 1
             self.arrived[block] += 1
-            self.tell(BlockArrived(name, block))
+            self.carry_out(self.download.arrived(name, block, self.now))
 
     @property
     def num_twice(self) -> int:
@@ -227,10 +225,9 @@ def test_a_liar_is_asked_for_nothing_more_and_reported() -> None:
     world.run()
     given = world.donors[ANN].num_given
     assert [name for name, _ in world.accused] == [ANN, BOB]
-    world.completed = 0
-    world.tell(DonorsKnown((CYD,)))
-    world.tell(DonorsKnown((ANN, CYD)))
-    world.tell(Needed(range(60, 120)))
+    world.know(CYD)
+    world.know(ANN, CYD)
+    world.need(range(60, 120))
     world.run()
     assert world.donors[ANN].num_given == given
     assert set(world.arrived) == set(range(120))
@@ -248,7 +245,7 @@ def test_one_who_never_gave_anything_helps_one_who_gives_nothing() -> None:
     with pytest.raises(AssertionError, match="never complete"):
         world.run(3.0)
     world.donors[BOB] = Donor(5.0)
-    world.tell(DonorsKnown((ANN, BOB)))
+    world.know(ANN, BOB)
     assert world.run() <= 10.0
 
 
@@ -266,12 +263,12 @@ def test_a_busy_donor_is_asked_again_when_it_said_and_no_sooner() -> None:
 
 
 def test_a_download_is_given_up_when_nothing_comes_and_no_donor_is_busy() -> None:
-    download = Download()
-    download.handle(Needed([0]), 100.0)
-    assert GiveUp() not in download.handle(DonorsKnown((ANN,)), 99.0 + PATIENCE)
-    assert GiveUp() not in download.handle(DonorLost(ANN, busy_seconds=30.0), 99.0 + PATIENCE)
-    assert GiveUp() not in download.handle(Tick(), 128.0 + 2 * PATIENCE)
-    assert GiveUp() in download.handle(Tick(), 130.0 + 2 * PATIENCE)
+    download = Download(100.0)
+    download.need([0], 100.0)
+    assert GiveUp() not in download.know((ANN,), 99.0 + PATIENCE)
+    assert GiveUp() not in download.lost(ANN, 99.0 + PATIENCE, busy_seconds=30.0)
+    assert GiveUp() not in download.tick(128.0 + 2 * PATIENCE)
+    assert GiveUp() in download.tick(130.0 + 2 * PATIENCE)
 
 
 def test_what_is_here_is_not_asked_for() -> None:
@@ -286,17 +283,16 @@ def test_the_header_comes_first_and_says_what_else_is_needed() -> None:
     world = World({ANN: Donor(20.0), BOB: Donor(20.0)}, 1)
     world.run()
     assert set(world.arrived) == {0}
-    world.completed = 0
-    world.tell(Needed((0, 5, 6, 7)))
+    world.need((0, 5, 6, 7))
     world.run()
     assert set(world.arrived) == {0, 5, 6, 7}
     assert world.download.num_missing == 0
 
 
 def test_no_more_donors_are_remembered_than_needed() -> None:
-    download = Download()
+    download = Download(0.0)
     for start in range(0, 10 * MAX_KNOWN, MAX_KNOWN):
-        download.handle(DonorsKnown(tuple(b"%d" % number for number in range(start, start + 2 * MAX_KNOWN))), 0.0)
+        download.know([b"%d" % number for number in range(start, start + 2 * MAX_KNOWN)], 0.0)
     assert download.num_known <= MAX_KNOWN + MAX_DONORS
 
 
