@@ -26,8 +26,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable
 
 import trio
 
@@ -45,57 +44,6 @@ _READY = b"ready"
 
 class ChannelError(FarandoleError):
     """A channel broke, or did not come about; the message says why."""
-
-
-class Channel(Protocol):
-    """The part of `BulkChannel` that a pipe uses; tests have channels in memory."""
-
-    @property
-    def session(self) -> bytes:
-        """Its name at both ends."""
-
-    @property
-    def num_sent(self) -> int:
-        """Bytes sent over it up to now, whether they have arrived or not."""
-
-    @property
-    def num_received(self) -> int:
-        """Bytes received over it up to now, whether they prove to be the peer's or not."""
-
-    @property
-    def seconds_held_up(self) -> float:
-        """Seconds that this node's own cap has delayed incoming data."""
-
-    def limit_unsent(self, max_bytes: int) -> None:
-        """Limit the unsent bytes in the kernel, if the system supports it."""
-
-    async def send(self, data: memoryview) -> None:
-        """Send all, or raise `ChannelError`."""
-
-    async def receive(self, incoming: Incoming) -> None:
-        """Fill ``incoming`` to its end, or raise `ChannelError`. Its memory is not touched after the call."""
-
-
-C = TypeVar("C", bound=Channel)
-
-
-class Channels(Protocol[C]):
-    """The part of `farandole.node.bulk.negotiation.BulkService` that pipes use."""
-
-    def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
-        """Let the peer open channels while the block runs."""
-
-    async def acquire(self, peer: bytes) -> C | None:
-        """Return a channel with the peer, or None if there is no way."""
-
-    def take(self, peer: bytes, session: bytes) -> C | None:
-        """Return the channel that the peer has acquired, if it is here."""
-
-    def release(self, channel: C) -> None:
-        """Keep it for the next exchange."""
-
-    def discard(self, channel: C) -> None:
-        """Close it."""
 
 
 def prefer_bbr(connection: socket.socket) -> None:
@@ -139,22 +87,12 @@ class BulkChannel:
         if self._is_broken_off.is_set() or not self._opener.is_clean:
             return False
         try:
-            with self._without_waiting():
-                self._connection.recv(1, socket.MSG_PEEK)
+            self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
         return False
-
-    @contextlib.contextmanager
-    def _without_waiting(self) -> Iterator[None]:
-        """Make the socket non-blocking for the block, since Windows has no MSG_DONTWAIT. No thread may be active."""
-        self._connection.setblocking(False)
-        try:
-            yield
-        finally:
-            self._connection.setblocking(True)
 
     def limit_unsent(self, max_bytes: int) -> None:
         """Limit the unsent bytes in the kernel, if the system supports it."""
@@ -179,18 +117,26 @@ class BulkChannel:
 
     def announce(self) -> None:
         """Tell the other end that this one is ready: a few bytes, which a fresh connection takes at once."""
-        with contextlib.suppress(OSError), self._without_waiting():
-            self._connection.send(self._sealer.seal(memoryview(_READY), time.monotonic()))
+        with contextlib.suppress(OSError):
+            self._connection.send(self._sealer.seal(memoryview(_READY), time.monotonic()), socket.MSG_DONTWAIT)
 
     async def confirm(self) -> None:
         """Wait until the other end has announced itself. Otherwise as `send`."""
-        await self._run(self._confirm)
+        memory = memoryview(bytearray(len(_READY)))
+
+        def work() -> None:
+            while not self._opener.take(memory):
+                self._read(self._opener.wanted.nbytes)
+
+        await self._run(work)
+        if memory != _READY:
+            raise ChannelError("the peer does not say that it is ready")
 
     def close(self) -> None:
         """Close at once, with a final record if the connection takes it. No thread may be active."""
         if self._is_between_records and not self._is_broken_off.is_set():
-            with contextlib.suppress(OSError), self._without_waiting():
-                self._connection.send(self._sealer.finish(time.monotonic()))
+            with contextlib.suppress(OSError):
+                self._connection.send(self._sealer.finish(time.monotonic()), socket.MSG_DONTWAIT)
         self._is_broken_off.set()
         self._connection.close()
 
@@ -230,13 +176,6 @@ class BulkChannel:
         self._opener.received(got)
         self.num_received += got
         return got
-
-    def _confirm(self) -> None:
-        memory = memoryview(bytearray(len(_READY)))
-        while not self._opener.take(memory):
-            self._read(self._opener.wanted.nbytes)
-        if memory != _READY:
-            raise ChannelError("the peer does not say that it is ready")
 
     def _pause(self, seconds: float) -> None:
         if seconds > 0 and self._is_broken_off.wait(seconds):

@@ -12,7 +12,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import trio
 
@@ -36,8 +35,8 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
-from .channel import Channels
 from .exchange_session import ExchangeSession, Judge, too_slow
+from .negotiation import BulkService
 from .pipe import BulkPipe, Outgoing
 
 EXCHANGE_PROTOCOL = "/farandole/exchange/1"
@@ -56,7 +55,7 @@ RESOLVE_TIMEOUT, RESOLVE_INTERVAL = 5.0, 0.5
 class ExchangeService:
     """The exchanges of one node: opens streams as initiator, matches incoming ones to the sessions it expects."""
 
-    def __init__(self, host: StreamHost, channels: Channels[Any] | None = None, shaping: Shaping | None = None) -> None:
+    def __init__(self, host: StreamHost, channels: BulkService | None = None, shaping: Shaping | None = None) -> None:
         self.channels = channels
         """Bulk channels in addition to the streams; without them everything goes over the streams."""
         self._host = host

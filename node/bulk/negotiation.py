@@ -17,21 +17,22 @@ import secrets
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Protocol
 
 import trio
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farandole.protocol.exchange.bulk import (
     GREETING_BYTES,
     MAX_OFFERED,
     MAX_PROPOSAL_BYTES,
-    Binding,
+    TOKEN_BYTES,
     Proposal,
     Side,
     agree,
     decode_proposal,
     dialable,
     greeting,
+    is_greeting,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -43,12 +44,12 @@ from ..base.backoff import Backoff
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
+from ..base.streams import READ_BYTES, Stream, close_stream, receive_frame
 from ..base.system.sockets import share_port
-from ..mesh.addresses import OwnAddresses
+from ..mesh.host import Host
 from ..mesh.links import calm
+from ..mesh.reach.connectivity import Connectivity
 from .channel import BulkChannel, ChannelError, open_channel
-from .race import Race, send_all
 
 logger = logging.getLogger(__name__)
 
@@ -76,33 +77,87 @@ ACCEPT_PAUSE = 0.5
 PUNCH_AFTER = 0.3
 
 
-class BulkHost(StreamHost, Protocol):
-    """A host that knows its name and addresses, and its peers' addresses."""
-
-    @property
-    def author(self) -> bytes:
-        """The public key of this node."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """Multiaddrs where this node can be dialled."""
-
-    @property
-    def own(self) -> OwnAddresses:
-        """Where this node listens and is reached; the ports of bulk listeners are added."""
-
-    def remote_addresses(self, peer: bytes) -> list[str]:
-        """Return the other ends of the connections to a peer, as multiaddrs."""
+# Connections that wait for the answerer, which chooses one.
+MAX_CANDIDATES = 2 * MAX_OFFERED
+_CHOSEN = b"\x01"
 
 
-class PeerReach(Protocol):
-    """The part of `farandole.node.mesh.reach.connectivity.Connectivity` that is used here."""
+class Race:
+    """The connections of one negotiation, of which the answerer chooses one."""
 
-    def is_out_of_reach(self, peer: bytes) -> bool:
-        """Return whether attempts have shown that a peer is reachable only through relays."""
+    def __init__(self, peer: bytes, session: bytes, addresses: list[Address]) -> None:
+        """``addresses``: where this node can be dialled."""
+        self.peer = peer
+        self.session = session
+        self.key = X25519PrivateKey.generate()
+        public, token = self.key.public_key().public_bytes_raw(), secrets.token_bytes(TOKEN_BYTES)
+        self.proposal = Proposal(session=session, token=token, key=public, addresses=addresses)
+        self.their_token = b""
+        self.is_on = trio.Event()
+        self._connections: set[trio.socket.SocketType] = set()
+        self._chosen: socket.socket | None = None
+        self._has_ended = False
+        self._offers, self._offered = trio.open_memory_channel[trio.socket.SocketType](MAX_CANDIDATES)
 
-    def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[Address]]:
-        """Yield a port's outer addresses as peers see them, while the block runs; empty if the router keeps ports."""
+    def begin(self, theirs: Proposal) -> None:
+        """Begin with the other end's proposal."""
+        self.their_token = theirs.token
+        self.is_on.set()
+
+    def is_greeted_by(self, received: bytes) -> bool:
+        """Return whether the other end has sent these bytes."""
+        return is_greeting(received, self.session, self.proposal.token)
+
+    def adopt(self, connection: trio.socket.SocketType) -> None:
+        """Close this connection at the end, unless it is chosen; at once if the race has ended."""
+        if self._has_ended:
+            connection.close()
+        else:
+            self._connections.add(connection)
+
+    def offer(self, connection: trio.socket.SocketType) -> None:
+        """Add a connection on which both have greeted. It is skipped if too many came before, or the race is over."""
+        with contextlib.suppress(trio.WouldBlock, trio.BrokenResourceError):
+            self._offers.send_nowait(connection)
+
+    async def choose(self) -> None:
+        """Choose as the answerer: the first connection that takes the message."""
+        while True:
+            connection = await self._offered.receive()
+            with contextlib.suppress(OSError):
+                await _send_all(connection, _CHOSEN)
+                return self._take(connection)
+
+    async def await_choice(self) -> None:
+        """Wait as the asker for the connection on which the answerer announces its choice."""
+
+        async def listen_to(connection: trio.socket.SocketType) -> None:
+            with contextlib.suppress(OSError):
+                if await connection.recv(1) == _CHOSEN and self._chosen is None:
+                    self._take(connection)
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            while True:
+                nursery.start_soon(listen_to, await self._offered.receive())
+
+    def _take(self, connection: trio.socket.SocketType) -> None:
+        self._connections.remove(connection)
+        self._chosen = socket.socket(fileno=connection.detach())
+
+    def claim(self) -> socket.socket | None:
+        """Return the chosen connection, which the caller then owns."""
+        chosen, self._chosen = self._chosen, None
+        return chosen
+
+    def end(self) -> None:
+        """Close the connections that were not chosen or not claimed, and late ones."""
+        self._has_ended = True
+        self._offered.close()
+        if self._chosen is not None:
+            self._chosen.close()
+        while self._connections:
+            self._connections.pop().close()
 
 
 class BulkService:
@@ -110,11 +165,11 @@ class BulkService:
 
     def __init__(
         self,
-        host: BulkHost,
+        host: Host,
         run_id: bytes,
         listeners: dict[socket.AddressFamily, trio.socket.SocketType],
         shaping: Shaping,
-        reach: PeerReach | None,
+        reach: Connectivity | None,
     ) -> None:
         self._host = host
         self._run_id = run_id
@@ -289,7 +344,7 @@ class BulkService:
             nursery.cancel_scope.cancel()
 
         us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
-        channel_secrets = agree(race.key, us, them, Binding(self._run_id, stream.handshake_hash), is_asker)
+        channel_secrets = agree(race.key, us, them, (self._run_id, stream.handshake_hash), is_asker)
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancel_at_end)
@@ -323,7 +378,7 @@ class BulkService:
                 await connection.bind(listener.getsockname())
                 calm(connection)
             await connection.connect(address)
-            await send_all(connection, greeting(race.session, race.their_token))
+            await _send_all(connection, greeting(race.session, race.their_token))
             if race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES)):
                 race.offer(connection)
 
@@ -337,7 +392,7 @@ class BulkService:
                 if race is not None and race.is_greeted_by(received):
                     await race.is_on.wait()
                     race.adopt(connection)
-                    await send_all(connection, greeting(race.session, race.their_token))
+                    await _send_all(connection, greeting(race.session, race.their_token))
                     race.offer(connection)
                     return
             connection.close()
@@ -382,10 +437,10 @@ class BulkService:
 
 @contextlib.asynccontextmanager
 async def open_bulk(
-    host: BulkHost,
+    host: Host,
     run_id: bytes,
     shaping: Shaping | None = None,
-    reach: PeerReach | None = None,
+    reach: Connectivity | None = None,
 ) -> AsyncIterator[BulkService]:
     """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports."""
     listeners = _open_listeners(host.own.bound_ips)
@@ -438,7 +493,7 @@ def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.So
     return listeners
 
 
-def announced_ips(host: BulkHost) -> list[str]:
+def announced_ips(host: Host) -> list[str]:
     """Return the IP addresses that the host announces, without names and relays."""
     return _direct_ips(host.addresses)
 
@@ -464,3 +519,9 @@ async def _receive_exactly(connection: trio.socket.SocketType, size: int) -> byt
 
 async def _receive_proposal(stream: Stream) -> Proposal:
     return decode_proposal(await receive_frame(stream, FrameParser(MAX_PROPOSAL_BYTES)))
+
+
+async def _send_all(connection: trio.socket.SocketType, data: bytes) -> None:
+    """Send a few bytes, which a fresh connection takes at once."""
+    if await connection.send(data) != len(data):
+        raise OSError("the connection takes nothing")

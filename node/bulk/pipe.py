@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import trio
 
@@ -38,7 +38,8 @@ from farandole.protocol.wire.incoming import Incoming
 from ..base.bandwidth import Shaping
 from ..base.nurseries import open_service_nursery
 from ..base.streams import READ_BYTES, Stream
-from .channel import Channel, ChannelError, Channels
+from .channel import BulkChannel, ChannelError
+from .negotiation import BulkService
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +136,13 @@ class BulkPipe:
         self,
         pipe: Pipe,
         stream: Stream,
-        channels: Channels[Any] | None,
+        channels: BulkService | None,
         shaping: Shaping,
         pacing: Pacing | None = None,
         max_unsent: int | None = None,
     ) -> None:
         self.pipe = pipe
-        self.channel: Channel | None = None
+        self.channel: BulkChannel | None = None
         """The bulk channel that is in use, or negotiated."""
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -428,7 +429,7 @@ class BulkPipe:
 
     # Receiving over a channel
 
-    async def _receive_over(self, channel: Channel) -> None:
+    async def _receive_over(self, channel: BulkChannel) -> None:
         flow = self.pipe.incoming
         while True:
             await self._until(lambda: flow.is_open)
@@ -444,7 +445,7 @@ class BulkPipe:
             self._send(Reroute())
         self._notify()
 
-    async def _fill(self, channel: Channel, incoming: Incoming) -> None:
+    async def _fill(self, channel: BulkChannel, incoming: Incoming) -> None:
         """Receive to the end, or until the channel breaks or is silent: on a slow line, a record takes seconds."""
         assert self._patience is not None, "transfers may move"
         patience, before = self._patience.silent, incoming.position
@@ -519,7 +520,7 @@ class BulkPipe:
         if self._pacing is not None:
             await self._pacing.rest(num_bytes, trio.current_time() - began_at)
 
-    async def _send_over(self, channel: Channel) -> None:
+    async def _send_over(self, channel: BulkChannel) -> None:
         assert self._patience is not None, "transfers may move"
         before = channel.num_sent
         try:

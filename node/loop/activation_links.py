@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import trio
@@ -47,7 +47,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream
-from ..bulk.channel import Channels
+from ..bulk.negotiation import BulkService
 from ..bulk.pipe import BulkPipe, Outgoing, Patience
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class ActivationLink:
     """
 
     def __init__(
-        self, number: int, link: Link, stream: Stream, shaping: Shaping, channels: Channels[Any] | None = None
+        self, number: int, link: Link, stream: Stream, shaping: Shaping, channels: BulkService | None = None
     ) -> None:
         self.number = number
         self.link = link
@@ -310,7 +310,7 @@ class Links:
         shaping: Shaping,
         *,
         is_neighbour: Callable[[bytes, int], bool],
-        channels: Channels[Any] | None = None,
+        channels: BulkService | None = None,
     ) -> None:
         self.by_number: dict[int, ActivationLink] = {}
         self._host = host

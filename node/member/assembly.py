@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.rounds.pairing import Pairing
@@ -27,9 +26,8 @@ from farandole.protocol.trainer.supervisor import Supervisor
 
 from ..base.errors import JoinError
 from ..base.nurseries import open_service_nursery
-from ..bulk.channel import Channels
 from ..bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
-from ..bulk.negotiation import open_bulk
+from ..bulk.negotiation import BulkService, open_bulk
 from ..join.bootstrap import serve_manifest
 from ..loop.activation_links import ACTIVATIONS_PROTOCOL, Links
 from ..loop.audit_service import AuditService
@@ -89,7 +87,7 @@ def close_gate(host: Host, manifest: Manifest, signed: SignedManifest) -> Roster
 
 
 def make_member(
-    daemon: Daemon, mesh: Mesh, messenger: Messenger, raw_manifest: bytes, channels: Channels[Any] | None
+    daemon: Daemon, mesh: Mesh, messenger: Messenger, raw_manifest: bytes, channels: BulkService | None
 ) -> RunMember:
     """Assemble a member. Its services to peers are registered with the host; nothing runs yet."""
     manifest, signed = decode_manifest(raw_manifest)
@@ -156,7 +154,7 @@ class _Assembly:
     daemon: Daemon
     mesh: Mesh
     messenger: Messenger
-    channels: Channels[Any] | None
+    channels: BulkService | None
     manifest: Manifest
     signed: SignedManifest
     rng: random.Random

@@ -32,11 +32,6 @@ from ..status.journal import Journal
 from .announcer import COPY_SLOT, OWN_SLOT, START_SLOT, Announcer
 from .gossip import GossipService
 
-
-class KeyMisusedError(FarandoleError):
-    """This node's key has signed two stories; nobody listens to it any more."""
-
-
 Nodes = tuple[frozenset[bytes], ...]
 """The live members of each stage."""
 
@@ -258,13 +253,13 @@ class Membership:
     async def run(self) -> None:
         """Keep the membership up to date until cancelled: liveness changes with entries, and with time.
 
-        Raises `KeyMisusedError` when this node is barred.
+        Raises `FarandoleError` when this node is barred.
         """
         self._host.connections.protect(lambda peer: any(peer in peers for peers in self._others))
         while True:
             self.refresh()
             if self._gossip.has_forked:
-                raise KeyMisusedError(
+                raise FarandoleError(
                     "two processes have signed with this node's key, and the run has barred it for good: find the copy "
                     "of this folder, remove the key in both, and join again under a new one"
                 )

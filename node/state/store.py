@@ -63,21 +63,14 @@ class StoreError(FarandoleError):
     """The disk did not take it (full, broken, read-only); nothing was changed, and a later try may succeed."""
 
 
-class NewerStoreError(StoreError):
-    """A later release of farandole wrote the store in a layout that this one does not know."""
-
-    def __init__(self, path: Path, layout: int) -> None:
-        super().__init__(
+def _check_layout(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise `StoreError` if a later release wrote the store in a layout that this one does not know."""
+    layout: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if layout > LAYOUT:
+        raise StoreError(
             f"{path} was written by a newer farandole (layout {layout}; this one knows {LAYOUT}): upgrade this node "
             "(docs/volunteer.md#upgrade); the file is left as it is"
         )
-
-
-def _check_layout(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise `NewerStoreError` if this release cannot use the store."""
-    layout: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    if layout > LAYOUT:
-        raise NewerStoreError(path, layout)
 
 
 class Store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import trio
 
@@ -20,7 +20,7 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, close_stream, receive_frame
-from ..bulk.channel import Channels
+from ..bulk.negotiation import BulkService
 from ..bulk.pipe import BulkPipe, Patience
 from ..store.disk_space import Room, save_seconds
 
@@ -61,7 +61,7 @@ class Conditions:
     host: StreamHost
     run_id: bytes
     shaping: Shaping = field(default_factory=Shaping)
-    channels: Channels[Any] | None = None
+    channels: BulkService | None = None
     """Bulk channels in addition to the streams; without them everything goes over the streams."""
     room: Room = field(default_factory=Room)
     """The space for what is fetched."""

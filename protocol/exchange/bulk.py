@@ -76,15 +76,6 @@ class Side(NamedTuple):
     proposal: Proposal
 
 
-class Binding(NamedTuple):
-    """The context of a negotiation: channels of different contexts have different keys."""
-
-    run_id: bytes
-    handshake_hash: bytes
-    """Hash of the Noise handshake of the connection whose stream carries the proposals: 32 bytes, known to its two ends
-    alone (Noise, section 11.2: channel binding)."""
-
-
 class Secrets(NamedTuple):
     """The secrets that seal and open a channel's records, 32 bytes each; the other end has them swapped."""
 
@@ -92,9 +83,11 @@ class Secrets(NamedTuple):
     opening: bytes
 
 
-def agree(own_key: X25519PrivateKey, ours: Side, theirs: Side, binding: Binding, is_asker: bool) -> Secrets:
+def agree(own_key: X25519PrivateKey, ours: Side, theirs: Side, binding: tuple[bytes, bytes], is_asker: bool) -> Secrets:
     """Derive the secrets of both directions from ``own_key``, the private half of our proposal's key, and their key.
 
+    ``binding``: the run's id, and the hash of the Noise handshake of the connection whose stream carries the proposals,
+    which its two ends alone know (Noise, section 11.2: channel binding). Other contexts have other secrets.
     X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869). Raises `RemoteProtocolError` if their key is of small order.
     """
     asker, answerer = (ours, theirs) if is_asker else (theirs, ours)

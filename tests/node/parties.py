@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import Stream
-from farandole.node.bulk.channel import ChannelError, Channels
+from farandole.node.bulk.channel import ChannelError
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.addresses import OwnAddresses
@@ -235,7 +235,7 @@ class MemoryChannels:
 class Party:
     """A node with its own contribution."""
 
-    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE, channels: Channels[Any] | None = None) -> None:
+    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE, channels: Any = None) -> None:
         self.host = host
         self.service = ExchangeService(host, channels)
         self.contribution = random.Random(seed).randbytes(size)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -316,9 +316,9 @@ async def real_pair(author: bytes, fault: str) -> AsyncIterator[RealPair]:
         for name in (ALICE, BOB, CAROL):
             MemoryHost(name, nursery, hosts)
         async with (
-            open_bulk(hosts[ALICE], RUN_ID) as alice,
-            open_bulk(hosts[BOB], RUN_ID) as bob,
-            open_bulk(hosts[CAROL], RUN_ID) as carol,
+            open_bulk(cast("Any", hosts[ALICE]), RUN_ID) as alice,
+            open_bulk(cast("Any", hosts[BOB]), RUN_ID) as bob,
+            open_bulk(cast("Any", hosts[CAROL]), RUN_ID) as carol,
         ):
             yield RealPair(hosts, author, {ALICE: alice, BOB: bob, CAROL: carol}, fault)
         nursery.cancel_scope.cancel()

@@ -65,7 +65,7 @@ class End:
         self.bulk = BulkPipe(
             Pipe(author == ALICE, max_message_bytes=8, is_large=is_large),
             self.stream,
-            channels,
+            cast("Any", channels),
             Shaping(up or Shaper()),
         )
 

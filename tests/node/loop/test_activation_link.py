@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import trio
@@ -176,7 +177,7 @@ class Bob:
         self.heard: list[Event] = []
         self.is_routed = trio.Event()
         self.has_ended = trio.Event()
-        self.link = ActivationLink(0, Link(False, HELLO, size), Line(stream), shaping, channels)
+        self.link = ActivationLink(0, Link(False, HELLO, size), Line(stream), shaping, cast("Any", channels))
 
     async def run(self) -> None:
         await self.link.greet(lambda event: self.link.send(Welcome(1)))

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from farandole.node.base.exits import Exit
-from farandole.node.state.store import LAYOUT, MANIFEST_FACT, NewerStoreError, open_store, read_fact
+from farandole.node.state.store import LAYOUT, MANIFEST_FACT, StoreError, open_store, read_fact
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.state.entries import Kind, Notice
 from farandole.protocol.state.state import RunState
@@ -64,10 +64,10 @@ async def test_a_newer_releases_store_is_refused_untouched_with_the_remedy(tmp_p
         await store.put_fact("tokens", b"640")
     set_layout(path, LAYOUT + 1)
     before = path.read_bytes()
-    with pytest.raises(NewerStoreError, match=r"newer farandole .* upgrade this node \(docs/volunteer.md#upgrade\)"):
+    with pytest.raises(StoreError, match=r"newer farandole .* upgrade this node \(docs/volunteer.md#upgrade\)"):
         async with open_store(path):
             pass
-    with pytest.raises(NewerStoreError, match="upgrade this node"):
+    with pytest.raises(StoreError, match="upgrade this node"):
         read_fact(path, "tokens")
     assert path.read_bytes() == before
     assert not list(tmp_path.glob("*.damaged"))

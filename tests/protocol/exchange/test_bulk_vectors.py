@@ -15,7 +15,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from farandole.protocol.exchange.bulk import BULK_VERSION, Binding, Proposal, Secrets, Side, agree, greeting
+from farandole.protocol.exchange.bulk import BULK_VERSION, Proposal, Secrets, Side, agree, greeting
 from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.messagepack import encode
 from farandole.protocol.wire.record_layer import KeyLife, Opener, Sealer
@@ -91,7 +91,7 @@ def test_a_second_derivation_gives_the_answers_that_are_kept() -> None:
 def test_the_code_gives_the_answers_that_are_kept() -> None:
     answers = json.loads(VECTORS.read_text())
     ours, theirs = Side(ASKER[0], proposal(ASKER)), Side(ANSWERER[0], proposal(ANSWERER))
-    binding = Binding(RUN_ID, HANDSHAKE_HASH)
+    binding = RUN_ID, HANDSHAKE_HASH
     secrets = agree(X25519PrivateKey.from_private_bytes(ASKER[1]), ours, theirs, binding, is_asker=True)
     reverse = agree(X25519PrivateKey.from_private_bytes(ANSWERER[1]), theirs, ours, binding, is_asker=False)
     assert (reverse.opening, reverse.sealing) == secrets

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import trio
@@ -94,7 +95,7 @@ async def two_parties(
     network: dict[bytes, MemoryHost] = {}
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
-            hosts = [BulkHost(ALICE, nursery, network), BulkHost(BOB, nursery, network)]
+            hosts: list[Any] = [BulkHost(ALICE, nursery, network), BulkHost(BOB, nursery, network)]
             hosts[1].run_id, hosts[1].handshake_hash = run_id, handshake_hash
             async with (
                 open_bulk(hosts[0], hosts[0].run_id, reach=hosts[0]) as first,
