@@ -25,7 +25,6 @@ from .app.commands.daemons import join, relay
 from .app.commands.doctor import doctor
 from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run
-from .app.commands.reference import print_reference
 from .app.commands.runs import run_app
 from .app.commands.sample import sample
 from .app.commands.service import service_app
@@ -56,7 +55,16 @@ for command in (join, relay, dial, status, dashboard, peers, sample):
     app.command()(command)
 for command in (doctor, limit, pause, resume, leave, uninstall):
     app.command()(command)
-app.command("reference", hidden=True)(print_reference)
+
+
+@app.command("reference", hidden=True)
+def print_reference(
+    context: typer.Context, errors: Annotated[bool, typer.Option("--errors", help="What can be wrong instead.")] = False
+) -> None:
+    """Print the reference of all commands and settings, or what can be wrong and the exit codes, as Markdown."""
+    from .app.commands.reference import catalogue, reference
+
+    typer.echo(catalogue() if errors else reference(context.find_root()), nl=False)
 
 
 def _print_version(is_asked_for: bool) -> None:

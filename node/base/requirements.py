@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from farandole.protocol.planning.best_known import reason_for
@@ -27,6 +27,9 @@ from .system.processes import has_nvidia_driver
 _USUAL: Final = Machine(USUAL_RATE, USUAL_RATE, memory=USUAL_MEMORY)
 # Share of a trainer's computed memory that must be there at least: the computation is not more accurate than this.
 LEAST_SHARE: Final = 0.9
+# With ten steps to a learning rate of 1e-3, activations grew by a third at most from step to step; with two, to 2.5
+# times (8 layers of width 256).
+MIN_WARMUP_OF_STAGES: Final = 20
 CAPS: Final = ("--upload-mbit", "--download-mbit")
 
 
@@ -176,3 +179,57 @@ def chances(needs: Needs, rate: float) -> str:
     if rate < needs.least_rate:
         return "no exchange can be over in time"
     return "only exchanges whose partner is ready early are over in time"
+
+
+def doubtful_settings(manifest: Manifest, given: Collection[str] = ()) -> list[str]:
+    """Return a warning for each combination that the creator probably does not want.
+
+    ``given``: the settings in the run file, such as ``outer.topk`` (`farandole.protocol.planning.planning.given_by`).
+    """
+    found = list(_doubtful_times(manifest, given))
+    # The creator is a member, too.
+    most = math.inf if isinstance(manifest.admission, str) else len(set(manifest.admission)) + 1
+    if most < (num_stages := manifest.model.num_stages):
+        found.append(
+            f"admission lists {most - 1} members, and model.num_stages is {num_stages}: a node holds one stage, so "
+            f"that even with the creator's {num_stages - most} of the stages have no node, and nothing is trained. "
+            "List more members, or cut the model into fewer stages"
+        )
+    needed = {
+        "outer.topk": ("outer.codec", manifest.outer.codec, "topk"),
+        "inner.momentum": ("inner.optimizer", manifest.inner.optimizer, "muon"),
+    }
+    for name, (other, value, wanted) in needed.items():
+        if name in given and value != wanted:
+            found.append(
+                f'{name} has no effect, because {other} is "{value}": set {other} = "{wanted}", or leave {name} out'
+            )
+    return found
+
+
+def _doubtful_times(manifest: Manifest, given: Collection[str]) -> Iterator[str]:
+    rounds, inner = manifest.rounds, manifest.inner
+    if 0 < rounds.round_seconds < rounds.exchange_seconds:
+        is_chosen = "rounds.round_seconds" in given and "rounds.exchange_seconds" not in given
+        remedy = (
+            "or leave it out, and it is chosen; or send less a round, with more outer.fragments"
+            if is_chosen
+            else "or a shorter exchange_seconds"
+        )
+        yield (
+            f"rounds.exchange_seconds ({rounds.exchange_seconds:g}) is longer than rounds.round_seconds "
+            f"({rounds.round_seconds:g}): a member may wait longer for its partner than it trains. Set a longer "
+            f"round_seconds, {remedy}"
+        )
+    if manifest.model.external is None and inner.warmup_steps >= inner.total_steps:
+        yield (
+            f"inner.warmup_steps ({inner.warmup_steps}) is not less than inner.total_steps ({inner.total_steps}): the "
+            "learning rate rises until the schedule ends, and is at its minimum right after. Set fewer warmup_steps, "
+            "or more total_steps"
+        )
+    if manifest.model.num_stages > 1 and inner.warmup_steps < MIN_WARMUP_OF_STAGES:
+        yield (
+            f"inner.warmup_steps is {inner.warmup_steps}, and the model is in stages: without a longer warm-up, "
+            "activations may double from one inner step to the next, and nodes drop what differs so much. Set "
+            f"{MIN_WARMUP_OF_STAGES} or more"
+        )

@@ -27,37 +27,22 @@ from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.model.own_function import require_allowed
 
-from ..base.config.faults import (
-    Context,
-    FaultyError,
-    FileFault,
-    Place,
-    did_you_mean,
-    faults_in,
-    faults_of,
-    homes_of,
-    shown,
-)
 from ..base.config.file import CONFIG_NAME, SETTINGS
-from ..base.config.toml_file import TomlFile
+from ..base.config.toml_file import TomlFile, check, did_you_mean, misplaced, shown
 from ..base.errors import JoinError
 
 _HF_PREFIX: Final = "hf:"
 # What a run file may have, and a manifest has in another form.
-_SHORTCUTS: Final[Mapping[Place, Collection[str]]] = {
-    ("model",): ("preset", "hf", "own"),
-    ("tokenizer",): ("file",),
-    ("inner",): tuple(name.removeprefix("inner.") for name in BY_TOKENS),
+_SHORTCUTS: Final[Mapping[str, Collection[str]]] = {
+    "model": ("preset", "hf", "own"),
+    "tokenizer": ("file",),
+    "inner": tuple(name.removeprefix("inner.") for name in BY_TOKENS),
 }
 _MODEL_FORM: Final = (
     f"a preset ({', '.join(PRESETS)}), a folder (hf:FOLDER), a function (package.module:function), or a section"
 )
-_MODEL_SOURCES: Final = ("preset", "hf", "own", "config")
 # More tokens than any run has; it bounds what is divided.
 MAX_TOKENS: Final = 2**56
-# Stand for wrong values, so that the rest of a file is checked next to valid ones.
-_STAND_IN_MODEL: Final = msgspec.structs.asdict(PRESETS["tiny"])
-_STAND_INS: Final = {"name": "run", "model": _STAND_IN_MODEL}
 
 
 def manifest_of_file(file: TomlFile, now: float, allowed_models: Collection[str] = ()) -> Manifest:
@@ -75,47 +60,26 @@ def manifest_of(
 ) -> Manifest:
     """Make the manifest from a parsed run file; ``folder`` is where its relative paths start.
 
-    For ``allowed_models`` see `manifest_of_file`. Raises `FaultyError`, which has all faults of the settings.
+    For ``allowed_models`` see `manifest_of_file`. Raises `ManifestError`, whose problems begin with a setting's name.
     """
     model, tokenizer = _table(settings.get("model")), settings.get("tokenizer", {})
+    if "tokenizer" not in settings and isinstance(model, Mapping) and "hf" in model:
+        tokenizer = hf_tokenizer(model["hf"], folder)
     complete = {"created_at": int(now), **settings, "outer": with_kind(settings.get("outer", {}))}
     if isinstance(screening := settings.get("screening"), Mapping):
         complete["screening"] = {"kind": DEFAULT_SCREENING.kind, **screening}
-    found: list[FileFault] = []
-    doubtful: list[str] = []
-    try:
-        if "model" in settings:
-            complete["model"] = _model(model, folder, allowed_models)
-    except ManifestError as error:
-        found += faults_in(error)
-        doubtful.append("model")
-        given = dict(model) if isinstance(model, Mapping) else {}
-        # With sizes of a stand-in its other settings can still be checked.
-        complete["model"] = {
-            **_STAND_IN_MODEL,
-            **{name: value for name, value in given.items() if name not in _MODEL_SOURCES},
-        }
-    try:
-        if "tokenizer" not in settings and isinstance(model, Mapping) and "hf" in model:
-            tokenizer = hf_tokenizer(model["hf"], folder)
-        complete["tokenizer"] = _tokenizer(tokenizer, folder)
-    except ManifestError as error:
-        found += faults_in(error)
-        doubtful.append("tokenizer")
-        complete["tokenizer"] = {}
-    complete["inner"], wrong = _by_steps(settings.get("inner", {}), complete.get("model"))
-    found += wrong
-    reported = {fault.place for fault in found}
+    if "model" not in settings and not settings.keys() - set(Manifest.__struct_fields__):
+        raise ManifestError(f"model is missing: expected {_MODEL_FORM}")
+    if "model" in settings:
+        complete["model"] = _model(model, folder, allowed_models)
+    complete["tokenizer"] = _tokenizer(tokenizer, folder)
+    complete["inner"] = _by_steps(settings.get("inner", {}), complete.get("model"))
     elsewhere = {
         setting.name: f"nodes have it: put it into a node's {CONFIG_NAME}, or use farandole join {setting.flag}"
         for setting in SETTINGS
         if setting.flag
     }
-    context = Context(_SHORTCUTS, {("model",): _MODEL_FORM}, _STAND_INS, doubtful, homes_of(Manifest), elsewhere)
-    others = faults_of(complete, Manifest, context)
-    found += [fault for fault in others if fault.place not in reported]
-    if found:
-        raise FaultyError(found)
+    check(complete, Manifest, shortcuts=_SHORTCUTS, hints=elsewhere | misplaced(Manifest))
     manifest = manifest_from_dict(complete)
     if isinstance(tokenizer, Mapping) and "file" in tokenizer:
         _try_tokenizer(manifest, folder / str(tokenizer["file"]))
@@ -123,7 +87,7 @@ def manifest_of(
 
 
 def _try_tokenizer(manifest: Manifest, path: Path) -> None:
-    """Raise `FaultyError` if no node could use the tokenizer file, or the model has too few tokens for it."""
+    """Raise `ManifestError` if no node could use the tokenizer file, or the model has too few tokens for it."""
     from farandole.training.data.tokenizer import load_tokenizer  # imports numpy
 
     if importlib.util.find_spec("tokenizers") is None:  # this machine cannot tell; the nodes have it
@@ -139,7 +103,7 @@ def _try_tokenizer(manifest: Manifest, path: Path) -> None:
                 f"{path} has {num_tokens} tokens, and the model {model.vocabulary}: set model.vocabulary = {num_tokens}"
             )
     if problem:
-        raise FaultyError([FileFault(("tokenizer", "file"), f"tokenizer.file: {problem}")])
+        raise ManifestError(f"tokenizer.file: {problem}")
 
 
 def _table(model: object) -> object:
@@ -162,40 +126,38 @@ def _model(model: object, folder: Path, allowed_models: Collection[str]) -> obje
         return hf_model(model, folder)
     if isinstance(model, Mapping) and not model.keys() - {"num_stages"}:
         raise ManifestError('model: say which: preset = "3M", or its sizes (num_layers, width, ...)')
-    if not isinstance(model, Mapping) or "preset" not in model:
+    if not isinstance(model, Mapping):
+        raise ManifestError(f"model: expected {_MODEL_FORM}, got {shown(model)}")
+    if "preset" not in model:
         return model
     name, rest = str(model["preset"]), {name: value for name, value in model.items() if name != "preset"}
     try:
         return {**msgspec.structs.asdict(preset(name)), **rest}
     except ManifestError as error:
         near = did_you_mean(name, PRESETS)
-        hint = f"; did you mean {near}?" if near else ""
-        raise FaultyError([FileFault(("model", "preset"), f"{error}{hint}")]) from error
+        raise ManifestError(f"{error}{f'; did you mean {near}?' if near else ''}") from error
 
 
-def _by_steps(inner: object, model: object) -> tuple[object, list[FileFault]]:
-    """Turn tokens of one member into inner steps, at least one; return the section, and the faults of these settings.
-
-    A fault's setting is left out, so that the rest can be checked.
-    """
+def _by_steps(inner: object, model: object) -> object:
+    """Turn tokens of one member into inner steps, at least one."""
     if not isinstance(inner, Mapping):
-        return inner, []
-    section, found = dict(inner), []
+        return inner
+    section = dict(inner)
     context = model.get("context") if isinstance(model, Mapping) else None
     batch_size = section.get("batch_size", InnerConfig().batch_size)
     for name, other in BY_TOKENS.items():
-        field, steps = name.removeprefix("inner."), other.removeprefix("inner.")
-        if (tokens := section.pop(field, None)) is None:
+        steps = other.removeprefix("inner.")
+        if (tokens := section.pop(name.removeprefix("inner."), None)) is None:
             continue
         if steps in section:
-            found.append(FileFault(("inner", field), f"{name} and {other} say the same: leave one of them out"))
-        elif not isinstance(tokens, int | float) or isinstance(tokens, bool) or not 0 < tokens <= MAX_TOKENS:
-            found.append(FileFault(("inner", field), f"{name} is {shown(tokens)}: a positive number is expected"))
-        elif isinstance(context, int) and isinstance(batch_size, int) and context > 0 < batch_size:
+            raise ManifestError(f"{name} and {other} say the same: leave one of them out")
+        if not isinstance(tokens, int | float) or isinstance(tokens, bool) or not 0 < tokens <= MAX_TOKENS:
+            raise ManifestError(f"{name} is {shown(tokens)}: a positive number is expected")
+        if not isinstance(context, int) or context <= 0:
+            raise ManifestError(f"{name} needs a model with a context: set {other}")
+        if isinstance(batch_size, int) and batch_size > 0:  # otherwise it is refused later
             section[steps] = max(1, round(tokens / (batch_size * context)))
-        else:
-            found.append(FileFault(("inner", field), f"{name} needs a model with a context: set {other}"))
-    return section, found
+    return section
 
 
 def _tokenizer(tokenizer: object, folder: Path) -> object:
@@ -264,8 +226,7 @@ def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             raise ManifestError(f"model.hf.{name} can be trained as {usual} alone")
     left_out = {*_WITHOUT_BEARING, *_AS_USUAL}
     settings = FAMILIES[family]({name: value for name, value in settings.items() if name not in left_out})
-    if faults := faults_of(settings, HFConfig, place=("model", "hf")):
-        raise FaultyError(faults)
+    check(settings, HFConfig, "model.hf")
     config = hf_config_from_dict(settings)
     return {"context": config.max_context, **config.sizes, **model, "hf": msgspec.to_builtins(config)}
 
@@ -360,8 +321,7 @@ def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, A
     """
     if decided := [name for name in _DECIDED if name in model]:
         raise ManifestError(f"model.{decided[0]}: what {model['own']} returns decides on it; leave it out")
-    if faults := faults_of(model, _Table, place=("model",)):
-        raise FaultyError(faults)
+    check(model, _Table, "model")
     table = msgspec.convert(model, _Table, strict=True)
     try:
         if table.own not in allowed:

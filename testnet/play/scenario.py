@@ -10,9 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from farandole.node.base.config.faults import FaultyError, did_you_mean, faults_in, faults_of
-from farandole.node.base.config.faults import FileFault as FileFault
-from farandole.node.base.config.toml_file import TomlFile, read_toml
+from farandole.node.base.config.toml_file import TomlFile, check, did_you_mean, read_toml
 from farandole.node.base.settings import MIN_CAP_MBIT
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import Manifest, RoundConfig
@@ -367,12 +365,15 @@ def _number(settings: _Settings, name: str, default: int) -> int:
 
 
 def parse_scenario(settings: _Settings) -> Scenario:
-    """Parse a TOML file's table; `FaultyError` has all faults of the scenario and its run, `ScenarioError` no room."""
+    """Parse a TOML file's table; `ManifestError` names a fault of the scenario or of its run."""
     reachable = min(_num_others(settings), _number(settings, "rounds", DEFAULT_ROUNDS) // ROUNDS_A_PARTNER)
     settings = {"min_partners": min(DEFAULT_MIN_PARTNERS, reachable), **settings}
-    if faults := [*faults_of(settings, Scenario), *_faults_of_run(settings)]:
-        raise FaultyError(faults)
+    check(settings, Scenario)
     scenario = msgspec.convert(settings, Scenario)
+    try:
+        scenario.manifest(0.0)
+    except ManifestError as error:
+        raise ManifestError(*(f"run.{problem}" for problem in error.args)) from error
     if scenario.chaos is None:
         return scenario
     try:
@@ -380,15 +381,3 @@ def parse_scenario(settings: _Settings) -> Scenario:
         return msgspec.convert(settings | {"fault": [*scenario.fault, *drawn]}, Scenario)
     except (msgspec.ValidationError, ChaosError) as error:
         raise ScenarioError(f"chaos: {error}") from error
-
-
-def _faults_of_run(settings: _Settings) -> list[FileFault]:
-    """Return the faults of the run's own settings, under the names that they have in the scenario."""
-    run = settings.get("run")
-    if not isinstance(run, Mapping):
-        return []
-    try:
-        manifest_of(_run_settings(run, _number(settings, "seed", 0), _number(settings, "stages", 0)), Path(), 0)
-    except ManifestError as error:
-        return [fault.within("run") for fault in faults_in(error)]
-    return []

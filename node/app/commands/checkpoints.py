@@ -208,8 +208,7 @@ def _new_file(out: Path | None, run_file: Path) -> Path:
 def _write_manifest(path: Path, signed: SignedManifest, folder: Path, home: Path, as_json: bool) -> None:
     from farandole.protocol.run.manifest import decode_body
 
-    from ...base.config.doubtful_settings import doubtful_settings
-    from ...base.requirements import unusual_needs
+    from ...base.requirements import doubtful_settings, unusual_needs
 
     write_manifest(path, signed)
     manifest = decode_body(signed.body)

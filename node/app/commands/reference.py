@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
+import json
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
 
+import msgspec
 import typer
 
+from farandole.protocol.run.exclusions import EXCLUSIONS
+from farandole.protocol.run.manifest import Manifest
+
 from ...base.config.file import SETTINGS, default_of
+from ...base.config.toml_file import expected, members_of
 from ...base.exits import Exit
+from ..doctor.causes import CAUSES, CHECKS, check_of
 from .output import table
 
 _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
@@ -65,19 +75,10 @@ A run file or a node that uses both is refused, with the reason.
 """
 
 
-def print_reference(
-    context: typer.Context, errors: Annotated[bool, typer.Option("--errors", help="What can be wrong instead.")] = False
-) -> None:
-    """Print the reference of all commands and settings, or what can be wrong and the exit codes, as Markdown."""
-    if errors:
-        parts = _catalogue()
-    else:
-        root = context.find_root()
-        from .run_settings import run_settings
-
-        settings = (_SETTINGS, _settings(), "", run_settings(), _EXCLUSIONS, _exclusions(), "")
-        parts = itertools.chain([_HEAD], _commands(root.command, root), settings)
-    typer.echo("\n".join(parts), nl=False)
+def reference(context: Any) -> str:
+    """Return the page about all commands and settings as Markdown; ``context``: of the application."""
+    settings = (_SETTINGS, _settings(), "", run_settings(), _EXCLUSIONS, _exclusions(), "")
+    return "\n".join(itertools.chain([_HEAD], _commands(context.command, context), settings))
 
 
 def _commands(command: Any, context: Any) -> Iterator[str]:
@@ -90,10 +91,10 @@ def _commands(command: Any, context: Any) -> Iterator[str]:
         if hasattr(child, "list_commands"):
             yield from _commands(child, within)
         else:
-            yield _section(child, within)
+            yield _about_command(child, within)
 
 
-def _section(command: Any, context: Any) -> str:
+def _about_command(command: Any, context: Any) -> str:
     # Without the name of this process's program.
     path = f"farandole{context.command_path.removeprefix(context.find_root().command_path)}"
     parts = [f"## {path}", f"    {path} {' '.join(command.collect_usage_pieces(context))}", _markdown(command.help)]
@@ -136,8 +137,6 @@ def _settings() -> str:
 
 
 def _exclusions() -> str:
-    from farandole.protocol.run.exclusions import EXCLUSIONS
-
     rows = ((f"`{each.setting}`", ", ".join(f"`{name}`" for name in each.others), each.reason) for each in EXCLUSIONS)
     return table("| setting | excludes | because |", rows)
 
@@ -147,25 +146,128 @@ def _markdown(text: str) -> str:
     return re.sub(r"\[cyan\](.*?)\[/cyan\]", r"`\1`", text)
 
 
-def _catalogue() -> Iterator[str]:
-    """Yield the page of what can be wrong, in paragraphs."""
-    from ..doctor.causes import CAUSES, CHECKS, check_of  # with what ``--help`` does not need
-
-    yield _ERRORS
+def catalogue() -> str:
+    """Return the page about exit codes and what the doctor can find as Markdown."""
     exits = ((str(code.value), code.name, code.meaning, code.remedy) for code in Exit)
-    yield "## Exit codes\n"
-    yield table("| code | name | meaning | what to do |", exits) + "\n"
-    yield _DOCTOR
+    parts = [_ERRORS, "## Exit codes\n", table("| code | name | meaning | what to do |", exits) + "\n", _DOCTOR]
     for check, about in CHECKS.items():
-        yield f"### {check}: {about}\n"
         rows = (
-            (f"`{name}`", cause.level, _fields(cause.found), _fields(cause.remedy))
+            # Placeholders are set in italics.
+            (f"`{name}`", cause.level, *(_FIELD.sub(r"*\1*", text) for text in (cause.found, cause.remedy)))
             for name, cause in CAUSES.items()
             if check_of(name) == check
         )
-        yield table("| cause | | it says | what to do |", rows) + "\n"
+        parts += [f"### {check}: {about}\n", table("| cause | | it says | what to do |", rows) + "\n"]
+    return "\n".join(parts)
 
 
-def _fields(text: str) -> str:
-    """Return the text with its placeholders set in italics."""
-    return _FIELD.sub(r"*\1*", text)
+_RUN_HEAD: Final = """\
+## Settings of a run
+
+What a run's creator writes into its run file, for `farandole run create`. [examples/run.toml](../examples/run.toml)
+explains the usual ones, and [researcher.md](researcher.md#describe-the-run) when to choose which. `farandole run show`
+prints those of a run. They never change: another setting is another run. What a run file leaves out has the default;
+*chosen*: `farandole run create` chooses it for your model and home lines, and prints it with the reason.
+"""
+_TOP: Final = ("name", "seed", "admission", "private", "audits")
+# Sections that people write; commands write the others.
+_SECTIONS: Final = ("model", "tokenizer", "data", "inner", "outer", "rounds", "pipeline", "screening")
+# What a run file has in place of what the manifest has: key, value, meaning.
+_RUN_FILE: Final = {
+    "model": (
+        ("preset", "a preset's name in quotes", "the sizes below; the section's other keys change them"),
+        ("hf", "a folder or a config.json, in quotes", "a Hugging Face model, which the sizes below follow from"),
+        ("own", '"package.module:function"', "a module of your own"),
+        ("config", "a table", "the arguments of that function"),
+    ),
+    "tokenizer": (
+        ("file", "a path in quotes", "a file of Hugging Face `tokenizers`; without it, each byte is a token"),
+    ),
+    "inner": (
+        ("warmup_tokens", "a number above 0", "in place of `warmup_steps`: tokens of one member"),
+        ("total_tokens", "a number above 0", "in place of `total_steps`: tokens of one member"),
+    ),
+}
+_REPLACED: Final = frozenset({"model.hf", "model.own", "model.external", "tokenizer.kind", "tokenizer.sha256"})
+# Bounds that only models made elsewhere may fall below.
+_LEAST: Final = {"model.width": 8, "model.hidden": 8, "model.context": 8, "model.vocabulary": 2, "model.num_heads": 1}
+# Left open, these are chosen (`farandole.protocol.planning.best_known` and `farandole.protocol.planning.planning`).
+_CHOSEN: Final = frozenset(
+    {
+        *("inner.optimizer", "inner.learning_rate", "inner.warmup_steps"),
+        *("outer.codec", "outer.fragments"),
+        *("rounds.round_seconds", "rounds.exchange_seconds", "rounds.overlap"),
+    }
+)
+_RUN_HEADER: Final = "| key | value | default | meaning |"
+
+
+def run_settings() -> str:
+    """Return the chapter about the settings of a run."""
+    fields = {field.name: field for field in msgspec.structs.fields(Manifest)}
+    parts = [_RUN_HEAD, table(_RUN_HEADER, _rows("", [fields[name] for name in _TOP], _meanings(Manifest))), ""]
+    for section in _SECTIONS:
+        parts += _section(section, members_of(fields[section].type), fields[section].default)
+    return "\n".join(parts)
+
+
+def _section(name: str, structs: Sequence[type[msgspec.Struct]], default: Any) -> Iterator[str]:
+    """Yield the lines about a section; of several structs, which ``kind`` names, first the settings that all have."""
+    shared = set.intersection(*(set(struct.__struct_fields__) for struct in structs))
+    written = ((f"`{key}`", value, "", meaning) for key, value, meaning in _RUN_FILE.get(name, ()))
+    yield f"### [{name}]\n"
+    if len(structs) == 1:
+        yield f"{_sentences(structs[0].__doc__ or '')}\n"
+    elif name == "outer":
+        momentum = "`alpha`, `beta`, `gamma` or `momentum`"
+        yield f"Without `kind`, a run gets `plain`, or `noloco` if the section sets {momentum}.\n"
+    else:
+        yield f"Without `kind`, a run gets `{default.kind}`.\n"
+    if common := [field for field in msgspec.structs.fields(structs[0]) if field.name in shared]:
+        yield table(_RUN_HEADER, [*written, *_rows(name, common, _meanings(structs[0]))])
+        yield ""
+    for struct in structs if len(structs) > 1 else []:
+        yield f'With `kind = "{struct.__struct_config__.tag}"`: {_sentences(struct.__doc__ or "")}\n'
+        if own := [field for field in msgspec.structs.fields(struct) if field.name not in shared]:
+            yield table(_RUN_HEADER, _rows(name, own, _meanings(struct)))
+            yield ""
+
+
+def _rows(
+    section: str, fields: Sequence[msgspec.structs.FieldInfo], meanings: Mapping[str, str]
+) -> Iterator[tuple[str, ...]]:
+    for field in fields:
+        place = f"{section}.{field.name}"
+        if place in _REPLACED:
+            continue
+        value = expected(field.type)
+        if place in _LEAST:
+            value = value.replace(", 0 to ", f", {_LEAST[place]} to ")
+        default = field.default
+        if default in (msgspec.NODEFAULT, None):
+            told = ""
+        else:
+            told = f"`{default:g}`" if isinstance(default, float) else f"`{json.dumps(default)}`"
+        meaning = _sentences(meanings.get(field.name, ""))
+        yield f"`{field.name}`", value, "chosen" if place in _CHOSEN else told, meaning
+
+
+def _meanings(struct: type) -> dict[str, str]:
+    """Return the docstrings of a struct's fields, those of its bases included."""
+    found: dict[str, str] = {}
+    for each in reversed(struct.__mro__):
+        if not each.__module__.startswith("farandole."):
+            continue
+        [definition] = ast.parse(inspect.getsource(each)).body
+        assert isinstance(definition, ast.ClassDef), "it is a struct's source"
+        for field, told in pairwise(definition.body):
+            match field, told:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = text
+    return found
+
+
+def _sentences(docstring: str) -> str:
+    """Return a docstring's first paragraph in one line, with names as in Markdown."""
+    text = " ".join(inspect.cleandoc(docstring).split("\n\n")[0].split())
+    return re.sub(r"``([^`]*)``", r"`\1`", text).replace("null:", "left out:")

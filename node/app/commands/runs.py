@@ -88,10 +88,9 @@ def create_run(
     from farandole.protocol.run.invite import Invite, encode_invite, network_key_of
     from farandole.protocol.run.manifest import sign_manifest
 
-    from ...base.config.doubtful_settings import doubtful_settings
     from ...base.config.toml_file import read_toml
     from ...base.identity import load_or_create_key
-    from ...base.requirements import unusual_needs
+    from ...base.requirements import doubtful_settings, unusual_needs
     from ...store.run_file import manifest_of_file
 
     file = read_toml(run_file)

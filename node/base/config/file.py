@@ -1,6 +1,6 @@
 """``config.toml``: the settings file of a node's folder, read, checked, and written for a beginner.
 
-The file is flat: one key for each setting, by its name. All faults are reported at once, as in a compiler's output.
+The file is flat: one key for each setting, by its name. All faults are reported at once.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, get_args
 
 from farandole.protocol.wire.errors import FarandoleError, ManifestError
 
 from ..settings import NodeSettings
 from .setting import Setting, settings_of
-
-if TYPE_CHECKING:
-    from .faults import FileFault
 
 CONFIG_NAME: Final = "config.toml"
 CONFIG_VARIABLE: Final = "FARANDOLE_CONFIG"
@@ -39,8 +36,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises `ConfigError`.
     """
-    # They import msgspec and tomllib, which ``--help`` does not need.
-    from .faults import FaultyError
+    # Not needed for ``--help``: it imports msgspec.
     from .toml_file import read_toml
 
     known = {setting.name: setting for setting in SETTINGS}
@@ -48,32 +44,26 @@ def read_config(path: Path) -> dict[str, Any]:
         file = read_toml(path)
         with file.naming_lines():
             if faults := list(_faults(file.values, known)):
-                raise FaultyError(faults)
+                raise ManifestError(*faults)
     except ManifestError as error:
         raise ConfigError(str(error)) from error
     return {name: _placed(known[name], value, path.parent) for name, value in file.values.items()}
 
 
-def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[FileFault]:
-    from .faults import FileFault, shown
+def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
+    from farandole.protocol.run.manifest import Manifest
+
+    from .toml_file import did_you_mean, misplaced, shown
 
     for name, value in values.items():
         if name not in known:
-            yield FileFault((name,), f"{name} is no setting; {_hint_for(name, known)}")
+            near = did_you_mean(name, known)
+            hint = f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
+            if name in misplaced(Manifest):
+                hint = "runs have it: put it into the run file, for `farandole run create`"
+            yield f"{name} is no setting; {hint}"
         elif not known[name].is_valid(value):
-            hint = known[name].hint(value)
-            yield FileFault((name,), f"{name}: expected {known[name].expected}, got {shown(value)}{hint}")
-
-
-def _hint_for(unknown: str, known: Mapping[str, Setting]) -> str:
-    from farandole.protocol.run.manifest import Manifest
-
-    from .faults import did_you_mean, homes_of
-
-    if unknown in homes_of(Manifest):
-        return "runs have it: put it into the run file, for `farandole run create`"
-    near = did_you_mean(unknown, known)
-    return f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
+            yield f"{name}: expected {known[name].expected}, got {shown(value)}{known[name].hint(value)}"
 
 
 def _placed(setting: Setting, value: Any, folder: Path) -> Any:

@@ -1,23 +1,33 @@
-"""A TOML file with the lines of its settings, which `tomllib` does not keep."""
+"""A TOML file of settings: read, and compared with the struct that describes it.
+
+msgspec decides what is valid, and names the first fault in its own words. `check` says it in words for people: the name
+of the setting, what was found, and what is expected. `TomlFile.naming_lines` adds the file and the line.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+import msgspec
 
 from farandole.protocol.wire.errors import ManifestError
 
 from ..system.terminal import without_controls
-from .faults import FaultyError, FileFault, Place, shortened
+from .setting import NOUNS
 
 # Ten times as much as the longest file of settings: a larger one is probably a wrong path.
 MAX_FILE_BYTES: Final = 256 * 1024
-_LINE_WIDTH: Final = 100
+# A value or a line is shown to be recognised; a long one would hide the rest of the sentence.
+_SHOWN_WIDTH: Final = 100
 _POSITION: Final = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 # The remedy for what `tomllib` reports of the usual mistakes.
 _REMEDIES: Final[Mapping[str, str]] = {
@@ -26,16 +36,11 @@ _REMEDIES: Final[Mapping[str, str]] = {
     'preset = "3M")',
     "Expected newline or end of document after a statement": "a line has one setting, and a text has quotes around it",
 }
-_TOKENS: Final = re.compile(
-    r'"""(?:\\.|[^\\])*?"{3,5}'
-    r"|'''.*?'{3,5}"
-    r'|"(?:\\.|[^"\\\n])*"'
-    r"|'[^'\n]*'"
-    r"|(?P<comment>\#[^\n]*)"
-    r"|[\n\[\]{}=,.]"
-    r"|[^\s\[\]{}=,.\#]+",
-    re.DOTALL,
-)
+_HEADER: Final = re.compile(r"\s*(\[\[?)\s*([\w.-]+)\s*\]")
+_KEY: Final = re.compile(r"\s*([\w.-]+)\s*=")
+# An error of msgspec: what is wrong, and the way to it.
+_TOLD: Final = re.compile(r"(.*?)(?: - at `\$([^`]*)`)?", re.DOTALL)
+_SETTING: Final = re.compile(r"[\w-]+(?:\.[\w-]+|\[\d+\])*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +53,12 @@ class TomlFile:
 
     @contextmanager
     def naming_lines(self) -> Iterator[None]:
-        """Turn each `ManifestError` of the block into one with a line of text, ``FILE:LINE: ...``, for each fault."""
+        """Add ``FILE:LINE:`` to each problem of a `ManifestError` of the block; each begins with its setting."""
         try:
             yield
-        except FaultyError as error:
-            lines = key_lines(self.text)
-            located = sorted(((_line_of(fault, lines), fault.text) for fault in error.faults), key=lambda each: each[0])
-            raise ManifestError("\n".join(_told(self.path, line, text) for line, text in located)) from error
         except ManifestError as error:
-            raise ManifestError(_told(self.path, 0, str(error))) from error
+            located = sorted((_line_of(problem, self.text), problem) for problem in map(str, error.args))
+            raise ManifestError("\n".join(_told(self.path, *each) for each in located)) from error
 
 
 def read_toml(path: Path) -> TomlFile:
@@ -83,17 +85,6 @@ def read_toml(path: Path) -> TomlFile:
         raise ManifestError(_told(path, 0, "this is not TOML: its values are nested too deeply")) from error
 
 
-def key_lines(text: str) -> dict[Place, int]:
-    """Return the line of each key and each item of a list in a valid TOML text."""
-    return _Lines(text).found
-
-
-def _line_of(fault: FileFault, lines: Mapping[Place, int]) -> int:
-    """Return the line of a setting or, if it is not in the file, of its section; 0 for the file as a whole."""
-    prefixes = (fault.place[:length] for length in range(len(fault.place), 0, -1))
-    return next((lines[place] for place in prefixes if place in lines), 0)
-
-
 def _told(path: Path, line: int, text: str) -> str:
     """Return a line about a file, which may be a stranger's; ``line`` is 0 for the file as a whole."""
     return without_controls(f"{path}:{line}: {text}" if line else f"{path}: {text}")
@@ -108,100 +99,195 @@ def _not_toml(path: Path, text: str, problem: str) -> str:
     cause = _POSITION.sub("", problem)
     remedy = f" ({_REMEDIES[cause]})" if cause in _REMEDIES else ""
     column = f", column {position[2]}" if position and position[2] else ""
-    shown_line = shortened(lines[number - 1].strip(), _LINE_WIDTH)
+    shown_line = _shortened(lines[number - 1].strip())
     return _told(path, number, f"this is not TOML{column}: {cause}{remedy}; the line is: {shown_line}")
 
 
-class _Lines:
-    """A walk through the tokens of a valid TOML text, which `tomllib` has accepted."""
+def _line_of(problem: str, text: str) -> int:
+    """Return the line of the setting that a problem begins with, or of its section; 0 if neither has one of its own.
 
-    def __init__(self, text: str) -> None:
-        self.found: dict[Place, int] = {}
-        self._tokens = [(match[0], line) for match, line in _numbered(text) if match.lastgroup != "comment"]
-        self._at = 0
-        self._num_items: dict[Place, int] = {}
-        """Of each array of tables: how many ``[[NAME]]`` there were so far."""
-        section: Place = ()
-        while self._at < len(self._tokens):
-            if self._take("\n"):
-                continue
-            if self._peek() == "[":
-                section = self._header()
-            else:
-                self._pair(section)
-
-    def _peek(self) -> str:
-        return self._tokens[self._at][0] if self._at < len(self._tokens) else "\n"
-
-    def _take(self, token: str) -> bool:
-        is_there = self._peek() == token and self._at < len(self._tokens)
-        self._at += is_there
-        return is_there
-
-    def _header(self) -> Place:
-        """Read ``[a.b]`` or ``[[a.b]]``; the latter is another item of its list."""
-        self._take("[")
-        is_item = self._take("[")
-        line = self._tokens[self._at][1]
-        section: Place = ()
-        for key in self._keys():
-            section = (*self._last_item(section), key)
-            self.found.setdefault(section, line)
-        if is_item:
-            self._num_items[section] = self._num_items.get(section, 0) + 1
-            self.found.setdefault(self._last_item(section), line)
-        while self._take("]"):
-            pass
-        return self._last_item(section)
-
-    def _last_item(self, place: Place) -> Place:
-        return (*place, self._num_items[place] - 1) if place in self._num_items else place
-
-    def _keys(self) -> list[str]:
-        keys = []
-        while True:
-            keys.append(_unquoted(self._peek()))
-            self._at += 1
-            if not self._take("."):
-                return keys
-
-    def _pair(self, section: Place) -> None:
-        """Read ``a.b = value``."""
-        line = self._tokens[self._at][1]
-        place = section
-        for key in self._keys():
-            place = (*place, key)
-            self.found.setdefault(place, line)
-        self._take("=")
-        self._value(place)
-
-    def _value(self, place: Place) -> None:
-        if self._take("["):
-            index = 0
-            while not self._take("]"):
-                if self._take("\n"):
-                    continue
-                if self._take(","):
-                    index += 1
-                    continue
-                self.found[*place, index] = self._tokens[self._at][1]
-                self._value((*place, index))
-        elif self._take("{"):
-            while not self._take("}"):
-                if not self._take(","):
-                    self._pair(place)
+    Keys inside a value of several lines are not distinguished: the value's first line stands for them.
+    """
+    name = _SETTING.match(problem)
+    wanted = re.findall(r"[\w-]+", name[0]) if name else []
+    section: list[str] = []
+    num_items: dict[str, int] = {}
+    found, found_keys = 0, 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if header := _HEADER.match(line):
+            section = place = header[2].split(".")
+            if header[1] == "[[":
+                num_items[header[2]] = num_items.get(header[2], -1) + 1
+                section = place = [*section, str(num_items[header[2]])]
+        elif key := _KEY.match(line):
+            place = [*section, *key[1].split(".")]
         else:
-            while self._peek() not in ("\n", ",", "]", "}"):
-                self._at += 1
+            continue
+        num_keys = min(len(place), len(wanted))
+        if num_keys > found_keys and place[:num_keys] == wanted[:num_keys]:
+            found, found_keys = number, num_keys
+    return found
 
 
-def _numbered(text: str) -> Iterator[tuple[re.Match[str], int]]:
-    line, begin = 1, 0
-    for match in _TOKENS.finditer(text):
-        line += text.count("\n", begin, match.start())
-        begin = match.start()
-        yield match, line
+def check(
+    value: object,
+    kind: Any,
+    name: str = "",
+    *,
+    shortcuts: Mapping[str, Collection[str]] | None = None,
+    hints: Mapping[str, str] | None = None,
+) -> None:
+    """Raise `ManifestError` unless ``value``, parsed from a file, is a ``kind``: a msgspec struct or a field's type.
+
+    ``name``: the setting that has the value. ``shortcuts``: section -> settings that become others before the struct is
+    made; suggested for misspelt ones. ``hints``: setting -> what to do with it if it is not in its place.
+    """
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ValueError) else None
+        told = _TOLD.fullmatch(str(error))
+        assert told is not None, "it matches any text"
+        for key in re.findall(r"\w+", (told[2] or "").split("[...]")[0]):  # no further than into a free table
+            kind, value = _part(kind, value, key)
+            name = f"{name}[{key}]" if key.isdigit() else f"{name}.{key}".removeprefix(".")
+        if cause is not None:
+            raise ManifestError(*(f"{name}: {each}" if name else str(each) for each in cause.args)) from error
+        raise ManifestError(_fault(told[1], value, kind, name, shortcuts or {}, hints or {})) from error
 
 
-def _unquoted(key: str) -> str:
-    return next(iter(tomllib.loads(f"{key} = 0"))) if key[0] in "\"'" else key
+def _fault(
+    told: str,
+    value: Any,
+    kind: Any,
+    name: str,
+    shortcuts: Mapping[str, Collection[str]],
+    hints: Mapping[str, str],
+) -> str:
+    """Say in words what msgspec told about the value of a setting."""
+    if missing := re.fullmatch("Object missing required field `(.*)`", told):
+        return f"{name}.{missing[1]} is missing: expected {expected(_part(kind, value, missing[1])[0])}".removeprefix(
+            "."
+        )
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", told, re.DOTALL):
+        key = unknown[1]
+        known = [*_fields(_struct_of(kind, value)), *shortcuts.get(name, ())]
+        near = did_you_mean(key, known)
+        where = f"[{name}]" if name else "the file"
+        hint = f"did you mean {near}?" if near else f"{where} may have {', '.join(known)}"
+        noun = "section" if isinstance(value[key], Mapping) else "setting"
+        return f"{name}.{key} is no {noun}; {hints.get(key, hint)}".removeprefix(".")
+    choices = [str(choice) for part in members_of(kind) if get_origin(part) is Literal for choice in get_args(part)]
+    near = did_you_mean(value, choices) if isinstance(value, str) else None
+    return f"{name}: expected {expected(kind)}, got {shown(value)}{f'; did you mean {near}?' if near else ''}"
+
+
+def misplaced(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return for each setting of a file, which ``struct`` describes, in which of its sections it belongs."""
+    homes: dict[str, list[str]] = {}
+    for name, kind in _fields(struct).items():
+        homes.setdefault(name, []).append("at the top, above all sections")
+        for part in filter(_is_struct, members_of(kind)):
+            for setting in _fields(part):
+                if (home := f"in [{name}]") not in homes.setdefault(setting, []):
+                    homes[setting].append(home)
+    return {name: f"it belongs {' or '.join(places)}" for name, places in homes.items()}
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that ``word`` probably is; None if it is like none of them."""
+    by_form = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.replace("-", "_").lower(), by_form, n=1)
+    return by_form[near[0]] if near else None
+
+
+def shown(value: object) -> str:
+    """Show a value from a file, shortened."""
+    return _shortened(json.dumps(value, default=str, ensure_ascii=False))
+
+
+def _shortened(text: str) -> str:
+    """Cut a text wherever its words end; dots show that there was more."""
+    return text if len(text) <= _SHOWN_WIDTH else f"{text[: _SHOWN_WIDTH - 3]}..."
+
+
+def expected(kind: Any) -> str:
+    """Describe the values of a field's type in words: ``a whole number, 1 to 64``."""
+    bare, metas = _split(kind)
+    if form := next((meta.description for meta in metas if meta.description), None):
+        return form
+    parts = members_of(bare)
+    if parts != (bare,):
+        return " or ".join(dict.fromkeys(map(expected, parts)))
+    if get_origin(bare) is Literal:
+        choices = ", ".join(map(str, get_args(bare)))
+        return f"one of {choices}" if len(get_args(bare)) > 1 else choices
+    noun = NOUNS.get(parts[0]) or ("a section" if _item_kind(bare) is None else "a list in brackets")
+    return ", ".join([noun, *(words for meta in metas if (words := _bounds(meta)))])
+
+
+def _bounds(meta: msgspec.Meta) -> str:
+    """Describe the bounds of a number or the length of a text or list."""
+    if meta.ge is not None and meta.le is not None:
+        return f"{_number(meta.ge)} to {_number(meta.le)}"
+    bounds = {"more than": meta.gt, "at least": meta.ge, "at most": meta.le, "less than": meta.lt}
+    words = [f"{words} {_number(bound)}" for words, bound in bounds.items() if bound is not None]
+    lengths = {"at least": meta.min_length, "at most": meta.max_length}
+    words += [f"{words} {length} long" for words, length in lengths.items() if length is not None]
+    if meta.pattern:
+        words.append(f"of the form {meta.pattern}")
+    return " and ".join(words)
+
+
+def _number(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
+def _part(kind: Any, value: Any, key: str) -> tuple[Any, Any]:
+    """Return the type, and the value if there is one, of an item of a list or of a field of a struct."""
+    if key.isdigit():
+        return _item_kind(kind), value[int(key)]
+    return _fields(_struct_of(kind, value))[key], value.get(key)
+
+
+def _struct_of(kind: Any, value: Mapping[str, Any]) -> Any:
+    """Return the struct that a section is; of several, its tag names the one."""
+    structs = [part for part in members_of(kind) if _is_struct(part)]
+    named = [each for each in structs if each.__struct_config__.tag == value.get(each.__struct_config__.tag_field)]
+    if len(structs) == 1 or named:
+        return (named or structs)[0]
+    tags = tuple(each.__struct_config__.tag for each in structs)
+    return msgspec.defstruct("_Tagged", [(structs[0].__struct_config__.tag_field, Literal[tags])])
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    """Return the types of a section's settings by their names in a file, that of its tag first."""
+    config = struct.__struct_config__
+    tag = {config.tag_field: Literal[config.tag]} if config.tag_field else {}
+    return tag | {each.encode_name: each.type for each in msgspec.structs.fields(struct)}
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _split(kind: Any) -> tuple[Any, list[msgspec.Meta]]:
+    """Return a type without its annotations, and these."""
+    if get_origin(kind) is not Annotated:
+        return kind, []
+    bare, *metas = get_args(kind)
+    return bare, [meta for meta in metas if isinstance(meta, msgspec.Meta)]
+
+
+def members_of(kind: Any) -> Sequence[Any]:
+    """Return the types of a union, without None, which TOML does not have; of another type, the type itself."""
+    bare, _ = _split(kind)
+    if get_origin(bare) not in (Union, types.UnionType):
+        return (bare,)
+    return [part for part in get_args(bare) if part is not type(None)]
+
+
+def _item_kind(kind: Any) -> Any:
+    """Return the type of a list's items; None if ``kind`` is no list, and allows none."""
+    bares = [_split(part)[0] for part in members_of(kind)]
+    return next((get_args(bare)[0] for bare in bares if get_origin(bare) in (tuple, list)), None)

@@ -158,7 +158,7 @@ def test_sizes_are_not_said_twice() -> None:
         (b'{"x":' * 10_000 + b"1" + b"}" * 10_000, "is not JSON"),
         (b"[]", "its content as a table"),
         (b"{}" + b" " * MAX_CONFIG_BYTES, "no configuration"),
-        (b'{"model_type": "llama", "x": {"y": [1, 2]}}', "missing|unknown"),
+        (b'{"model_type": "llama", "x": {"y": [1, 2]}}', "missing|is no section"),
     ],
 )
 def test_what_is_no_configuration_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

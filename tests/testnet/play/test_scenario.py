@@ -119,66 +119,24 @@ def test_what_is_wrong_is_named(settings: dict[str, Any], message: str) -> None:
         parse_scenario(settings)
 
 
-FAULTY = """\
-rouns = 9
-nodes = 4
-slow = [
-  1.0,
-  0.5,
-]
-[run]
-name = "a"
-model = "tny"
-[run.outer]
-gamma = 2.5
-fragmets = 2
-[[fault]]
-kind = "kill"
-nodes = [1]
-at_round = 1
-[[fault]]
-kind = "exploded"
-nodes = [1]
-at_round = 1
-[[home]]
-kind = "symetric"
-"""
-
-
-def test_all_faults_of_a_file_are_named_at_once_with_their_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rouns = 9", "1: rouns is no setting; did you mean rounds?"),
+        ("slow = [\n  1.0,\n  0.5,\n]", "1: slow[1]: expected a finite number, 1 to 1000, got 0.5"),
+        ("[run]\nname = 'a'\nmodel = 'tny'", "3: run.model: no preset is called 'tny'"),
+        ("[run]\nname = 'a'\nmodel = 'tiny'\n[run.outer]\nfragmets = 2", "5: run.outer.fragmets is no setting"),
+        ("[run]\nname = 'a'\nmodel = 'tiny'\n[run.outer]\ngamma = 9", "5: run.outer.gamma is 9"),
+        ("[[fault]]\nkind = 'exploded'\nnodes = [1]\nat_round = 1", "2: fault[0].kind: expected one of kill, freeze"),
+        ("[[home]]\nkind = 'symetric'", "1: home[0]: no kind of home 'symetric'"),
+    ],
+)
+def test_a_fault_of_a_file_is_named_with_its_line(tmp_path: Path, text: str, line: str) -> None:
     path = tmp_path / "a.toml"
-    path.write_text(FAULTY)
+    path.write_text(text)
     with pytest.raises(ManifestError) as caught:
         load_scenario(str(path))
-    begins = [
-        "1: rouns is no setting; did you mean rounds?",
-        "5: slow[1]: expected a finite number, 1 to 1000, got 0.5",
-        "9: run.model: no preset is called 'tny'",
-        "12: run.outer.fragmets is no setting; did you mean fragments?",
-        "18: fault[1].kind: expected one of kill, freeze",
-        "21: home[0]: no kind of home 'symetric'",
-    ]
-    lines = str(caught.value).splitlines()
-    assert len(lines) == len(begins)
-    for line, begin in zip(lines, begins, strict=True):
-        assert line.startswith(f"{path}:{begin}")
-    assert lines[-1].endswith("did you mean symmetric?")
-
-
-def test_all_relations_that_fail_are_named_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "a.toml"
-    path.write_text(
-        "nodes = 2\nmin_partners = 2\nslow = [1.0, 1.0, 1.0]\nrun = {name = 'a', model = 'tiny', outer = {gamma = 9}}\n"
-        "[[fault]]\nkind = 'kill'\nnodes = [0]\nat_round = 1\n[[fault]]\nkind = 'kill'\nnodes = [5]\nat_round = 1\n"
-    )
-    with pytest.raises(ManifestError) as caught:
-        load_scenario(str(path))
-    assert [line.removeprefix(f"{path}:")[:14] for line in str(caught.value).splitlines()] == [
-        "2: min_partner",
-        "3: slow has 3 ",
-        "4: run.outer.g",
-        "9: fault[1]: '",
-    ]
+    assert str(caught.value).startswith(f"{path}:{line}")
 
 
 def test_a_misspelt_name_is_recognised() -> None:

@@ -1,92 +1,99 @@
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+import msgspec
 import pytest
 
-from farandole.node.base.config.faults import FaultyError, FileFault, Place, shown
-from farandole.node.base.config.toml_file import key_lines, read_toml
+from farandole.node.base.config.toml_file import TomlFile, check, expected, read_toml, shown
 from farandole.protocol.wire.errors import ManifestError
 
-ROOT = Path(__file__).parents[4]
-FILES = [*ROOT.glob("examples/**/*.toml"), *ROOT.glob("testnet/**/*.toml"), ROOT / "pyproject.toml"]
-
-TEXT = (
-    """\
+TEXT = """\
 top = 1 # [no.header]
-"quoted key" = "a # b"
-a.b.c = """
-    + '"""'
-    + """
-x = 1
-[no]
-"""
-    + '"""'
-    + """
+a.b.c = 3
 list = [ # [
   1,
-  {x = 1, y = [2, "]"]},
-
-  [3,
-   4],
 ]
-when = 1979-05-27T07:32:00Z
 [section.deep]
-literal = '''
-\\'''
 x = 1.5
+table = {y = 1}
 [[fault]]
 kind = "a"
-[fault.more]
-z = 1
 [[fault]]
 kind = "b"
 """
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("top", 1),
+        ("a.b.c", 2),
+        ("a.b", 2),
+        ("list[0]", 3),
+        ("section", 6),
+        ("section.deep.x", 7),
+        ("section.deep.table.y", 8),
+        ("section.deep.missing", 6),
+        ("fault[0].kind", 10),
+        ("fault[1]", 11),
+        ("fault[1].kind", 12),
+    ],
 )
+def test_a_setting_is_named_with_its_line_or_that_of_its_section(setting: str, line: int) -> None:
+    with pytest.raises(ManifestError) as caught, TomlFile(Path("a.toml"), TEXT, {}).naming_lines():
+        raise ManifestError(f"{setting} is wrong")
+    assert str(caught.value) == f"a.toml:{line}: {setting} is wrong"
 
 
-def places(value: Any, place: Place = ()) -> Iterator[Place]:
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in parts:
-        yield (*place, key)
-        yield from places(part, (*place, key))
+def test_each_problem_has_its_line_and_they_are_in_order() -> None:
+    with pytest.raises(ManifestError) as caught, TomlFile(Path("a.toml"), TEXT, {}).naming_lines():
+        raise ManifestError("list is long", "top is low", "the whole is bad")
+    assert str(caught.value).splitlines() == [
+        "a.toml: the whole is bad",
+        "a.toml:1: top is low",
+        "a.toml:3: list is long",
+    ]
 
 
-def test_each_key_and_each_item_has_its_line() -> None:
-    lines = key_lines(TEXT)
-    assert set(places(tomllib.loads(TEXT))) <= set(lines)
-    expected: dict[Place, int] = {
-        ("top",): 1,
-        ("quoted key",): 2,
-        ("a", "b", "c"): 3,
-        ("list",): 7,
-        ("list", 0): 8,
-        ("list", 1, "y", 1): 9,
-        ("list", 2): 11,
-        ("list", 2, 1): 12,
-        ("when",): 14,
-        ("section", "deep"): 15,
-        ("section", "deep", "literal"): 16,
-        ("section", "deep", "x"): 18,
-        ("fault", 0): 19,
-        ("fault", 0, "kind"): 20,
-        ("fault", 0, "more", "z"): 22,
-        ("fault", 1): 23,
-        ("fault", 1, "kind"): 24,
-    }
-    assert {place: lines[place] for place in expected} == expected
+class Circle(msgspec.Struct, tag="circle", tag_field="kind", forbid_unknown_fields=True):
+    radius: Annotated[float, msgspec.Meta(gt=0)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_each_key_of_this_repository_s_files_is_in_the_line_that_is_named(path: Path) -> None:
-    text = path.read_text()
-    lines, written = key_lines(text), text.split("\n")
-    for place in places(tomllib.loads(text)):
-        if isinstance(place[-1], str):
-            assert place[-1] in written[lines[place] - 1]
+class Square(msgspec.Struct, tag="square", tag_field="kind", forbid_unknown_fields=True):
+    side: int = 1
+
+
+class Drawing(msgspec.Struct, forbid_unknown_fields=True):
+    shape: Circle | Square
+    colours: tuple[Literal["red", "blue"], ...] = ()
+    size: Annotated[int, msgspec.Meta(ge=1, le=9)] | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({}, "shape is missing: expected a section"),
+        ({"shape": {}}, "shape.kind is missing: expected one of circle, square"),
+        ({"shape": {"kind": "sqare"}}, 'shape.kind: expected one of circle, square, got "sqare"; did you mean square?'),
+        ({"shape": {"kind": "circle", "radius": 0}}, "shape.radius: expected a finite number, more than 0, got 0"),
+        ({"shape": {"kind": "circle", "radus": 0}}, "shape.radus is no setting; did you mean radius?"),
+        ({"shape": {"kind": "square"}, "colours": ["red", 3]}, "colours[1]: expected one of red, blue, got 3"),
+        ({"shape": {"kind": "square"}, "size": 10}, "size: expected a whole number, 1 to 9, got 10"),
+        ({"qwertz": {}}, "qwertz is no section; the file may have shape, colours, size"),
+        ({"shape": 3}, "shape: expected a section, got 3"),
+    ],
+)
+def test_a_fault_is_named_with_what_would_be_right(value: object, words: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        check(value, Drawing)
+    assert str(caught.value) == words
+
+
+def test_what_is_right_is_no_fault() -> None:
+    check({"shape": {"kind": "square"}, "colours": ["red"], "size": 1}, Drawing)
+    assert expected(Annotated[str, msgspec.Meta(max_length=3)]) == "a text in quotes, at most 3 long"
 
 
 def test_no_more_of_a_file_is_read_than_a_file_of_settings_may_have(tmp_path: Path) -> None:
@@ -102,16 +109,11 @@ def test_faults_of_a_strangers_file_do_not_control_the_terminal(tmp_path: Path, 
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ManifestError) as caught:
-        read_and_refuse(path)
+        file = read_toml(path)
+        with file.naming_lines():
+            raise ManifestError(f"a is wrong: {shown(file.values['a'])}")
     assert str(caught.value).isprintable()
     assert "2J" in str(caught.value)
-
-
-def read_and_refuse(path: Path) -> None:
-    """Read a file, and report each of its values as a fault."""
-    file = read_toml(path)
-    with file.naming_lines():
-        raise FaultyError(FileFault((name,), f"{name} is wrong: {shown(value)}") for name, value in file.values.items())
 
 
 def test_a_long_value_is_cut_at_a_width_even_if_it_is_one_word(tmp_path: Path) -> None:

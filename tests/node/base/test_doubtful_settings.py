@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.config.doubtful_settings import doubtful_settings
 from farandole.node.base.config.toml_file import read_toml
+from farandole.node.base.requirements import doubtful_settings
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.planning.planning import given_by
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 MEMBERS = [peer_id_of(public_bytes(Ed25519PrivateKey.generate())) for _ in range(2)]
 
 
