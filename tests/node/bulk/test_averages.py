@@ -11,20 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.exchange.pipe import BULK_FROM
-from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
-from farandole.training.base.device import choose_device
+from farandole.protocol.run.outer_rules import Codec
 from farandole.training.base.parameters import flatten_, layout_of
-from farandole.training.data.dataset import Sampler, Text
-from farandole.training.data.token_cache import Found
-from farandole.training.engine.learner import Learner
-from farandole.training.engine.replica import Recipe
-from farandole.training.model.model import build_model
 from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
 from farandole.training.outer.rule import weighted_mean
-from farandole.training.screening.rule import Accept, Encounter, share_by_tokens
+from farandole.training.screening.rule import share_by_tokens
 
-from ...tolerance import TOLERANT
 from ..real_nodes import TOKENS, open_nodes, swap
 
 Float64s = npt.NDArray[np.float64]
@@ -87,49 +79,6 @@ async def test_means_are_exact_to_the_codecs_error_over_every_path(codec: Codec)
                 ]
                 assert torch.equal(*means), "bit for bit"
                 assert (np.abs(means[0].double().numpy() - exact) <= allowed).all()
-
-
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-async def test_replicas_come_to_the_same_mean(codec: Codec) -> None:
-    text = Text(np.zeros(600, np.uint8), np.zeros(100, np.uint8), Found(2, 0, b""))
-    model = ModelConfig(num_layers=1, width=256, num_heads=2, hidden=4_001, context=16, vocabulary=64)
-    outer = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)  # the new slow weights are the mean
-    async with open_nodes() as nodes:
-        replicas: list[Learner] = []
-        weights: list[Tensor] = []
-        for index, node in enumerate(nodes):
-            sampler = Sampler(text, run_id=bytes(32), author=node.host.author, batch_size=1, context=16)
-            device = choose_device("cpu")
-            replica = Learner(
-                build_model(model, seed=7),
-                Recipe(outer=outer, screening=TOLERANT),
-                sampler,
-                run_id=bytes(32),
-                device=device,
-            )
-            generator = torch.Generator().manual_seed(index)
-            replica.round_end.weights.flat.add_(
-                torch.randn(len(replica.round_end.weights.flat), generator=generator) * 1e-2
-            )
-            weights.append(replica.round_end.fast_weights())
-            node.outgoing = bytearray(replica.round_end.contribution_bytes)
-            replica.round_end.contribute(node.outgoing)
-            replicas.append(replica)
-        await swap(nodes, codec, "bulk", replicas[0].checkpoint.layout.hash)
-        for index, (node, replica) in enumerate(zip(nodes, replicas, strict=True)):
-            assert isinstance(replica.round_end.screen(node.incoming), Accept)
-            replica.round_end.apply(
-                node.incoming, Encounter(b"", TOKENS[index], TOKENS[1 - index]), own_first=index == 0
-            )
-    means = [replica.round_end.slow_weights() for replica in replicas]
-    if codec == "fp32":
-        assert torch.equal(*means), "bit for bit"
-    exact, _ = exact_mean(codec, weights)
-    largest = np.maximum(*(each.double().abs().numpy() for each in weights))
-    errors = bound(codec, weights[0]) + bound(codec, weights[1]) + 2.0**-21 * largest
-    for index, mean in enumerate(means):  # each keeps its own weights exact, and moves by what both have decoded
-        share_of_other = TOKENS[1 - index] / sum(TOKENS)
-        assert (np.abs(mean.double().numpy() - exact) <= share_of_other * errors + 2.0**-22 * largest).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -40,33 +40,6 @@ async def test_an_encoder_that_is_slower_than_the_link_is_waited_for(
 
 
 @pytest.mark.parametrize("slow", [ALICE, BOB])
-async def test_the_partners_may_be_here_before_the_own_is_encoded(
-    pair: BulkPair, slow: bytes, autojump_clock: trio.testing.MockClock
-) -> None:
-    encoding, other = pair.both(slow)
-    encoding.encode_slowly(pair.size, seconds=5)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(encoding.exchange, other.host.author)
-        nursery.start_soon(other.exchange, slow)
-        await trio.sleep(2)
-        assert encoding.incoming == other.contribution
-        assert not any(other.incoming)
-        assert not encoding.results
-    assert_committed(pair.alice, pair.bob)
-
-
-async def test_a_hash_that_comes_after_all_it_belongs_to_is_waited_for(
-    pair: BulkPair, autojump_clock: trio.testing.MockClock
-) -> None:
-    """The stream is slower than the channel."""
-    for party in (pair.alice, pair.bob):
-        party.host.faults.delay = 0.1
-        party.encode_slowly(pair.size, seconds=2)
-    await pair.meet()
-    assert_committed(pair.alice, pair.bob)
-
-
-@pytest.mark.parametrize("slow", [ALICE, BOB])
 async def test_who_goes_while_it_encodes_ends_it_for_both(
     pair: BulkPair, slow: bytes, autojump_clock: trio.testing.MockClock
 ) -> None:

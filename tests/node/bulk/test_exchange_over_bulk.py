@@ -30,16 +30,6 @@ async def test_large_contributions_move_over_a_channel_that_is_kept(
 
 
 @pytest.mark.parametrize("who", [ALICE, BOB])
-async def test_where_no_channel_opens_the_stream_serves(
-    pair: BulkPair, who: bytes, autojump_clock: trio.testing.MockClock
-) -> None:
-    pair.way(who).num_allowed = 0
-    await pair.meet()
-    assert_committed(pair.alice, pair.bob)
-    assert pair.alice.result.path == "stream"
-
-
-@pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_a_node_without_bulk_channels_is_served_over_the_stream(
     pair: BulkPair, who: bytes, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -76,24 +66,6 @@ async def test_a_channel_that_breaks_or_falls_silent_is_replaced(
     assert silence < 0.1 if fault == "cut_at" else 1 <= silence <= 1 + 2 / SILENT_CHECKS
 
 
-async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(
-    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
-) -> None:
-    async def receive(channel: MemoryChannel, incoming: Incoming) -> None:
-        whole = b""
-        while len(whole) < len(incoming.rest):
-            await trio.sleep(0.9 * SILENT_FOR * PATIENCE)
-            piece = await channel._stream.receive_some(len(incoming.rest) // 3 + 1)
-            channel.num_received += len(piece)
-            whole += piece
-        incoming.write(memoryview(whole))
-
-    monkeypatch.setattr(MemoryChannel, "receive", receive)
-    await pair.meet()
-    pair.assert_committed("bulk", num_channels=1)
-    assert trio.current_time() > 2 * SILENT_FOR * PATIENCE
-
-
 async def test_a_cancelled_exchange_gives_its_channel_up(
     pair: BulkPair, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -121,3 +93,21 @@ async def test_nobody_hashes_a_contribution_while_a_thread_receives_it(
     monkeypatch.setattr(MemoryChannel, "receive", receive)
     await pair.meet()
     pair.assert_committed("bulk", num_channels=1)
+
+
+async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(
+    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def receive(channel: MemoryChannel, incoming: Incoming) -> None:
+        whole = b""
+        while len(whole) < len(incoming.rest):
+            await trio.sleep(0.9 * SILENT_FOR * PATIENCE)
+            piece = await channel._stream.receive_some(len(incoming.rest) // 3 + 1)
+            channel.num_received += len(piece)
+            whole += piece
+        incoming.write(memoryview(whole))
+
+    monkeypatch.setattr(MemoryChannel, "receive", receive)
+    await pair.meet()
+    pair.assert_committed("bulk", num_channels=1)
+    assert trio.current_time() > 2 * SILENT_FOR * PATIENCE

@@ -9,9 +9,7 @@ import trio.testing
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.base.figures import BYTES_PER_MBIT, size
-from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
-from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT
 from farandole.node.status.status import SCREENED_LATE
 from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
@@ -107,35 +105,11 @@ async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline_or_less(
     assert trio.current_time() == pytest.approx(min(DATA_UNTIL * PATIENCE, offer_within))
 
 
-async def test_a_partner_that_sends_no_offer_costs_as_little(
-    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
-) -> None:
-    async def say_nothing(stream: Stream) -> None:
-        await trio.sleep_forever()
-
-    bob.host.set_handler(EXCHANGE_PROTOCOL, say_nothing)
-    await alice.exchange(BOB, offer_within=2.0)
-    assert alice.result.reason == "the partner did not begin in time"
-    assert alice.result.is_broken
-    assert trio.current_time() == pytest.approx(2.0, abs=FAREWELL_TIMEOUT)
-
-
 async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, autojump_clock: trio.testing.MockClock) -> None:
     await alice.exchange(BOB)
     assert alice.result.reason == "nobody there"
     assert alice.result.is_broken
     assert trio.current_time() < 1
-
-
-async def test_the_shorter_deadline_holds_for_both(
-    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
-) -> None:
-    bob.host.faults.freeze_at = CHUNK_BYTES
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(alice.exchange, BOB, 100.0)
-        nursery.start_soon(bob.exchange, ALICE, 10.0)
-    assert not alice.result.committed
-    assert trio.current_time() <= 10.0
 
 
 async def test_a_stream_that_comes_before_its_session_is_expected_waits_for_it(
@@ -201,3 +175,14 @@ async def test_a_slow_screening_is_cut_off(
     assert bob.result.reason == SCREENED_LATE, "the line is not to blame"
     assert alice.result.reason == f"the partner aborted: {SCREENED_LATE}"
     assert trio.current_time() <= ASK_FROM * PATIENCE
+
+
+async def test_the_shorter_deadline_holds_for_both(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    bob.host.faults.freeze_at = CHUNK_BYTES
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(alice.exchange, BOB, 100.0)
+        nursery.start_soon(bob.exchange, ALICE, 10.0)
+    assert not alice.result.committed
+    assert trio.current_time() <= 10.0

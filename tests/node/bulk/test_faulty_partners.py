@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
-from pathlib import Path
-from subprocess import PIPE
 from typing import Any, cast
 
 import msgspec
@@ -44,7 +39,6 @@ from ..parties import (
     assert_committed,
     meet,
 )
-from ..real_nodes import open_nodes, swap
 
 LARGE = BULK_FROM + 1
 # By the tags of the protocol's messages, from 1.
@@ -376,35 +370,3 @@ async def test_a_partner_that_fails_before_the_channel_opens_is_met_over_the_str
 
 
 # In separate processes
-
-
-@pytest.mark.parametrize(("fault", "is_bulk"), [(signal.SIGSTOP, True), (signal.SIGKILL, False)])
-async def test_a_partner_whose_process_is_stopped_in_the_middle(fault: signal.Signals, is_bulk: bool) -> None:
-    size = 24_000_000
-    async with open_nodes() as nodes:
-        honest = nodes[0]
-        honest.outgoing = bytearray(size)
-        honest.exchanges.channels = honest.channels if is_bulk else None
-        arguments = [str(size), honest.host.author.hex(), honest.host.addresses[0]]
-        program = [sys.executable, str(Path(__file__).with_name("exchange_partner.py")), *arguments]
-        async with trio.open_nursery() as nursery:
-            process = await nursery.start(partial(trio.run_process, program, stdout=PIPE, check=False))
-            try:
-                mallory = bytes.fromhex((await process.stdout.receive_some()).decode())
-                nursery.start_soon(partial(honest.exchange, mallory, bytes(16), deadline=10.0))
-                while not any(honest.incoming[:1]):  # noqa: ASYNC110 - until something has come, which tells no event
-                    await trio.sleep(0.001)
-                process.send_signal(fault)
-                while not honest.results:  # noqa: ASYNC110 - a list, which tells no event
-                    await trio.sleep(0.01)
-            finally:
-                process.kill()
-        (result,) = honest.results
-        assert not result.committed
-        assert result.reason
-        left, mark = honest.incoming, bytes(size)
-        left[:] = mark
-        for seed, node in enumerate(nodes):
-            node.outgoing = bytearray(random.Random(seed).randbytes(BULK_FROM))
-        await swap(nodes, "fp32", "bulk")
-        assert left == mark

@@ -304,26 +304,6 @@ async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(
         assert num_merged == 23
 
 
-async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(mock_clock: trio.testing.MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        donor = GossipNode(wires, 2)
-        donor.state.merge(Delta((member(20),)), NOW)
-        await wires.nursery.start(donor.service.run)
-        tarpits = [MemoryHost(wires, author_of(number)) for number in (3, 4)]
-
-        async def never_answer(stream: MemoryStream) -> None:
-            await trio.sleep_forever()
-
-        for tarpit in tarpits:
-            tarpit.set_handler(SYNC_PROTOCOL, never_answer)
-        node = GossipNode(wires, 1)
-        await wires.nursery.start(node.service.run)
-        node.host.connected = frozenset({donor.author, *(tarpit.author for tarpit in tarpits)})
-        wires.nursery.start_soon(node.service.join)
-        await trio.sleep(2 * JOIN_LEAD_SECONDS + 1.0)
-        assert author_of(20) in node.state.authors
-
-
 async def test_a_restart_takes_up_what_was_stored(mock_clock: trio.testing.MockClock) -> None:
     store = MemoryStore()
     async with wired(mock_clock) as wires:
@@ -491,3 +471,23 @@ def test_addresses_are_made_dialable() -> None:
         f"/ip4/1.2.3.4/tcp/1/p2p/{name}",
         f"{relayed}/p2p/{name}",
     ]
+
+
+async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        donor = GossipNode(wires, 2)
+        donor.state.merge(Delta((member(20),)), NOW)
+        await wires.nursery.start(donor.service.run)
+        tarpits = [MemoryHost(wires, author_of(number)) for number in (3, 4)]
+
+        async def never_answer(stream: MemoryStream) -> None:
+            await trio.sleep_forever()
+
+        for tarpit in tarpits:
+            tarpit.set_handler(SYNC_PROTOCOL, never_answer)
+        node = GossipNode(wires, 1)
+        await wires.nursery.start(node.service.run)
+        node.host.connected = frozenset({donor.author, *(tarpit.author for tarpit in tarpits)})
+        wires.nursery.start_soon(node.service.join)
+        await trio.sleep(2 * JOIN_LEAD_SECONDS + 1.0)
+        assert author_of(20) in node.state.authors

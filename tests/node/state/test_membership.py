@@ -192,12 +192,6 @@ async def test_a_member_that_turns_out_to_be_near_is_a_change(nursery: trio.Nurs
     assert seen[-1] == {ANN}, "of this node's stage"
 
 
-async def test_who_is_bound_to_its_stage_says_so() -> None:
-    node = Staged(is_bound=True)
-    await node.membership.hold(2)
-    assert node.gossip.published[-1][1] == Member(stage=2, incarnation=1, is_bound=True, version=VERSION)
-
-
 async def test_weights_come_from_the_stage_or_from_who_keeps_a_copy() -> None:
     node = Staged()
     for peer, stage in ((ANN, 0), (BOB, 1), (CYD, 1), (EVE, 2)):
@@ -247,16 +241,6 @@ async def test_a_checkpoint_and_a_copy_are_announced_side_by_side() -> None:
     assert node.membership.told_checkpoints() == {id_of(4), id_of(5)}
     assert node.membership.announced(2) == {ME: notice(2, 4)}
     assert node.membership.notices(2) == {}
-
-
-async def test_a_speed_is_told_anew_when_it_has_changed() -> None:
-    node = Staged()
-    await node.membership.announcer.announce()
-    node.journal.update(speed=100.0)
-    assert node.membership.announcer.has_changed()
-    await node.membership.announcer.announce()
-    node.journal.update(speed=110.0)
-    assert not node.membership.announcer.has_changed()
 
 
 async def test_who_is_paused_holds_no_round_back_but_a_run_of_paused_nodes_is_where_they_left_it() -> None:

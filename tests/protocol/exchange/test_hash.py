@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.exchange.pipe import BULK_FROM, DIGEST_BYTES, Received, Route, Sealed
+from farandole.protocol.exchange.pipe import DIGEST_BYTES, Received, Sealed
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
-from .sides import CHANNEL, Side, assert_can_commit, move_over, open_way, share_offers, take_whole, tell
+from .sides import Side, move_over, open_way, share_offers, tell
 
 
 def test_a_wrong_hash_is_found_at_the_last_byte(alice: Side, bob: Side) -> None:
@@ -39,35 +39,6 @@ def test_the_hash_comes_once_and_before_the_last_byte(alice: Side, bob: Side) ->
     twice.receive(forged)
     with pytest.raises(RemoteProtocolError, match="second"):
         twice.receive(forged)
-
-
-@pytest.mark.parametrize("channel", [None, CHANNEL])
-@pytest.mark.parametrize("at", ["the offers", "Alice's route", "both routes", "half of it", "another route"])
-def test_the_hash_may_be_said_at_any_time_after_the_offers(
-    large: tuple[Side, Side], at: str, channel: bytes | None
-) -> None:
-    alice, bob = large
-    for step in ("the offers", "Alice's route", "both routes", "half of it", "another route"):
-        match step:
-            case "Alice's route":
-                tell(alice, bob, Route(CHANNEL, 0))
-            case "both routes":
-                tell(bob, alice, Route(CHANNEL, 0))
-            case "half of it":
-                move_over(alice, bob, BULK_FROM // 2)
-                move_over(bob, alice, BULK_FROM // 2)
-            case "another route":
-                open_way(alice, bob, channel)
-        if step == at:
-            for sender, receiver in (large, large[::-1]):
-                assert tell(sender, receiver, sender.sealed) == [sender.sealed]
-    for sender, receiver in (large, large[::-1]):
-        if channel is None:
-            tell(sender, receiver, *sender.chunks())
-        else:
-            move_over(sender, receiver)
-            take_whole(receiver, sender)
-    assert_can_commit(alice, bob)
 
 
 def test_nobody_has_received_what_is_not_encoded(large: tuple[Side, Side]) -> None:

@@ -87,15 +87,6 @@ def agree(alice: End, bob: End, channel: bytes | None = CHANNEL) -> None:
     assert alice.pipe.channel == bob.pipe.channel == channel
 
 
-def test_small_pipes_need_no_route() -> None:
-    alice, bob = End(True, is_large=False), End(False, is_large=False)
-    for sender, receiver in ((alice, bob), (bob, alice), (alice, bob)):
-        receiver.hear(sender.announce(b"x" * 10) + sender.chunks())
-    assert (bob.received, alice.received) == (alice.sent, bob.sent)
-    with pytest.raises(LocalProtocolError):
-        alice.pipe.send(Route(CHANNEL, 0))
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_moves_twice_and_nothing_is_lost_however_channels_break(seed: int) -> None:
     """Both directions at once, with several transfers in progress when each channel breaks."""

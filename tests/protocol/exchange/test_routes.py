@@ -54,41 +54,6 @@ def test_without_a_channel_at_both_ends_chunks_move(large: tuple[Side, Side], na
     assert_can_commit(alice, bob)
 
 
-@pytest.mark.parametrize("channel", [None, CHANNEL[::-1]])
-@pytest.mark.parametrize("by_bob", [0, 1, BULK_FROM - 1, BULK_FROM])
-@pytest.mark.parametrize("by_alice", [0, 1, BULK_FROM - 1, BULK_FROM])
-def test_a_broken_channel_is_replaced_and_nothing_moves_twice(
-    large: tuple[Side, Side], by_alice: int, by_bob: int, channel: bytes | None
-) -> None:
-    alice, bob = large
-    open_way(alice, bob)
-    for sender, receiver, end in ((alice, bob, by_alice), (bob, alice, by_bob)):
-        move_over(sender, receiver, end)
-        if end == BULK_FROM:
-            take_whole(receiver, sender)
-    if by_alice == by_bob == BULK_FROM:
-        for side in large:
-            with pytest.raises(LocalProtocolError):
-                side.send(Route(channel, BULK_FROM))
-        return
-    if by_bob == BULK_FROM:  # Alice needs no other way
-        with pytest.raises(LocalProtocolError, match="nobody needs"):
-            alice.send(Route(channel, BULK_FROM))
-        assert tell(bob, alice, Reroute()) == [Reroute()]
-    open_way(alice, bob, channel)
-    assert (alice.exchange.pipe.num_sent, bob.exchange.pipe.num_sent) == (by_alice, by_bob)
-    for sender, receiver in ((alice, bob), (bob, alice)):
-        if sender.exchange.pipe.num_sent == BULK_FROM:
-            continue
-        if channel is None:
-            tell(sender, receiver, sender.sealed)
-            assert tell(sender, receiver, *sender.chunks()) == [HERE]
-        else:
-            move_over(sender, receiver)
-            take_whole(receiver, sender)
-    assert_can_commit(alice, bob)
-
-
 def test_a_word_of_the_responder_may_cross_the_initiators_route(large: tuple[Side, Side]) -> None:
     for crossing in (Reroute(), Received()):
         alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
@@ -164,21 +129,6 @@ def test_the_responder_names_no_channel_of_its_own(large: tuple[Side, Side]) -> 
     forged.exchange.pipe.proposed = b"x" * 16
     with pytest.raises(RemoteProtocolError, match="not named"):
         tell(forged, alice, Route(b"x" * 16, 0))
-
-
-def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) -> None:
-    alice, bob = large
-    for side in large:
-        with pytest.raises(LocalProtocolError):
-            side.send(next(side.chunks()))
-    with pytest.raises(LocalProtocolError):
-        bob.send(Route(None, 0))  # only the initiator may begin
-    tell(alice, bob, Route(CHANNEL, 0))
-    for message in (next(alice.chunks()), Route(None, 0), Received(), Commit()):
-        with pytest.raises(LocalProtocolError):
-            alice.send(message)
-    for side in large:
-        assert side.exchange.can_abort
 
 
 def test_a_channel_brings_what_was_encoded_or_nothing(large: tuple[Side, Side]) -> None:

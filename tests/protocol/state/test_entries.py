@@ -90,10 +90,6 @@ def test_an_older_member_entry_that_ends_before_the_last_fields_is_read(num_miss
     assert CHECKER.check(item).payload == member
 
 
-def test_a_heartbeat_takes_some_hundred_and_thirty_bytes() -> None:
-    assert len(msgspec.msgpack.encode(beat(1))) <= 130
-
-
 @pytest.mark.parametrize(
     ("kind", "index", "payload"),
     [
@@ -170,14 +166,6 @@ def test_a_proof_is_two_stories_of_one_author() -> None:
     ):
         with pytest.raises(RemoteProtocolError):
             CHECKER.check_proof(no_proof)
-
-
-def test_members_give_up_addresses_rather_than_the_limit() -> None:
-    addresses = tuple(f"/ip4/10.0.0.{index}/tcp/4001/p2p/{'Q' * 52}/p2p-circuit" for index in range(8))
-    fitted = fit_member(Member(device="x" * 48, addresses=addresses))
-    assert 0 < len(fitted.addresses) < 8
-    assert fitted.addresses == addresses[: len(fitted.addresses)]
-    CHECKER.check(signed(1, Kind.MEMBER, 0, 5, fitted))
 
 
 @given(st.integers(0, 3_000), st.integers(0, 40), st.integers(2_048, MAX_DELTA_BYTES))

@@ -50,14 +50,6 @@ def test_a_suspect_is_cleared_by_contact_or_a_later_heartbeat() -> None:
     assert not liveness.is_suspect(ALICE)
 
 
-def test_the_forgotten_are_not_alive() -> None:
-    liveness = Liveness()
-    liveness.beat(ALICE, 1, now=0.0)
-    liveness.beat(BOB, 1, now=0.0)
-    liveness.forget_all_but({BOB})
-    assert liveness.live(1.0) == [BOB]
-
-
 def test_only_who_was_reached_is_present_until_it_is_found_unreachable() -> None:
     liveness = Liveness(base_period=2.0)
     liveness.trust(BOB)

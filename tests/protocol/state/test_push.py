@@ -68,13 +68,6 @@ def test_a_link_carries_both_ways_while_it_is_chosen() -> None:
     assert stranger not in sent_to(tick(push, CHOOSER_SECONDS + 1.0))
 
 
-def test_choosers_are_bounded() -> None:
-    push = Push(random.Random(1))
-    for number in range(20, 60):
-        push.heard(author_of(number), Batch(True, Delta()), now=0.0)
-    assert len(push.neighbours) == MAX_CHOOSERS
-
-
 def test_neighbours_that_die_or_have_had_their_time_are_replaced() -> None:
     push = Push(random.Random(1))
     tick(push)
@@ -137,13 +130,13 @@ def test_who_floods_delays_its_own_alone() -> None:
     assert len(first) == MAX_ITEMS_A_TICK
 
 
-def test_alone_nothing_is_lost_before_somebody_comes() -> None:
-    push = Push(random.Random(1))
-    push.queue([member(1)], [], source=None)
-    assert tick(push, candidates=[]) == []
-    assert sent_to(tick(push, candidates=PEERS[:1])) == {PEERS[0]: [member(1)]}
-
-
 def test_an_overlong_push_is_refused() -> None:
     with pytest.raises(RemoteProtocolError):
         decode_batch(bytes(MAX_PUSH_BYTES + 1))
+
+
+def test_choosers_are_bounded() -> None:
+    push = Push(random.Random(1))
+    for number in range(20, 60):
+        push.heard(author_of(number), Batch(True, Delta()), now=0.0)
+    assert len(push.neighbours) == MAX_CHOOSERS

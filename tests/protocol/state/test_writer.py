@@ -71,18 +71,6 @@ def test_no_slot_and_tick_is_ever_signed_twice(steps: list[tuple[str, Kind, floa
     assert len(set(author.written)) == len(author.written)
 
 
-def test_an_author_that_dies_every_two_seconds_is_still_heard() -> None:
-    author, num_written = Author(), 0
-    for step in range(300):
-        author.restart()
-        num_written += author.write(Kind.BEAT, NOW + 2 * step)
-    assert num_written == 300
-    for step in range(300):
-        author.restart()
-        num_written += author.write(Kind.MEMBER, NOW + 600 + 2 * step)
-    assert num_written > 300 + 100
-
-
 def test_entries_are_valid_and_each_newer_than_the_last() -> None:
     author, state = Author(), RunState(RUN_ID, CREATOR)
     for now in (NOW, NOW + 0.1, NOW - 4.0, NOW + 9.0):
@@ -105,18 +93,6 @@ def test_nothing_is_signed_beyond_the_stored_mark() -> None:
     assert mark is not None
     writer.marked(mark)
     writer.write(Kind.MEMBER, 0, Member(), NOW)
-
-
-def test_what_is_no_slot_or_payload_of_the_kind_is_our_own_fault() -> None:
-    writer = Writer(key_of(1), RUN_ID)
-    writer.resume(((0, int(NOW) + 100),))
-    for kind, index, payload in (
-        (Kind.MEMBER, 1, Member()),
-        (Kind.MEMBER, 0, Beat(0, 0, None, 0)),
-        (Kind.MEMBER, 0, Member(addresses=("/" + "a" * 150,) * 8)),
-    ):
-        with pytest.raises(LocalProtocolError):
-            writer.write(kind, index, payload, NOW + 100)
 
 
 def test_a_slot_written_too_fast_has_to_wait() -> None:
@@ -145,15 +121,6 @@ def test_past_lives_that_are_heard_of_newest_first_leave_a_mark_that_can_be_stor
     assert heir.write(Kind.BEAT, NOW)
     assert len(heir.mark) <= MAX_SPANS
     assert heir.mark[-1][1] == NOW
-
-
-def test_a_second_that_others_remember_is_in_no_mark_yet() -> None:
-    remembered = entry_of_past_life(NOW)
-    heir = Author()
-    heir.writer.observe(remembered)
-    assert heir.writer.mark_needed(Kind.MEMBER, 0, NOW) is not None
-    assert heir.write(Kind.BEAT, NOW)
-    assert heir.written[-1][1] == remembered.tick + 1
 
 
 @pytest.mark.parametrize("offset", [75.0, 90.0, 3600.0, 30 * 86_400.0, -3600.0])

@@ -7,7 +7,6 @@ import trio
 import trio.testing
 
 from farandole.node.bulk import negotiation as bulk
-from farandole.node.bulk.negotiation import MAX_IDLE
 
 from ...parties import ALICE
 from .parties import Party, meet, move, two_parties
@@ -46,16 +45,6 @@ async def test_a_channel_is_called_for_by_its_peer_alone(alice: Party, bob: Part
     assert bob.service.take(ALICE, near.session) is None
     near.close()
     far.close()
-
-
-async def test_only_so_many_channels_are_kept(alice: Party, bob: Party) -> None:
-    pairs = [await meet(alice, bob) for _ in range(MAX_IDLE + 1)]
-    for near, far in pairs:
-        alice.service.release(near)
-        bob.service.release(far)
-    assert len(alice.service._idle) == len(bob.service._idle) == MAX_IDLE
-    assert not pairs[0][0].is_fit
-    assert pairs[-1][0].is_fit
 
 
 async def test_closing_the_service_closes_kept_channels(nursery: trio.Nursery) -> None:

@@ -82,14 +82,6 @@ async def test_who_is_out_of_reach_costs_no_wait(alice: Party, bob: Party) -> No
         channel.close()
 
 
-async def test_who_could_not_be_reached_is_tried_again_over_another_connection(alice: Party, bob: Party) -> None:
-    assert await alice.service.acquire(BOB) is None
-    alice.host.remote_port += 1
-    near, far = await meet(alice, bob)
-    near.close()
-    far.close()
-
-
 async def test_who_could_not_be_reached_is_tried_again_soon_and_then_later(
     alice: Party, bob: Party, caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -140,14 +132,6 @@ async def test_a_wrong_token_lets_nobody_in(alice: Party, bob: Party, liar: byte
     assert alice.service._idle == {}
 
 
-@pytest.mark.usefixtures("short_timeouts")
-async def test_without_a_way_there_is_no_channel(alice: Party, bob: Party) -> None:
-    for host in (alice.host, bob.host):
-        host.change = lambda proposal: msgspec.structs.replace(proposal, addresses=[])
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(BOB) is None
-
-
 @pytest.mark.parametrize("hidden", [ALICE, BOB])
 async def test_one_listener_within_reach_is_enough(alice: Party, bob: Party, hidden: bytes) -> None:
     host = alice.host if hidden == ALICE else bob.host
@@ -158,24 +142,11 @@ async def test_one_listener_within_reach_is_enough(alice: Party, bob: Party, hid
     far.close()
 
 
-@pytest.mark.usefixtures("short_timeouts")
-@pytest.mark.parametrize("who", [ALICE, BOB])
-async def test_a_peer_that_freezes_in_the_negotiation_costs_its_timeout(alice: Party, bob: Party, who: bytes) -> None:
-    (alice if who == ALICE else bob).host.is_frozen = True
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(BOB) is None
-
-
 async def _closed_by_peer(connection: trio.SocketStream) -> bool:
     try:
         return await connection.receive_some(1) == b""
     except trio.BrokenResourceError:
         return True
-
-
-async def test_a_stranger_is_cut_off_while_nothing_is_negotiated(bob: Party) -> None:
-    async with await trio.open_tcp_stream("127.0.0.1", bob.port) as stranger:
-        assert await _closed_by_peer(stranger)
 
 
 @pytest.mark.usefixtures("short_timeouts")
@@ -200,17 +171,6 @@ async def test_strangers_get_in_neither_silent_nor_talking_and_do_not_hinder(
     await move(near, far, b"data")
     near.close()
     far.close()
-
-
-async def test_a_cancelled_negotiation_leaves_nothing_behind(alice: Party, bob: Party) -> None:
-    bob.host.is_frozen = True
-    with bob.service.expecting(ALICE):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(alice.service.acquire, BOB)
-            await trio.testing.wait_all_tasks_blocked()
-            assert alice.service._races
-            nursery.cancel_scope.cancel()
-    assert not alice.service._races
 
 
 class CancelledAt(trio.abc.Instrument):
@@ -260,21 +220,6 @@ async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> No
         stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
         await stream.send_all(frame(encode(msgspec.structs.replace(race.proposal, session=b"2" * 16)), 4_096))
         assert await stream.receive_some(1) == b""
-
-
-async def test_each_negotiation_has_keys_of_its_own(alice: Party, bob: Party) -> None:
-    proposed: list[Proposal] = []
-
-    def note(proposal: Proposal) -> Proposal:
-        proposed.append(proposal)
-        return proposal
-
-    for party in (alice, bob):
-        party.host.change = note
-    for _ in range(2):
-        for end in await meet(alice, bob):
-            end.close()
-    assert len({proposal.key for proposal in proposed}) == len(proposed) == 4
 
 
 async def test_who_passes_anothers_proposals_on_gets_between_nobody(alice: Party, bob: Party) -> None:
