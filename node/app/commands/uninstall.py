@@ -1,9 +1,16 @@
-"""``farandole uninstall``."""
+"""``farandole uninstall``: the files that nodes leave on a machine, by name, and their removal.
+
+The names are patterns, and not the whole folder, since a user may point ``--home`` at a folder with other files, or put
+files of their own into a node's. A link is never followed, and never counts as made by a node.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,12 +19,40 @@ import typer
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.exits import Exit
-from ..service import manager_here
 from .options import Home
-from .service import run_commands
+from .service import stop_unit, units_of
 
 INSTALL_MARK: Final = "farandole-install"
 """The file by which `make install` marks an environment that it made."""
+_SOCKETS: Final = ("control", "trainer", "programs")
+# What -> patterns below a node's folder. The lock is the last: it is held during the removal.
+PATTERNS: Final[dict[str, Sequence[str]]] = {
+    "checkpoints": (
+        *("checkpoints/stage-*", "checkpoints/.stage-*", "checkpoints/copy-*", "checkpoints/replays"),
+        *("checkpoints/shared", "fetched*.safetensors*", "start/*.safetensors*", "start/checkpoint.index"),
+        *("start/manifest", "start/epochs.json"),
+    ),
+    "tokenised text (cache)": ("tokens/*.tokens", "tokens/.*.tokens.*.tmp"),
+    "logs": (
+        *(
+            "log",
+            "log.*",
+            "rounds.jsonl",
+            "rounds.jsonl.*",
+            "service.log",
+            "output",
+        ),
+        *("reports/*.json", "reports/*.lock", "reports/.*.json.*.tmp"),
+    ),
+    "run state": ("store.sqlite", "store.sqlite-*", "store.sqlite.*", "dashboard.json", "clock", "started-by-loop"),
+    "sockets": tuple(f"{name}.{end}" for name in _SOCKETS for end in ("sock", "path", "port")),
+    "settings": ("config.toml",),
+    "identity": ("key", "key.*.new"),
+    "lock": ("lock",),
+}
+IDENTITY: Final = ("identity", "settings")
+"""What ``--keep-identity`` keeps: with both, a later installation is the same member with the same limits."""
+_FOLDERS: Final = ("checkpoints", "tokens", "start", "reports")
 
 
 def uninstall(
@@ -35,9 +70,8 @@ def uninstall(
     Examples: [cyan]farandole uninstall[/cyan]; [cyan]farandole uninstall --keep-identity --yes[/cyan]
     """
     from ...base.identity import IdentityInUseError, locked
-    from ..belongings import IDENTITY, PATTERNS, belongings_of, homes_in
 
-    homes, services = homes_in(home), _services_of(home)
+    homes, services = homes_in(home), units_of(home)
     kinds = [what for what in PATTERNS if not (keep_identity and what in IDENTITY)]
     if not homes and not services:
         typer.echo(f"{home} has no node's data, and no service of it is installed")
@@ -60,7 +94,9 @@ def uninstall(
             if not yes:
                 question = "Remove these? The key cannot be made again" if "identity" in kinds else "Remove these?"
                 _confirm(question)
-            _remove_services(services)
+            for name, path in services.items():
+                stop_unit(name)
+                path.unlink(missing_ok=True)
             try:
                 for belongings in found:
                     belongings.remove(kinds)
@@ -85,35 +121,6 @@ def _confirm(question: str) -> None:
     raise typer.Exit(Exit.INTERRUPTED)
 
 
-def _services_of(home: Path) -> dict[str, Path]:
-    """Return name -> file of the services that `farandole service install` wrote for this folder."""
-    manager, found = manager_here(), {}
-    pattern = manager.path("*")
-    for path in sorted(pattern.parent.glob(pattern.name)) if pattern.parent.is_dir() else ():
-        name = path.name.removeprefix(pattern.name.partition("*")[0]).removesuffix(pattern.suffix)
-        if _is_ours(path, home.absolute()):
-            found[name] = path
-    return found
-
-
-def _is_ours(path: Path, home: Path) -> bool:
-    """Return whether a service file runs a node in this folder."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    directory = str(home)
-    named = (f"WorkingDirectory={directory.replace('%', '%%')}\n", f"<string>{directory}</string>")
-    return "farandole.node" in text and any(line in text for line in named)
-
-
-def _remove_services(services: dict[str, Path]) -> None:
-    manager = manager_here()
-    for name, path in services.items():
-        run_commands(manager.stop(name), must_succeed=False)
-        path.unlink(missing_ok=True)
-
-
 def _how_to_remove_the_program() -> str:
     """Return the command that removes this program, by the way in which it was installed."""
     prefix = Path(sys.prefix)
@@ -123,3 +130,80 @@ def _how_to_remove_the_program() -> str:
         if (prefix / receipt).is_file():
             return f"to remove the program: {installer} uninstall farandole"
     return f"to remove the program: {sys.executable} -m pip uninstall farandole"
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """The files of one node's folder."""
+
+    home: Path
+    files: dict[str, list[Path]]
+    """What (a key of `PATTERNS`) -> files and folders that a node made; without what it does not have."""
+    others: list[Path]
+    """Files that no node made; they stay."""
+
+    def num_bytes(self, what: str) -> int:
+        """Return the size of one kind of file in bytes; files that vanish count 0."""
+        return sum(map(_num_bytes, self.files.get(what, ())))
+
+    def remove(self, kinds: Sequence[str]) -> None:
+        """Remove these kinds of files, and folders that are empty then. Raises `OSError` on failure."""
+        for what in kinds:
+            for path in self.files.get(what, ()):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        for folder in (*(self.home / name for name in _FOLDERS), self.home):
+            with contextlib.suppress(OSError):  # not there, or not empty: then what is in it is not a node's
+                folder.rmdir()
+
+
+def homes_in(home: Path) -> list[Path]:
+    """Return the node's folders at ``home``: those that a loop of one's own has made in it (``runs/``), and itself.
+
+    A folder without a node's store or key is none, whatever its name.
+    """
+    inner = sorted((home / "runs").iterdir()) if (home / "runs").is_dir() else []
+    return [each for each in (*inner, home) if not each.is_symlink() and _is_nodes(each)]
+
+
+def belongings_of(home: Path) -> Belongings:
+    """List the files of one node's folder."""
+    files = {what: sorted(_found(home, patterns)) for what, patterns in PATTERNS.items()}
+    files["sockets"] += [path for path in _far_sockets(home) if path.exists()]
+    made = {path for paths in files.values() for path in paths}
+    others = [
+        path
+        for folder in (home, *(home / name for name in _FOLDERS))
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if path not in made and path.name not in (*_FOLDERS, "runs")
+    ]
+    return Belongings(home, {what: paths for what, paths in files.items() if paths}, others)
+
+
+def _is_nodes(home: Path) -> bool:
+    return any((home / name).is_file() for name in ("store.sqlite", "key"))
+
+
+def _found(home: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    for pattern in patterns:
+        if not (home / pattern).parent.is_symlink():
+            yield from (path for path in home.glob(pattern) if not path.is_symlink())
+
+
+def _far_sockets(home: Path) -> list[Path]:
+    """Return the sockets that are elsewhere because this folder's path is too long for one."""
+    from ...base.system.unix_socket import socket_path
+
+    paths = (socket_path(home / f"{name}.sock") for name in _SOCKETS)
+    return [path for path in paths if path.parent != home.absolute()]
+
+
+def _num_bytes(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            return sum(each.lstat().st_size for each in path.rglob("*") if not each.is_dir())
+        return path.lstat().st_size
+    return 0

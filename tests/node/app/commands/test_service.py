@@ -1,14 +1,18 @@
-"""Units that `farandole service install` would write; tests/node/app/service has systemd run them."""
+"""Units that `farandole service install` would write; test_user_manager.py has systemd run one."""
 
 from __future__ import annotations
 
-import plistlib
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from farandole.node.app.commands.control import LEAVE_TIMEOUT
+from farandole.node.app.commands.service import STOP_SECONDS, unit_text
 from farandole.node.base.exits import Exit
 from farandole.protocol.run.invite import Invite, encode_invite
 
@@ -52,12 +56,10 @@ def test_a_relay_takes_several_runs(run: Run, home: Path) -> None:
     assert started(out) == ["relay", INVITE, INVITE, "--home", str(home)]
 
 
-def test_macos_gets_a_property_list(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macos_is_told_where_to_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    code, out, err = run("service", "install", INVITE, "--print")
-    assert code == Exit.OK
-    assert plistlib.loads(out.encode())["ProgramArguments"][3:] == ["join", INVITE, "--home", str(home)]
-    assert err.endswith("Library/LaunchAgents/org.farandole.farandole.plist\n")
+    code, _, err = run("service", "install", INVITE, "--print")
+    assert (code, "docs/install.md#macos" in err) == (Exit.BAD_INPUT, True)
 
 
 @pytest.mark.parametrize(
@@ -76,34 +78,74 @@ def test_what_cannot_be_is_said(run: Run, arguments: list[str], message: str) ->
     assert (code, message in err) == (Exit.BAD_INPUT, True)
 
 
-def test_a_service_that_cannot_start_is_not_left_behind(
-    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("PATH", str(tmp_path))  # no systemctl
-    code, _, err = run("service", "install", INVITE)
-    assert (code, "systemctl" in err) == (Exit.BAD_INPUT, True)
-    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".service"]
-
-
-def test_a_settings_file_may_name_the_run(
-    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the user's units, on a machine without systemctl."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path / "config/systemd/user"
+
+
+def test_a_service_that_cannot_start_is_not_left_behind(run: Run, no_systemd: Path) -> None:
+    code, _, err = run("service", "install", INVITE)
+    assert (code, "systemctl" in err) == (Exit.BAD_INPUT, True)
+    assert list(no_systemd.iterdir()) == []
+
+
+def test_a_settings_file_may_name_the_run(run: Run, home: Path, no_systemd: Path) -> None:
     home.mkdir()
     (home / "config.toml").write_text(f'invite = "{INVITE}"\n')
     assert "systemctl" in run("service", "install")[2]
 
 
-def test_a_service_of_another_folder_is_not_replaced(
-    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    unit = tmp_path / "config/systemd/user/farandole.service"
+def test_a_service_of_another_folder_is_not_replaced(run: Run, no_systemd: Path) -> None:
+    unit = no_systemd / "farandole.service"
     unit.parent.mkdir(parents=True)
     unit.write_text("the service of another folder")
     code, _, err = run("service", "install", INVITE)
     assert (code, "give this one another --name" in err) == (Exit.BAD_INPUT, True)
     assert unit.read_text() == "the service of another folder"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("name", ["home", "my home", "100% \"mine\" 'too'", "a$HOME;b", "back\\slash"])
+def test_systemd_understands_the_unit_whatever_the_folder_is_called(tmp_path: Path, name: str) -> None:
+    home = tmp_path / name
+    home.mkdir()
+    program = tmp_path / "py thon"
+    program.symlink_to("/bin/true")
+    unit = tmp_path / "farandole.service"
+    unit.write_text(unit_text([str(program), "--home", str(home)], home))
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    verified = subprocess.run(
+        ["systemd-analyze", "--user", "verify", str(unit)],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (verified.returncode, verified.stderr) == (0, "")
+
+
+def test_a_unit_restarts_within_limits_and_leaves_in_good_order() -> None:
+    home = Path("/home/alice/my%node")
+    command = ["/opt/py thon/bin/python", "-m", "farandole.node", "join", "farandole1abc", "--home", str(home)]
+    lines = unit_text(command, home).splitlines()
+    for line in (
+        "Restart=on-failure",
+        "StartLimitBurst=5",
+        "StartLimitIntervalSec=900",
+        "RestartPreventExitStatus=2 3 7",
+        "KillSignal=SIGTERM",
+        "KillMode=mixed",
+        "TimeoutStopSec=260",
+        "OOMPolicy=continue",
+        'ExecStart="/opt/py thon/bin/python" -m farandole.node join farandole1abc --home /home/alice/my%%node',
+    ):
+        assert line in lines
+
+
+def test_a_manager_waits_longer_than_a_node_takes_to_leave() -> None:
+    assert STOP_SECONDS > LEAVE_TIMEOUT

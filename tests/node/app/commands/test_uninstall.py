@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.app.belongings import PATTERNS
-from farandole.node.app.commands.uninstall import INSTALL_MARK
+from farandole.node.app.commands.uninstall import INSTALL_MARK, PATTERNS, belongings_of
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import InHome, NodeSettings
@@ -156,8 +155,6 @@ def test_it_says_how_to_remove_the_program(run: Run, tmp_path: Path, monkeypatch
 @pytest.mark.soak
 def test_nothing_of_a_real_node_is_foreign(tmp_path: Path) -> None:
     """The patterns know every file that a testnet's nodes have made."""
-    from farandole.node.app.belongings import belongings_of
-
     command = [sys.executable, "-m", "farandole.node", "testnet", "run", "demo", "--nodes", "2", "--rounds", "2"]
     subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, check=False, timeout=240)
     homes = [path.parent for path in tmp_path.rglob("store.sqlite")]
@@ -167,8 +164,6 @@ def test_nothing_of_a_real_node_is_foreign(tmp_path: Path) -> None:
 
 
 def test_sockets_are_known_to_be_a_nodes(tmp_path: Path) -> None:
-    from farandole.node.app.belongings import belongings_of
-
     home = tmp_path / ("long" * 30)
     home.mkdir()
     (home / "key").touch()

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 import pytest
 
-from farandole.node.app.belongings import belongings_of
+from farandole.node.app.commands.uninstall import belongings_of
 from farandole.node.base.system.files import locked_file
 from farandole.node.ui.metrics.figures import RoundFigures
 from farandole.node.ui.metrics.report import MAX_BATCH, ReportPatience, report_rounds
