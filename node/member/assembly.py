@@ -37,11 +37,10 @@ from ..loop.pipeline_service import PipelineService
 from ..loop.stage_service import StageService
 from ..loop.training import PAIRING_PROTOCOL, Surroundings, Training
 from ..mesh.host import Host
-from ..state.announcer import Announcer
 from ..state.connections import ReleaseWatch
 from ..state.credentials import Credentials
 from ..state.gossip import GossipService
-from ..state.membership import Membership
+from ..state.membership import Announcer, Membership
 from ..state.messenger import Messenger
 from ..store.disk_space import Room, WeightFiles
 from ..store.run_file import require_trainable_model

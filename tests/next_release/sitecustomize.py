@@ -32,8 +32,8 @@ EDITS = {
         ),
     },
     "farandole.node.base.project": {'version("farandole")': repr(VERSION)},
-    "farandole.node.state.announcer": {
-        "import CheckpointNotice,": "import Plan, CheckpointNotice,",
+    "farandole.node.state.membership": {
+        "    CheckpointNotice,\n    Kind,\n": "    CheckpointNotice,\n    Kind,\n    Plan,\n",
         "is_bound=self._is_bound,": "is_bound=self._is_bound, mood='fine',",
         "publish(Kind.BEAT, 0, beat_of(self._journal.state))": (
             "publish(Kind.BEAT, 0, beat_of(self._journal.state))\n"

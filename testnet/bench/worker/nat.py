@@ -31,10 +31,9 @@ from farandole.node.bulk.pipe import Outgoing
 from farandole.node.join.bootstrap import Target, connect_to_run
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
-from farandole.node.state.announcer import Announcer
 from farandole.node.state.connections import ConnectionKeeper
 from farandole.node.state.gossip import GossipService
-from farandole.node.state.membership import Membership
+from farandole.node.state.membership import Announcer, Membership
 from farandole.node.state.messenger import open_messenger
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.bulk.exchange_session import SILENT_FOR
+from farandole.node.bulk.exchange_service import SILENT_FOR
 from farandole.node.bulk.pipe import Outgoing
 from farandole.protocol.exchange.pipe import BULK_FROM
 

@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.bulk.exchange_session import ROUTE_UNTIL, SILENT_FOR
+from farandole.node.bulk.exchange_service import ROUTE_UNTIL, SILENT_FOR
 from farandole.node.bulk.pipe import SILENT_CHECKS
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.wire.incoming import Incoming

@@ -7,8 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
-from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, TOO_LONG
+from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, FAREWELL_TIMEOUT, TOO_LONG
 from farandole.protocol.exchange.exchange import Aborted, Accepted, Commit, Exchange, Offer
 from farandole.protocol.exchange.pipe import CHUNK_BYTES, Route, TransferReceived
 

@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from farandole.node.base.system.memory import SharedCounter, counted_size
-from farandole.node.bulk.exchange_session import Judge
+from farandole.node.bulk.exchange_service import Judge
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.loop import training as training_module
 from farandole.node.loop.rest_service import BY_HAND, Rest

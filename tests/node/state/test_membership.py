@@ -11,8 +11,13 @@ import trio
 from trio.testing import MockClock
 
 from farandole.node.base.project import VERSION
-from farandole.node.state.announcer import ADDRESSES_INTERVAL, MEMBER_INTERVAL, PROGRESS_INTERVAL, Announcer
-from farandole.node.state.membership import Membership
+from farandole.node.state.membership import (
+    ADDRESSES_INTERVAL,
+    MEMBER_INTERVAL,
+    PROGRESS_INTERVAL,
+    Announcer,
+    Membership,
+)
 from farandole.node.status.journal import Journal
 from farandole.protocol.stages.stage_choice import Provider
 from farandole.protocol.state.believing import ClockSkew
