@@ -329,7 +329,7 @@ def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, A
                 f"model.own: {table.own} is code of your own, and not allowed yet: install its package into "
                 f"farandole's environment, and type the command again with --allow-model {table.own}"
             )
-        from farandole.training.model.own_trial import try_own_model  # torch is imported for no other run file
+        from farandole.training.model.own_model import try_own_model  # torch is imported for no other run file
 
         tried = try_own_model(table.own, table.config, table.context, table.vocabulary, allowed)
     except TrainingError as error:

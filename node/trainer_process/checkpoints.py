@@ -14,9 +14,8 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer.trainer_messages import Prepare, Saved
 from farandole.training.base.durable import replacing
 from farandole.training.base.errors import CheckpointError, UnfitWeightsError
-from farandole.training.engine.engine import Engine
-from farandole.training.engine.newcomer import Fitness, fitness_of, why_unfit
-from farandole.training.screening.history import MAX_BYTES, Histories
+from farandole.training.engine.engine import Engine, Fitness, fitness_of, why_unfit
+from farandole.training.screening.rule import MAX_BYTES, Histories
 
 from ..store.disk_space import plan_disk, used_bytes
 from ..store.folder import CheckpointFolder, Saver, known_hashes

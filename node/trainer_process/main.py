@@ -113,7 +113,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     """Return whether memory ran out; import torch, whose import may have failed, only if Python cannot decide."""
     if isinstance(error, ImportError | MemoryError):
         return isinstance(error, MemoryError)
-    from farandole.training.base.memory import is_out_of_memory
+    from farandole.training.base.device import is_out_of_memory
 
     return is_out_of_memory(error)
 

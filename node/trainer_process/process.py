@@ -24,8 +24,7 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.base.errors import DataError
 from farandole.training.engine.engine import Engine
-from farandole.training.engine.learner import Learner
-from farandole.training.engine.replay import replay_round
+from farandole.training.engine.learner import Learner, replay_round
 
 from ..trainer.channel import TrainerSocket
 from .checkpoints import Checkpoints

@@ -16,7 +16,7 @@ from typing import Final
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Prepare, Recorded, Report, Saved
 from farandole.training.base.determinism import build, device_class
-from farandole.training.data.token_cache import CORPUS_BYTES
+from farandole.training.data.batches import CORPUS_BYTES
 from farandole.training.engine.engine import Engine
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.snapshot import Snapshot

@@ -36,7 +36,7 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     more; 32 take half of that and learn clearly less (BENCHMARKS.md)."""
     drift: Annotated[float, msgspec.Meta(ge=0, le=0.3)] = 0.0
     """Strength of the drift correction: replicas learn from partners where their own text pulls too hard
-    (`farandole.training.outer.drift`). 0: none. Costs no traffic, 8 bytes of memory for each parameter (12 with
+    (`farandole.training.outer.outer_state`). 0: none. Costs no traffic, 8 bytes of memory for each parameter (12 with
     a GPU), and 4 in each checkpoint."""
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Parts of the parameters, of which a round exchanges one (Streaming DiLoCo, arXiv 2501.18512)."""

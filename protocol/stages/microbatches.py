@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
+from ..trainer.trainer_messages import Job
 from .inner_steps import InnerStep
 
 MAX_REASONS = 32
@@ -166,3 +167,100 @@ class Counts:
         """Count a reason."""
         is_new = reason not in self.reasons and len(self.reasons) >= MAX_REASONS
         self.reasons["other reasons" if is_new else reason] += 1
+
+
+class HeldOut:
+    """The held-out microbatches at their origin. Each is drawn until it has come back, or was lost too often."""
+
+    def __init__(self) -> None:
+        self._draws_left: dict[int, int] = {}  # of the unfinished ones
+        self._waiting: deque[int] = deque()  # the unfinished ones that are not under way
+
+    def begin(self, num_microbatches: int, max_draws: int) -> None:
+        """Start a new measurement; ignore what is under way."""
+        self._draws_left = dict.fromkeys(range(num_microbatches), max_draws)
+        self._waiting = deque(self._draws_left)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether there is a microbatch to draw."""
+        return bool(self._waiting)
+
+    def next(self) -> int:
+        """Return the number of the next microbatch to draw."""
+        return self._waiting.popleft()
+
+    def note_missing(self, number: int) -> None:
+        """Note that the text has no microbatch ``number``, so no later one either, and draw no more."""
+        self._waiting.clear()
+        self._draws_left = {number: 1} if number in self._draws_left else {}
+
+    def note_measured(self, number: int) -> None:
+        """Note that the microbatch has its loss. It is not drawn again, however it ends."""
+        if number in self._draws_left:
+            self._draws_left[number] = 1
+
+    def note_end(self, number: int) -> bool:
+        """Note that a microbatch has ended; draw it again if it was lost. Return whether it was the last one."""
+        if number not in self._draws_left:
+            return False
+        self._draws_left[number] -= 1
+        if self._draws_left[number]:
+            self._waiting.append(number)
+            return False
+        del self._draws_left[number]
+        return not self._draws_left
+
+
+# Jobs that the trainer has at once: one under way, and one that waits, so that the trainer is never idle.
+MAX_JOBS = 2
+# Jobs that free memory come first. Forward passes, and draws after them, run as the inner step allows.
+_PRIORITIES: tuple[Job, ...] = ("backward", "tail", "forward")
+
+
+class MicrobatchJobs:
+    """The jobs that wait, and the jobs that the trainer has, which it does in order."""
+
+    def __init__(self) -> None:
+        self.given: deque[tuple[Job, Microbatch]] = deque()
+        """The oldest first."""
+        self._waiting: dict[Job, deque[Microbatch]] = {job: deque() for job in _PRIORITIES}
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether the trainer may be given another job."""
+        return len(self.given) < MAX_JOBS
+
+    def add(self, job: Job, microbatch: Microbatch) -> None:
+        """Add a job to the ones that wait."""
+        self._waiting[job].append(microbatch)
+
+    def take(self, *, may_begin: bool) -> tuple[Job, Microbatch] | None:
+        """Remove the most urgent waiting job, and return it.
+
+        Unless ``may_begin``, the only forward passes are of held-out microbatches.
+        """
+        for job, waiting in self._waiting.items():
+            may_do = job != "forward" or may_begin
+            microbatch = next((each for each in waiting if may_do or each.is_held_out), None)
+            if microbatch is not None:
+                waiting.remove(microbatch)
+                return job, microbatch
+        return None
+
+    def give(self, job: Job, microbatch: Microbatch) -> None:
+        """Note that the trainer has been given a job."""
+        microbatch.is_working = True
+        self.given.append((job, microbatch))
+
+    def done(self) -> tuple[Job, Microbatch]:
+        """Note that the trainer's oldest job is done, and return it."""
+        job, microbatch = self.given.popleft()
+        microbatch.is_working = False
+        return job, microbatch
+
+    def discard(self, microbatch: Microbatch) -> None:
+        """Discard the waiting jobs of a microbatch."""
+        for waiting in self._waiting.values():
+            if microbatch in waiting:
+                waiting.remove(microbatch)

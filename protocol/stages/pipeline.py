@@ -33,18 +33,18 @@ from ..trainer.trainer_messages import InnerStepTaken, Job, Settle, TakeInnerSte
 from ..wire.timers import SetTimer, TimerFired
 from . import activations as wire
 from .avoidance import LOSES_ALL, Avoidance
-from .held_out import HeldOut
 from .inner_steps import Schedule
-from .microbatch_jobs import MicrobatchJobs
 from .microbatches import (
     GIVEN_BACK,
     SUMMED,
     UNTOUCHED,
     Counts,
+    HeldOut,
     Hop,
     LinkStep,
     Microbatch,
     Microbatches,
+    MicrobatchJobs,
     MicrobatchLink,
 )
 from .pipeline_events import (

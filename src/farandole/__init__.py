@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farandole.node.own_loop.attachment import NodeError
-    from farandole.node.own_loop.create import create_run
+    from farandole.node.own_loop.create import create_run, model_of
     from farandole.node.own_loop.noloco import NoLoCo
-    from farandole.node.own_loop.run_model import model_of
     from farandole.node.programs.mesh import Mesh
     from farandole.node.programs.stream import MeshError
     from farandole.protocol.wire.errors import FarandoleError
@@ -34,7 +33,7 @@ _PLACES = {
     "NoLoCo": "farandole.node.own_loop.noloco",
     "NodeError": "farandole.node.own_loop.attachment",
     "create_run": "farandole.node.own_loop.create",
-    "model_of": "farandole.node.own_loop.run_model",
+    "model_of": "farandole.node.own_loop.create",
 }
 
 

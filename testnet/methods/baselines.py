@@ -28,13 +28,11 @@ from farandole.training.data.batches import draw
 from farandole.training.data.dataset import Sampler
 from farandole.training.inner.optimizer import InnerOptimizer
 from farandole.training.model.model import build_model, language_loss
-from farandole.training.outer.codec import bytes_to_read
+from farandole.training.outer.codec import TopK, bytes_to_read
 from farandole.training.outer.contribution import Contribution
 from farandole.training.outer.copying import Copier
-from farandole.training.outer.drift import RateSums
-from farandole.training.outer.outer_state import OuterState
+from farandole.training.outer.outer_state import OuterState, RateSums
 from farandole.training.outer.rule import OuterRule, rule_of
-from farandole.training.outer.topk import TopK
 
 from .co2 import CO2, CO2Config
 from .diloco import DiLoCo, DiLoCoConfig

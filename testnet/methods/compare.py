@@ -34,10 +34,9 @@ from farandole.testnet.methods.stacked import Stack, Trial, train_stacked
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.durable import replacing
 from farandole.training.base.errors import DataError
-from farandole.training.data.batches import joined
+from farandole.training.data.batches import Found, joined
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.sources import Reader, sources_of, stdlib_sources
-from farandole.training.data.token_cache import Found
 
 from ..report.section import Grid, setting
 from ..simulate.plays import play_all

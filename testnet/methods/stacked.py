@@ -33,7 +33,7 @@ from farandole.training.inner.muon import matrices_of, orthogonalised, rms_facto
 from farandole.training.inner.optimizer import CLIP_EPSILON, adamw_, learning_rate
 from farandole.training.model.model import build_model
 from farandole.training.outer.codec import BLOCK, form_of
-from farandole.training.outer.drift import RateSums, correct_
+from farandole.training.outer.outer_state import RateSums, correct_
 from farandole.training.outer.rule import Meeting, OwnVectors
 
 from .baselines import Method, groups_of, play, rule_for

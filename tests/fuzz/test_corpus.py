@@ -61,7 +61,7 @@ def readers() -> Iterator[tuple[str, object]]:
 # Methods of these names that take no peer's bytes.
 OTHERS = {
     "farandole.protocol.mesh.dialling.DialBudget.take",
-    "farandole.protocol.stages.microbatch_jobs.MicrobatchJobs.take",
+    "farandole.protocol.stages.microbatches.MicrobatchJobs.take",
     # Messages between two processes of one node.
 }
 

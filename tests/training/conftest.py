@@ -12,8 +12,8 @@ from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.run.screening_rules import ScreeningConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
+from farandole.training.data.batches import Found
 from farandole.training.data.dataset import Sampler, Text
-from farandole.training.data.token_cache import Found
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import build_model

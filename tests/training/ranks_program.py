@@ -39,7 +39,7 @@ from farandole.training.cluster.ranks import (
     whole_of,
 )
 from farandole.training.model.model import build_model
-from farandole.training.outer import evaluation_time
+from farandole.training.outer import partner
 from farandole.training.screening.rule import Accept
 
 RUN_ID = b"r" * 32
@@ -291,7 +291,7 @@ def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> Non
 
     In the next line, print the numbers of `play_rounds`.
     """
-    vars(evaluation_time)["EVALUATION_SECONDS"] = math.inf  # else a busy machine compares fewer losses
+    vars(partner)["EVALUATION_SECONDS"] = math.inf  # else a busy machine compares fewer losses
     other, _, kind = kind.rpartition("-")
     if kind != "plain":
         distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import platform
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -107,3 +108,29 @@ def _cuda(device: torch.device) -> Device:
     has_fast_bf16 = properties.major >= 8  # Ampere and later
     description = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
     return Device(torch.device("cuda", index), torch.bfloat16 if has_fast_bf16 else None, description)
+
+
+# Running out of memory, in the ways in which torch and Python say so.
+
+# What torch's allocators and the libraries below it say in a plain RuntimeError, on Linux, macOS and Windows.
+_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "std::bad_alloc",
+    "ALLOC_FAILED",  # cuBLAS and its like
+    "could not create a memory",  # oneDNN
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an operation failed for lack of memory: smaller tensors might fit."""
+    match error:
+        case MemoryError() | torch.cuda.OutOfMemoryError():
+            return True
+        case OSError():
+            return error.errno == errno.ENOMEM
+        case RuntimeError():
+            return any(words in str(error) for words in _WORDS)
+        case _:
+            return False

@@ -7,16 +7,109 @@ from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..base.errors import DataError
+from ..base.errors import DataError, NoSliceError
 from ..base.permutation import keyed_digest
-from .slices import SliceQueue
 from .tokenizer import SEPARATORS, Tokenizer, tokens_per_byte
+
+# Ranges that were drawn lately, so that they are not drawn again when an assignment and a report cross: a node has two
+# leases at a time, and a range each time that one is cut.
+MAX_DRAWN = 64
+
+Range = tuple[int, int]
+"""The first of consecutive slices, and their number."""
+
+
+class SliceQueue:
+    """The slices that a trainer draws where the run counts epochs: of ``num_slices`` of an epoch of its ``corpus``.
+
+    The mesh process assigns this node's slices (`farandole.protocol.epochs.leases`) repeatedly, as far as it knows:
+    slices that have been drawn since are not drawn again. A slice may be trained on in ``num_parts`` parts,
+    microbatches that travel through a model's stages. A lost part is drawn again, and the slice is done when all its
+    parts are.
+    """
+
+    def __init__(self, num_slices: int, corpus: bytes, num_parts: int = 1) -> None:
+        self.num_slices = num_slices
+        self.corpus = corpus
+        self.epoch = 0
+        self._num_parts = num_parts
+        self._ranges: deque[Range] = deque()
+        self._parts: deque[tuple[int, int]] = deque()
+        self._missing: dict[int, int] = {}  # slice -> how many of its parts are not kept yet
+        self._drawn: deque[Range] = deque(maxlen=MAX_DRAWN)
+        self._trained: list[Range] = []
+
+    def assign(self, epoch: int, ranges: Iterable[Range]) -> None:
+        """Replace the slices to draw, in this order, without the ones already drawn; begun slices are finished."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            for collection in (self._parts, self._missing, self._drawn, self._trained):
+                collection.clear()
+        left = list(ranges)
+        for first, count in self._drawn:
+            end = first + count
+            left = [
+                (a, b - a)
+                for start, number in left
+                for a, b in ((start, min(start + number, first)), (max(start, end), start + number))
+                if a < b
+            ]
+        self._ranges = deque(left)
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether there is a slice to draw."""
+        return bool(self._parts or self._ranges)
+
+    def draw(self) -> tuple[int, int, int]:
+        """(Epoch, slice, part) to train on next; raises `NoSliceError` if there is nothing."""
+        if not self._parts:
+            if not self._ranges:
+                raise NoSliceError("no slice of the data is this node's now")
+            first, count = self._ranges.popleft()
+            if count > 1:
+                self._ranges.appendleft((first + 1, count - 1))
+            _append(self._drawn, first)
+            self._missing[first] = self._num_parts
+            self._parts.extend((first, part) for part in range(self._num_parts))
+        index, part = self._parts.popleft()
+        return self.epoch, index, part
+
+    def settle(self, epoch: int, index: int, part: int, *, is_kept: bool) -> None:
+        """Mark a drawn part as trained on, or as lost, which makes it available again."""
+        if epoch != self.epoch or index not in self._missing:
+            return
+        if not is_kept:
+            self._parts.appendleft((index, part))
+            return
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            del self._missing[index]
+            _append(self._trained, index)
+
+    def take_trained(self) -> list[Range]:
+        """Return the slices that have been trained on since the last call."""
+        trained, self._trained = self._trained, []
+        return trained
+
+
+def _append(ranges: deque[Range] | list[Range], index: int) -> None:
+    if ranges and sum(ranges[-1]) == index:
+        ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
+    else:
+        ranges.append((index, 1))
+
+
+# Bytes of SHA-256: enough against accidental collisions only; a peer that lies about its text could as well not train.
+CORPUS_BYTES: Final = 8
 
 Array = npt.NDArray[np.integer]
 Places = npt.NDArray[np.int64]
@@ -83,6 +176,20 @@ _NO_SEPARATOR: Final = (
 
 Tokens = Array | Spliced
 Batch = npt.NDArray[np.int64]
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The result of tokenising."""
+
+    num_documents: int
+    largest: int
+    """Of all tokens; -1 if there are none."""
+    corpus: bytes
+    """Hash of all documents with their names, in their order."""
+
+
+Parts = Generator[tuple[bool, bytes], None, Found]
+"""Tokens, or an index of some, piece by piece, each with whether it is held out."""
 
 
 class Batches(abc.ABC):

@@ -19,6 +19,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,19 +33,25 @@ from farandole.protocol.run.manifest import DataConfig, Manifest
 
 from ..base.errors import DataError
 from ..base.permutation import permute
-from .batches import Batch, Batches, Tokens, cut_out, is_held_out, joined
-from .mixture import NO_EPOCHS, Mixture
-from .slices import SliceQueue
+from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, draw, is_held_out, joined
 from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
-from .token_cache import CORPUS_BYTES, Found, Sink, cache_name, keep_within, open_cache, write_cache
-from .token_files import open_tokens
-from .token_index import INDEX_DTYPE, index_tokens, require_separator, spliced
+from .token_cache import cache_name, distribute, keep_within, open_cache, write_cache
+from .token_files import INDEX_DTYPE, index_tokens, open_tokens, require_separator, spliced
 from .tokenizer import Tokenizer, beyond_vocabulary, load_tokenizer
 
 # Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
 MAX_TEXT_BYTES: Final = 2 * 1024**3
 # Bytes between two progress reports: one second's work of a fast tokenizer.
 _PROGRESS_BYTES: Final = 1 << 20
+
+
+_NO_EPOCHS_MIXED: Final = (
+    "this run counts epochs of the data (data.epochs), where each document is trained on once per epoch; weights "
+    "(--data-weight) would repeat some documents and leave out others. Leave out the weights, or join a run without "
+    "epochs"
+)
+# Weights are rounded to this fraction.
+_UNITS: Final = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +119,17 @@ class _Loader:
             for sources in texts
         ]
         self._in_use = {path for text in parts for part in text if (path := self._cache_of(part)) is not None}
-        return [_together([self._load(part) for part in text]) for text in parts]
+        return [self._load_all(text) for text in parts]
 
-    def _load(self, sources: Sequence[TextSource]) -> Text:
-        return self._ready_tokens(sources) if _is_ready(sources) else self._text(sources)
+    def _load_all(self, parts: Sequence[Sequence[TextSource]]) -> Text:
+        """Return text and ready tokens as one, in this order; one of them as it is."""
+        texts = [self._ready_tokens(part) if _is_ready(part) else self._text(part) for part in parts]
+        if len(texts) == 1:
+            return texts[0]
+        corpus = hashlib.sha256(b"farandole/corpus/both/1" + b"".join(text.found.corpus for text in texts)).digest()
+        num_documents = sum(text.found.num_documents for text in texts)
+        found = Found(num_documents, max(text.found.largest for text in texts), corpus[:CORPUS_BYTES])
+        return Text(joined([text.training for text in texts]), joined([text.held_out for text in texts]), found)
 
     def _text(self, sources: Sequence[TextSource]) -> Text:
         reader, path = Reader(sources, self._bring.field), self._cache_of(sources)
@@ -124,10 +139,7 @@ class _Loader:
         def tell() -> None:
             self._bring.progress(reader.position, reader.size)
 
-        def write(training: Sink, held_out: Sink) -> Found:
-            return tokenise(reader, self._tokenizer, self._held_out, training, held_out, tell)
-
-        return self._kept(path, _dtype_of(self._tokenizer), write)
+        return self._kept(path, _dtype_of(self._tokenizer), tokenise(reader, self._tokenizer, self._held_out, tell))
 
     def _ready_tokens(self, sources: Sequence[TextSource]) -> Text:
         """Return the tokens in files, which are mapped."""
@@ -139,10 +151,8 @@ class _Loader:
             position += num_bytes
             self._bring.progress(min(position, size), size)
 
-        def write(training: Sink, held_out: Sink) -> Found:
-            return index_tokens(arrays, self._tokenizer, self._held_out, training, held_out, tell)
-
-        index = _in_memory(INDEX_DTYPE, write) if path is None else self._kept(path, INDEX_DTYPE, write)
+        parts = index_tokens(arrays, self._tokenizer, self._held_out, tell)
+        index = _in_memory(INDEX_DTYPE, parts) if path is None else self._kept(path, INDEX_DTYPE, parts)
         for each, tokens in arrays if self._masks_documents else ():
             require_separator(each, tokens, self._tokenizer)
         assert isinstance(index.training, np.ndarray)
@@ -155,12 +165,12 @@ class _Loader:
         how = (self._tokenizer.separator, "ready") if _is_ready(sources) else (self._bring.field,)
         return self._bring.cache / cache_name(sources, *how, self._tokenizer.identity, self._held_out)
 
-    def _kept(self, path: Path, dtype: np.dtype[np.integer], write: Callable[[Sink, Sink], Found]) -> Text:
+    def _kept(self, path: Path, dtype: np.dtype[np.integer], parts: Parts) -> Text:
         """Return the content of a cache file, which is written first if it is not there."""
         max_bytes = self._bring.cache_bytes
         keep_within(path, max_bytes, self._in_use)
         if (opened := open_cache(path)) is None:
-            write_cache(path, dtype, write, max_bytes, self._in_use)
+            write_cache(path, dtype, parts, max_bytes, self._in_use)
             if (opened := open_cache(path)) is None:
                 raise DataError(
                     f"what was just written to {path} cannot be read: check that disk, or name a folder on another one "
@@ -173,39 +183,23 @@ def _is_ready(sources: Sequence[TextSource]) -> bool:
     return any(source.kind == "tokens" for source in sources)
 
 
-def _together(parts: Sequence[Text]) -> Text:
-    """Return text and ready tokens as one, in this order; one of them as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    corpus = hashlib.sha256(b"farandole/corpus/both/1" + b"".join(part.found.corpus for part in parts)).digest()
-    found = Found(
-        sum(part.found.num_documents for part in parts),
-        max(part.found.largest for part in parts),
-        corpus[:CORPUS_BYTES],
-    )
-    return Text(joined([part.training for part in parts]), joined([part.held_out for part in parts]), found)
-
-
 def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
     """Tokenise the first `MAX_TEXT_BYTES` of the documents in memory."""
-    first = _first(documents, MAX_TEXT_BYTES)
-    return _in_memory(_dtype_of(tokenizer), lambda *sinks: tokenise(first, tokenizer, held_out, *sinks))
+
+    def first(num_bytes: int) -> Iterator[Document]:
+        for document in documents:
+            num_bytes -= len(document.text)
+            if num_bytes < 0:
+                return
+            yield document
+
+    return _in_memory(_dtype_of(tokenizer), tokenise(first(MAX_TEXT_BYTES), tokenizer, held_out))
 
 
-def _in_memory(dtype: np.dtype[np.integer], write: Callable[[Sink, Sink], Found]) -> Text:
-    sinks = io.BytesIO(), io.BytesIO()
-    found = write(*sinks)
-    training, held_out = (np.frombuffer(sink.getbuffer(), dtype) for sink in sinks)
-    return Text(training, held_out, found)
-
-
-def _first(documents: Iterable[Document], num_bytes: int) -> Iterator[Document]:
-    """Yield the first documents that together have at most ``num_bytes``."""
-    for document in documents:
-        num_bytes -= len(document.text)
-        if num_bytes < 0:
-            return
-        yield document
+def _in_memory(dtype: np.dtype[np.integer], parts: Parts) -> Text:
+    training, held_out = io.BytesIO(), io.BytesIO()
+    found = distribute(parts, training.write, held_out.write)
+    return Text(np.frombuffer(training.getbuffer(), dtype), np.frombuffer(held_out.getbuffer(), dtype), found)
 
 
 def _dtype_of(tokenizer: Tokenizer) -> np.dtype[np.integer]:
@@ -216,11 +210,9 @@ def tokenise(
     documents: Iterable[Document],
     tokenizer: Tokenizer,
     held_out: float,
-    training_sink: Sink,
-    held_out_sink: Sink,
     tell_progress: Callable[[], None] = lambda: None,
-) -> Found:
-    """Write documents' tokens, with a separator after each: the share ``held_out`` to one sink, the rest to the other.
+) -> Parts:
+    """Yield documents' tokens, with a separator after each, of which the share ``held_out`` is held out.
 
     ``tell_progress`` is called periodically.
     """
@@ -231,8 +223,7 @@ def tokenise(
     for document in documents:
         tokens = tokenizer.encode(document.text).astype(dtype)
         content = hashlib.sha256(document.text).digest()
-        sink = held_out_sink if is_held_out(content, held_out) else training_sink
-        sink.write(tokens.tobytes() + separator)
+        yield is_held_out(content, held_out), tokens.tobytes() + separator
         name = os.fsencode(document.name)
         corpus.update(len(name).to_bytes(4, "little") + name + content)
         num_documents += 1
@@ -306,6 +297,60 @@ class Sampler(Batches):
         return cut_out(self._text.training, order * self.context, self.context)
 
 
+class Mixture(Batches):
+    """The batches of one author, of which each text gives its share of the sequences, however long it is.
+
+    Sequence i of a batch is sequence i of the same batch of one of the texts. The text is drawn from a generator keyed
+    as the windows are, so a mixture's batches are the same on every machine and in any order.
+
+    ``texts``: the batches of the same author, of the same size, of each text. ``weights``: positive and finite.
+    """
+
+    def __init__(self, texts: Sequence[Batches], weights: Sequence[float], *, run_id: bytes, author: bytes) -> None:
+        super().__init__(np.empty(0, np.int64), texts[0].batch_size, texts[0].context, texts[0].tokenizer)
+        total = math.fsum(weights)
+        self._texts = texts
+        self._key = (run_id, author)
+        self._ends = np.array([round(part / total * _UNITS) for part in itertools.accumulate(weights)], np.int64)
+        self._ends[-1] = _UNITS
+
+    @property
+    def corpus(self) -> bytes:
+        """Implement `Batches.corpus`: the hash of all texts and their shares."""
+        digest = hashlib.sha256(b"farandole/corpus/mixture/1" + self._ends.astype("<i8").tobytes())
+        for text in self._texts:
+            digest.update(text.corpus)
+        return digest.digest()[:CORPUS_BYTES]
+
+    def of_author(self, author: bytes) -> Mixture:
+        """Implement `Batches.of_author`."""
+        other = copy.copy(self)
+        other._texts = [text.of_author(author) for text in self._texts]
+        other._key = (self._key[0], author)
+        return other
+
+    def batch(self, step: int) -> Batch:
+        """Tokens (B, T + 1) of inner step ``step``."""
+        return self._mixed(lambda text: text.batch(step), *self._key, step.to_bytes(8, "little"))
+
+    def slices(self, num_parts: int = 1) -> SliceQueue:
+        """Raise `DataError`: a mixture has no slices."""
+        raise DataError(_NO_EPOCHS_MIXED)
+
+    def held_out_batch(self, index: int) -> Batch:
+        """Implement `Batches.held_out_batch`; the shares are those of the batches."""
+        return self._mixed(lambda text: text.held_out_batch(index), b"held out", index.to_bytes(8, "little"))
+
+    def _mixed(self, batch_of: Callable[[Batches], Batch], *key: bytes) -> Batch:
+        """Return a batch whose sequences are from texts that the key determines."""
+        chosen = np.searchsorted(self._ends, draw(_UNITS, self.batch_size, b"mixture", *key), side="right")
+        batch = np.empty((self.batch_size, self.context + 1), np.int64)
+        for number in np.unique(chosen):
+            rows = chosen == number
+            batch[rows] = batch_of(self._texts[number])[rows]
+        return batch
+
+
 def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring = NOTHING) -> Batches:
     """Return the batches of an author, from a run's settings and the node's own (``bring``).
 
@@ -327,7 +372,21 @@ def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring
             progress=bring.progress,
         )
     if data.source == "text" and bring.weights:
-        return _mixture(manifest, run_id, author, loaded, bring)
+        if len(bring.weights) != len(bring.paths):
+            raise DataError(
+                f"--data-weight is given {len(bring.weights)} times and --data {len(bring.paths)} times: give one "
+                "weight for each --data, in the same order, or no weight at all"
+            )
+        if data.epochs:
+            raise DataError(_NO_EPOCHS_MIXED)
+        texts = _Loader(data, loaded, bring).load([sources_of([path]) for path in bring.paths])
+        samplers = []
+        for path, text in zip(bring.paths, texts, strict=True):
+            try:
+                samplers.append(_sampler(text, manifest, run_id, author, loaded))
+            except DataError as error:
+                raise DataError(f"--data {path}: {error}") from error
+        return Mixture(samplers, bring.weights, run_id=run_id, author=author)
     return _sampler(load_text(data, loaded, bring), manifest, run_id, author, loaded)
 
 
@@ -342,21 +401,3 @@ def _sampler(text: Text, manifest: Manifest, run_id: bytes, author: bytes, token
         order=manifest.slice_order(run_id),
         tokenizer=tokenizer,
     )
-
-
-def _mixture(manifest: Manifest, run_id: bytes, author: bytes, tokenizer: Tokenizer, bring: Bring) -> Mixture:
-    if len(bring.weights) != len(bring.paths):
-        raise DataError(
-            f"--data-weight is given {len(bring.weights)} times and --data {len(bring.paths)} times: give one weight "
-            "for each --data, in the same order, or no weight at all"
-        )
-    if manifest.data.epochs:
-        raise DataError(NO_EPOCHS)
-    texts = _Loader(manifest.data, tokenizer, bring).load([sources_of([path]) for path in bring.paths])
-    samplers = []
-    for path, text in zip(bring.paths, texts, strict=True):
-        try:
-            samplers.append(_sampler(text, manifest, run_id, author, tokenizer))
-        except DataError as error:
-            raise DataError(f"--data {path}: {error}") from error
-    return Mixture(samplers, bring.weights, run_id=run_id, author=author)

@@ -7,50 +7,66 @@ or binary and left out. Records and text may be packed by gzip (``.jsonl.gz``); 
 
 A document of text has its file's name, by which documents are ordered. A record has the hash of its text for a name:
 wherever it lies, and in whatever format, it is the same document.
+
+No file is held in memory whole. None of these formats has code in it, and nothing is downloaded. Parquet and data sets
+need the extra ``data``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import hashlib
+import io
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from ..base.errors import DataError
-from .records import SUFFIX as PACKED_SUFFIX
-from .records import Records, dataset_records, json_records, opened, parquet_records, require_readable, suffix_of
+from ..base.errors import DataError, how_to_add
 from .token_files import SUFFIX as TOKENS_SUFFIX
 from .token_files import is_training_split
+
+if TYPE_CHECKING:
+    import pyarrow
 
 # Longer files of text become several documents, so that one big file has held-out parts too.
 DOCUMENT_BYTES: Final = 64 * 1024
 # Of one node's sources; their names and sizes are held in memory, some hundred bytes each.
 MAX_SOURCES: Final = 1_000_000
+# A book has a few megabytes; a longer line is no record, but a file without line ends.
+MAX_RECORD_BYTES: Final = 64 * 1024 * 1024
+# Rows of a table that are in memory at a time.
+_BATCH_ROWS: Final = 256
+_MAX_FIELDS_NAMED: Final = 12
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 # Folders without text worth learning: other people's packages, tests (half the library, much of it data), build files.
 _SKIPPED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
-Progress = Callable[[int, int], None]
-"""Told how much of what is to be read is read, and how much that is."""
-
 Kind = Literal["text", "jsonl", "parquet", "dataset", "tokens"]
 _KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", TOKENS_SUFFIX: "tokens"}
+_PACKED_SUFFIX: Final = ".gz"
+# What else people pack text with, and how it is unpacked.
+_OTHER_PACKERS: Final = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip", ".lz4": "unlz4"}
 # Kinds of files that cannot be read through gzip.
 _NEVER_PACKED: Final = {
     "parquet": "compressed inside: unpack it (gunzip)",
     "tokens": "mapped into memory: unpack it (gunzip)",
 }
-# Suffixes of files that must not be skipped silently because they are packed.
-_UNPACKED: Final = frozenset({".txt", ".json", *_KINDS})
-_READERS: Final = {"jsonl": json_records, "parquet": parquet_records, "dataset": dataset_records}
 # What `datasets` writes into a folder; and into one with several splits, each of which is such a folder.
 _DATASET_FILES: Final = ("state.json", "dataset_info.json")
 _SPLITS_FILE: Final = "dataset_dict.json"
 _TRAINING_SPLIT: Final = "train"
+
+Progress = Callable[[int, int], None]
+"""Told how much of what is to be read is read, and how much that is."""
+Records = Iterator[tuple[bytes, float]]
+"""UTF-8 text, which may be empty, and the share of the source that is read."""
 
 
 def no_progress(position: int, size: int) -> None:
@@ -79,28 +95,6 @@ class TextSource:
     """When any of it was last written, in nanoseconds."""
 
 
-class Reader:
-    """The documents of sources, one after the other. ``field``: of a record, what has its text."""
-
-    def __init__(self, sources: Sequence[TextSource], field: str) -> None:
-        self.size = sum(source.size for source in sources)
-        """Bytes of all sources."""
-        self.position = 0
-        """About how many of them are read."""
-        self._sources = sources
-        self._field = field
-
-    def __iter__(self) -> Iterator[Document]:
-        """Raises `DataError` where a source is not what it should be, and says what to do."""
-        begun = 0
-        for source in self._sources:
-            for document, within in _documents(source, self._field):
-                self.position = begun + min(within, source.size)
-                yield document
-            begun += source.size
-        self.position = self.size
-
-
 def stdlib_sources() -> list[TextSource]:
     """The sources of this Python's standard library, without its tests; a few hundred files, some 10 MB."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -112,20 +106,17 @@ def sources_of(paths: Iterable[Path]) -> list[TextSource]:
 
     Hidden files are left out, and links to folders not followed. Raises `DataError` if a path is not there.
     """
-    return _ordered(found for path in paths for found in _found(path))
 
-
-def _found(path: Path) -> Iterator[TextSource]:
-    if path.is_dir():
-        dataset = _dataset_in(path, path.resolve().name)
-        if dataset is None:
-            yield from _files_in(path, frozenset())
+    def found_at(path: Path) -> Iterator[TextSource]:
+        if path.is_dir():
+            dataset = _dataset_in(path, path.resolve().name)
+            yield from _files_in(path, frozenset()) if dataset is None else [dataset]
+        elif path.is_file():
+            yield from _file(path, path.name)
         else:
-            yield dataset
-    elif path.is_file():
-        yield from _file(path, path.name)
-    else:
-        raise DataError(f"there is no text at {path}: no file or folder has this name; correct --data")
+            raise DataError(f"there is no text at {path}: no file or folder has this name; correct --data")
+
+    return _ordered(found for path in paths for found in found_at(path))
 
 
 def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[TextSource]:
@@ -145,28 +136,40 @@ def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[TextSource]:
 def _file(path: Path, name: str) -> Iterator[TextSource]:
     """Yield the source, unless it is no regular file (a pipe would block) or is gone.
 
-    Raises `DataError` if it is packed in an unsupported way.
+    Raises `DataError` if it is packed in an unsupported way: it must not be skipped silently.
     """
-    try:
+    suffix = path.suffix.lower()
+    unpacked = Path(path.stem).suffix.lower()
+    if suffix in _OTHER_PACKERS and unpacked in (".txt", ".json", *_KINDS):
+        raise DataError(
+            f"{path} is packed in a way that is not read here: unpack it ({_OTHER_PACKERS[suffix]}), pack it by gzip, "
+            "or leave it out"
+        )
+    kind = _KINDS.get(unpacked if suffix == _PACKED_SUFFIX else suffix, "text")
+    if kind in _NEVER_PACKED and suffix == _PACKED_SUFFIX:
+        raise DataError(f"{path} is packed, but files of {kind} are {_NEVER_PACKED[kind]}, or leave it out")
+    with contextlib.suppress(OSError):
         if path.is_file():
             about = path.stat()
-            yield TextSource(name, path, _kind_of(path), about.st_size, about.st_mtime_ns)
-    except OSError:
-        return
-
-
-def _kind_of(path: Path) -> Kind:
-    require_readable(path, _UNPACKED)
-    kind = _KINDS.get(suffix_of(path), "text")
-    if kind in _NEVER_PACKED and path.suffix.lower() == PACKED_SUFFIX:
-        raise DataError(f"{path} is packed, but files of {kind} are {_NEVER_PACKED[kind]}, or leave it out")
-    return kind
+            yield TextSource(name, path, kind, about.st_size, about.st_mtime_ns)
 
 
 def _dataset_in(folder: Path, name: str) -> TextSource | None:
     """A data set that was saved in this folder; of one in several splits, the one to train on."""
-    if (folder / _SPLITS_FILE).is_file():
-        folder = folder / _split_in(folder)
+    splits_file = folder / _SPLITS_FILE
+    if splits_file.is_file():
+        try:
+            splits = msgspec.json.decode(splits_file.read_bytes(), type=dict[str, list[str]])["splits"]
+        except (OSError, KeyError, msgspec.DecodeError) as error:
+            raise DataError(
+                f"{splits_file} does not say which splits there are: {error}. Save the data set again, or name one "
+                "split's folder with --data"
+            ) from error
+        if _TRAINING_SPLIT not in splits:
+            raise DataError(
+                f"{folder} has no split called train, but {', '.join(splits)}: name one's folder with --data"
+            )
+        folder = folder / _TRAINING_SPLIT
     if not all((folder / file).is_file() for file in _DATASET_FILES):
         return None
     abouts = [path.stat() for path in folder.iterdir()]
@@ -175,21 +178,16 @@ def _dataset_in(folder: Path, name: str) -> TextSource | None:
     )
 
 
-def _split_in(folder: Path) -> str:
-    try:
-        splits = msgspec.json.decode((folder / _SPLITS_FILE).read_bytes(), type=dict[str, list[str]])["splits"]
-    except (OSError, KeyError, msgspec.DecodeError) as error:
-        raise DataError(
-            f"{folder / _SPLITS_FILE} does not say which splits there are: {error}. Save the data set again, or name "
-            "one split's folder with --data"
-        ) from error
-    if _TRAINING_SPLIT not in splits:
-        raise DataError(f"{folder} has no split called train, but {', '.join(splits)}: name one's folder with --data")
-    return _TRAINING_SPLIT
-
-
 def _ordered(found: Iterable[TextSource]) -> list[TextSource]:
     """Sort by name; sort sources of the same name by their content."""
+
+    def content_hash(source: TextSource) -> bytes:
+        digest = hashlib.sha256()
+        for path in sorted(source.path.iterdir()) if source.kind == "dataset" else [source.path]:
+            with path.open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)
+        return digest.digest()
+
     by_name: dict[str, list[TextSource]] = {}
     for number, source in enumerate(found):
         if number == MAX_SOURCES:
@@ -197,40 +195,167 @@ def _ordered(found: Iterable[TextSource]) -> list[TextSource]:
         by_name.setdefault(source.name, []).append(source)
     return [
         source
-        for name in sorted(by_name)
-        for source in (by_name[name] if len(by_name[name]) == 1 else sorted(by_name[name], key=_content_hash))
+        for _, alike in sorted(by_name.items())
+        for source in (sorted(alike, key=content_hash) if len(alike) > 1 else alike)
     ]
 
 
-def _content_hash(source: TextSource) -> bytes:
-    digest = hashlib.sha256()
-    paths = sorted(source.path.iterdir()) if source.kind == "dataset" else [source.path]
-    for path in paths:
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.digest()
+class Reader:
+    """The documents of sources, one after the other. ``field``: of a record, what has its text."""
+
+    def __init__(self, sources: Sequence[TextSource], field: str) -> None:
+        self.size = sum(source.size for source in sources)
+        """Bytes of all sources."""
+        self.position = 0
+        """About how many of them are read."""
+        self._sources = sources
+        self._field = field
+
+    def __iter__(self) -> Iterator[Document]:
+        """Raises `DataError` where a source is not what it should be, and says what to do."""
+        begun = 0
+        for source in self._sources:
+            if source.kind == "text":
+                documents = _pieces(source)
+            else:
+                records: Records = _READERS[source.kind](source.path, self._field)
+                documents = (
+                    (Document(hashlib.sha256(text).hexdigest(), text), share) for text, share in records if text
+                )
+            for document, share in documents:
+                self.position = begun + min(int(share * source.size), source.size)
+                yield document
+            begun += source.size
+        self.position = self.size
 
 
-# Documents, each with the position in its source
+def _pieces(source: TextSource) -> Iterator[tuple[Document, float]]:
+    """A file of text in pieces, with the share that is read; nothing if it cannot be read or is binary."""
+    with contextlib.suppress(OSError), _opened(source.path) as (file, share):
+        number = 0
+        while (text := file.read(DOCUMENT_BYTES)) and b"\0" not in text:
+            yield Document(f"{source.name}#{number}" if number else source.name, text), share()
+            number += 1
 
 
-def _documents(source: TextSource, field: str) -> Iterator[tuple[Document, int]]:
-    if source.kind == "text":
-        yield from _text(source)
-        return
-    records: Records = _READERS[source.kind](source.path, field)
-    for text, share in records:
-        if text:
-            yield Document(hashlib.sha256(text).hexdigest(), text), int(share * source.size)
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[io.BufferedIOBase, Callable[[], float]]]:
+    """Yield the unpacked file and a function that returns the share of it that is read, 0 to 1.
+
+    A packed one is read a piece at a time, whatever it unpacks to. Raises `OSError`, and `DataError` where it is
+    damaged.
+    """
+    with path.open("rb") as raw:
+        size = max(1, path.stat().st_size)
+
+        def share() -> float:
+            return min(1.0, raw.tell() / size)
+
+        if path.suffix.lower() != _PACKED_SUFFIX:
+            yield raw, share
+            return
+        try:
+            with gzip.open(raw) as file:
+                yield file, share
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is no whole gzip file ({error}): fetch it again, or leave it out") from error
 
 
-def _text(source: TextSource) -> Iterator[tuple[Document, int]]:
-    """A file in pieces; nothing if it cannot be read or is binary."""
+def json_records(path: Path, field: str) -> Records:
+    """The field's text of each line, an object; null counts as empty. Raises `DataError`, which names the line."""
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+        msgspec.defstruct("Record", [("text", str | None)], rename={"text": field})
+    )
     try:
-        with opened(source.path) as (file, share):
+        with _opened(path) as (file, share):
             number = 0
-            while (text := file.read(DOCUMENT_BYTES)) and b"\0" not in text:
-                yield Document(f"{source.name}#{number}" if number else source.name, text), int(share() * source.size)
+            while line := file.readline(MAX_RECORD_BYTES + 1):
                 number += 1
-    except OSError:
-        return
+                if len(line) > MAX_RECORD_BYTES:
+                    raise DataError(
+                        f"{path}, line {number} has more than {MAX_RECORD_BYTES:,} bytes: it is no record. Leave the "
+                        "file out, or call it .txt if it is text"
+                    )
+                if not (line := line.removeprefix(_BYTE_ORDER_MARK).strip()):
+                    continue
+                try:
+                    text: str | None = decoder.decode(line).text
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    raise DataError(f"{path}, line {number}: {_what_is_wrong(line, field)} ({error})") from error
+                yield (text or "").encode(), share()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions, or leave it out") from error
+
+
+def _what_is_wrong(line: bytes, field: str) -> str:
+    """Return what is wrong with a line, and what to do about it."""
+    try:
+        fields = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "this is not JSON; correct the line, or remove it"
+    if not isinstance(fields, dict):
+        return "this is no JSON object; each line must be one"
+    if field not in fields:
+        return f"there is no field {field!r}; the text's is another one: {_named(list(fields))}"
+    return f"the field {field!r} is no text; {_named(list(fields))}, or correct the line, or remove it"
+
+
+def _named(fields: list[str]) -> str:
+    found = ", ".join(map(repr, fields[:_MAX_FIELDS_NAMED])) or "none"
+    return f"say which with --data-field (there are {found})"
+
+
+def parquet_records(path: Path, field: str) -> Records:
+    """The column's text of each row. Raises `DataError` if the extra is not installed, or the file is unfit."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path.name} needs the Python package 'pyarrow': {how_to_add('data')}") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _require_column(path, file.schema_arrow.names, field)
+            num_rows, seen = max(1, file.metadata.num_rows), 0
+            for batch in file.iter_batches(_BATCH_ROWS, columns=[field]):
+                seen += batch.num_rows
+                yield from ((text, seen / num_rows) for text in _texts(path, batch.column(0), field))
+    except (pyarrow.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise DataError(f"{path} cannot be read as Parquet: {why}. Fetch it again, or leave it out") from error
+
+
+def dataset_records(path: Path, field: str) -> Records:
+    """Yield the column's text of each row of a data set in a folder, which is mapped into memory."""
+    try:
+        from datasets import Dataset, load_from_disk
+    except ImportError as error:
+        raise DataError(f"the data set in {path} needs the Python package 'datasets': {how_to_add('data')}") from error
+    try:
+        dataset = load_from_disk(str(path))
+        assert isinstance(dataset, Dataset)
+    except Exception as error:  # the package raises whatever its parsers do
+        raise DataError(
+            f"the data set in {path} cannot be read ({type(error).__name__}: {error}). Save it again, or leave it out"
+        ) from error
+    _require_column(path, dataset.column_names, field)
+    seen, num_rows = 0, max(1, len(dataset))
+    for table in dataset.select_columns([field]).with_format("arrow").iter(_BATCH_ROWS):
+        seen += table.num_rows
+        yield from ((text, seen / num_rows) for text in _texts(path, table.column(0), field))
+
+
+def _require_column(path: Path, columns: list[str], field: str) -> None:
+    if field not in columns:
+        raise DataError(f"{path} has no column {field!r}: {_named(columns)}")
+
+
+def _texts(path: Path, column: pyarrow.Array[Any] | pyarrow.ChunkedArray[Any], field: str) -> Iterator[bytes]:
+    """Rows of a column, null as empty."""
+    for value in column.to_pylist():
+        if not isinstance(value, str | None):
+            raise DataError(
+                f"{path}: the column {field!r} is {column.type}, and not text: name one that is with --data-field"
+            )
+        yield (value or "").encode(errors="replace")
+
+
+_READERS: Final = {"jsonl": json_records, "parquet": parquet_records, "dataset": dataset_records}

@@ -17,7 +17,7 @@ import itertools
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -72,7 +72,16 @@ class DataStream:
         shuffled = self._dataset.shuffle(seed=seed, buffer_size=SHUFFLED_DOCUMENTS)
         if self._dataset.num_shards >= FEW_SHARDS:
             return self._texts(shuffled)
-        return _from(lambda: self._texts(shuffled), skipped % MAX_SKIPPED)
+        return self._from(shuffled, skipped % MAX_SKIPPED)
+
+    def _from(self, dataset: IterableDataset, skipped: int) -> Iterator[bytes]:
+        """Skip the first ``skipped`` texts; if there are fewer, skip ``skipped`` modulo their number."""
+        num_texts = 0
+        for num_texts, text in enumerate(self._texts(dataset), 1):
+            if num_texts > skipped:
+                yield text
+        if 0 < num_texts <= skipped:
+            yield from itertools.islice(self._texts(dataset), skipped % num_texts, None)
 
     def _texts(self, dataset: IterableDataset) -> Iterator[bytes]:
         try:
@@ -124,16 +133,6 @@ def _open(name: str) -> IterableDataset:
         ) from error
 
 
-def _from(read: Callable[[], Iterator[bytes]], skipped: int) -> Iterator[bytes]:
-    """Skip the first ``skipped`` texts; if there are fewer, skip ``skipped`` modulo their number."""
-    num_texts = 0
-    for num_texts, text in enumerate(read(), 1):
-        if num_texts > skipped:
-            yield text
-    if 0 < num_texts <= skipped:
-        yield from itertools.islice(read(), skipped % num_texts, None)
-
-
 def read_held_out(
     streams: Sequence[DataStream], tokenizer: Tokenizer, share: float, num_tokens: int, progress: Progress
 ) -> Batch:
@@ -183,12 +182,8 @@ class StreamSampler(Batches):
 
     def batch(self, step: int) -> Batch:
         """Tokens (B, T + 1) of inner step ``step``. Raises `DataError` if there are no more to be had."""
-        if step != self._step:
-            self._batch = self._next(step)
-            self._step = step
-        return self._batch
-
-    def _next(self, step: int) -> Batch:
+        if step == self._step:
+            return self._batch
         if self._ready is None:
             self._ready = queue.Queue(NUM_READY)
             key = (*self._key, step.to_bytes(8, "little"))
@@ -197,55 +192,41 @@ class StreamSampler(Batches):
         if isinstance(batch, DataError):
             self._ready = None
             raise batch
+        self._batch, self._step = batch, step
         return batch
 
     def _read(self, ready: queue.Queue[Batch | DataError], key: tuple[bytes, ...]) -> None:
-        """Read batches in a separate thread, until the process ends."""
+        """Read batches in a separate thread, until the process ends.
+
+        A batch's windows lie one behind the other, each with the first token of the next.
+        """
         try:
-            for batch in self._batches(key):
-                ready.put(batch)
+            size = self.batch_size * self.context + 1
+            places = np.arange(self.batch_size)[:, None] * self.context + np.arange(self.context + 1)
+            tokens = np.empty(0, np.int64)
+            for part in self._parts(key):
+                tokens = np.concatenate([tokens, part])
+                while len(tokens) >= size:
+                    ready.put(tokens[places])
+                    tokens = tokens[size - 1 :]
         except DataError as error:
             ready.put(error)
         except Exception as error:  # without a word, the trainer would wait for ever
             ready.put(DataError(f"the stream broke off ({type(error).__name__}: {error})"))
 
-    def _batches(self, key: tuple[bytes, ...]) -> Iterator[Batch]:
-        """Windows that lie one behind the other, each with the first token of the next."""
-        size = self.batch_size * self.context + 1
-        tokens = np.empty(0, np.int64)
-        for part in self._parts(key):
-            tokens = np.concatenate([tokens, part])
-            while len(tokens) >= size:
-                starts = np.arange(self.batch_size) * self.context
-                yield tokens[starts[:, None] + np.arange(self.context + 1)]
-                tokens = tokens[size - 1 :]
-
     def _parts(self, key: tuple[bytes, ...]) -> Iterator[Batch]:
-        """Yield documents' tokens, pass after pass, alternating between streams."""
+        """Yield documents' tokens, pass after pass, one document of each stream in turn as long as it has any."""
         for number in itertools.count():
             passes = [stream.shuffled(*key, number.to_bytes(8, "little")) for stream in self._streams]
             is_empty = True
-            for text in _by_turns(passes):
-                if not is_held_out(hashlib.sha256(text).digest(), self._share):
-                    is_empty = False
-                    yield self._tokens_of(text)
+            for text in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*passes))):
+                if is_held_out(hashlib.sha256(text).digest(), self._share):
+                    continue
+                is_empty = False
+                tokens = np.append(self._tokenizer.encode(text).astype(np.int64), self._tokenizer.separator)
+                if (largest := int(tokens.max())) >= self._vocabulary:
+                    raise DataError(beyond_vocabulary(largest, self._vocabulary))
+                yield tokens
             if is_empty:
                 names = ", ".join(each.name for each in self._streams)
                 raise DataError(f"there is no text to train on in {names}: name another data set with --stream")
-
-    def _tokens_of(self, text: bytes) -> Batch:
-        tokens = np.append(self._tokenizer.encode(text).astype(np.int64), self._tokenizer.separator)
-        if (largest := int(tokens.max())) >= self._vocabulary:
-            raise DataError(beyond_vocabulary(largest, self._vocabulary))
-        return tokens
-
-
-def _by_turns(passes: Sequence[Iterator[bytes]]) -> Iterator[bytes]:
-    """One of each, as long as it has any."""
-    left = list(passes)
-    while left:
-        for each in list(left):
-            try:
-                yield next(each)
-            except StopIteration:
-                left.remove(each)

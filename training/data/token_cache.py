@@ -20,14 +20,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from ..base.durable import TEMPORARY_SUFFIX, replacing
 from ..base.errors import DataError
-from .batches import Tokens
+from .batches import Found, Parts, Tokens
 from .sources import TextSource
 
 FORMAT: Final = "farandole/tokens/2"
@@ -37,25 +37,6 @@ MAX_CACHES: Final = 4
 _MAX_ABOUT_BYTES: Final = 4_096
 _LENGTH_BYTES: Final = 8
 _COPIED_BYTES: Final = 1 << 20
-# Bytes of SHA-256: enough against accidental collisions only; a peer that lies about its text could as well not train.
-CORPUS_BYTES: Final = 8
-
-
-class Sink(Protocol):
-    """A writable destination for tokens."""
-
-    def write(self, data: bytes, /) -> object:
-        """Write the next tokens."""
-
-
-class Found(msgspec.Struct, frozen=True):
-    """The result of tokenising."""
-
-    num_documents: int
-    largest: int
-    """Of all tokens; -1 if there are none."""
-    corpus: bytes
-    """Hash of all documents with their names, in their order."""
 
 
 class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,40 +84,46 @@ class _Allowance:
             )
 
 
-class _BoundedSink:
-    """A sink with an allowance. ``num_copies``: the copies that are on the disk at the same time in the end."""
-
-    def __init__(self, sink: Sink, allowance: _Allowance, num_copies: int) -> None:
-        self._sink = sink
-        self._allowance = allowance
-        self._num_copies = num_copies
-
-    def write(self, data: bytes, /) -> None:
-        """Write tokens; raises `DataError` if there is no room for them."""
-        self._allowance.take(self._num_copies * len(data))
-        self._sink.write(data)
+def distribute(parts: Parts, training: Callable[[bytes], object], held_out: Callable[[bytes], object]) -> Found:
+    """Write each part to where it belongs."""
+    while True:
+        try:
+            is_held_out, data = next(parts)
+        except StopIteration as end:
+            found: Found = end.value
+            return found
+        (held_out if is_held_out else training)(data)
 
 
 def write_cache(
     path: Path,
     dtype: np.dtype[np.integer],
-    tokenise: Callable[[Sink, Sink], Found],
-    max_bytes: int | None = None,
-    in_use: Collection[Path] = (),
+    parts: Parts,
+    max_bytes: int | None,
+    in_use: Collection[Path],
 ) -> None:
-    """Have ``tokenise`` write tokens to train on and tokens held out, and keep both at ``path``.
+    """Keep all parts at ``path``.
 
     ``max_bytes``: what the folder may take, with files of other texts, which go where there is no room for all, except
-    files ``in_use``.
-    Raises `DataError` if that is too little or the disk will not have them, and what ``tokenise`` raises; then nothing
-    is kept.
+    files ``in_use``. Raises `DataError` if that is too little or the disk will not have them, and what ``parts``
+    raises; then nothing is kept.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_remains(path.parent)
+        for remains in path.parent.glob(f".*{SUFFIX}.*{TEMPORARY_SUFFIX}"):  # of an interrupted start of this node
+            remains.unlink(missing_ok=True)
         allowance = _Allowance(path, max_bytes, in_use)
         with replacing(path) as file, tempfile.TemporaryFile(dir=path.parent) as held_out:
-            found = tokenise(_BoundedSink(file, allowance, 1), _BoundedSink(held_out, allowance, 2))
+
+            def keep(data: bytes) -> None:
+                allowance.take(len(data))
+                file.write(data)
+
+            def hold_out(data: bytes) -> None:
+                allowance.take(2 * len(data))  # both copies are on the disk in the end
+                held_out.write(data)
+
+            found = distribute(parts, keep, hold_out)
             num_training, num_held_out = file.tell() // dtype.itemsize, held_out.tell() // dtype.itemsize
             held_out.seek(0)
             shutil.copyfileobj(held_out, file, _COPIED_BYTES)
@@ -147,7 +134,11 @@ def write_cache(
             f"the tokenised text cannot be kept in {path.parent}: {error.strerror or error}. It takes about as much "
             "room as the text: free some, or name less text"
         ) from error
-    _remove_oldest(path.parent, {path, *in_use})
+    in_use = {path, *in_use}
+    others = _newest_first(other for other in path.parent.glob(f"*{SUFFIX}") if other not in in_use)
+    for other in others[max(0, MAX_CACHES - len(in_use)) :]:
+        with contextlib.suppress(OSError):  # another process may have it mapped
+            other.unlink()
 
 
 def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
@@ -173,7 +164,7 @@ def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
     return tokens[: about.num_training], tokens[about.num_training :], about.found
 
 
-def keep_within(path: Path, max_bytes: int | None, in_use: Collection[Path] = ()) -> None:
+def keep_within(path: Path, max_bytes: int | None, in_use: Collection[Path]) -> None:
     """Have the folder of a file take no more; files of other texts go, except files ``in_use``.
 
     Raises `DataError` if the file takes more with these.
@@ -182,18 +173,5 @@ def keep_within(path: Path, max_bytes: int | None, in_use: Collection[Path] = ()
         _Allowance(path, max_bytes, in_use).take(path.stat().st_size)
 
 
-def _remove_remains(folder: Path) -> None:
-    """Remove the temporary files of an interrupted start; a folder belongs to one node."""
-    for path in folder.glob(f".*{SUFFIX}.*{TEMPORARY_SUFFIX}"):
-        path.unlink(missing_ok=True)
-
-
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-
-
-def _remove_oldest(folder: Path, in_use: Collection[Path]) -> None:
-    others = _newest_first(path for path in folder.glob(f"*{SUFFIX}") if path not in in_use)
-    for path in others[max(0, MAX_CACHES - len(in_use)) :]:
-        with contextlib.suppress(OSError):  # another process may have it mapped
-            path.unlink()

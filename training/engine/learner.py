@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Final, cast
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.protocol.trainer.trainer_messages import Replay, Replayed, TrainerSettings
 
-from ..base.device import Device, choose_device
+from ..base.determinism import build, device_class
+from ..base.device import Device, choose_device, is_out_of_memory
 from ..base.errors import TrainingError
-from ..base.memory import is_out_of_memory
 from ..data.batches import Batch, Batches
 from ..data.dataset import NOTHING, Bring, build_sampler
 from ..model.model import Transformer, language_loss
@@ -215,9 +216,13 @@ def build_learner(
         raise TrainingError("--lean is for CUDA, and was not tried on an Apple GPU: leave it out")
     sampler = build_sampler(manifest, run_id, author, bring)
     module = build_module(manifest.model, manifest.seed, allowed_models=settings.allow_model)
-    on_host = device.torch_device.type == "cuda" and (
-        settings.lean or not _has_room(module, device, settings.gpu_memory)
-    )
+    on_host = False
+    if device.torch_device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device.torch_device)
+        num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        room = min(free, settings.gpu_memory * 1e9 or free)
+        # Twice: activations and other programs need room too.
+        on_host = settings.lean or room < 2 * BYTES_WITH_AVERAGING * num_parameters
     learner = Learner(
         module,
         Recipe.of(manifest),
@@ -226,20 +231,46 @@ def build_learner(
         device=device,
         author=author,
         settings=settings,
-        averages_on_host=device.torch_device.type == "cuda" and on_host,
+        averages_on_host=on_host,
     )
     if manifest.data.epochs:
         learner.slices = sampler.slices()
     return learner
 
 
-def _has_room(module: nn.Module, device: Device, limit: float) -> bool:
-    """Return whether a GPU has room for averaging too, and for as much again: activations and other programs.
+def replay_round(own: Learner, manifest: Manifest, command: Replay, until: Until) -> Replayed:
+    """Repeat any author's inner steps of a round from the state in which they began; return hashes of the result.
 
-    ``limit``: most gigabytes of it that may be used, 0: all.
+    It has the text and the device of ``own``, which is not changed. A round's batches follow from its author and the
+    numbers of its inner steps, so a checkpoint of its start is all that a replay needs. Where the run is deterministic
+    and both processors are of one class (`farandole.training.base.determinism`), the hashes equal the author's. A
+    replay has a separate replica: memory for about eight copies of the model. ``until`` is called before each inner
+    step; if it returns True before the last one, the replay reports a problem.
     """
-    if device.torch_device.type != "cuda":
-        return False
-    free, _ = torch.cuda.mem_get_info(device.torch_device)
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    return min(free, limit * 1e9 or free) >= 2 * BYTES_WITH_AVERAGING * num_parameters
+    try:
+        learner = Learner(
+            build_module(manifest.model, manifest.seed),
+            Recipe.of(manifest),
+            own.sampler.of_author(command.author),
+            run_id=own.checkpoint.run_id,
+            device=own.device,
+            settings=TrainerSettings(microbatch=command.microbatch),
+        )
+        learner.checkpoint.load(Path(command.path))
+        learner.replica.optimizer.begun_at = command.begun_at
+        if learner.totals.steps != command.first_step:
+            raise TrainingError(f"it begins at inner step {learner.totals.steps}, not {command.first_step}")
+        if not 0 <= command.fragment < manifest.outer.fragments:
+            raise TrainingError(f"there is no fragment {command.fragment}")
+        last_step = command.first_step + command.steps
+        learner.inner_steps(lambda: learner.totals.steps == last_step or until())
+        if learner.totals.steps != last_step:
+            return Replayed(problem="it was interrupted")
+        out = bytearray(learner.round_end.contribution_bytes)
+        _, contribution = learner.round_end.contribute(out, command.fragment)
+    except TrainingError as error:
+        return Replayed(problem=str(error), is_unfit=True)
+    except MemoryError as error:
+        return Replayed(problem=str(error) or "there is no memory for a second replica")
+    kind = build(), device_class(own.device.torch_device), own.sampler.corpus
+    return Replayed(learner.replica.optimizer.digest(), contribution, "", False, *kind)

@@ -158,7 +158,7 @@ class InnerOptimizer:
         *,
         is_queued: bool | None = None,
     ) -> None:
-        """``drift``: a correction (n,) fp32, of which each step adds its rate's share (`training.outer.drift`).
+        """``drift``: a correction (n,) fp32, of which each step adds its rate's share (`outer_state.correct_`).
 
         ``is_queued``: whether a step must not wait for the device; None: as the weights' device requires.
         """

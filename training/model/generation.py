@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import Manifest
 
-from ..base.device import Device
+from ..base.device import Device, is_out_of_memory
 from ..base.errors import CheckpointError, TrainingError
-from ..base.memory import is_out_of_memory
 from .model import Transformer
 from .sampling import GREEDY, Sampling
 from .stages import build_module

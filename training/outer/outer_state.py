@@ -21,8 +21,54 @@ from ..base.workers import each_piece, one_thread
 from .codec import slices
 from .contribution import Contribution, Contributor
 from .copying import Copier
-from .drift import correct_
 from .rule import Meeting, OuterRule, OwnVectors, rule_of
+
+# Share of the correction that stays after an exchange.
+_KEPT: Final = 0.98
+
+
+def correct_(drift: Tensor, meeting: Meeting, scale: float) -> None:
+    """Update a piece of the drift correction (n,) by an exchange, with ``scale`` = d / sum of rates.
+
+    It is a force on the inner steps that stands for the text that a replica does not see. Between two exchanges a
+    replica's own text pulls its weights w away from the others'. How far it was pulled too hard is seen at an exchange,
+    as the difference between the mean and w. With strength d, after an exchange
+
+        c <- 0.98 c + d (mean - w) / (sum of the learning rates of the round's inner steps)
+
+    and every inner step adds its learning rate times c to the weights. This is the control variate of local gradient
+    methods (ProxSkip, arXiv 2202.09357; SCAFFOLD, arXiv 1910.06378) in the space of weights, with a memory that fades,
+    since the mean is a pair's and not all replicas'. It needs no traffic: the partner's weights arrive anyway.
+    """
+    drift.mul_(_KEPT).add_(meeting.mean().sub_(meeting.own), alpha=scale)
+
+
+class RateSums:
+    """The learning rates of inner steps, summed for each fragment since its last outer step."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self.total = 0.0
+        """Over all inner steps."""
+        # The total at each fragment's last settled contribution; None: unknown.
+        self._before: list[float | None] = [0.0] * num_fragments
+
+    def add(self, rate: float) -> None:
+        """Count an inner step."""
+        self.total += rate
+
+    def since(self, fragment: int) -> float:
+        """Return the sum of the steps that a contribution of the fragment made now has; 0 if it is unknown."""
+        before = self._before[fragment]
+        return 0.0 if before is None else self.total - before
+
+    def settle(self, fragment: int, total: float) -> None:
+        """Note an outer step of the fragment, with a contribution that was made at this `total`."""
+        self._before[fragment] = total
+
+    def restart(self) -> None:
+        """Note that weights were loaded. With fragments, they have progress of inner steps that were not counted."""
+        self._before = [self.total if len(self._before) == 1 else None for _ in self._before]
+
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
@@ -53,7 +99,7 @@ class OuterState:
         self.slow = fast.clone()
         self.vectors = {name: torch.zeros_like(fast) for name in settings.vectors}
         self.drift = torch.zeros_like(fast) if settings.drift else None
-        """The drift correction, (n,) fp32 (`farandole.training.outer.drift`)."""
+        """The drift correction, (n,) fp32 (`farandole.training.outer.outer_state`)."""
         self._fast = fast
         self._rule = rule_of(settings) if rule is None else rule
         self._own = OwnVectors(fast, self.slow, self.vectors)
@@ -86,14 +132,17 @@ class OuterState:
         is_alone = not contributions
         own_place = 0 if is_alone else next(place for place, each in enumerate(contributions) if each is made.sent)
         if is_alone:
-            contributions, weights = [self._undistorted(made, whole)], [1.0]
+            contributions, weights = [made.theta if self._rule.sends_fast_weights else made.sent], [1.0]
+            for piece in () if self._rule.sends_fast_weights else slices(len(made.sent)):
+                made.sent[piece] = self._rule.contribution(whole.piece(piece))  # without the codec's errors
         keeps_own_exact = self.settings.is_lossy and self._rule.keeps_own_exact and not is_alone
 
         def step(piece: slice) -> None:
             own = whole.piece(piece)
             pieces = [contribution[piece] for contribution in contributions]
             if keeps_own_exact:
-                pieces = self._around_own(own, pieces, own_place)
+                sent, exact = pieces[own_place], self._rule.contribution(own)
+                pieces = [exact if place == own_place else exact + (other - sent) for place, other in enumerate(pieces)]
             meeting = Meeting(pieces, weights, own_place, is_late)
             if self.drift is not None and rates > 0.0 and not is_alone:
                 correct_(self.drift[made.part][piece], meeting, self.settings.drift / rates)
@@ -107,14 +156,6 @@ class OuterState:
         if not is_alone:
             self.contributor.passed_on(made)
 
-    def _around_own(self, own: OwnVectors, contributions: Sequence[Tensor], own_place: int) -> list[Tensor]:
-        """Return ``contributions``, (n,) each, relative to the exact one of this replica; see `step`."""
-        sent, exact = contributions[own_place], self._rule.contribution(own)
-        return [
-            exact if place == own_place else exact + (contribution - sent)
-            for place, contribution in enumerate(contributions)
-        ]
-
     def limit_momentum(self, part: slice, movement: float) -> bool:
         """Clip what is carried over from earlier rounds; returns whether it was too much.
 
@@ -123,10 +164,8 @@ class OuterState:
         arXiv 2401.16265, section 3.3, with another yardstick). A checkpoint of a stranger's may have any, and so may
         a round in which the loss went up steeply.
         """
-        limit, has_clipped = MAX_MOMENTUM * self.settings.momentum_gain * movement, False
-        for momentum in (vector[part] for name, vector in self.vectors.items() if name == "momentum"):
-            has_clipped |= _clip(momentum, limit)
-        return has_clipped
+        momentum = self.vectors.get("momentum")
+        return momentum is not None and _clip(momentum[part], MAX_MOMENTUM * self.settings.momentum_gain * movement)
 
     def limit_drift(self, part: slice, movement: float, rates: float) -> None:
         """Clip the drift correction of a part after a step, so that a round of inner steps adds not too much of it.
@@ -134,9 +173,8 @@ class OuterState:
         ``rates``: the sum of the learning rates of a round's inner steps; ``movement`` as in `limit_momentum`. What a
         partner causes stays in the correction for some fifty exchanges, which a liar could otherwise make use of.
         """
-        if self.drift is None:
-            return
-        _clip(self.drift[part], MAX_DRIFT * movement / rates)
+        if self.drift is not None:
+            _clip(self.drift[part], MAX_DRIFT * movement / rates)
 
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
@@ -197,14 +235,6 @@ class OuterState:
     def distorts(self, made: Contribution) -> bool:
         """Return whether a partner decodes fast weights with the codec's errors."""
         return self._rule.sends_fast_weights and made.sent.data_ptr() != made.theta.data_ptr()
-
-    def _undistorted(self, made: Contribution, own: OwnVectors) -> Tensor:
-        """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
-        if self._rule.sends_fast_weights:
-            return made.theta
-        for piece in slices(len(made.sent)):
-            made.sent[piece] = self._rule.contribution(own.piece(piece))
-        return made.sent
 
     def saved(self) -> dict[str, Tensor]:
         """Return this replica's own vectors for a checkpoint, which no other replica needs: (n,), by name."""

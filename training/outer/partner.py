@@ -6,21 +6,97 @@ or bytes at another address, decode everything again.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from ..base.errors import CodecError
+from ..base.errors import CodecError, DataError
 from ..base.workers import one_thread
-from ..screening.history import Histories
-from ..screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
-from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
+from ..screening.rule import (
+    EVALUATION_BATCHES,
+    EVALUATION_SECONDS,
+    Encounter,
+    Histories,
+    Partner,
+    Refuse,
+    ScreeningRule,
+    Verdict,
+)
+from .codec import Buffer, Form, TopK, bytes_of, bytes_to_read, check_length, slices
 from .contribution import Contribution
 from .copying import Copier
-from .evaluation_time import EvaluationTime
-from .topk import TopK
+
+# Evaluations that are remembered.
+_REMEMBERED: Final = 4
+# If one batch takes too long, one is tried again at every fourth contribution. But not if it took more than four times
+# `EVALUATION_SECONDS`, since the partner waits meanwhile.
+_TRIED_EVERY: Final = 4
+_MAX_TRIED: Final = 4.0
+
+
+class EvaluationTime:
+    """How many held-out batches a screening rule's losses are taken on: as many as a partner can wait for.
+
+    One number for all losses of a contribution, which are compared. It follows from the duration of the newest
+    evaluations, the shortest of which counts: a machine that was busy at first is not slow for ever.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: seconds."""
+        self._clock = clock
+        self._seconds = deque[float](maxlen=_REMEMBERED)  # for one batch, of the newest evaluations
+        self.chosen: int | None = None
+        """What `num_batches` has returned for this contribution; None before that."""
+        self._has_text = True
+        self._num_untried = 0
+
+    def begin(self) -> None:
+        """Expect another contribution."""
+        self.chosen = None
+
+    def num_batches(self, evaluate: Callable[[int], float]) -> int:
+        """Return how many batches can be evaluated in `EVALUATION_SECONDS`, at most `EVALUATION_BATCHES`.
+
+        0 where no loss is known: there is no text, or the machine is too slow. ``evaluate`` takes a number of batches
+        and returns a loss; it is called to measure where nothing is known yet.
+        """
+        if self.chosen is None:
+            try:
+                if not self._measured() and self._may_try(evaluate):
+                    self.timed(evaluate, 1)
+            except DataError:
+                self._has_text = False
+            self.chosen = self._measured()
+        return self.chosen
+
+    def _measured(self) -> int:
+        if not self._has_text or not self._seconds:
+            return 0
+        return int(min(EVALUATION_SECONDS / min(self._seconds), EVALUATION_BATCHES))
+
+    def _may_try(self, evaluate: Callable[[int], float]) -> bool:
+        """Return whether to evaluate a batch: its duration is not known, or was too long some contributions ago."""
+        if not self._has_text:
+            return False
+        if not self._seconds:
+            evaluate(1)  # a warm-up
+            return True
+        if min(self._seconds) > _MAX_TRIED * EVALUATION_SECONDS:
+            return False
+        self._num_untried = (self._num_untried + 1) % _TRIED_EVERY
+        return not self._num_untried
+
+    def timed(self, evaluate: Callable[[int], float | None], num_batches: int) -> float | None:
+        """Return the loss on ``num_batches``, and note how long it took."""
+        started_at = self._clock()
+        loss = evaluate(num_batches)
+        self._seconds.append(max(self._clock() - started_at, 1e-9) / num_batches)
+        return loss
+
 
 Describe = Callable[[Encounter, Tensor], Partner]
 """Returns what a rule may know of a partner, given its decoded contribution (n,).
@@ -78,18 +154,14 @@ class PartnerContribution:
                     return
                 self._num_taken = piece.stop
                 try:
-                    self._decode(own, piece, source[place])
+                    values = self._memory[piece]
+                    if isinstance(self._form, TopK):
+                        values.copy_(own.sent[piece])
+                    self._form.decode(self._copier.fetch(bytes_to_read(source[place])), values)
                 except CodecError as error:
                     self._problem = error
                 else:
-                    self._rule.feed(own.sent[piece], self._memory[piece])
-
-    def _decode(self, own: Contribution, piece: slice, encoded: npt.NDArray[np.uint8]) -> None:
-        """Decode a piece of a partner's contribution for ``own`` from its bytes (bytes,) uint8."""
-        values = self._memory[piece]
-        if isinstance(self._form, TopK):
-            values.copy_(own.sent[piece])
-        self._form.decode(self._copier.fetch(bytes_to_read(encoded)), values)
+                    self._rule.feed(own.sent[piece], values)
 
     def judge(self, data: Buffer, encounter: Encounter, describe: Describe) -> Verdict:
         """Decode the rest and judge the whole contribution. A refusal is remembered at once."""

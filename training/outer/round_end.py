@@ -30,14 +30,12 @@ from farandole.protocol.run.screening_rules import ScreeningConfig
 
 from ..base.errors import CodecError, DataError, DivergedError, ScreeningError
 from ..base.parameters import Layout
-from ..screening.history import Histories
-from ..screening.rule import UNKNOWN, Encounter, Partner, Refuse, Verdict, rule_of
+from ..screening.rule import UNKNOWN, Encounter, Histories, Partner, Refuse, Verdict, rule_of
 from .codec import Buffer
 from .contribution import Contribution
 from .copying import copier_for
-from .drift import RateSums
 from .fast_weights import FastWeights
-from .outer_state import OuterState, Tried
+from .outer_state import OuterState, RateSums, Tried
 from .partner import PartnerContribution
 from .side_thread import SideThread
 

@@ -72,8 +72,7 @@ from torch import Tensor
 
 from farandole.protocol.run.screening_rules import GuardConfig
 
-from .history import History
-from .rule import Accept, Encounter, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens
+from .rule import Accept, Encounter, History, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens
 
 # Number of accepted distances whose median is used. With fewer than MIN_KNOWN, this node's own movement is used.
 WINDOW: Final = 16

@@ -16,7 +16,7 @@ from farandole.protocol.epochs.leases import Leases
 from farandole.protocol.state.entries import Kind, Lease
 from farandole.protocol.trainer.trainer_messages import DrawSlices, SlicesTrained
 from farandole.testnet.simulate.state import SimulatedNode, World
-from farandole.training.data.slices import SliceQueue
+from farandole.training.data.batches import SliceQueue
 
 CORPUS = b"one text"
 TICK_SECONDS = 1.0

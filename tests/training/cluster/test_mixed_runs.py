@@ -210,7 +210,7 @@ class Renamed(nn.Module):
     ("change", "settings", "words"),
     [
         ({}, {}, "tokens_per_step=.* has 64"),
-        ({"num_stages": 2}, {"tokens_per_step": 1}, "2 stages"),
+        ({"num_stages": 2}, {"tokens_per_step": 1}, "exclude each other"),
         ({"width": 32}, {"tokens_per_step": 1}, r"embedding.weight is \(64, 16\) here and \(64, 32\) .* more"),
         ({"num_layers": 1}, {"tokens_per_step": 1}, r"also trains layers.1.* and 3 more\. Give NoLoCo"),
         ({"num_layers": 3}, {"tokens_per_step": 1}, r"lacks layers.2.* and 3 more\. Give NoLoCo"),

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from farandole.protocol.run.manifest import DataConfig
 from farandole.training.base.errors import DataError
 from farandole.training.data import dataset as data
-from farandole.training.data.batches import draw, is_held_out
+from farandole.training.data.batches import Found, draw, is_held_out
 from farandole.training.data.dataset import Bring, Sampler, Text, load_text, text_of
 from farandole.training.data.sources import Document
-from farandole.training.data.token_cache import Found
 from farandole.training.data.tokenizer import ByteTokenizer
 
 from ...token_arrays import array_of

@@ -11,8 +11,7 @@ import pytest
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest
 from farandole.protocol.run.models import preset
 from farandole.training.base.errors import DataError
-from farandole.training.data.dataset import Bring, build_sampler
-from farandole.training.data.mixture import Mixture
+from farandole.training.data.dataset import Bring, Mixture, build_sampler
 
 CODE, WEB = ord("c"), ord("w")
 MANIFEST = Manifest(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from farandole.protocol.run.manifest import DataConfig
 from farandole.training.base.errors import NoSliceError
 from farandole.training.base.permutation import permute
+from farandole.training.data.batches import SliceQueue
 from farandole.training.data.dataset import Bring, Sampler, load_text, text_of
-from farandole.training.data.slices import SliceQueue
 from farandole.training.data.sources import Document
 from farandole.training.data.tokenizer import ByteTokenizer
 

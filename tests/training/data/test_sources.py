@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.training.base.errors import DataError
-from farandole.training.data import records
+from farandole.training.data import sources
 from farandole.training.data.sources import DOCUMENT_BYTES, Document, Reader, sources_of, stdlib_sources
 
 TEXTS = ["the first text", "the second, ünï", "a third one\nof two lines"]
@@ -86,7 +86,7 @@ def test_what_is_packed_by_gzip_is_read_as_if_it_were_not(tmp_path: Path) -> Non
 def test_what_unpacks_to_very_much_takes_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1 << 20)
+    monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 1 << 20)
     with gzip.open(tmp_path / name, "wb") as file:
         for _ in range(16):
             file.write(b"x" * (1 << 20))
@@ -196,7 +196,7 @@ def test_only_data_errors_come_of_anything(tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 100)
     (tmp_path / "a.jsonl").write_bytes(b"x" * 101)
     with pytest.raises(DataError, match=r"line 1 has more than 100 bytes: .* Leave the file out"):
         documents(tmp_path / "a.jsonl")

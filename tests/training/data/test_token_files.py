@@ -10,7 +10,7 @@ import pytest
 
 from farandole.protocol.run.manifest import DataConfig
 from farandole.training.base.errors import DataError
-from farandole.training.data import token_index
+from farandole.training.data import token_files
 from farandole.training.data.dataset import Bring, Sampler, Text, load_text
 from farandole.training.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -93,7 +93,7 @@ def test_tokens_stay_in_their_file_and_their_index_is_kept(tmp_path: Path, monke
     def refuse(*_: object) -> None:
         raise AssertionError("the file is looked through again")
 
-    monkeypatch.setattr(token_index, "is_held_out", refuse)
+    monkeypatch.setattr(token_files, "is_held_out", refuse)
     assert tokens_of(load(path, cache=tmp_path / "tokens")) == tokens_of(first)
 
 
@@ -105,8 +105,8 @@ def test_nothing_is_held_out_if_the_run_holds_nothing_out(tmp_path: Path) -> Non
 
 
 def test_a_long_document_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_index, "DOCUMENT_TOKENS", 16)
-    monkeypatch.setattr(token_index, "_BLOCK_TOKENS", 10)  # a document may cross blocks
+    monkeypatch.setattr(token_files, "DOCUMENT_TOKENS", 16)
+    monkeypatch.setattr(token_files, "_BLOCK_TOKENS", 10)  # a document may cross blocks
     long = [number % 400 for number in range(500)]
     np.array(long, np.uint16).tofile(tmp_path / "train.bin")
 

@@ -13,8 +13,7 @@ from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.testnet.methods.baselines import Method
 from farandole.testnet.methods.stacked import Trial, train_stacked
-from farandole.training.base.device import CONTEXT_BYTES, choose_device, limit_memory
-from farandole.training.base.memory import is_out_of_memory
+from farandole.training.base.device import CONTEXT_BYTES, choose_device, is_out_of_memory, limit_memory
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe

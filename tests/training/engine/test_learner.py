@@ -11,9 +11,8 @@ import torch
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.base.device import choose_device
+from farandole.training.base.device import choose_device, is_out_of_memory
 from farandole.training.base.errors import DataError, TrainingError
-from farandole.training.base.memory import is_out_of_memory
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe

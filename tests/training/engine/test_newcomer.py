@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from farandole.training.engine.engine import MAX_GROWTH, Fitness, fitness_of, why_unfit
 from farandole.training.engine.learner import Learner
-from farandole.training.engine.newcomer import MAX_GROWTH, Fitness, fitness_of, why_unfit
 
 from ..conftest import MakeReplica
 

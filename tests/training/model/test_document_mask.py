@@ -26,8 +26,7 @@ from farandole.training.base.errors import DataError
 from farandole.training.data.batches import Batches
 from farandole.training.data.dataset import Bring, Sampler, Text, build_sampler
 from farandole.training.data.tokenizer import ByteTokenizer, load_tokenizer
-from farandole.training.engine.learner import Learner
-from farandole.training.engine.replay import replay_round
+from farandole.training.engine.learner import Learner, replay_round
 from farandole.training.engine.replica import Recipe
 from farandole.training.model.generation import generate, last_logits, load_model
 from farandole.training.model.model import Transformer, build_model, document_mask, language_loss

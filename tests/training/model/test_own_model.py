@@ -19,7 +19,7 @@ from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import language_loss
-from farandole.training.model.own_trial import Tried, try_own_model
+from farandole.training.model.own_model import Tried, try_own_model
 from farandole.training.model.stages import as_stage, build_module, build_stage
 
 from ..conftest import ALICE, RUN_ID

@@ -12,11 +12,13 @@ from farandole.training.base.errors import CodecError
 from farandole.training.outer import codec
 from farandole.training.outer.codec import (
     CODECS,
+    MAX_FP16,
+    MAX_MAGNITUDE,
+    MIN_SCALE,
     decode,
     encode,
     encoded_size,
 )
-from farandole.training.outer.magnitudes import MAX_FP16, MAX_MAGNITUDE, MIN_SCALE
 
 BLOCKS = {"int8": (256, 127), "int4": (64, 7)}
 codecs = pytest.mark.parametrize("name", CODECS)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from farandole.training.base.errors import DataError
-from farandole.training.outer.evaluation_time import EvaluationTime
+from farandole.training.outer.partner import EvaluationTime
 from farandole.training.screening.rule import EVALUATION_BATCHES, EVALUATION_SECONDS
 
 

@@ -12,8 +12,7 @@ from farandole.protocol.run.outer_rules import DEFAULT_TOPK
 from farandole.training.base.errors import CodecError, DivergedError
 from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec
-from farandole.training.outer.magnitudes import MIN_SCALE
-from farandole.training.outer.topk import TopK
+from farandole.training.outer.codec import MIN_SCALE, TopK
 from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, MakeReplica

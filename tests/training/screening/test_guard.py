@@ -24,8 +24,7 @@ from farandole.training.screening.guard import (
     OUTLIER_WINDOW,
     WINDOW,
 )
-from farandole.training.screening.history import History
-from farandole.training.screening.rule import Accept, Encounter, Partner, Refuse, Verdict, rule_of
+from farandole.training.screening.rule import Accept, Encounter, History, Partner, Refuse, Verdict, rule_of
 
 from ..conftest import ALICE, BOB, MakeReplica
 

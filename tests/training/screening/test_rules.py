@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 
 from farandole.protocol.run.screening_rules import GuardConfig, ScreeningConfig, ScreeningRules
 from farandole.training.engine.learner import HeldOutLoss, Learner
-from farandole.training.outer import evaluation_time
-from farandole.training.screening.history import MAX_NUMBERS, MAX_PEERS, MAX_SERIES, Histories, History
-from farandole.training.screening.rule import EVALUATION_BATCHES, Accept, Encounter, Partner, Refuse, ScreeningRule
+from farandole.training.outer import partner
+from farandole.training.screening.rule import (
+    EVALUATION_BATCHES,
+    MAX_NUMBERS,
+    MAX_PEERS,
+    MAX_SERIES,
+    Accept,
+    Encounter,
+    Histories,
+    History,
+    Partner,
+    Refuse,
+    ScreeningRule,
+)
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal
 
@@ -143,7 +154,7 @@ def test_an_empty_history_has_no_numbers() -> None:
 def test_a_slow_machine_takes_the_loss_on_fewer_batches_or_not_at_all(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, seconds: float, num_batches: int
 ) -> None:
-    monkeypatch.setattr(evaluation_time, "EVALUATION_SECONDS", seconds)
+    monkeypatch.setattr(partner, "EVALUATION_SECONDS", seconds)
     alice, bob = (make_replica(author, screening=GuardConfig(checked_share=1.0)) for author in (ALICE, BOB))
     for each in (alice, bob):
         each.learn()
