@@ -351,8 +351,8 @@ DECODERS: dict[str, Decoder] = {
     "introduction": of(decode_introduction, Introduction),
     "introduction-answer": of(decode_introduction_answer, IntroductionAnswer),
     "invite-body": Decoder(read_invite, [_INVITE_BODY], InviteError),
-    "invite-text": Decoder(  # typed by a person; nearly all mutants cost a search for the wrong letter
-        lambda data: decode_invite(data.decode(errors="replace")), [encode_invite(_INVITE).encode()], InviteError, 0.01
+    "invite-text": Decoder(
+        lambda data: decode_invite(data.decode(errors="replace")), [encode_invite(_INVITE).encode()], InviteError
     ),
     "manifest": Decoder(
         manifest.decode_manifest, [manifest.sign_manifest(manifest.decode_body(_MANIFEST), KEY).encode()], ManifestError

@@ -13,10 +13,8 @@ import torch
 import trio
 from msgspec.structs import replace
 
-from farandole.node.base.config.toml_file import read_toml
 from farandole.node.base.errors import JoinError
-from farandole.node.base.exits import Exit
-from farandole.node.store.run_file import manifest_of, manifest_of_file, require_trainable_model
+from farandole.node.store.run_file import manifest_of, require_trainable_model
 from farandole.protocol.run.manifest import Manifest, StartConfig, decode_manifest, manifest_from_dict
 from farandole.protocol.run.models import num_parameters
 from farandole.protocol.wire.errors import ManifestError
@@ -66,24 +64,6 @@ async def until_learnt(node: Daemon) -> None:
             seen = [loss for _, loss in (await node.status()).losses]
 
 
-async def test_two_nodes_train_it_and_a_third_is_told_what_it_needs(tmp_path: Path, texts: Path) -> None:
-    path, run_id = manifest_file(tmp_path, num_stages=1)
-    options = ("--data", str(texts), "--allow-model", BUILD)
-    async with joined(tmp_path / "alice", str(path), *options) as alice:
-        await alice.says("listening on")
-        invite = alice.invite(run_id)
-        async with joined(tmp_path / "bob", invite, *options) as bob:
-            await bob.says("trainer ready")
-            await bob.says("averaged with", alice.name)
-            await until_learnt(alice)
-
-            async with joined(tmp_path / "carol", invite, "--data", str(texts)) as carol:
-                told = await carol.says("error:")
-                assert f"--allow-model {BUILD}" in told
-                assert "install it into farandole's environment" in told
-                assert await carol.process.wait() == Exit.CANNOT_JOIN
-
-
 async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None:
     path, run_id = manifest_file(tmp_path, num_stages=2)
     options = ("--data", str(texts), "--allow-model", BUILD)
@@ -93,16 +73,6 @@ async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None
         async with joined(tmp_path / "bob", invite, *options, "--stage", "1") as bob:
             await bob.says("trainer ready")
             await until_learnt(alice)
-
-
-async def test_a_node_without_the_code_is_told_which_it_needs(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = manifest_file(tmp_path, num_stages=1)
-    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].replace(f"{EXAMPLE}{os.pathsep}", ""))
-    async with joined(tmp_path / "alice", str(path), "--data", str(texts), "--allow-model", BUILD) as alice:
-        assert "there is no module 'own_model' here: install the package" in await alice.says("error:")
-        assert await alice.process.wait() == Exit.TRAINER_FAILED
 
 
 # Run files
@@ -126,12 +96,6 @@ def test_a_module_without_sections_is_one_layer() -> None:
     assert (model.num_layers, model.width) == (1, 0)
     with pytest.raises(ManifestError, match="makes a module without sections: it trains whole"):
         own_run({"own": WHOLE, "num_stages": 2})
-
-
-def test_the_example_says_what_it_makes() -> None:
-    manifest = manifest_of_file(read_toml(EXAMPLE / "run.toml"), 0, [BUILD])
-    assert manifest.model.own is not None
-    assert manifest.model.own.config == {"width": 64, "depth": 4}
 
 
 @pytest.mark.parametrize(

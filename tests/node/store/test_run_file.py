@@ -5,7 +5,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,13 +45,6 @@ def test_the_schedule_may_be_in_tokens_of_one_member() -> None:
     assert (manifest.inner.warmup_steps, manifest.inner.total_steps) == (20, 1_953)
     least = manifest_of({"name": "a", "model": "tiny", "inner": {"total_tokens": 1}}, Path(), 0)
     assert least.inner.total_steps == 1
-
-
-def test_a_run_may_mask_documents() -> None:
-    settings = {"name": "a", "model": "tiny", "inner": {"deterministic": True}, "audits": 0.03}
-    manifest = manifest_of({**settings, "data": {"mask_documents": True}}, Path(), 0)
-    assert manifest.data.mask_documents
-    assert not manifest_of(settings, Path(), 0).data.mask_documents
 
 
 def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
@@ -107,11 +99,6 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
     path.write_text(text)
     with pytest.raises(ManifestError, match=message):
         manifest_of_file(read_toml(path), now=0)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="cannot read"):
-        manifest_of_file(read_toml(tmp_path / "run.toml"), now=0)
 
 
 def fault(tmp_path: Path, text: str) -> str:
@@ -214,12 +201,6 @@ def test_any_other_value_is_valid_or_a_fault_that_names_it(data: st.DataObject) 
     except ManifestError as error:
         found = str(error)
     assert section in found
-
-
-def test_a_good_file_makes_the_manifest_of_its_settings() -> None:
-    """The bytes of the manifest decide on the run id."""
-    expected = manifest_of(tomllib.loads(EXAMPLE.read_text()), EXAMPLE.parent, 0)
-    assert msgspec.msgpack.encode(manifest_of_file(read_toml(EXAMPLE), now=0)) == msgspec.msgpack.encode(expected)
 
 
 def test_a_section_about_screening_without_a_kind_is_about_the_guard() -> None:

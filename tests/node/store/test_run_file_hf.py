@@ -13,12 +13,10 @@ from farandole.node.base.config.toml_file import read_toml
 from farandole.node.store.run_file import MAX_CONFIG_BYTES, manifest_of, manifest_of_file
 from farandole.protocol.run.families.gpt2 import GPT2Config
 from farandole.protocol.run.families.llama import DefaultRope, LinearRope, Llama3Rope, LlamaConfig
-from farandole.protocol.run.models import num_parameters, stage_parameters
+from farandole.protocol.run.models import num_parameters
 from farandole.protocol.wire.errors import ManifestError
 
 from ...tokenizer_files import word_level
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "llama-3-stages" / "run.toml"
 
 # Original configurations: https://huggingface.co/openai-community/gpt2, and Llama 3.2 1B.
 GPT2: dict[str, Any] = json.loads("""{
@@ -80,15 +78,6 @@ def test_a_configurations_folder_may_have_the_tokenizer_wherever_the_run_file_li
     assert (tokenizer.kind, tokenizer.sha256) == ("tokenizers", hashlib.sha256(word_level("a")).hexdigest())
 
 
-def test_the_example_cuts_a_llama_in_three() -> None:
-    manifest = manifest_of_file(read_toml(EXAMPLE), now=0)
-    assert isinstance(manifest.model.hf, LlamaConfig)
-    model = manifest.model
-    sizes = [stage_parameters(model, stage) for stage in range(3)]
-    assert sum(sizes) == num_parameters(model)
-    assert max(sizes) < num_parameters(model) / 2
-
-
 def test_gpt2_as_it_comes() -> None:
     manifest = manifest_of({"name": "a", "model": {"hf": GPT2}}, Path(), 0)
     assert manifest.model.hf == GPT2Config(
@@ -144,11 +133,6 @@ def test_what_would_be_another_model_is_refused_by_name(wrong: dict[str, Any], m
         hf_of({**LLAMA, **wrong})
 
 
-def test_sizes_are_not_said_twice() -> None:
-    with pytest.raises(ManifestError, match=r"model\.width is 64, but model\.hf makes it 2048"):
-        manifest_of({"name": "a", "model": {"hf": LLAMA, "width": 64}}, Path(), 0)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -165,9 +149,3 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: bytes, mes
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ManifestError, match=message):
         manifest_of({"name": "a", "model": {"hf": "config.json"}}, tmp_path, 0)
-
-
-@pytest.mark.parametrize("hf", ["nowhere.json", 3, True, []])
-def test_what_is_not_there_is_refused(tmp_path: Path, hf: object) -> None:
-    with pytest.raises(ManifestError, match=r"model\.hf"):
-        manifest_of({"name": "a", "model": {"hf": hf}}, tmp_path, 0)

@@ -16,7 +16,6 @@ from safetensors.numpy import load, load_file
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host
-from farandole.node.store import disk_space as room_module
 from farandole.node.store.disk_space import Room, used_bytes
 from farandole.node.transfers import serve as giving
 from farandole.node.transfers.donor import Conditions
@@ -27,7 +26,6 @@ from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints import download
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, num_blocks
-from farandole.protocol.wire.identity import short_name
 
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback
@@ -223,39 +221,12 @@ async def test_the_newest_checkpoint_is_asked_for_by_its_stage(tmp_path: Path) -
             await ask_for_index(newcomer.conditions, donor.host.author, 0, max_size - 1)
 
 
-async def test_nobody_who_has_it_is_said_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_members(2) as (newcomer, donor):
-        await newcomer.host.connect(donor.host.author)
-        monkeypatch.setattr(download, "PATIENCE", 3.0)
-        with pytest.raises(match=f"{short_name(donor.host.author)}: it does not have"):
-            await fetch(newcomer, [donor], tmp_path / "ours")
-        with pytest.raises(match="nobody"):
-            await fetch(newcomer, [], tmp_path / "ours")
-
-
 async def test_what_nobody_has_any_more_is_given_up_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "PATIENCE", 1_000.0)
     async with open_members(3) as (newcomer, *donors):
         donors[0].holding = hold(tmp_path / "theirs", checkpoint_bytes(1_000))
         with pytest.raises(match="nobody has it any more"):
             await fetch(newcomer, donors, tmp_path / "ours")
-
-
-async def test_one_who_has_it_is_asked_though_others_have_it_no_more(tmp_path: Path) -> None:
-    async with open_members(3) as (newcomer, *donors):
-        donors[1].holding = hold(tmp_path / "theirs", CONTENT)
-        await fetch(newcomer, donors, tmp_path / "ours")
-        assert is_what_was_wanted(tmp_path / "ours")
-
-
-async def test_a_disk_without_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_members(2) as (newcomer, donor):
-        donor.holding = hold(tmp_path / "theirs", CONTENT)
-        with pytest.raises(match="cannot be stored"):
-            await fetch(newcomer, [donor], tmp_path / "nowhere" / "ours")
-        monkeypatch.setattr(room_module, "SPARE_BYTES", 1 << 60)
-        with pytest.raises(match="room are needed"):
-            await fetch(newcomer, [donor], tmp_path / "ours")
 
 
 async def test_what_is_more_than_the_owner_allows_is_refused_before_any_weights_move(tmp_path: Path) -> None:

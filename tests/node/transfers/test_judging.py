@@ -65,17 +65,6 @@ async def test_a_newcomer_whose_members_never_come_back_begins_anew(
     assert not world.settings.fetched(1).exists()
 
 
-async def test_weights_that_were_taken_up_cost_nobody_its_credit(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
-    world.members = {ANN: 1}
-    world.by_peer = {(ANN, 1): (ANN, 29)}
-    await world.weights.obtain()
-    world.settings.fetched(1).replace(world.settings.checkpoints / "stage-1-round-29.safetensors")
-    await world.weights.obtain()
-    assert world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
-
-
 async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second_time(
     world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -205,25 +194,6 @@ async def test_where_no_member_answers_weights_are_taken_with_a_warning(
     world.members[BOB], world.by_peer[BOB, 1] = 1, (BOB, 20)
     await world.begin().obtain()
     assert "none of 1 members answered" in world.journal.warnings[-1]
-
-
-async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(
-    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold_alike(world, [], [ANN, BOB])
-    monkeypatch.setattr(comparing, "ask_for_sketch", never)
-    began_at = trio.current_time()
-    await world.weights.obtain()
-    assert trio.current_time() - began_at < comparing.COMPARISON_TIMEOUT + 2
-
-
-async def test_a_stage_to_which_a_node_would_move_is_compared_too(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
-    hold_alike(world, [ANN], [BOB, CYD])
-    world.stage = 0
-    assert await world.weights.fetch_ahead(1)
-    assert any(world.is_fetched(peer, 1, 29) for peer in (BOB, CYD))
 
 
 async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_next_life(

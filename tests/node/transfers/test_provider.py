@@ -25,7 +25,6 @@ from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.state.entries import RULES, Kind
 from farandole.protocol.trainer import trainer_messages as messages
 
 from .donors import ANN, BOB, ME, MODEL, World, content_of
@@ -66,18 +65,6 @@ async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
     serving.silent = set()
     await trio.sleep(PASS_OVER_SECONDS)
     assert serving.fetched_from == [(second,), (first,)]
-
-
-async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
-    serving: World, autojump_clock: trio.testing.MockClock
-) -> None:
-    first, _ = serving.two_to_copy()
-    serving.busy = {first}
-    await trio.sleep(30)
-    assert set(serving.asked) == {(first, 2)}
-    serving.busy = set()
-    await trio.sleep(30)
-    assert serving.fetched_from == [(first,)]
 
 
 async def test_a_copy_outlives_its_node(
@@ -199,17 +186,6 @@ async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a
     assert [path.stem for path in world.settings.checkpoints.iterdir()] == ["stage-1-round-7"]
 
 
-async def test_what_is_held_is_told_again_before_the_run_forgets_it(
-    serving: World, autojump_clock: trio.testing.MockClock
-) -> None:
-    serving.members, serving.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
-    await trio.sleep(30)
-    serving.members = {}  # the stage's only copy is this node's
-    await trio.sleep(RULES[Kind.CHECKPOINT].ttl / 2)
-    assert len(serving.told) >= 2
-    assert set(serving.told) == {(2, 29, True)}
-
-
 class LargeProvider:
     """A node whose checkpoints are large, and which holds an old one."""
 
@@ -251,14 +227,6 @@ async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(
     assert seconds < ANSWER_TIMEOUT + fresh_save_timeout(max_bytes), "a newcomer waits for longer"
 
 
-def test_the_rate_of_saves_is_measured() -> None:
-    provider = LargeProvider(1_000, None).provider
-    provider.note_saved(messages.Saved(7, 70, 700, "path", size=4_000))
-    assert provider.save_rate is None
-    provider.note_saved(messages.Saved(8, 80, 800, "path", size=4_000, seconds=2.0))
-    assert provider.save_rate == 2_000
-
-
 async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
     world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -281,9 +249,3 @@ async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
     await trio.sleep(SLOW_COPY_INTERVAL)
     assert not copies._is_in_vain(0)  # once, to measure it
     assert copies._is_in_vain(0)
-
-
-async def test_a_copy_of_a_stage_is_made_however_old_it_will_be(world: World) -> None:
-    copies = world.weights._copies
-    world.weights._downloads.is_measured, world.weights._downloads.rate = True, 1e-3
-    assert not copies._is_in_vain(2)

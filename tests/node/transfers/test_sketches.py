@@ -139,15 +139,6 @@ async def test_one_is_made_at_a_time_with_a_rest_after_each_and_the_others_are_t
     nursery.cancel_scope.cancel()
 
 
-async def test_the_same_question_is_answered_from_memory(
-    nursery: trio.Nursery, donor: Donor, autojump_clock: trio.testing.MockClock
-) -> None:
-    for _ in range(3):
-        assert await donor.answers(b"p" * 32, SEED)
-    assert len(donor.made) == 1
-    nursery.cancel_scope.cancel()
-
-
 async def test_one_peer_gets_so_many_and_others_get_theirs(
     nursery: trio.Nursery, donor: Donor, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

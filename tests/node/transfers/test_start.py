@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
@@ -19,12 +20,16 @@ from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import start as starting
 from farandole.node.transfers.donor import Conditions
 from farandole.node.transfers.fetch import Downloads
+from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.serve import BlockService
 from farandole.node.transfers.start import Start
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
 from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
 
 from ..store.consolidated.runs import KEY, MODELS, manifest_for, save_stages, trained
+from .files import RUN
+from .test_liars import MemoryHost
 
 VECTORS = required_vectors(NoLoCoConfig())
 
@@ -44,15 +49,14 @@ def journal() -> Journal:
     return Journal(say=lambda text: None)
 
 
-def start_at(home: Path, model: Consolidated, journal: Journal, *, is_named: bool) -> Start:
+def start_at(home: Path, model: Consolidated, journal: Journal, *, is_named: bool, host: Any = None) -> Start:
     """Return the start of a node that was given the folder, or that has to fetch it from Bob."""
     manifest = resumed_manifest(model, {"name": "more"}, Path(), 0)
     assert manifest.start is not None
     settings = NodeSettings(home=home, start=model.path if is_named else None)
     membership: Any = SimpleNamespace(start_holders=lambda checkpoint_id: [BOB], everyone=frozenset({BOB}))
-    nobody: Any = None
-    conditions = Conditions(nobody, bytes(32))
-    return Start(manifest.start, Downloads(nobody, conditions, WeightFiles(settings, manifest), membership, journal))
+    conditions = Conditions(host, RUN)
+    return Start(manifest.start, Downloads(host, conditions, WeightFiles(settings, manifest), membership, journal))
 
 
 async def test_what_was_kept_and_is_damaged_is_taken_anew_from_the_folder_that_was_named(
@@ -69,6 +73,28 @@ async def test_what_was_kept_and_is_damaged_is_taken_anew_from_the_folder_that_w
         (tmp_path / "start" / INDEX_NAME).write_bytes(b"half of")
     assert "cannot be used" in journal.warnings[-1]
     assert model.checkpoint.exists()
+
+
+async def test_a_node_without_the_folder_fetches_it_from_one_that_has_it_and_gives_it_in_turn(
+    tmp_path: Path, model: Consolidated, journal: Journal, nursery: trio.Nursery
+) -> None:
+    alice = start_at(tmp_path / "alice", model, journal, is_named=True)
+    await alice.open()
+
+    async def find(question: BlockQuestion) -> Holding | None:
+        await trio.lowlevel.checkpoint()
+        return alice.find(question)
+
+    nobody: Any = None
+    host = MemoryHost(nursery, BlockService(Conditions(nobody, RUN), find).serve)
+    carol = start_at(tmp_path / "carol", model, journal, is_named=False, host=host)
+    await carol.open()
+    assert await carol.obtain(0)
+    path = carol.path_of(0)
+    assert path is not None
+    assert path.read_bytes() == model.checkpoint.read_bytes()
+    assert carol.find(BlockQuestion(RUN, 0, model.id)) is not None
+    assert carol.find(BlockQuestion(RUN, 0, bytes(32))) is None
 
 
 async def test_where_no_member_has_it_the_status_says_so_in_the_words_that_its_first_line_knows(

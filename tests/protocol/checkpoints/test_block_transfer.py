@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from farandole.protocol.checkpoints.block_transfer import (
     MAX_MESSAGE_BYTES,
@@ -95,15 +93,6 @@ def test_an_answer_with_the_largest_index_fits() -> None:
 def test_what_no_honest_peer_says_is_refused(decode: Decode, message: Any) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(msgspec.msgpack.encode(message))
-
-
-@pytest.mark.parametrize("decode", DECODERS)
-@given(st.binary(max_size=200))
-def test_rubbish_is_the_peers_fault(decode: Decode, raw: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
-        decode(b"\xc1" + raw)
-    with pytest.raises(RemoteProtocolError):
-        decode(b"\x91" * 3_000 + raw)
 
 
 def test_blocks_are_given_in_the_order_in_which_they_are_wanted() -> None:

@@ -129,7 +129,3 @@ def test_a_sequence_is_no_longer_than_the_model_goes(settings: dict[str, Any]) -
     assert manifest(settings, context=8).model.context == 8
     with pytest.raises(ManifestError, match=r"model\.context is 65, but model\.hf goes to 64"):
         manifest(settings, context=65)
-
-
-def test_heads_of_gpt2_may_be_odd_since_nothing_is_rotated() -> None:
-    assert manifest({**GPT2, "n_embd": 36}, width=36).model.width == 36

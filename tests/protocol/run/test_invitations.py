@@ -30,7 +30,6 @@ from farandole.protocol.state.entries import (
     AdmissionProof,
     Delta,
     Kind,
-    Member,
     Notice,
     Payload,
     Proof,
@@ -276,12 +275,6 @@ def test_the_creators_word_is_the_creators(kind: Kind, payload: Payload) -> None
     forged = signed(MALLORY, kind, 0, tick_at(kind), payload)
     state = invited_run()
     assert state.merge(Delta((forged,)), NOW).outcomes == [Outcome.INVALID]
-
-
-def test_a_run_of_anybody_takes_everybodys_entries() -> None:
-    state = RunState(RUN_ID, CREATOR)
-    report = state.merge(Delta((member(MALLORY), signed(BEN, Kind.MEMBER, 0, tick_at(Kind.MEMBER), Member()))), NOW)
-    assert report.outcomes == [Outcome.NEW] * 2
 
 
 # Visitors

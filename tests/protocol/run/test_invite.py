@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from farandole.protocol.run.invite import (
     MAX_ADDRESSES,
     MAX_INVITE_CHARS,
+    NETWORK_KEY_BYTES,
+    NONCE_BYTES,
     Invite,
     InviteError,
+    cipher_of,
     decode_invite,
     encode_invite,
     is_invite,
+    network_key_of,
 )
 from farandole.protocol.wire.identity import peer_id_of
 
@@ -78,12 +82,6 @@ def test_what_is_no_invite_is_told_from_a_damaged_one() -> None:
     assert not is_invite("run.manifest")
 
 
-@given(st.text(max_size=300) | st.text(string.ascii_lowercase + "234567", max_size=300).map("farandole1".__add__))
-def test_hostile_text_raises_nothing_but_invite_error(text: str) -> None:
-    with pytest.raises(InviteError):
-        decode_invite(text)
-
-
 def test_overlong_text_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(InviteError, match="at most"):
         decode_invite("farandole1" + "a" * 1_000_000)
@@ -105,3 +103,31 @@ def test_overlong_text_is_refused_before_it_is_parsed() -> None:
 def test_fields_out_of_bounds_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(InviteError):
         Invite(**fields)  # type: ignore[arg-type]
+
+
+# The key of a private run
+
+NETWORK_KEY, NONCE = bytes(range(NETWORK_KEY_BYTES)), bytes(NONCE_BYTES)
+
+
+def test_holders_of_the_key_read_what_was_written_in_whatever_pieces() -> None:
+    sender, receiver = cipher_of(NETWORK_KEY, NONCE), cipher_of(NETWORK_KEY, NONCE)
+    pieces = [sender.update(piece) for piece in (b"", b"a", b"rather more", bytes(100_000))]
+    assert b"".join(receiver.update(bytes([byte])) for byte in b"".join(pieces[:3])) == b"arather more"
+    assert receiver.update(pieces[3]) == bytes(100_000)
+
+
+def test_another_key_nonce_run_or_creator_gives_another_stream() -> None:
+    keys, nonces = (NETWORK_KEY, bytes(32)), (NONCE, b"n" * 32)
+    assert len({cipher_of(key, nonce).update(bytes(32)) for key in keys for nonce in nonces}) == 4
+    creators = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(2)]
+    assert len({network_key_of(creator, run) for creator in creators for run in (bytes(32), b"r" * 32)}) == 4
+
+
+def test_a_known_answer() -> None:
+    """HKDF-SHA256 and ChaCha20, so that both ends agree in all versions."""
+    creator = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    assert (
+        network_key_of(creator, bytes(32)).hex() == "4c00e338770fc90aab428d1ac8883187026427f44327e644c9dce12a42e51687"
+    )
+    assert cipher_of(NETWORK_KEY, NONCE).update(bytes(16)).hex() == "df58931b034827f7de18f20d96c112c9"

@@ -28,7 +28,7 @@ from farandole.protocol.run.outer_rules import (
     OuterRules,
     gamma_limit,
 )
-from farandole.protocol.run.screening_rules import DEFAULT_SCREENING, GuardConfig
+from farandole.protocol.run.screening_rules import DEFAULT_SCREENING
 from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
 from farandole.protocol.wire.identity import sign
 
@@ -61,12 +61,6 @@ def test_a_manifest_that_its_creator_did_not_sign_is_refused() -> None:
     forged = SignedManifest(msgspec.msgpack.encode(manifest(seed=1)), signed.creator, signed.signature)
     with pytest.raises(ManifestError, match="signature"):
         decode_manifest(forged.encode())
-
-
-@given(st.binary(max_size=200))
-def test_rubbish_is_no_manifest(raw: bytes) -> None:
-    with pytest.raises(ManifestError):
-        decode_manifest(raw)
 
 
 @given(st.data())
@@ -180,27 +174,11 @@ def test_a_run_without_later_settings_has_the_same_id_as_before_there_were_any()
     assert len({signed.run_id, two_levels.run_id, masked.run_id}) == 3
 
 
-def test_rules_are_chosen_by_kind() -> None:
-    assert manifest(outer={}) == manifest(outer={"kind": "noloco"}) == manifest()
-    assert isinstance(manifest(screening={"kind": "guard", "min_clip": 0.5}).screening, GuardConfig)
-    for section, kind in (("outer", "nobody"), ("screening", "nobody"), ("screening", "similarity")):
-        with pytest.raises(ManifestError, match=kind):
-            manifest(**{section: {"kind": kind}})
-
-
 def test_vectors_of_rules_have_names_of_their_own() -> None:
     """A vector of a rule with another's name would be loaded as the other."""
     for rule in typing.get_args(OuterRules):
         assert not {SLOW, FAST, SENT, *OPTIMIZER_VECTORS} & set(rule.vectors)
         assert len(set(rule.vectors)) == len(rule.vectors)
-
-
-def test_the_limit_of_gamma() -> None:
-    assert gamma_limit(0.5) == 1.5
-    assert gamma_limit(0.9) == pytest.approx(0.38)
-    assert gamma_limit(0.0, "nesterov") == 2.0
-    assert gamma_limit(1e-6, "nesterov") == pytest.approx(2.0, abs=1e-3)
-    assert gamma_limit(0.5, "nesterov") == pytest.approx(1.3028, abs=1e-4)
 
 
 def test_a_manifest_of_a_later_release_is_refused_with_the_remedy_once_its_signature_is_checked() -> None:

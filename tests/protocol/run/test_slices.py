@@ -12,10 +12,8 @@ from farandole.protocol.run.slices import (
     PART_BYTES,
     DoneSlices,
     Sections,
-    next_bit,
     part_mask,
     parts,
-    run_length,
 )
 from farandole.protocol.state.entries import RULES, Kind
 
@@ -38,14 +36,6 @@ def test_all_sections_fit_into_the_entries_of_one_author() -> None:
 def test_a_mask_comes_back_from_its_parts(bits: set[int]) -> None:
     mask = sum(1 << bit for bit in bits)
     assert sum(part_mask(number, raw) for number, raw in enumerate(parts(mask))) == mask
-
-
-def test_bits() -> None:
-    assert next_bit(0b1011000, 4) == 4
-    assert next_bit(0b1011000, 5) == 6
-    assert next_bit(0b1011000, 7) is None
-    assert run_length(0b1011000, 3) == 2
-    assert run_length(0b1011000, 5) == 0
 
 
 @given(st.integers(1, 40_000), st.integers(0, 2**32))

@@ -21,8 +21,7 @@ from farandole.testnet.play.launch import MANIFEST_NAME, Testnet
 from farandole.testnet.play.scenario import load_scenario
 
 from ...node.daemons import Daemon, started
-from ...node.store.consolidated.logits import assert_same_logits
-from ...node.store.consolidated.validation import learner_of, validation_loss
+from ...node.store.consolidated.runs import assert_same_logits, learner_from
 from .test_soak import Quiet
 
 VECTORS = required_vectors(NoLoCoConfig())
@@ -40,10 +39,10 @@ async def test_the_mean_of_a_demos_replicas_is_better_than_these(tmp_path: Path)
     losses = []
     for number, replica in enumerate(replicas):
         consolidate(tmp_path / f"{number}", KEY, raw, [[replica]], VECTORS)
-        losses.append(validation_loss(read_folder(tmp_path / f"{number}"), num_batches=NUM_BATCHES))
+        losses.append(learner_from(read_folder(tmp_path / f"{number}")).evaluate(NUM_BATCHES))
     for count in (2, 4, 8):
         consolidate(tmp_path / f"mean of {count}", KEY, raw, [replicas[:count]], VECTORS)
-        merged = validation_loss(read_folder(tmp_path / f"mean of {count}"), num_batches=NUM_BATCHES)
+        merged = learner_from(read_folder(tmp_path / f"mean of {count}")).evaluate(NUM_BATCHES)
         print(f"\nmean of {count}: {merged:.4f}; replicas: {', '.join(f'{loss:.4f}' for loss in losses)}")
     assert merged < sum(losses) / len(losses)
     assert sum(merged < loss for loss in losses) >= 6  # of eight; in such a short run some replicas lag behind
@@ -111,7 +110,7 @@ async def test_four_stages_of_eight_nodes_go_on_as_two_of_five_and_as_a_model_of
     (tmp_path / "before.manifest").write_bytes(before.encode())
     await play(tmp_path / "before", tmp_path / "before.manifest", 8, 12, tmp_path / "model")
     model = read_folder(tmp_path / "model")
-    last = validation_loss(model)
+    last = learner_from(model).evaluate(8)
 
     (tmp_path / "after.toml").write_text('name = "after"\n[model]\nnum_stages = 2\n[outer]\ncodec = "int8"\n')
     resume = ("checkpoint", "resume", tmp_path / "model", tmp_path / "after.toml", "-o", tmp_path / "after.manifest")
@@ -119,7 +118,7 @@ async def test_four_stages_of_eight_nodes_go_on_as_two_of_five_and_as_a_model_of
     start = ("--start", str(tmp_path / "model"))
     await play(tmp_path / "after", tmp_path / "after.manifest", 5, 1, tmp_path / "again", start)
     again = read_folder(tmp_path / "again")
-    first, then = first_loss(tmp_path / "after"), validation_loss(again)
+    first, then = first_loss(tmp_path / "after"), learner_from(again).evaluate(8)
     print(
         f"\nloss {last:.4f} at round {model.index.round} of the first run, {model.index.inner_steps} inner steps; "
         f"{first:.4f} when the second began; {then:.4f} at its round {again.index.round}, {again.index.inner_steps} "
@@ -132,4 +131,4 @@ async def test_four_stages_of_eight_nodes_go_on_as_two_of_five_and_as_a_model_of
 
     await farandole("checkpoint", "export", tmp_path / "again", "--to", tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert_same_logits(theirs, learner_of(again).replica.module, torch.arange(2 * 64).view(2, 64) * 37 % 256)
+    assert_same_logits(theirs, learner_from(again).replica.module, torch.arange(2 * 64).view(2, 64) * 37 % 256)

@@ -1,21 +1,25 @@
-"""Small runs that have really trained, and their checkpoints as nodes save them."""
+"""Small runs that have really trained, their checkpoints as nodes save them, and measures of consolidated ones."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+from farandole.node.store.consolidated.folder import Consolidated
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_body, sign_manifest
 from farandole.protocol.run.models import stage_of
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.training.data.dataset import Bring
 from farandole.training.engine.learner import Learner, build_learner
 
+TOLERANCE = 1e-5
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)  # the same run each time
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -75,23 +79,6 @@ def trained(signed: SignedManifest, author: bytes, steps: int = 6, rounds: int =
     return learner
 
 
-def met(signed: SignedManifest, authors: list[bytes], rounds: int, steps: int) -> list[Learner]:
-    """Return replicas that have averaged in random pairs."""
-    rng = random.Random(1)
-    learners = [learner_of(signed, author) for author in authors]
-    buffers = [bytearray(learner.round_end.contribution_bytes) for learner in learners]
-    for _ in range(rounds):
-        for learner, buffer in zip(learners, buffers, strict=True):
-            for _ in range(steps):
-                learner.learn()
-            learner.round_end.contribute(buffer)
-        order = rng.sample(range(len(learners)), len(learners))
-        for a, b in zip(order[::2], order[1::2], strict=True):
-            learners[a].round_end.apply(buffers[b], own_first=True)
-            learners[b].round_end.apply(buffers[a], own_first=False)
-    return learners
-
-
 def save_stages(learner: Learner, signed: SignedManifest, folder: Path, name: str) -> list[Path]:
     """Save the learner's checkpoint, or one for each stage, as if one node held each."""
     folder.mkdir(exist_ok=True)
@@ -109,3 +96,26 @@ def save_stages(learner: Learner, signed: SignedManifest, folder: Path, name: st
         paths.append(folder / f"{name}-{stage}.safetensors")
         save_file(part, paths[-1], metadata)
     return paths
+
+
+def learner_from(folder: Consolidated, *texts: Path) -> Learner:
+    """Return a learner of the whole model, with a consolidated checkpoint's weights."""
+    learner = build_learner(
+        folder.manifest, run_id=bytes(32), author=bytes(32), settings=TrainerSettings(device="cpu"), bring=Bring(texts)
+    )
+    learner.checkpoint.start_from(folder.checkpoint, folder.index.inner_steps, folder.index.tokens)
+    return learner
+
+
+@torch.no_grad()
+def assert_same_logits(theirs: Any, ours: nn.Module, tokens: Tensor) -> None:
+    """Compare with transformers' model, in fp64 and in fp32; leave both models in fp32.
+
+    Two programs that do the same in another order may differ by `TOLERANCE`, in fp32 as a share of the largest logit.
+    """
+    for dtype in (torch.float64, torch.float32):
+        expected = ours.to(dtype)(tokens)
+        difference = float((theirs.to(dtype)(tokens).logits - expected).abs().max())
+        largest = float(expected.abs().max())
+        print(f"{dtype}: logits up to {largest:.2f}, off by {difference:.1e} at most")
+        assert difference < TOLERANCE * (1.0 if dtype == torch.float64 else largest)

@@ -9,12 +9,10 @@ import pytest
 
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
-from farandole.node.inspect.listing import offers_of
 from farandole.node.store.consolidated.folder import consolidate, read_folder, verify_hashes
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import InnerConfig, decode_manifest
 from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
-from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.identity import peer_id_of
 
 from .runs import KEY, MODELS, manifest_for, save_stages, trained
@@ -105,12 +103,3 @@ def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "damaged" in said
     assert "no node runs here" in said
-
-
-def test_what_members_tell_is_put_together_by_checkpoint() -> None:
-    ann, bob = b"a" * 32, b"b" * 32
-    old = CheckpointNotice(round=3, stage=1, id=b"o" * 32, size=10, total_tokens=30, inner_steps=12)
-    new = CheckpointNotice(round=9, stage=1, id=b"n" * 32, size=10, total_tokens=90, inner_steps=36)
-    newest, older = offers_of([(ann, old), (ann, new), (bob, new)])
-    assert (newest.id, newest.round, len(newest.holders)) == (new.id.hex(), 9, 2)
-    assert (older.round, older.holders) == (3, (peer_id_of(ann),))

@@ -6,7 +6,6 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
 from farandole.training.engine.learner import Learner
 
-from .runs import KEY, MODELS, learner_of, manifest_for, met, save_stages, trained
+from .runs import KEY, MODELS, manifest_for, save_stages, trained
 
 VECTORS = required_vectors(NoLoCoConfig())
 
@@ -97,24 +96,6 @@ def test_a_checkpoint_of_muon_with_its_means_is_merged(tmp_path: Path) -> None:
     expected = learner.checkpoint.tensors()
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
-
-
-def test_the_mean_is_better_than_replicas_usually_are(tmp_path: Path) -> None:
-    """The run has ended, and so has its learning-rate schedule."""
-    inner = {"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 10, "total_steps": 400}
-    run = manifest_for({"preset": "tiny", "context": 32}, inner=inner)
-    replicas = met(run, [bytes((number,)) * 32 for number in range(4)], rounds=20, steps=20)
-    files = [save_stages(replica, run, tmp_path, f"{number}")[0] for number, replica in enumerate(replicas)]
-    consolidate(tmp_path / "merged", KEY, run.encode(), [files], VECTORS)
-    tensors = load_file(tmp_path / "merged" / CHECKPOINT_NAME)
-    mean = learner_of(run)
-    with torch.no_grad():
-        for name, weights in mean.replica.module.named_parameters():
-            weights.copy_(tensors[f"slow/{name}"])
-    losses = [replica.evaluate(64) for replica in replicas]
-    merged = mean.evaluate(64)
-    print(f"\nmerged {merged:.4f}, replicas {', '.join(f'{loss:.4f}' for loss in losses)}")
-    assert merged < fmean(losses)
 
 
 def damage(path: Path, position: int = -5) -> None:

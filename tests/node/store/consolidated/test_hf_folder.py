@@ -14,11 +14,10 @@ from farandole.node.store.consolidated.folder import consolidate, read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
+from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
 from farandole.training.engine.learner import Learner
 
-from .logits import assert_same_logits
-from .runs import GPT2, KEY, LLAMA, MODELS, manifest_for, save_stages, trained
+from .runs import GPT2, KEY, LLAMA, MODELS, assert_same_logits, manifest_for, save_stages, trained
 
 VECTORS = required_vectors(NoLoCoConfig())
 
@@ -100,18 +99,3 @@ def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
     export_hf(pulled, tmp_path / "without")
     assert not (tmp_path / "without" / "tokenizer.json").exists()
     assert digest in (tmp_path / "without" / "README.md").read_text()
-
-
-def test_the_optimizers_state_is_no_hindrance(tmp_path: Path) -> None:
-    signed = manifest_for(MODELS["own"])
-    stages = save_stages(trained(signed, b"a" * 32, steps=1, rounds=1), signed, tmp_path, "replica")
-    consolidate(tmp_path / "pulled", KEY, signed.encode(), [stages], (*VECTORS, *OPTIMIZER_VECTORS))
-    names = export_hf(read_folder(tmp_path / "pulled"), tmp_path / "hf")
-    assert names == [
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]

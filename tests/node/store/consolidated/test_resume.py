@@ -20,7 +20,7 @@ from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
 from farandole.protocol.wire.errors import ManifestError
 
 from ....tokenizer_files import word_level
-from .runs import GPT2, KEY, LLAMA, MODELS, decoded, manifest_for, save_stages, trained
+from .runs import GPT2, KEY, LLAMA, MODELS, manifest_for, save_stages, trained
 
 VECTORS = required_vectors(NoLoCoConfig())
 
@@ -58,18 +58,6 @@ def test_it_may_go_on_for_longer_in_tokens(folder: Consolidated) -> None:
     assert (after.inner.total_steps, after.inner.warmup_steps) == (100, before.inner.warmup_steps)
 
 
-def test_stages_codec_and_rounds_may_be_others(folder: Consolidated) -> None:
-    settings = {
-        "model": {"num_stages": 2, "stage_layers": [1, folder.manifest.model.num_layers - 1]},
-        "outer": {"codec": "int4"},
-        "rounds": {"round_seconds": 9.0},
-    }
-    after = resumed(folder, settings)
-    assert (after.outer.codec, after.rounds.round_seconds) == ("int4", 9.0)
-    again = resumed(folder, {**settings, "start": {"id": "0" * 64}})
-    assert again.start == after.start
-
-
 EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
 
 
@@ -98,11 +86,6 @@ def test_where_slices_are_others_epochs_begin_anew(tmp_path: Path, settings: dic
     after = resumed(with_epochs(tmp_path), settings)
     assert after.start is not None
     assert after.start.epochs is None
-
-
-def test_who_has_done_all_epochs_is_asked_how_many_more(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="so many are done"):
-        resumed(with_epochs(tmp_path), {"data": {"epochs": 1}})
 
 
 @pytest.mark.parametrize(
@@ -233,9 +216,3 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> Non
     (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConsolidatedError, match="says not which file"):
         import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
-
-
-def test_the_folder_says_which_model_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="no more than how it is cut"):
-        import_model(tmp_path, {"name": "a", "model": "tiny"}, tmp_path, tmp_path / "ours", KEY, 0)
-    assert decoded(manifest_for(MODELS["own"])).start is None
