@@ -43,7 +43,7 @@ from .base.requirements import (
     unused_inputs,
 )
 from .base.settings import NodeSettings
-from .base.system.children import STOP_SIGNALS
+from .base.system.processes import STOP_SIGNALS
 from .inspect.listing import offers_of
 from .join.address_book import AddressBook
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest

@@ -18,8 +18,7 @@ import trio
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from .doors import serve_door
-from .system.unix_socket import bound_socket, connect
+from .system.unix_socket import bound_socket, connect, serve_door
 
 # Requests name a method and a few settings.
 MAX_REQUEST_BYTES: Final = 64 * 1024

@@ -1,13 +1,18 @@
-"""Nurseries of services, whose tasks handle their own errors; and the errors that nurseries raise at the end."""
+"""Nurseries of services, whose tasks handle their own errors; and a command that ends with its task or by Ctrl-C."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import trio
 
 from farandole.protocol.wire.errors import FarandoleError
+
+from .system.processes import STOP_SIGNALS
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -36,3 +41,36 @@ def own_error(group: BaseExceptionGroup[BaseException]) -> FarandoleError | None
         error = error.exceptions[0]
     assert isinstance(error, FarandoleError)
     return error
+
+
+def run_to_end(task: Callable[[], Awaitable[T]]) -> T:
+    """Run a task to its end, and return what it returns.
+
+    Raises the `FarandoleError` that ended it, wherever it arose, and `KeyboardInterrupt` after Ctrl-C or SIGTERM, when
+    all that the task had opened is closed.
+    """
+
+    async def run() -> T:
+        results: list[T] = []
+        with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+            async with trio.open_nursery() as nursery:
+
+                async def watch() -> None:
+                    async for _ in signals:
+                        nursery.cancel_scope.cancel()
+                        return
+
+                nursery.start_soon(watch)
+                results.append(await task())
+                nursery.cancel_scope.cancel()
+        if not results:
+            raise KeyboardInterrupt
+        return results[0]
+
+    try:
+        return trio.run(run)
+    except BaseExceptionGroup as group:  # nurseries wrap even a single error
+        error = own_error(group)
+        if error is None:
+            raise
+        raise error from None

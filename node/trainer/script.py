@@ -18,10 +18,9 @@ import trio
 
 from farandole.protocol.trainer import trainer_messages as messages
 
-from ..base.doors import serve_door
 from ..base.nurseries import open_service_nursery
 from ..base.system.memory import open_shared_memory, remove_leftovers
-from ..base.system.unix_socket import bound_socket
+from ..base.system.unix_socket import bound_socket, serve_door
 from .trainer import STOP_TIMEOUT, Trainer, TrainerError, TrainerMemory, TrainerStream
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,8 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser
 
-from ..base.system.children import ask_where, signal_name, start_child
 from ..base.system.memory import SharedFile, counted_size, map_shared_memory, open_shared_memory, remove_leftovers
-from ..base.system.processes import count_oom_kills
+from ..base.system.processes import ask_where, count_oom_kills, signal_name, start_child
 
 logger = logging.getLogger(__name__)
 

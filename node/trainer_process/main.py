@@ -10,9 +10,8 @@ from farandole.protocol.run.manifest import decode_body
 from farandole.protocol.trainer.trainer_messages import Failed, Prepare
 from farandole.training.base.errors import UnfitWeightsError
 
-from ..base.system.children import ignore_stop_signals, tell_where
 from ..base.system.memory import open_shared
-from ..base.system.processes import write_proc
+from ..base.system.processes import ignore_stop_signals, tell_where, write_proc
 from ..base.system.tuning import (
     TRAINING_NICENESS,
     give_free_memory_back,

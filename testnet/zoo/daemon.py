@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from farandole.node.base.system.children import Child, start_child
+from farandole.node.base.system.processes import Child, start_child
 from farandole.node.cli import main
 from farandole.node.member import assembly
 from farandole.node.trainer import trainer

@@ -62,7 +62,7 @@ def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
     import msgspec
     from rich.console import Console
 
-    from ...base.running import run_to_end
+    from ...base.nurseries import run_to_end
     from ...inspect.listing import local_checkpoints, node_offers, visit_offers
     from ...inspect.view import checkpoints_screen
 
@@ -99,7 +99,7 @@ def pull_model(
     [cyan]farandole checkpoint export model --to model-hf[/cyan]
     """
     from ...base.identity import load_or_create_key
-    from ...base.running import run_to_end
+    from ...base.nurseries import run_to_end
     from ...inspect.pull import pull
     from ...join.invites import visit_invite
     from .output import open_progress

@@ -272,7 +272,7 @@ def audit(
 
     from farandole.protocol.wire.identity import public_key_of
 
-    from ...base.running import run_to_end
+    from ...base.nurseries import run_to_end
     from ...inspect.audit import audit_run
     from ...join.invites import visit_invite
 

@@ -5,10 +5,12 @@ The network is checked with a key of its own, so that neither a broken key nor a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -16,17 +18,22 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.planning.needs import needs_of
-from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
+from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest
 from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.identity import short_name
 
 from ...base.control import call
 from ...base.errors import ListenError
 from ...base.settings import NodeSettings
+from ...daemon import NETWORK_KEY_FACT
+from ...join.address_book import AddressBook
+from ...join.kept_ports import load_ports
 from ...mesh.host import Host, open_host
+from ...state.store import MANIFEST_FACT, StoreError, open_store
 from ...status.status import NodeStatus
 from .causes import CHECKS, NO_ADDRESS, Diagnosis, Finding, Level, conclude, found
 from .dial_probe import examine_egress, has_route, judge_doors, knock_at_all, make_doors, resolve
-from .invite import RunToJoin, read_invitation
 from .machine import (
     check_data,
     check_disk,
@@ -57,10 +64,21 @@ class Examination:
     """Unix seconds."""
     findings: list[Finding] = field(default_factory=list)
     manifest: Manifest | None = None
-    """The run's, once the folder or a peer has given it."""
+    """The run's, once a file, the folder or a peer has given it."""
     is_running: bool = False
     """Whether a node runs with this folder."""
-    _invitation: RunToJoin | None = None
+    run_id: bytes | None = None
+    named: list[tuple[bytes, str]] = field(default_factory=list)
+    """Public key and multiaddr of each address that a person has named."""
+    remembered: dict[bytes, list[str]] = field(default_factory=dict)
+    """Peers from the folder's address book -> multiaddrs."""
+    network_key: bytes = b""
+    """Of a private run."""
+    has_admission: bool = False
+    """Whether the invite admits to a run of invited members."""
+    kept_ports: dict[str, int] = field(default_factory=dict)
+    """Multiaddr with port 0 -> the port on which the folder's node listened there before."""
+    _has_read: bool = False
 
     async def run(self) -> Diagnosis:
         """Run all checks."""
@@ -80,7 +98,7 @@ class Examination:
     async def look_at_folder(self) -> None:
         """Check the folder, the machine and the inputs; before the network, where this visit itself listens."""
         settings = self.settings
-        kept_ports = (await self._read_invitation()).kept_ports
+        await self._read_invitation()
         in_thread = trio.to_thread.run_sync  # what reads the disk
         self.is_running = is_running = await in_thread(is_node_running, settings.lock)
         async with trio.open_nursery() as nursery:
@@ -89,7 +107,7 @@ class Examination:
             nursery.start_soon(self._check, "key", in_thread, check_key, settings.key)
             nursery.start_soon(self._check_room)
             nursery.start_soon(self._check, "data", in_thread, check_data, settings.data, settings.stream)
-            look = partial(check_ports, settings.listening, kept_ports, is_running=is_running)
+            look = partial(check_ports, settings.listening, self.kept_ports, is_running=is_running)
             nursery.start_soon(self._check, "port", look)
 
     async def _check_room(self) -> None:
@@ -110,16 +128,76 @@ class Examination:
             return found("node-silent")
         return found("node-running", kind=status.reachability)
 
-    async def _read_invitation(self) -> RunToJoin:
-        """Read the invitation once; its manifest, if the folder has it, is the run's."""
-        if self._invitation is None:
-            settings = self.settings
-            self._invitation = await read_invitation(
-                settings.invite, settings.bootstrap, settings.store, settings.listening
-            )
-            self.findings += self._invitation.findings
-            self.manifest = self._invitation.manifest
-        return self._invitation
+    # The run to join
+
+    async def _read_invitation(self) -> None:
+        """Read the invite and the folder, once: the run, the peers to dial, the ports to listen on."""
+        if self._has_read:
+            return
+        self._has_read = True
+        text, store = self.settings.invite, self.settings.store
+        if text is not None and not is_invite(text) and await trio.to_thread.run_sync(os.path.isfile, text):
+            await self._read_manifest(trio.Path(text))
+        elif text is not None:
+            self._read_invite(text)
+        for address in self.settings.bootstrap:
+            try:
+                self.named.append((split_address(address)[1], address))
+            except InviteError as error:
+                self.findings.append(found("invite-address", why=error))
+        known = await self._read_store(store)
+        stored = None if known is None else known[1].run_id
+        if text is None:
+            self.run_id = stored
+            self.findings.append(found("invite-none") if stored is None else found("invite-stored"))
+        elif stored is not None and self.run_id not in (None, stored):
+            self.findings.append(found("invite-other-run", home=store.parent, run=stored.hex()[:16]))
+        if known is not None and self.run_id == stored:
+            self.manifest = known[0]
+
+    def _read_invite(self, text: str) -> None:
+        try:
+            invite = decode_invite(text)
+        except InviteError as error:
+            cause = "invite-damaged" if is_invite(text) else "invite-no"
+            if is_invite(text) and not "".join(text.split()).lower().startswith(PREFIX + VERSION):
+                cause = "invite-other-version"
+            self.findings.append(found(cause, why=error))
+            return
+        self.run_id, self.network_key, self.has_admission = invite.run_id, invite.network_key, bool(invite.admission)
+        self.named = [(split_address(address)[1], address) for address in invite.addresses]
+        names = ", ".join(dict.fromkeys(short_name(peer) for peer, _ in self.named))
+        cause = "invite-fine" if invite.addresses else "invite-empty"
+        self.findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
+
+    async def _read_manifest(self, path: trio.Path) -> None:
+        """Read the manifest file of a run's first node."""
+        try:
+            self.manifest, signed = decode_manifest(await path.read_bytes())
+        except (OSError, FarandoleError) as error:
+            self.findings.append(found("invite-manifest-damaged", path=path, why=error))
+            return
+        self.run_id = signed.run_id
+        self.findings.append(found("invite-manifest", run=signed.run_id.hex()[:16]))
+
+    async def _read_store(self, path: Path) -> tuple[Manifest, SignedManifest] | None:
+        if not await trio.Path(path).exists():
+            return None
+        try:
+            async with open_store(path) as store:
+                book = AddressBook(store)
+                await book.load()
+                self.remembered = book.peers()
+                self.kept_ports = await load_ports(store, self.settings.listening)
+                manifest = await store.get_fact(MANIFEST_FACT)
+                self.network_key = self.network_key or await store.get_fact(NETWORK_KEY_FACT) or b""
+        except StoreError:  # a full disk, which another check reports
+            return None
+        try:
+            return decode_manifest(manifest) if manifest is not None else None
+        except FarandoleError as error:
+            self.findings.append(found("invite-store-damaged", store=path, why=error))
+            return None
 
     # The network
 
@@ -129,23 +207,23 @@ class Examination:
         While no node runs here, this visit listens on the node's ports, and has peers try the announced addresses.
         """
         settings = self.settings
-        invitation = await self._read_invitation()
+        await self._read_invitation()
         key = Ed25519PrivateKey.generate()
         try:
             async with open_host(
                 key,
                 settings.listening,
-                network_key=invitation.network_key,
-                first_ports=invitation.kept_ports,
+                network_key=self.network_key,
+                first_ports=self.kept_ports,
                 announce=() if self.is_running else settings.announce,
             ) as host:
-                await self._look_for_peers(host, invitation)
+                await self._look_for_peers(host)
         except ListenError:  # the matter of `check_ports`
-            async with open_host(key, NodeSettings().listening, network_key=invitation.network_key) as host:
-                await self._look_for_peers(host, invitation)
+            async with open_host(key, NodeSettings().listening, network_key=self.network_key) as host:
+                await self._look_for_peers(host)
 
-    async def _look_for_peers(self, host: Host, invitation: RunToJoin) -> None:
-        doors = make_doors(invitation.doors)
+    async def _look_for_peers(self, host: Host) -> None:
+        doors = make_doors(self.named)
         await self._check("dns", resolve, doors)
         await knock_at_all(host, doors)
         async with trio.open_nursery() as nursery:
@@ -155,33 +233,30 @@ class Examination:
                 return [egress, *judge_doors(doors, egress)]
 
             nursery.start_soon(self._check, "egress", look_at_ways)
-            peers = dict(list(invitation.remembered.items())[:MAX_REMEMBERED])
+            peers = dict(list(self.remembered.items())[:MAX_REMEMBERED])
             for door in doors:
                 if door.is_proved:
                     peers[door.peer] = [door.address, *peers.get(door.peer, [])]
-            met = await meet(host, peers, invitation.run_id)
+            met = await meet(host, peers, self.run_id)
             if met:
-                await self._ask_peers(host, met, invitation)
-            else:
-                self._skip_peers(is_any_known=bool(doors or peers))
+                await self._ask_peers(host, met)
+                return
+            why = NO_ADDRESS
+            if doors or peers:
+                why = "no peer could be reached" if has_route() else "no peer could be reached without the internet"
+            self.findings += [found(f"{check}-untold", why=why) for check in OF_PEERS]
 
-    def _skip_peers(self, *, is_any_known: bool) -> None:
-        """Report which checks need a peer, and why there is none."""
-        why = NO_ADDRESS
-        if is_any_known:
-            why = "no peer could be reached" if has_route() else "no peer could be reached without the internet"
-        self.findings += [found(f"{check}-untold", why=why) for check in OF_PEERS]
-
-    async def _ask_peers(self, host: Host, peers: Sequence[bytes], invitation: RunToJoin) -> None:
+    async def _ask_peers(self, host: Host, peers: Sequence[bytes]) -> None:
 
         async def look_at_reachability() -> list[Finding]:
             nat, kind = await check_nat(host, peers)
             return [nat, await check_relay(host, peers, kind)]
 
         async def look_at_run() -> list[Finding]:
-            if invitation.is_for_invited:
-                return await check_needs_of(invitation.manifest, self.settings)
-            findings, manifest = await check_run(host, peers, invitation.run_id, self.settings)
+            # Only invited members are told of such a run, and a visit is none.
+            if self.has_admission or (self.manifest is not None and self.manifest.admission != "open"):
+                return await check_needs_of(self.manifest, self.settings)
+            findings, manifest = await check_run(host, peers, self.run_id, self.settings)
             if self.manifest is None and manifest is not None:  # the findings without it were about any model
                 self.manifest = manifest
                 self.findings = [finding for finding in self.findings if finding.check not in OF_MODEL]

@@ -1,14 +1,25 @@
-"""What the system reports about its processes: psutil where it can, /proc (proc(5)) for what only Linux has."""
+"""Processes: what the system reports about them, and children with a socket to their parent.
+
+psutil where it can, /proc (proc(5)) for what only Linux has.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import signal
+import socket
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import IO, Final, NamedTuple
 
 import psutil
+import trio
 
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and what service managers send."""
 _PROC: Final = Path("/proc")
 # Linux's driver makes the first; in WSL2, Windows' driver brings the second, and there is no device of that name.
 _NVIDIA_PLACES: Final = (Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
@@ -56,3 +67,61 @@ def count_oom_kills() -> int | None:
 def has_nvidia_driver() -> bool:
     """Return whether the driver of an NVIDIA GPU is here, without asking it, which takes a second."""
     return any(place.exists() for place in _NVIDIA_PLACES)
+
+
+class Child(NamedTuple):
+    """A process, and this end of the connection with it."""
+
+    process: trio.Process
+    stream: trio.SocketStream
+
+
+async def start_child(
+    module: str,
+    arguments: Sequence[str],
+    inherited: Sequence[int],
+    output: IO[bytes] | None,
+    environment: Mapping[str, str],
+) -> Child:
+    """Run ``python -m module DESCRIPTOR *arguments``; the descriptor is the other end of the connection.
+
+    ``inherited``: descriptors that stay open in it. ``output``: where its output goes; None: this process's output.
+    Raises `OSError`. The caller ends the process.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                pass_fds=(theirs.fileno(), *inherited),
+            )
+    except BaseException:  # cancelled, too
+        ours.close()
+        raise
+    return Child(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
+
+
+def ask_where(process: trio.Process) -> None:
+    """Ask a child that has called `tell_where` to print its tracebacks; it may not answer."""
+    process.send_signal(signal.SIGUSR1)
+
+
+def tell_where(descriptor: int) -> None:
+    """Write all threads' stacks to ``descriptor`` on a crash, or when the parent asks (`ask_where`)."""
+    faulthandler.enable(descriptor)
+    faulthandler.register(signal.SIGUSR1, descriptor)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore signals to the whole process group: they are for the parent, which ends this process."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's usual name."""
+    return next((known.name for known in signal.Signals if known == number), "one without a name")

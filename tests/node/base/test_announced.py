@@ -3,8 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.node.base.announced import ANNOUNCED_FORM, MAX_ANNOUNCED, AnnouncedError, check_announced
+from farandole.node.base.settings import ANNOUNCED_FORM, MAX_ANNOUNCED, check_announced
 from farandole.protocol.state.entries import MAX_MEMBER_ADDRESS_CHARS, Member
+from farandole.protocol.wire.errors import FarandoleError
 
 decode_member = msgspec.msgpack.Decoder(Member).decode
 
@@ -45,7 +46,7 @@ def test_public_addresses_and_names_are_announced_each_once() -> None:
     ],
 )
 def test_other_addresses_are_refused_with_the_form_that_they_need(address: str) -> None:
-    with pytest.raises(AnnouncedError, match="/ip4/PUBLIC-IP/tcp/PORT"):
+    with pytest.raises(FarandoleError, match="/ip4/PUBLIC-IP/tcp/PORT"):
         check_announced(["/ip4/8.8.8.8/tcp/4001", address])
 
 
@@ -61,5 +62,5 @@ def test_every_address_that_can_be_announced_fits_into_a_member_entry() -> None:
 def test_no_more_are_announced_than_an_invite_holds() -> None:
     addresses = [f"/ip4/8.8.8.{i}/tcp/4001" for i in range(MAX_ANNOUNCED + 1)]
     assert check_announced(addresses[1:]) == addresses[1:]
-    with pytest.raises(AnnouncedError):
+    with pytest.raises(FarandoleError):
         check_announced(addresses)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import trio
 
-from farandole.node.base import control, doors
+from farandole.node.base import control
 from farandole.node.base.control import ControlError, NoNodeError, call, serve_control
+from farandole.node.base.system import unix_socket as doors
 from farandole.node.base.system.unix_socket import MAX_SOCKET_PATH_BYTES, bound_socket, connect, socket_path
 
 from ...patience import PATIENCE

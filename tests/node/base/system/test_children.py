@@ -7,13 +7,13 @@ from pathlib import Path
 
 import trio
 
-from farandole.node.base.system.children import ask_where, start_child
+from farandole.node.base.system.processes import ask_where, start_child
 
 from ....patience import PATIENCE
 
 ECHO = """
 import socket, sys
-from farandole.node.base.system.children import tell_where
+from farandole.node.base.system.processes import tell_where
 with socket.socket(fileno=int(sys.argv[1])) as connection:
     tell_where(2)
     connection.sendall(b"ready")
