@@ -30,7 +30,7 @@ from ..natlab.namespace import Location, NamespaceError
 from ..play.places import open_links
 from ..play.scenario import LinkSettings
 from ..report.section import Grid, cell
-from .pair import open_peers
+from .exchange import open_peers
 from .process import (
     MB,
     BenchError,

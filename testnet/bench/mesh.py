@@ -28,7 +28,7 @@ from farandole.protocol.run.manifest import SignedManifest, manifest_from_dict, 
 
 from ..natlab.groups import Leash, open_leash
 from ..natlab.namespace import held
-from ..report.section import Grid, cell
+from ..report.section import Grid
 from .process import (
     MB,
     BenchError,
@@ -43,12 +43,12 @@ from .process import (
     worker_command,
 )
 
-REQUEST_BYTES: Final = (1_000, 200_000)
+REQUEST_BYTES: Final = 1_000
 WARM_UPS: Final = 2
 # A busy machine takes this long to start a daemon.
 START_TIMEOUT: Final = 180.0
 LOOK_INTERVAL: Final = 0.1
-OURS, LATTICA = "farandole.Mesh", "Lattica"
+OURS, LATTICA = "farandole", "Lattica"
 _RUN: Final = {
     "name": "bench-mesh",
     "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
@@ -61,8 +61,8 @@ class MeshCost:
     """One turn of a pair of programs; or medians of several."""
 
     who: str
-    calls: tuple[float, ...]
-    """Median seconds of a request of each of `REQUEST_BYTES`, whose answer is as long."""
+    call: float
+    """Seconds of a request of `REQUEST_BYTES`, whose answer is as long; the median."""
     push: float
     """Seconds in which bytes arrive at the other program, on a stream."""
     fetch: float
@@ -88,22 +88,22 @@ def measure_mesh(
             except BenchError as error:
                 problems[LATTICA] = str(error)
         done, dropped = take_turns("mesh", ways, [LATTICA], repeats, WARM_UPS, say)
-    return [_median(turns) for turns in done.values() if turns], problems | dropped
+    medians = [
+        MeshCost(who, *(statistics.median(getattr(turn, name) for turn in turns) for name in ("call", "push", "fetch")))
+        for who, turns in done.items()
+        if turns
+    ]
+    return medians, problems | dropped
 
 
 def mesh_grid(costs: Sequence[MeshCost], size_mb: int) -> Grid:
     """Return the table of both."""
-    header = ["programs", *(f"request of {size // 1_000} kB, ms" for size in REQUEST_BYTES), "stream, MB/s"]
     rows = [
-        [
-            cost.who,
-            *(cell(1e3 * seconds, "{:.2f}") for seconds in cost.calls),
-            f"{size_mb / cost.push:,.0f}",
-            f"{size_mb / cost.fetch:,.0f}",
-        ]
+        [cost.who, f"{1e3 * cost.call:.2f}", f"{size_mb / cost.push:,.0f}", f"{size_mb / cost.fetch:,.0f}"]
         for cost in costs
     ]
-    return Grid("What a mesh costs programs", [*header, "file, MB/s"], rows)
+    header = ["programs", f"a request of {REQUEST_BYTES // 1_000} kB, ms", "a stream, MB/s", "a file, MB/s"]
+    return Grid("What a mesh costs programs", header, rows)
 
 
 @contextlib.contextmanager
@@ -167,17 +167,7 @@ def wait_until_connected(who: str, pair: Sequence[BenchWorker]) -> None:
 
 def _measure(who: str, pair: Sequence[BenchWorker], requests: int, size: int) -> MeshCost:
     giver, asker = pair
-    answers = [asker.ask("call", number=requests, size=each)["seconds"] for each in REQUEST_BYTES]
+    seconds = asker.ask("call", number=requests, size=REQUEST_BYTES)["seconds"]
     push = elapsed([asker.ask("push", size=size)])
     file = giver.ask("share", size=size)["file"]
-    fetch = elapsed([asker.ask("fetch", file=file, size=size)])
-    return MeshCost(who, tuple(map(statistics.median, answers)), push, fetch)
-
-
-def _median(turns: Sequence[MeshCost]) -> MeshCost:
-    return MeshCost(
-        turns[0].who,
-        tuple(statistics.median(turn.calls[index] for turn in turns) for index in range(len(REQUEST_BYTES))),
-        statistics.median(turn.push for turn in turns),
-        statistics.median(turn.fetch for turn in turns),
-    )
+    return MeshCost(who, statistics.median(seconds), push, elapsed([asker.ask("fetch", file=file, size=size)]))

@@ -28,8 +28,6 @@ ANSWER_TIMEOUT: Final = 240.0
 STOP_TIMEOUT: Final = 10.0
 # A payload repeats this many random bytes: nothing on the way compresses them.
 _PATTERN_BYTES: Final = 16 * MB
-# How much of a payload is compared to check that it arrived: this many bytes at its start, middle and end.
-_CHECKED_BYTES: Final = 4_096
 
 # Most of it is for torch.
 INSTALL_TIMEOUT: Final = 1_200.0
@@ -176,22 +174,20 @@ def obtain_python(name: str, cache: Path, say: Say) -> Path:
     folder = cache.absolute() / name
     python, stamp = folder / "bin" / "python", folder / "installed"
     requirements = REQUIREMENTS[name]
-    if not stamp.exists() or stamp.read_text() != "\n".join(requirements):
-        say(f"installing {requirements[0]} into {folder}, once")
-        folder.mkdir(parents=True, exist_ok=True)
-        _install(name, [sys.executable, "-m", "venv", "--clear", str(folder)])
-        _install(name, [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements])
-        stamp.write_text("\n".join(requirements))
+    if stamp.exists() and stamp.read_text() == "\n".join(requirements):
+        return python
+    say(f"installing {requirements[0]} into {folder}, once")
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, *requirements]):
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT)
+        except subprocess.CalledProcessError as error:
+            raise BenchError(f"{name} could not be installed: {error.stderr.strip()[-MAX_REASON_CHARS:]}") from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BenchError(f"{name} could not be installed: {error}") from error
+    stamp.write_text("\n".join(requirements))
     return python
-
-
-def _install(name: str, command: Sequence[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT)
-    except subprocess.CalledProcessError as error:
-        raise BenchError(f"{name} could not be installed: {error.stderr.strip()[-MAX_REASON_CHARS:]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchError(f"{name} could not be installed: {error}") from error
 
 
 def connect(listener: BenchWorker, caller: BenchWorker, **request: Any) -> None:
@@ -200,45 +196,18 @@ def connect(listener: BenchWorker, caller: BenchWorker, **request: Any) -> None:
     caller.ask("open", address=address, **request)
 
 
-class SharedPayload:
-    """Memory that a benchmark shares with its workers."""
-
-    def __init__(self, descriptor: int, memory: memoryview) -> None:
-        self.descriptor = descriptor
-        self.memory = memory
-
-    def fill(self) -> None:
-        """Fill the memory with random bytes."""
-        pattern = np.random.default_rng(0).bytes(min(_PATTERN_BYTES, self.memory.nbytes))
-        for start in range(0, self.memory.nbytes, len(pattern)):
-            piece = self.memory[start : start + len(pattern)]
-            piece[:] = pattern[: piece.nbytes]
-
-    def spoil(self, size: int) -> None:
-        """Clear the parts of a payload of this size that `equals` compares."""
-        for place in _checked(size):
-            self.memory[place] = bytes(len(range(*place.indices(size))))
-
-    def equals(self, other: SharedPayload, size: int) -> bool:
-        """Return whether both payloads agree at the start, middle and end of this size."""
-        return all(self.memory[place] == other.memory[place] for place in _checked(size))
-
-
-def _checked(size: int) -> list[slice]:
-    starts = (0, size // 2, max(0, size - _CHECKED_BYTES))
-    return [slice(start, min(size, start + _CHECKED_BYTES)) for start in starts]
-
-
 @contextlib.contextmanager
-def open_payload(name: str, size: int) -> Iterator[SharedPayload]:
-    """Map ``size`` bytes of shared memory."""
+def open_payload(size: int) -> Iterator[int]:
+    """Yield the descriptor of shared memory with ``size`` random bytes."""
+    pattern = np.random.default_rng(0).bytes(min(_PATTERN_BYTES, size))
     with (
-        open_shared_memory(name, Path(tempfile.gettempdir())) as shared,
+        open_shared_memory("payload", Path(tempfile.gettempdir())) as shared,
         map_shared_memory(shared.place, size) as mapped,
-        memoryview(mapped) as whole,
-        whole[:size] as memory,
+        memoryview(mapped) as memory,
     ):
-        yield SharedPayload(shared.descriptor, memory)
+        for start in range(0, size, len(pattern)):
+            memory[start : min(start + len(pattern), size)] = pattern[: size - start]
+        yield shared.descriptor
 
 
 def ask_all(

@@ -22,18 +22,15 @@ import typer
 from farandole.protocol.run.models import num_parameters
 from farandole.protocol.run.models import preset as preset_model
 
-from ..report.section import Grid, cell
-from .process import ask_all, median_of, open_workers
+from ..report.section import Grid
+from .process import ask_all, open_workers
 from .report import OUT, Bench, BenchReport, Claim, Out, Write, open_bench
-from .worker.stages_task import MODEL, WARMUP_STEPS, Task
+from .worker.stages import MODEL, WARMUP_STEPS, Task
+from .worker.stages_torch import bytes_per_token
 
 # Its microbatches, of 512 tokens, take some hundreds of milliseconds on a core; those of the first model, some tens.
 LARGER: Final = "10M"
-ALONE: Final = "one process"
-TORCH: Final = "torch.distributed.pipelining"
-OURS: Final = "farandole"
-SCHEDULES: Final = ("GPipe", "1F1B")
-CODECS: Final = ("fp32", "bf16", "int8")
+ALONE, TORCH, OURS = "one process", "torch.distributed.pipelining", "farandole"
 # Error of the mean loss of all steps, relative to one process; with fp32 variants differ only by the order of sums.
 MAX_LOSS_ERROR: Final = 1e-5
 
@@ -46,126 +43,6 @@ class Turn:
     loss: float
     """Mean of all microbatches of all steps, in nats per token."""
     bytes_per_token: float
-    mesh_cpu_ms: float | None = None
-    """CPU time of all mesh processes together, per microbatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A way to compute the task."""
-
-    who: str
-    how: str
-    is_exact: bool
-    """Whether its losses must equal one process's."""
-    play: Callable[[Task, Path, Path], Turn]
-    """Called with an empty folder, and a log."""
-
-    @property
-    def name(self) -> str:
-        """Return the name for tables."""
-        return f"{self.who}, {self.how}"
-
-
-@dataclass(frozen=True, slots=True)
-class VariantRates:
-    """The turns of a variant together; rates are medians."""
-
-    who: str
-    how: str
-    microbatches_s: float
-    turns_microbatches_s: list[float]
-    of_one_thread: float
-    """The rate as a share of one process's with one thread."""
-    bytes_per_token: float
-    mesh_cpu_ms: float | None
-    loss: float
-    loss_error: float
-    """The greatest error of the turns, relative to one process."""
-    is_exact: bool
-
-    @property
-    def is_right(self) -> bool:
-        """Return whether the losses are as required."""
-        return not self.is_exact or self.loss_error <= MAX_LOSS_ERROR
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def variants() -> list[Variant]:
-    """Return the variants in the order of their turns; the first is the baseline."""
-    threads = dict.fromkeys([1, num_cores()])
-    return [
-        *(Variant(ALONE, _threads(count), True, partial(_play_alone, threads=count)) for count in threads),
-        *(Variant(TORCH, f"{name}, fp32", True, partial(_play_torch, schedule=name)) for name in SCHEDULES),
-        *(Variant(OURS, codec, codec == "fp32", partial(_play_ours, codec=codec)) for codec in CODECS),
-        Variant(OURS, "int8, steps overlap", False, partial(_play_ours, codec="int8", overlap=True)),
-    ]
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
-
-
-def play(variant: Variant, task: Task, log: Path) -> Turn:
-    """Play one turn. Raises `BenchError`."""
-    with tempfile.TemporaryDirectory(prefix="farandole-stages-") as folder:
-        return variant.play(task, Path(folder), log)
-
-
-def rows_of(turns: Sequence[tuple[Variant, Turn]]) -> list[VariantRates]:
-    """Return a row for each variant, in the order of their first turns; the first variant is the baseline."""
-    by_variant: dict[str, list[tuple[Variant, Turn]]] = {}
-    for variant, turn in turns:
-        by_variant.setdefault(variant.name, []).append((variant, turn))
-    base = [turn for _, turn in next(iter(by_variant.values()))]
-    base_rate, base_loss = _median_rate(base), base[0].loss
-    return [_row(group[0][0], [turn for _, turn in group], base_rate, base_loss) for group in by_variant.values()]
-
-
-def _row(variant: Variant, turns: Sequence[Turn], base_rate: float, base_loss: float) -> VariantRates:
-    rate = _median_rate(turns)
-    return VariantRates(
-        variant.who,
-        variant.how,
-        rate,
-        [turn.microbatches_s for turn in turns],
-        rate / base_rate,
-        statistics.median(turn.bytes_per_token for turn in turns),
-        median_of([turn.mesh_cpu_ms for turn in turns]),
-        turns[0].loss,
-        max(abs(turn.loss - base_loss) / base_loss for turn in turns),
-        variant.is_exact,
-    )
-
-
-def _median_rate(turns: Sequence[Turn]) -> float:
-    return statistics.median(turn.microbatches_s for turn in turns)
-
-
-def rate(stepped_at: Sequence[Sequence[float]], num_microbatches: int) -> float:
-    """Return microbatches per second, without the warm-up, from each process's step times, the one that draws first.
-
-    The time runs from the end of the drawing process's warm-up, when it may draw, to the last process's last step.
-    """
-    seconds = max(times[-1] for times in stepped_at) - stepped_at[0][WARMUP_STEPS - 1]
-    return (len(stepped_at[0]) - WARMUP_STEPS) * num_microbatches / seconds
-
-
-def turn_of(task: Task, answers: Sequence[dict[str, Any]], bytes_per_token: float) -> Turn:
-    """Return the result of a turn, from the answers of a variant's processes."""
-    (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
-    cpu = [answer["cpu_seconds"] for answer in answers if "cpu_seconds" in answer]
-    cpu_seconds = sum(seconds[-1] - seconds[WARMUP_STEPS - 1] for seconds in cpu)
-    return Turn(
-        rate([answer["stepped_at"] for answer in answers], task.num_microbatches),
-        loss,
-        bytes_per_token,
-        1e3 * cpu_seconds / (task.steps * task.num_microbatches) if cpu else None,
-    )
 
 
 def _play_alone(task: Task, folder: Path, log: Path, *, threads: int) -> Turn:
@@ -175,106 +52,137 @@ def _play_alone(task: Task, folder: Path, log: Path, *, threads: int) -> Turn:
 
 
 def _play_torch(task: Task, folder: Path, log: Path, *, schedule: str) -> Turn:
-    from .worker.stages_torch import bytes_per_token
-
     request = {"schedule": schedule, "steps": task.all_steps, "rendezvous": str(folder / "rendezvous")}
-    with open_workers("torch rank", _names(TORCH, task), log) as ranks:
-        answers = ask_all(ranks, "learn", _stages(task), manifest=task.manifest(), **request)
+    stages = range(task.num_stages)
+    with open_workers("torch rank", [f"{TORCH} {stage}" for stage in stages], log) as ranks:
+        answers = ask_all(ranks, "learn", [{"stage": stage} for stage in stages], manifest=task.manifest(), **request)
     return turn_of(task, answers, bytes_per_token(task.check(), task.tokens_per_step))
 
 
 def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool = False) -> Turn:
-    with open_workers("stage node", _names(OURS, task), log) as nodes:
-        heard = ask_all(nodes, "listen", _stages(task), manifest=task.manifest(codec, overlap=overlap))
-        addresses = [answer["addresses"] for answer in heard]
-        ask_all(nodes, "join", addresses=addresses, folder=str(folder), log=str(log))
+    stages = range(task.num_stages)
+    with open_workers("stage node", [f"{OURS} {stage}" for stage in stages], log) as nodes:
+        manifest = task.manifest(codec, overlap=overlap)
+        heard = ask_all(nodes, "listen", [{"stage": stage} for stage in stages], manifest=manifest)
+        ask_all(nodes, "join", addresses=[answer["addresses"] for answer in heard], folder=str(folder), log=str(log))
         answers = ask_all(nodes, "learn", steps=task.all_steps)
     num_bytes = sum(answer["bytes_sent"] for answer in answers)
     return turn_of(task, answers, num_bytes / (task.all_steps * task.tokens_per_step))
 
 
-def _stages(task: Task) -> list[dict[str, Any]]:
-    return [{"stage": stage} for stage in range(task.num_stages)]
+def turn_of(task: Task, answers: Sequence[dict[str, Any]], bytes_per_token: float) -> Turn:
+    """Return the result of a turn, from the answers of a variant's processes, the one that draws first.
+
+    The time runs from the end of the drawing process's warm-up, when it may draw, to the last process's last step.
+    """
+    (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
+    drawing = answers[0]["stepped_at"]
+    seconds = max(answer["stepped_at"][-1] for answer in answers) - drawing[WARMUP_STEPS - 1]
+    return Turn((len(drawing) - WARMUP_STEPS) * task.num_microbatches / seconds, loss, bytes_per_token)
 
 
-def _names(who: str, task: Task) -> list[str]:
-    return [f"{who} {stage}" for stage in range(task.num_stages)]
+NUM_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+VARIANTS: Final[dict[str, Callable[[Task, Path, Path], Turn]]] = {
+    **{f"{ALONE}, threads: {n}": partial(_play_alone, threads=n) for n in dict.fromkeys([1, NUM_CORES])},
+    **{f"{TORCH}, {name}, fp32": partial(_play_torch, schedule=name) for name in ("GPipe", "1F1B")},
+    f"{OURS}, fp32": partial(_play_ours, codec="fp32"),
+    f"{OURS}, int8": partial(_play_ours, codec="int8"),
+    f"{OURS}, int8, steps overlap": partial(_play_ours, codec="int8", overlap=True),
+}
+"""In the order of their turns; the first is the baseline. Each is called with an empty folder, and a log."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRates:
+    """The turns of a variant together; the rate is their median."""
+
+    name: str
+    microbatches_s: float
+    of_one_thread: float
+    """The rate as a share of the baseline's."""
+    bytes_per_token: float
+    loss_error: float
+    """The greatest error of the turns, relative to the baseline."""
 
 
 @dataclass(slots=True)
 class Throughput:
-    """The turns with one model until now."""
+    """The turns with one model until now, by variant."""
 
     task: Task
-    turns: list[tuple[Variant, Turn]] = field(default_factory=list)
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[VariantRates]:
         """Return the rates of the variants that have had a turn."""
-        return rows_of(self.turns) if self.turns else []
+        rates = {name: statistics.median(turn.microbatches_s for turn in turns) for name, turns in self.turns.items()}
+        (base_rate, *_), ((base, *_), *_) = rates.values(), self.turns.values()
+        return [
+            VariantRates(
+                name,
+                rates[name],
+                rates[name] / base_rate,
+                statistics.median(turn.bytes_per_token for turn in turns),
+                max(abs(turn.loss - base.loss) / base.loss for turn in turns),
+            )
+            for name, turns in self.turns.items()
+        ]
 
     @property
     def wrong(self) -> list[str]:
-        """Return the variants whose losses differ from one process's."""
-        return [f"{row.who}, {row.how}: loss off by {row.loss_error:.1e}" for row in self.rows if not row.is_right]
+        """Return the exact variants whose losses differ from one process's."""
+        exact = [row for row in self.rows if "int8" not in row.name]
+        return [f"{row.name}: loss off by {row.loss_error:.1e}" for row in exact if row.loss_error > MAX_LOSS_ERROR]
+
+    @property
+    def size(self) -> str:
+        """Return the model's size in words."""
+        return f"{num_parameters(self.task.check()) / 1e6:.1f} M parameters in {self.task.num_stages} stages"
 
     def claims(self) -> list[Claim]:
         """Return our rates, beside that of the faster of torch's schedules."""
-        peers = [row.microbatches_s for row in self.rows if row.who == TORCH]
-        size = f"{_num_parameters(self.task) / 1e6:.1f} M parameters in {self.task.num_stages} stages"
-        words = f"microbatches a second, {size}; theirs: the faster {TORCH}"
+        peers = [row.microbatches_s for row in self.rows if row.name.startswith(TORCH)]
+        words = f"microbatches a second, {self.size}; theirs: the faster {TORCH}"
         return [
-            Claim(f"{row.how}: {words}", f"{row.microbatches_s:.1f}", f"{max(peers):.1f}")
+            Claim(f"{row.name}: {words}", f"{row.microbatches_s:.1f}", f"{max(peers):.1f}")
             for row in self.rows
-            if row.who == OURS and peers
+            if row.name.startswith(OURS) and peers
         ]
 
-    def data(self) -> dict[str, Any]:
-        """Return the figures for the report's data."""
-        rows = [asdict(row) for row in self.rows]
-        return {"task": asdict(self.task), "num_parameters": _num_parameters(self.task), "rows": rows}
+    def grid(self) -> Grid:
+        """Return the table of the variants."""
+        peers = [row.microbatches_s for row in self.rows if row.name.startswith(TORCH)]
+        cells = []
+        for row in self.rows:
+            is_alone = row.name.startswith(ALONE)
+            cells.append(
+                [
+                    row.name,
+                    f"{row.microbatches_s:.1f}",
+                    f"{row.of_one_thread:.2f}",
+                    f"{row.microbatches_s / max(peers):.2f}" if peers and not is_alone else "",
+                    "" if is_alone else f"{row.bytes_per_token:,.0f}",
+                    f"{row.loss_error:.0e}",
+                ]
+            )
+        header = ["", "a second", "of 1 thread", "of the faster torch", "bytes a token", "loss off by"]
+        batch = f"{self.task.num_microbatches} microbatches of {self.task.model['context']} tokens a step"
+        return Grid(f"Microbatches a second: {self.size}, {batch}", header, cells)
 
 
-@dataclass(slots=True)
-class StagesFigures:
-    """The measurements until now."""
-
-    models: list[Throughput] = field(default_factory=list)
-
-    def report(self, setting: dict[str, Any]) -> BenchReport:
-        """Return tables and data; a variant with wrong losses is a miss."""
-        data = {"models": [model.data() for model in self.models]}
-        grids = [throughput_grid(model.rows, model.task) for model in self.models if model.turns]
-        misses = [miss for model in self.models for miss in model.wrong]
-        claims = [claim for model in self.models for claim in model.claims()]
-        return BenchReport(setting, grids, data, misses=misses, claims=claims)
-
-
-def _num_parameters(task: Task) -> int:
-    return num_parameters(task.check())
-
-
-def throughput_grid(rows: list[VariantRates], task: Task) -> Grid:
-    """Return the table of the variants."""
-    peers = [row.microbatches_s for row in rows if row.who == TORCH]
-    cells = [
-        [
-            f"{row.who}, {row.how}",
-            f"{row.microbatches_s:.1f}",
-            f"{row.of_one_thread:.2f}",
-            f"{row.microbatches_s / max(peers):.2f}" if peers and row.who != ALONE else "",
-            f"{row.bytes_per_token:,.0f}" if row.who != ALONE else "",
-            cell(row.mesh_cpu_ms, "{:.1f} ms"),
-            f"{row.loss_error:.0e}" if row is not rows[0] else "",
-        ]
-        for row in rows
-    ]
-    header = ["", "a second", "of 1 thread", "of the faster torch", "bytes a token", "mesh CPU", "loss off by"]
-    title = (
-        f"Microbatches a second: {_num_parameters(task) / 1e6:.1f} M parameters in {task.num_stages} stages, "
-        f"{task.num_microbatches} microbatches of {task.model['context']} tokens a step"
+def report(setting: dict[str, Any], models: Sequence[Throughput]) -> BenchReport:
+    """Return tables and data; a variant with wrong losses is a miss."""
+    models = [model for model in models if model.turns]
+    data = {
+        "models": [{"task": asdict(model.task), "rows": [asdict(row) for row in model.rows]} for model in models],
+    }
+    return BenchReport(
+        setting,
+        [model.grid() for model in models],
+        data,
+        misses=[miss for model in models for miss in model.wrong],
+        claims=[claim for model in models for claim in model.claims()],
     )
-    return Grid(title, header, cells)
 
 
 def run(
@@ -298,19 +206,19 @@ def run(
         task.check()
     choices: dict[str, Any] = {"repeats": repeats, "steps timed": steps}
     with open_bench("stages", out, write, **choices) as bench:
-        bench.publish(measure(bench, tasks, repeats).report(bench.setting))
+        bench.publish(report(bench.setting, measure(bench, tasks, repeats)))
 
 
-def measure(bench: Bench, tasks: Sequence[Task], repeats: int) -> StagesFigures:
+def measure(bench: Bench, tasks: Sequence[Task], repeats: int) -> list[Throughput]:
     """Measure turn by turn, and write the results after each.
 
     Raises `BenchError`; `ManifestError` if the task's settings do not fit together.
     """
-    figures = StagesFigures([Throughput(task) for task in tasks])
-    for model in figures.models:
-        size = f"{_num_parameters(model.task) / 1e6:.1f} M"
-        for repeat, variant in itertools.product(range(repeats), variants()):
-            bench.say(f"{size}, turn {repeat + 1} of {repeats}: {variant.name}")
-            model.turns.append((variant, play(variant, model.task, bench.log)))
-            bench.write(figures.report(bench.setting))
-    return figures
+    models = [Throughput(task) for task in tasks]
+    for model in models:
+        for repeat, (name, play) in itertools.product(range(repeats), VARIANTS.items()):
+            bench.say(f"{model.size}, turn {repeat + 1} of {repeats}: {name}")
+            with tempfile.TemporaryDirectory(prefix="farandole-stages-") as folder:
+                model.turns.setdefault(name, []).append(play(model.task, Path(folder), bench.log))
+            bench.write(report(bench.setting, models))
+    return models

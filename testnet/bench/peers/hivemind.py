@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from hivemind import DHT, DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
-from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
+from hivemind.compression import NoCompression, Uniform8BitQuantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-COMPRESSIONS = {"fp32": NoCompression, "fp16": Float16Compression, "8-bit": Uniform8BitQuantization}
+COMPRESSIONS = {"fp32": NoCompression, "8-bit": Uniform8BitQuantization}
 # A group of two is complete as soon as both have met; this limits how long a peer listens for more.
 MATCHMAKING_SECONDS, REQUEST_SECONDS = 2.0, 1.5
 STEP_TIMEOUT = 60.0

@@ -26,7 +26,7 @@ from .server import Server
 # Requests are lines of a few hundred bytes.
 MAX_REQUEST_BYTES: Final = 65_536
 PARTS: Final = {
-    "mover": "paths:Mover",
+    "raw end": "exchange:RawEnd",
     "exchanging node": "exchange:ExchangingNode",
     "averaging trainer": "exchange:AveragingTrainer",
     "program": "exchange:MeshProgram",

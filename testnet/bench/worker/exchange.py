@@ -1,32 +1,37 @@
-"""The parts of the benchmark of exchanges: a mesh process, its trainer, and a program that uses a node's mesh."""
+"""The parts of the benchmark of exchanges: a mesh process, its trainer, a plain socket, and a program with a mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import trio
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import farandole
-from farandole.node.base.control import serve_control
-from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.tuning import keep_memory
+from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.exchange_service import ExchangeService
+from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.bulk.pipe import Outgoing
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.run.outer_rules import Codec
+from farandole.protocol.wire.identity import public_key_of
+from farandole.protocol.wire.messagepack import SESSION_BYTES
 from farandole.training.outer.codec import decode, encode, encoded_size
 
 from ..peers.peer import vector
-from .paths import open_node
 from .server import Server, UsageMeter, map_payload, watched_loop
 
 # Enough for an exchange of whole contributions over a slow line or a relay, on a busy machine.
@@ -36,8 +41,9 @@ PIECE_BYTES: Final = 1024 * 1024
 # Of a program's request or stream.
 TIMEOUT: Final = 120.0
 _DIGEST: Final = bytes(32)
-
-Way = Literal["new channel", "kept channel", "stream"]
+LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
+PROTOCOL: Final = "/farandole/bench/1"
+_READY: Final = b"r"
 
 
 async def accept(size: int, tokens: int) -> str | None:
@@ -78,8 +84,45 @@ def check_committed(result: ExchangeEnded) -> None:
         raise ConnectionError(f"an exchange was not committed: {result.reason}")
 
 
+class RawEnd:
+    """One end of a blocking TCP connection: the upper bound of the machine."""
+
+    def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
+        self._server = server
+        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
+
+    async def open(self, address: str | None) -> dict[str, Any] | None:
+        """Listen and announce the address, or connect to ``address``."""
+        self._meter = UsageMeter([self._outgoing, self._incoming])
+        if address is not None:
+            host, _, port = address.partition(":")
+            self._connection = socket.create_connection((host, int(port)))
+            return {}
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            await self._server.announce("{}:{}".format(*listener.getsockname()))
+            self._connection, _ = await trio.to_thread.run_sync(listener.accept)
+        return None
+
+    def send(self, size: int) -> dict[str, Any]:
+        """Send the first ``size`` bytes."""
+        with self._meter.running() as figures:
+            self._connection.sendall(self._outgoing[:size])
+        return figures
+
+    def receive(self, size: int) -> dict[str, Any]:
+        """Receive ``size`` bytes."""
+        received = 0
+        with self._meter.running() as figures:
+            while received < size:
+                got = self._connection.recv_into(self._incoming[received:size])
+                if not got:
+                    raise ConnectionError("the other end is gone")
+                received += got
+        return figures
+
+
 class ExchangingNode:
-    """One of two nodes with an open connection; the node that connected initiates the exchanges."""
+    """One of two nodes with an open bulk channel; the node that connected initiates the exchanges."""
 
     def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
         self._server = server
@@ -87,23 +130,35 @@ class ExchangingNode:
 
     async def open(self, address: str | None) -> dict[str, Any] | None:
         """Listen and announce the address, or connect to ``address``; both then have a bulk channel."""
-        stack = self._server.stack
-        opened = await stack.enter_async_context(open_node(address, self._server.announce))
-        self._host, self._channels, self._channel, self._peer = opened
-        self._is_initiator = address is not None
-        self._exchanges = ExchangeService(self._host, self._channels)
-        self._nursery = await stack.enter_async_context(open_service_nursery())
+        stack, self._is_initiator = self._server.stack, address is not None
+        host = await stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), [LOOPBACK]))
+        self._channels = await stack.enter_async_context(open_bulk(host, bytes(32)))
+        async with _meet(host, address, self._server) as stream:
+            self._peer = stream.peer
+            self._channel = await _negotiate(self._channels, stream, is_asker=self._is_initiator)
+        stack.callback(self._channels.discard, self._channel)
+        self._exchanges = ExchangeService(host, self._channels)
         self._meter = UsageMeter([self._outgoing, self._incoming])
         return {} if address else None
 
-    async def exchange(self, round: int, codec: Codec, size: int, digest: str, way: Way) -> dict[str, Any]:
-        """Exchange an encoded contribution."""
-        outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
-        self._exchanges.channels = None if way == "stream" else self._channels
+    async def send(self, size: int) -> dict[str, Any]:
+        """Send the first ``size`` bytes over the bulk channel."""
         with self._meter.running() as figures:
-            if way == "new channel":
-                self._channels.close()
-            incoming, is_initiator = self._incoming[:size], self._is_initiator
+            await self._channel.send(self._outgoing[:size])
+        return figures
+
+    async def receive(self, size: int) -> dict[str, Any]:
+        """Receive ``size`` bytes over the bulk channel, which hashes them."""
+        with self._meter.running() as figures:
+            await self._channel.receive_into(self._incoming[:size])
+        return figures
+
+    async def exchange(self, round: int, codec: Codec, size: int, digest: str) -> dict[str, Any]:
+        """Exchange an encoded contribution over a new channel."""
+        outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
+        incoming, is_initiator = self._incoming[:size], self._is_initiator
+        with self._meter.running() as figures:
+            self._channels.close()
             result = await exchange_with(
                 self._exchanges, self._peer, round, outgoing, incoming, is_initiator=is_initiator, codec=codec
             )
@@ -120,20 +175,47 @@ class ExchangingNode:
                         nursery.start_soon(self._channel.receive_into, self._incoming[:size])
         return figures
 
-    async def rest(self, seconds: float) -> dict[str, Any]:
-        """Do nothing, and measure the loop's lag."""
-        with self._meter.running() as figures:
-            async with watched_loop(figures):
-                await trio.sleep(seconds)
-        return figures
 
-    async def control(self, home: str) -> dict[str, Any]:
-        """Serve ``status`` on a control socket from now on."""
-        await self._nursery.start(serve_control, Path(home, "control.sock"), {"status": self._status})
-        return {}
+@contextlib.asynccontextmanager
+async def _meet(host: Host, address: str | None, server: Server) -> AsyncIterator[Libp2pStream]:
+    """Open a stream to the other host, which stays open until the block ends."""
+    if address is not None:
+        peer = public_key_of(address.rpartition("/p2p/")[2])
+        await host.connect(peer, [address])
+        async with await host.open_stream(peer, PROTOCOL) as stream:
+            yield stream
+        return
+    opened, coming = trio.open_memory_channel[Libp2pStream](1)
+    is_over = trio.Event()
 
-    async def _status(self, _: dict[str, Any]) -> object:
-        return {"peers": len(self._host.connected), "addresses": self._host.addresses, "time": time.time()}
+    async def serve(stream: Libp2pStream) -> None:
+        await opened.send(stream)
+        await is_over.wait()
+
+    host.set_handler(PROTOCOL, serve)
+    await server.announce(host.addresses[0])
+    try:
+        yield await coming.receive()
+    finally:
+        is_over.set()
+
+
+async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool) -> BulkChannel:
+    """Return this end of a new bulk channel, negotiated over a stream."""
+    if is_asker:
+        await stream.receive_some(len(_READY))
+        channel = await channels.acquire(stream.peer)
+        if channel is not None:
+            await stream.send_all(channel.session)
+            await stream.receive_some(len(_READY))
+    else:
+        with channels.expecting(stream.peer):
+            await stream.send_all(_READY)
+            channel = channels.take(stream.peer, await stream.receive_some(SESSION_BYTES))
+        await stream.send_all(_READY)
+    if not isinstance(channel, BulkChannel):
+        raise ConnectionError("no bulk channel opened")
+    return channel
 
 
 class AveragingTrainer:

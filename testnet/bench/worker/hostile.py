@@ -18,8 +18,8 @@ from farandole.node.mesh.host import open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import public_key_of
 
+from .exchange import LOOPBACK, PROTOCOL
 from .hostile_attacks import AttackTarget, attack
-from .paths import LOOPBACK, PROTOCOL
 from .server import Server, cpu_seconds, memory_mb
 
 # Attackers at once: both ends of their connections, and of the honest ones, must fit into the limit of descriptors.

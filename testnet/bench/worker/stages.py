@@ -1,4 +1,4 @@
-"""The parts of the benchmark of stages: the whole model in one process, and a node that holds a stage.
+"""The parts of the benchmark of stages: the task of all variants, the whole model in one process, and a stage's node.
 
 The node has only a daemon's parts for its stage: a libp2p host, bulk channels, the pipeline with its links, and the
 trainer in its own process.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import torch
 import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.nurseries import open_service_nursery
@@ -25,7 +28,7 @@ from farandole.node.loop.pipeline_service import PipelineService
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.trainer.trainer import Trainer, open_trainer
-from farandole.protocol.run.manifest import Manifest, manifest_from_dict
+from farandole.protocol.run.manifest import Manifest, ModelConfig, manifest_from_dict
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import public_bytes
@@ -34,13 +37,88 @@ from farandole.training.data.dataset import build_sampler
 from farandole.training.engine.replica import Recipe, Replica
 from farandole.training.model.model import build_model, language_loss
 
-from ..process import ANSWER_TIMEOUT
+from ..process import ANSWER_TIMEOUT, BenchError
 from .server import Server
-from .stages_task import RUN_ID, author, key_of
+
+RUN_ID: Final = bytes(32)
+# 3.6 M parameters: four stages of two layers, and microbatches that take some tens of milliseconds on a core.
+MODEL: Final[Mapping[str, int]] = {
+    "num_layers": 8,
+    "width": 192,
+    "num_heads": 6,
+    "hidden": 576,
+    "context": 128,
+    "vocabulary": 256,
+}
+NUM_MICROBATCHES: Final = 16
+# Low: in a run without a warm-up, activations could double from one inner step to the next, and would be refused.
+LEARNING_RATE: Final = 1e-4
+# Inner steps before the timed ones: shapes are inferred, links opened, pages mapped.
+WARMUP_STEPS: Final = 1
+# Nothing may be dropped, however busy the machine is, as losses are compared.
+MICROBATCH_SECONDS: Final = 600.0
+
 
 # The machine gives its trainer two jobs at a time, and settles up to eight microbatches; in addition there are a step,
 # the round's begin and end.
 MAX_COMMANDS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Inner steps of a model, each of ``num_microbatches`` of one sequence."""
+
+    num_stages: int = 4
+    steps: int = 4
+    """Number of timed inner steps."""
+    num_microbatches: int = NUM_MICROBATCHES
+    """Number of microbatches per inner step."""
+    model: Mapping[str, int] = field(default_factory=lambda: MODEL)
+
+    @property
+    def all_steps(self) -> int:
+        """Return the number of inner steps, warm-up included."""
+        return WARMUP_STEPS + self.steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the number of tokens per inner step."""
+        return self.num_microbatches * self.model["context"]
+
+    def manifest(self, codec: str = "fp32", *, overlap: bool = False) -> dict[str, Any]:
+        """Return the run's settings, as in a run file. Stages would clip separately, so clipping is off."""
+        return {
+            "name": "bench-stages",
+            "model": {**self.model, "num_stages": self.num_stages},
+            "inner": {
+                "learning_rate": LEARNING_RATE,
+                "warmup_steps": 2,
+                "batch_size": self.num_microbatches,
+                "clip": 0.0,
+            },
+            "pipeline": {
+                "codec": codec,
+                "microbatch_size": 1,
+                "microbatch_seconds": MICROBATCH_SECONDS,
+                "overlap": overlap,
+            },
+        }
+
+    def check(self) -> ModelConfig:
+        """Return the model to train; raises `ManifestError`, or `BenchError` if the task is too small for torch."""
+        if self.num_stages < 2 or self.num_microbatches < self.num_stages:
+            raise BenchError(f"{self.num_microbatches} microbatches do not go through {self.num_stages} stages at once")
+        return manifest_from_dict(self.manifest()).model
+
+
+def key_of(stage: int) -> Ed25519PrivateKey:
+    """Return the key of the node that holds a stage; stage 0's author chooses the data."""
+    return Ed25519PrivateKey.from_private_bytes((stage + 1).to_bytes(32, "big"))
+
+
+def author() -> bytes:
+    """Return the author whose data all variants learn from."""
+    return public_bytes(key_of(0))
 
 
 class WholeModel:
@@ -119,7 +197,7 @@ class StageNode:
         return {}
 
     async def learn(self, steps: int) -> dict[str, Any]:
-        """Run a round of ``steps`` inner steps; return each one's time and CPU time, and at stage 0 the mean loss."""
+        """Run a round of ``steps`` inner steps; return each one's time, and at stage 0 the mean loss."""
         sender, receiver = trio.open_memory_channel[messages.Command](MAX_COMMANDS)
         memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
         finish = messages.FinishRound(0)
@@ -131,24 +209,15 @@ class StageNode:
                 self._service.begin(worker)
                 sender.send_nowait(messages.Train(0, 0))
                 self._service.handle(machine.RoundBegan(0, steps))
-                figures = await self._follow()
+                stepped_at: list[float] = []
+                while not isinstance(report := await self._trainer.receive(), messages.Contributed):
+                    if isinstance(report, messages.InnerStepTaken):
+                        stepped_at.append(time.monotonic())
+                    if isinstance(report, messages.InnerStepTaken | messages.Worked):
+                        self._service.handle(report)
                 nursery.cancel_scope.cancel()
         status = self._service.status()
         assert status is not None, "it has begun"
         if status.dropped:
             raise ConnectionError(f"{status.dropped} microbatches were dropped: {status.reasons}")
-        return {**figures, "bytes_sent": status.bytes_sent}
-
-    async def _follow(self) -> dict[str, Any]:
-        stepped_at: list[float] = []
-        cpu_seconds: list[float] = []
-        while True:
-            match report := await self._trainer.receive():
-                case messages.Worked():
-                    self._service.handle(report)
-                case messages.InnerStepTaken():
-                    stepped_at.append(time.monotonic())
-                    cpu_seconds.append(time.process_time())
-                    self._service.handle(report)
-                case messages.Contributed(loss=loss):
-                    return {"stepped_at": stepped_at, "cpu_seconds": cpu_seconds, "loss": loss}
+        return {"stepped_at": stepped_at, "loss": report.loss, "bytes_sent": status.bytes_sent}

@@ -27,7 +27,7 @@ from farandole.training.engine.replica import Recipe, Replica
 from farandole.training.model.model import Transformer, build_model, cross_entropy
 
 from .server import Server
-from .stages_task import RUN_ID, author
+from .stages import RUN_ID, author
 
 SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 # A rank whose neighbour has failed notices it by its connection; this timeout is for one that hangs.

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farandole.testnet.bench.exchange import ExchangeFigures, measure
+from farandole.testnet.bench.exchange import PATHS, Averaging, ExchangeFigures, measure
 from farandole.testnet.bench.mesh import OURS
-from farandole.testnet.bench.pair import Averaging
 from farandole.testnet.bench.peers import peer
 from farandole.testnet.bench.peers.peer import class_of
 from farandole.testnet.bench.process import (
     REQUIREMENTS,
     BenchError,
     obtain_python,
-    open_payload,
     open_worker,
     worker_command,
 )
@@ -35,8 +37,6 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             repeats=1,
             vector_mb=2,
             loop_mb=4,
-            paths=["raw", "bulk"],
-            ways=[("fp32", "new channel"), ("int8", "stream")],
             mesh_requests=4,
         )
         bench.publish(figures.report(bench.setting))
@@ -46,37 +46,27 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_each_path_is_measured_with_each_size(document: dict[str, Any]) -> None:
     results = document["one_way"]
-    assert {(result["path"], result["size_mb"]) for result in results} == {
-        (path, size) for path in ("raw", "bulk") for size in (1, 2)
-    }
+    assert [(result["size_mb"], result["path"]) for result in results] == list(product((1, 2), PATHS))
     for result in results:
         assert result["mb_s"] > 0
-        assert all(seconds > 0 for seconds in result["seconds"])
-        assert (result["of_raw"] == 1) == (result["path"] == "raw")
+        assert (result["of_raw"] == 1) == (result["path"] == "raw end")
 
 
 def test_both_partners_hold_the_mean(document: dict[str, Any]) -> None:
     full, small = document["averagings"]
-    assert (full["how"], small["how"]) == ("fp32, new channel", "int8, stream")
+    assert (full["codec"], small["codec"]) == ("fp32", "int8")
     assert full["payload_mb"] == 2
     assert small["payload_mb"] == pytest.approx(2 * 8.125 / 32, rel=1e-3)
     assert full["rms_error"] < 1e-6 < small["rms_error"] < 0.01
 
 
-def test_the_loop_is_watched_and_answers_meanwhile(document: dict[str, Any]) -> None:
+def test_the_loop_is_watched_and_programs_use_the_mesh_of_two_daemons(document: dict[str, Any]) -> None:
     loop = document["loop"]
     assert loop["moved_mb"] == 4
-    assert 0 <= loop["idle_p50_ms"] <= loop["idle_p99_ms"] <= loop["idle_max_ms"]
-    assert 0 < loop["status_p50_ms"] <= loop["status_max_ms"]
-
-
-def test_programs_use_the_mesh_of_two_daemons(document: dict[str, Any]) -> None:
+    assert 0 <= loop["p50_ms"] <= loop["p99_ms"] <= loop["max_ms"]
     (ours,) = document["mesh"]
     assert ours["who"] == OURS
-    assert min(*ours["calls"], ours["push"], ours["fetch"]) > 0
-
-
-def test_what_is_kept_says_what_was_measured_and_where(document: dict[str, Any]) -> None:
+    assert min(ours["call"], ours["push"], ours["fetch"]) > 0
     claims = [claim["claim"] for claim in document["claims"]]
     assert "least share of a raw socket's rate on the bulk channel, from 2 MB" in claims
     assert document["setting"]["repeats"] == 1
@@ -85,11 +75,10 @@ def test_what_is_kept_says_what_was_measured_and_where(document: dict[str, Any])
 
 
 def test_how_others_do_stands_beside_ours() -> None:
-    def averaging(who: str, how: str, exchange_s: float) -> Averaging:
-        return Averaging(who, how, 100.0, 0.1, exchange_s, 0.2, 0.0, 1.0)
+    def averaging(who: str, exchange_s: float) -> Averaging:
+        return Averaging(who, "fp32", 100.0, 0.1, exchange_s, 0.2, 0.0, 1.0)
 
-    ours = averaging("farandole", "fp32, new channel", 0.2)
-    exchange, whole, *_ = ExchangeFigures(100, averagings=[ours, averaging("hivemind", "fp32", 0.9)]).claims()
+    exchange, whole, *_ = ExchangeFigures(100, averagings=[averaging(OURS, 0.2), averaging("hivemind", 0.9)]).claims()
     assert (exchange.ours, exchange.theirs) == ("0.200", "0.900")
     assert (whole.ours, whole.theirs) == ("0.500", "1.200")
 
@@ -100,17 +89,6 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     with open_worker("broken", command, log) as worker, pytest.raises(BenchError, match="broken"):
         worker.ask("open", address=None)
     assert "no such part" in log.read_text()
-
-
-def test_a_payload_knows_what_has_arrived() -> None:
-    size = 100_000
-    with open_payload("outgoing", size) as outgoing, open_payload("incoming", size) as incoming:
-        outgoing.fill()
-        assert not incoming.equals(outgoing, size)
-        incoming.memory[:] = outgoing.memory
-        assert incoming.equals(outgoing, size)
-        incoming.spoil(size)
-        assert not incoming.equals(outgoing, size)
 
 
 @pytest.mark.parametrize("name", REQUIREMENTS)
@@ -127,3 +105,24 @@ def test_a_project_that_cannot_be_installed_is_a_problem_with_a_reason(
     with pytest.raises(BenchError, match="lattica could not be installed: "):
         obtain_python("lattica", tmp_path, lambda _: None)
     assert not (tmp_path / "lattica" / "installed").exists()
+
+
+DEAF = [sys.executable, "-c", "import time; time.sleep(1_000)"]
+
+
+def test_an_interrupted_benchmark_kills_a_process_that_does_not_listen(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), open_worker("deaf", DEAF, tmp_path / "log") as worker:
+        raise KeyboardInterrupt
+
+    assert worker._process.returncode == -signal.SIGKILL
+
+
+def test_what_a_process_has_started_is_killed_with_it(tmp_path: Path) -> None:
+    """The child holds the other end of a pipe, which ends when both are gone."""
+    reader, writer = os.pipe()
+    starts_a_child = "import subprocess, sys; subprocess.Popen(sys.argv[1:-2], pass_fds=[int(sys.argv[-1])]).wait()"
+    command = [sys.executable, "-c", starts_a_child, *DEAF]
+    with open_worker("parent", command, tmp_path / "log", [writer]) as worker, open(reader, "rb") as pipe:
+        os.close(writer)
+        worker.kill()
+        assert pipe.read() == b""
