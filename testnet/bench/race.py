@@ -18,8 +18,8 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -32,12 +32,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.models import num_parameters
 from farandole.protocol.run.outer_rules import SLOW
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import build_learner
 
 from ..natlab.groups import open_leash
+from ..natlab.namespace import Location
 from ..play.launch import PlayView, Testnet, play_and_report
 from ..play.live import open_view
 from ..play.merge import VALIDATION_BATCHES
@@ -78,21 +78,6 @@ class Replacement:
     seconds: float
     gone: int
     come: int
-
-
-@dataclass(frozen=True)
-class DiLoCoSettings:
-    """The settings of DiLoCo's members that differ from the nodes'."""
-
-    interval: int
-    """Inner steps between two averages."""
-    rate: float
-    """Factor of the learning rate."""
-
-    def manifest(self, nodes: Manifest) -> Manifest:
-        """Return the settings of its members, from those of the nodes."""
-        rate = self.rate * nodes.inner.learning_rate
-        return msgspec.structs.replace(nodes, inner=msgspec.structs.replace(nodes.inner, learning_rate=rate))
 
 
 class _Sampler:
@@ -156,7 +141,7 @@ def run(
     scenario = load_scenario(name)
     if scenario.link is None or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
         raise BenchError(f"{name} is no race: name a scenario with [link], boxed rounds and step_seconds")
-    settings = DiLoCoSettings(interval, rate)
+    manifest = scenario.manifest(0.0)
     with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval, rate=rate) as bench:
         python = obtain_python("hivemind", cache, bench.say) if peers else None
         folder = (out / "race").absolute()
@@ -167,20 +152,21 @@ def run(
             play = play_and_report(Testnet(scenario, folder, sampler))
         if not sampler.samples:
             raise BenchError(f"the nodes saved no checkpoint: see {folder / 'nodes'}")
+        seconds = sampler.samples[-1].seconds
+        # A node's steps are counted by tokens: a newcomer's count of steps goes on from its donor's.
+        num_steps = sum(node.tokens for node in play.nodes) / (manifest.inner.batch_size * manifest.model.context)
+        num_early = scenario.nodes - len(scenario.late_joiners)
+        played = {NODES: (sampler.samples, seconds * num_early / num_steps)}
         bench.say("DiLoCo")
-        manifest, seconds = scenario.manifest(0.0), sampler.samples[-1].seconds
-        diloco, num_steps = play_diloco(bench, scenario, settings, seconds, samples)
-        found = {NODES: sampler.samples, DILOCO: diloco}
-        paces = {NODES: node_pace(scenario, manifest, play, seconds), DILOCO: diloco[-1].seconds / num_steps}
+        played[DILOCO] = play_diloco(bench, scenario, interval, rate, seconds, samples)
         if python is not None:
-            played = play_hivemind(bench, scenario, python, seconds, hivemind_seconds, samples)
-            found[HIVEMIND], paces[HIVEMIND] = played
+            played[HIVEMIND] = play_hivemind(bench, scenario, python, seconds, hivemind_seconds, samples)
         bench.say("losses")
-        curves = {way: measured(manifest, each) for way, each in found.items()}
-        bench.publish(report(bench.setting, scenario, settings, play, curves, paces, hivemind_seconds))
+        curves = {way: measured(manifest, each) for way, (each, _) in played.items()}
+        bench.publish(report(bench.setting, play, curves, {way: pace for way, (_, pace) in played.items()}))
 
 
-# DiLoCo
+# The others
 
 
 def replacements(scenario: Scenario) -> list[Replacement]:
@@ -194,51 +180,95 @@ def replacements(scenario: Scenario) -> list[Replacement]:
     return [Replacement(at * seconds, each["kill"], each["join"]) for at, each in sorted(by_round.items())]
 
 
-def play_diloco(
-    bench: Bench, scenario: Scenario, diloco: DiLoCoSettings, seconds: float, folder: Path
-) -> tuple[list[Sample], int]:
-    """Play DiLoCo for this time; return its weights after each round, and a member's inner steps."""
+class Members:
+    """The members of another method, each in a home of its own, of whom some are replaced; made by `open_members`."""
+
+    def __init__(self, scenario: Scenario, begin: Callable[[int], BenchWorker]) -> None:
+        self._begin = begin
+        self._due = replacements(scenario)
+        self._coming: dict[int, BenchWorker] = {}
+        early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
+        self.by_index = {early[0]: begin(early[0])}
+        self.first = self.by_index[early[0]].get()
+        """The first member's answer, which it gives before the others begin."""
+        self._early = early[1:]
+
+    def begin_others(self) -> None:
+        """Begin all early members but the first, and wait until they are ready."""
+        self.by_index |= {index: self._begin(index) for index in self._early}
+        for index in self._early:
+            self.by_index[index].get()
+
+    @property
+    def live(self) -> list[BenchWorker]:
+        """Return the present members' processes."""
+        return list(self.by_index.values())
+
+    def prepare(self, now: float) -> None:
+        """Begin the members that replace others soon."""
+        for change in self._due:
+            if change.seconds - _PREPARE_SECONDS <= now and change.come not in self._coming:
+                self._coming[change.come] = self._begin(change.come)
+
+    def replace(self, now: float) -> list[Replacement]:
+        """Replace the members that are due, and return who was."""
+        changes = [change for change in self._due if change.seconds <= now]
+        for change in changes:
+            self._due.remove(change)
+            self.by_index.pop(change.gone).kill()
+            self.by_index[change.come] = self._coming.pop(change.come, None) or self._begin(change.come)
+            self.by_index[change.come].get()
+        return changes
+
+
+@contextmanager
+def open_members(
+    scenario: Scenario, command: Sequence[str], log: Path, request: Callable[[int, Location], Mapping[str, Any]]
+) -> Iterator[Members]:
+    """Open a race's members, with the first of them ready; ``request`` returns what a member begins with."""
     assert scenario.link is not None
-    settings, due = msgspec.to_builtins(diloco.manifest(scenario.manifest(0.0))), replacements(scenario)
-    early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
     with ExitStack() as stack:
         places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
 
         def begin(index: int) -> BenchWorker:
-            command = [*places[index].enter, *worker_command("DiLoCo member")]
-            worker = stack.enter_context(open_worker(f"member {index}", command, bench.log))
-            worker.put("begin", manifest=settings, author=index, step_seconds=scenario.seconds_of_step(index))
+            worker = stack.enter_context(open_worker(f"member {index}", [*places[index].enter, *command], log))
+            stack.callback(worker.kill)  # its children would outlive it
+            step_seconds = scenario.seconds_of_step(index)
+            worker.put("begin", author=index, step_seconds=step_seconds, **request(index, places[index]))
             return worker
 
-        members = {index: begin(index) for index in early}
-        for worker in members.values():
-            worker.get()
-        coming: dict[int, BenchWorker] = {}
-        samples: list[Sample] = []
-        generation, began_at = 0, time.monotonic()
+        yield Members(scenario, begin)
+
+
+def play_diloco(
+    bench: Bench, scenario: Scenario, interval: int, rate: float, seconds: float, folder: Path
+) -> tuple[list[Sample], float]:
+    """Play DiLoCo for this time; return its weights after each round, and the seconds of a member's inner step.
+
+    ``interval``: inner steps between two averages; ``rate``: factor of the learning rate.
+    """
+    nodes = scenario.manifest(0.0)
+    inner = msgspec.structs.replace(nodes.inner, learning_rate=rate * nodes.inner.learning_rate)
+    settings = {"manifest": msgspec.to_builtins(msgspec.structs.replace(nodes, inner=inner))}
+    samples: list[Sample] = []
+    generation = 0
+    with open_members(scenario, worker_command("DiLoCo member"), bench.log, lambda *_: settings) as members:
+        members.begin_others()
+        began_at = time.monotonic()
         while (now := time.monotonic() - began_at) < seconds:
-            for change in due:
-                if change.seconds - _PREPARE_SECONDS <= now and change.come not in coming:
-                    coming[change.come] = begin(change.come)
-            ask_all(list(members.values()), "learn", steps=diloco.interval)
-            for change in [change for change in due if change.seconds <= now]:
-                due.remove(change)
-                members.pop(change.gone).kill()
-                members[change.come] = worker = coming.pop(change.come) if change.come in coming else begin(change.come)
-                worker.get()
-                worker.ask("load", path=str(samples[-1].weights))
+            members.prepare(now)
+            ask_all(members.live, "learn", steps=interval)
+            for change in members.replace(now):
+                members.by_index[change.come].ask("load", path=str(samples[-1].weights))
                 generation += 1
             group = str(folder / f"group-{generation}-{began_at}")
-            ranks = [{"rank": rank} for rank in range(len(members))]
-            ask_all(list(members.values()), "average", ranks, world=len(members), group=group, device=LINK_DEVICE)
+            ranks = [{"rank": rank} for rank in range(len(members.live))]
+            ask_all(members.live, "average", ranks, world=len(ranks), group=group, device=LINK_DEVICE)
             file = folder / f"diloco-{len(samples):03d}.safetensors"
             samples.append(Sample(time.monotonic() - began_at, file))
-            next(iter(members.values())).ask("save", path=str(file))
+            members.live[0].ask("save", path=str(file))
             bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
-    return samples, len(samples) * diloco.interval
-
-
-# hivemind
+    return samples, samples[-1].seconds / (len(samples) * interval)
 
 
 def play_hivemind(
@@ -248,55 +278,37 @@ def play_hivemind(
 
     ``interval``: seconds between two averages, if no member waits.
     """
-    assert scenario.link is not None
-    manifest, due = scenario.manifest(0.0), replacements(scenario)
+    manifest = scenario.manifest(0.0)
     early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
     speed = sum(1 / scenario.seconds_of_step(index) for index in early)
-    request = {
+    settings = {
         "folders": [os.path.abspath(each) for each in sys.path],
         "manifest": msgspec.to_builtins(manifest),
         "codec": "8-bit",
         "target": round(interval * speed * manifest.inner.batch_size),
     }
-    command = peer_command(python, "hivemind_member")
-    with ExitStack() as stack:
-        places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
-        addresses: list[str] = []
+    addresses: list[str] = []
+    steps_of = dict.fromkeys(range(scenario.nodes), 0)
+    donors = {change.come: change.gone for change in replacements(scenario)}
 
-        def begin(index: int, steps: int) -> BenchWorker:
-            place, step_seconds = places[index], scenario.seconds_of_step(index)
-            worker = stack.enter_context(open_worker(f"hivemind {index}", [*place.enter, *command], bench.log))
-            stack.callback(worker.kill)  # its children would outlive it
-            worker.put(
-                "begin", **request, author=index, step_seconds=step_seconds, ip=place.ip, peers=addresses, steps=steps
-            )
-            return worker
+    def request(index: int, place: Location) -> dict[str, Any]:
+        return {**settings, "ip": place.ip, "peers": addresses, "steps": steps_of[donors.get(index, index)]}
 
-        members = {early[0]: begin(early[0], 0)}
-        addresses += members[early[0]].get()["addresses"]
-        members |= {index: begin(index, 0) for index in early[1:]}
-        for index in early[1:]:
-            members[index].get()
-        coming: dict[int, BenchWorker] = {}
-        samples: list[Sample] = []
-        num_steps, steps_of = 0, dict.fromkeys(members, 0)
+    num_steps, samples = 0, []
+    with open_members(scenario, peer_command(python, "hivemind_member"), bench.log, request) as members:
+        addresses += members.first["addresses"]
+        members.begin_others()
         began_at = time.monotonic()
         while (now := time.monotonic() - began_at) < seconds:
-            for change in due:
-                if change.seconds - _PREPARE_SECONDS <= now and change.come not in coming:
-                    coming[change.come] = begin(change.come, steps_of[change.gone])
-            for change in [change for change in due if change.seconds <= now]:
-                due.remove(change)
-                members.pop(change.gone).kill()
-                members[change.come] = coming[change.come]
-                members[change.come].get()
+            members.prepare(now)
+            for change in members.replace(now):
                 steps_of[change.come] = steps_of[change.gone]
             if now < SAMPLE_SECONDS * (len(samples) + 1):
                 time.sleep(_LOOK_SECONDS)
                 continue
-            files = [folder / f"hivemind-{index}.safetensors" for index in members]
-            saved = ask_all(list(members.values()), "save", [{"path": str(file)} for file in files])
-            for index, answer in zip(members, saved, strict=True):
+            files = [folder / f"hivemind-{index}.safetensors" for index in members.by_index]
+            saved = ask_all(members.live, "save", [{"path": str(file)} for file in files])
+            for index, answer in zip(members.by_index, saved, strict=True):
                 num_steps += answer["steps"] - steps_of[index]
                 steps_of[index] = answer["steps"]
             samples.append(Sample(time.monotonic() - began_at, folder / f"hivemind-{len(samples):03d}.safetensors"))
@@ -306,7 +318,7 @@ def play_hivemind(
     return samples, samples[-1].seconds * len(early) / num_steps
 
 
-# Losses and paces
+# Losses
 
 
 def measured(manifest: Manifest, samples: Sequence[Sample]) -> list[Sample]:
@@ -336,96 +348,34 @@ def seconds_to(curve: Sequence[Sample], loss: float) -> float | None:
     return None
 
 
-def node_pace(scenario: Scenario, manifest: Manifest, play: PlayReport, seconds: float) -> float:
-    """Return the seconds of the run for an inner step of an average node.
-
-    Steps are counted by tokens: a newcomer's count of steps goes on from its donor's.
-    """
-    num_early = scenario.nodes - len(scenario.late_joiners)
-    num_steps = sum(node.tokens for node in play.nodes) / (manifest.inner.batch_size * manifest.model.context)
-    return seconds * num_early / num_steps
-
-
 def report(
-    setting: Mapping[str, Any],
-    scenario: Scenario,
-    settings: DiLoCoSettings,
-    play: PlayReport,
-    curves: Mapping[str, Sequence[Sample]],
-    paces: Mapping[str, float],
-    hivemind_seconds: float,
+    setting: Mapping[str, Any], play: PlayReport, curves: Mapping[str, Sequence[Sample]], paces: Mapping[str, float]
 ) -> BenchReport:
-    """Return the tables and their data."""
-    nodes, diloco, manifest = curves[NODES], curves[DILOCO], scenario.manifest(0.0)
+    """Return the table, claims and data; ``paces``: seconds of the run for an inner step of an average member."""
+    ends = {way: curve[-1] for way, curve in curves.items()}
+    reached = {way: seconds_to(curves[NODES], end.loss) for way, end in ends.items()}
     rows = [
-        [
-            way,
-            f"{curve[-1].seconds:.0f}",
-            f"{paces[way]:.2f}",
-            f"{curve[-1].loss:.3f}",
-        ]
-        for way, curve in curves.items()
+        [way, f"{end.seconds:.0f}", f"{paces[way]:.2f}", f"{end.loss:.3f}", cell(reached[way], "{:.0f}", "never")]
+        for way, end in ends.items()
     ]
-    pace = Grid("The same lines, speeds and replacements", list(_PACE_HEADER), rows)
-    reached = times_to_losses(nodes, diloco)
-    grids = [pace, _times_grid("DiLoCo", reached)]
-    if HIVEMIND in curves:
-        grids.append(_times_grid("hivemind", times_to_losses(nodes, curves[HIVEMIND])))
-    early = [scenario.seconds_of_step(index) for index in range(scenario.nodes) if index not in scenario.late_joiners]
-    words = [
-        f"{len(early)} homes, {num_parameters(manifest.model):,} parameters; an inner step takes {min(early):g} to "
-        f"{max(early):g} s. Pairs average {manifest.outer.codec} every {manifest.rounds.round_seconds:g} s, DiLoCo "
-        f"fp32 every {settings.interval} inner steps of each member, at {settings.rate:g} times their learning rate. "
-        "*A step*: seconds of the run for an inner step of an average member. Losses are of the mean of all replicas, "
-        "in nats a token.",
-    ]
-    if HIVEMIND in curves:
-        words.append(
-            "hivemind's members have the nodes' learning rate. They average once all together have taken as many "
-            f"steps as they can take in {hivemind_seconds:g} s."
+    header = ["averaged by", "seconds", "a step, s", "loss at the end", "pairs reach it after, s"]
+    claims = [
+        Claim(
+            f"seconds to the loss that {way} ends with, {end.loss:.3f}",
+            cell(reached[way], "{:.0f}", "never"),
+            f"{end.seconds:.0f}",
         )
+        for way, end in ends.items()
+        if way != NODES
+    ]
+    words = "seconds of the run for an inner step of an average member; theirs: DiLoCo"
+    claims.append(Claim(words, f"{paces[NODES]:.2f}", f"{paces[DILOCO]:.2f}"))
+    misses, seconds = [*play.reasons], reached[DILOCO]
+    if seconds is None or ends[DILOCO].seconds < LEAST_GAIN * seconds:
+        misses.append(f"the nodes reach DiLoCo's last loss less than {LEAST_GAIN:g} times as fast")
     data = {
         "curves": {way: [[sample.seconds, sample.loss] for sample in curve] for way, curve in curves.items()},
         "play": msgspec.to_builtins(play),
     }
-    misses = list(play.reasons)
-    sample, seconds = reached[-1]
-    if seconds is None or sample.seconds < LEAST_GAIN * seconds:
-        misses.append(f"the nodes reach DiLoCo's last loss less than {LEAST_GAIN:g} times as fast")
-    claims = [
-        _claim("DiLoCo with a barrier", reached[-1]),
-        *([_claim("hivemind", times_to_losses(nodes, curves[HIVEMIND])[-1])] if HIVEMIND in curves else []),
-        Claim("seconds of the run for an inner step; theirs: DiLoCo", f"{paces[NODES]:.2f}", f"{paces[DILOCO]:.2f}"),
-    ]
-    return BenchReport(setting, grids, data, words, misses, claims)
-
-
-def _claim(who: str, reached: tuple[Sample, float | None]) -> Claim:
-    sample, seconds = reached
-    words = f"seconds to the loss that {who} ends with, {sample.loss:.3f}"
-    return Claim(words, cell(seconds, "{:.0f}", "never"), f"{sample.seconds:.0f}")
-
-
-def times_to_losses(nodes: Sequence[Sample], other: Sequence[Sample]) -> list[tuple[Sample, float | None]]:
-    """Return four samples of another curve, evenly spaced, and when the nodes reach the loss of each."""
-    quarters = [other[(len(other) - 1) * quarter // 4] for quarter in range(1, 5)]
-    return [(sample, seconds_to(nodes, sample.loss)) for sample in quarters]
-
-
-def _times_grid(who: str, reached: Sequence[tuple[Sample, float | None]]) -> Grid:
-    return Grid(
-        f"Time to a loss of {who}",
-        [f"loss that {who} reaches", f"{who}, s", "pairs, s", "times as fast"],
-        [
-            [
-                f"{sample.loss:.3f}",
-                f"{sample.seconds:.0f}",
-                "never" if seconds is None else f"{seconds:.0f}",
-                "" if seconds is None else f"{sample.seconds / seconds:.1f}",
-            ]
-            for sample, seconds in reached
-        ],
-    )
-
-
-_PACE_HEADER: Final = ("averaged by", "seconds", "a step, s", "loss at the end")
+    grid = Grid("The same lines, speeds and replacements", header, rows)
+    return BenchReport(setting, [grid], data, misses=misses, claims=claims)

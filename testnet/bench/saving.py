@@ -13,7 +13,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -36,18 +36,13 @@ MODEL: Final[Mapping[str, int]] = {
     "vocabulary": 256,
 }
 DEFAULT_TRAINER: Final[Mapping[str, Any]] = {"device": "cpu", "threads": 1}
-NONE: Final = "none"
-WAYS: Final = {
-    NONE: "nothing",
-    "behind": "farandole, behind training",
-    "in place": "farandole, training waits",
-    "torch": "torch.save and fsync",
-}
+NONE, OURS, TORCH = "none", "behind", "torch"
+WAYS: Final = {NONE: "nothing", OURS: "farandole, behind training", TORCH: "torch.save and fsync"}
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRound:
-    """One round of one trainer."""
+    """One round of one trainer; or medians of several, and the maximum of the memory."""
 
     way: str
     turn: int
@@ -60,48 +55,30 @@ class TimedRound:
     """From the request to save until the checkpoint was durable."""
     size: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class WayCost:
-    """The cost of one way of saving."""
-
-    way: str
-    round_seconds: float
-    lost_seconds: float
-    lost_share: float
-    held_seconds: float
-    peak_mb: float | None
-    write_seconds: float | None
-    size: int
-
     @property
-    def rate_mb_s(self) -> float | None:
-        """Return the megabytes per second, from the request until the checkpoint is durable."""
-        return None if self.write_seconds is None else self.size / 1e6 / self.write_seconds
+    def rate(self) -> str:
+        """Return the megabytes per second, from the request until the checkpoint is durable, in words."""
+        return "" if self.write_seconds is None else f"{self.size / 1e6 / self.write_seconds:,.0f}"
 
 
-def rows_of(rounds: Sequence[TimedRound]) -> list[WayCost]:
-    """Return a row for each way that shares a turn with a round that saves nothing, in the order of `WAYS`."""
+def medians_of(rounds: Sequence[TimedRound]) -> dict[str, tuple[TimedRound, float]]:
+    """Return each way's round, and the seconds that it loses to the one that saves nothing in the same turn."""
     base = {each.turn: each.seconds for each in rounds if each.way == NONE}
-    rows = []
+    found = {}
     for way in WAYS:
         own = [each for each in rounds if each.way == way and each.turn in base]
-        if not own:
-            continue
-        lost = statistics.median(each.seconds - base[each.turn] for each in own)
-        rows.append(
-            WayCost(
+        if own:
+            middle = TimedRound(
                 way,
+                len(own),
                 statistics.median(each.seconds for each in own),
-                lost,
-                lost / statistics.median(base.values()),
                 statistics.median(each.held_seconds for each in own),
                 greatest_of([each.peak_mb for each in own]),
                 median_of([each.write_seconds for each in own]),
                 max(each.size for each in own),
             )
-        )
-    return rows
+            found[way] = middle, statistics.median(each.seconds - base[each.turn] for each in own)
+    return found
 
 
 def chance_share(rounds: Sequence[TimedRound]) -> float | None:
@@ -115,66 +92,29 @@ def chance_share(rounds: Sequence[TimedRound]) -> float | None:
     return statistics.median(abs(a - b) for a, b in itertools.pairwise(base)) / statistics.median(base)
 
 
-@dataclass(slots=True)
-class SavingFigures:
-    """The measurements until now."""
-
-    num_parameters: int = 0
-    steps: int = 0
-    rounds: list[TimedRound] = field(default_factory=list)
-
-    def grid(self) -> Grid:
-        """Return the table of each way's cost."""
-        rows = [
-            [
-                WAYS[row.way],
-                f"{row.round_seconds:.2f}",
-                "" if row.way == NONE else f"{row.lost_seconds:.2f}",
-                "" if row.way == NONE else f"{row.lost_share:.1%}",
-                "" if row.way == NONE else f"{row.held_seconds:.3f}",
-                cell(row.peak_mb, "{:,.0f}", "?"),
-                cell(row.rate_mb_s, "{:,.0f}"),
-            ]
-            for row in rows_of(self.rounds)
+def report(setting: dict[str, Any], rounds: Sequence[TimedRound], num_parameters: int, steps: int) -> BenchReport:
+    """Return the table, claims and data of the rounds until now."""
+    medians, chance, size = medians_of(rounds), chance_share(rounds), max(each.size for each in rounds) / 1e6
+    shares = {way: f"{lost / medians[NONE][0].seconds:.1%}" for way, (_, lost) in medians.items()}
+    rows = []
+    for way, (each, lost) in medians.items():
+        costs = ["", "", ""] if way == NONE else [f"{lost:.2f}", shares[way], f"{each.held_seconds:.3f}"]
+        rows.append([WAYS[way], f"{each.seconds:.2f}", *costs, cell(each.peak_mb, "{:,.0f}", "?"), each.rate])
+    title = f"A checkpoint of {size:,.0f} MB ({num_parameters / 1e6:.1f} M parameters) a round of {steps} inner steps"
+    header = ["saves", "round, s", "lost, s", "lost", "trainer held, s", "peak, MB", "MB/s"]
+    claims = []
+    if OURS in medians and TORCH in medians:
+        both = [medians[way][0] for way in (OURS, TORCH)]
+        words = f"share of a round that a checkpoint of {size:,.0f} MB costs; theirs: torch.save and fsync"
+        claims = [
+            Claim(words, shares[OURS], shares[TORCH]),
+            Claim("seconds that the trainer is held", *(f"{each.held_seconds:.3f}" for each in both)),
+            Claim("megabytes a second until durable; ours are hashed too", *(each.rate for each in both)),
+            Claim("by how much two rounds without a save differ", cell(chance, "{:.1%}")),
         ]
-        size = max(each.size for each in self.rounds) / 1e6
-        title = (
-            f"A checkpoint of {size:,.0f} MB ({self.num_parameters / 1e6:.1f} M parameters) a round of {self.steps} "
-            "inner steps"
-        )
-        header = ["saves", "round, s", "lost, s", "lost", "trainer held, s", "peak, MB", "MB/s"]
-        return Grid(title, header, rows)
-
-    def words(self) -> str:
-        """Return what the table does not show, in words."""
-        chance = chance_share(self.rounds)
-        return "" if chance is None else f"Two rounds without a save, one after the other, differ by {chance:.1%}."
-
-    def report(self, setting: dict[str, Any]) -> BenchReport:
-        """Return the table and data."""
-        rows = [{**asdict(row), "rate_mb_s": row.rate_mb_s} for row in rows_of(self.rounds)]
-        data = {**asdict(self), "rows": rows, "chance_share": chance_share(self.rounds)}
-        return BenchReport(setting, [self.grid()], data, [self.words()], claims=self.claims())
-
-    def claims(self) -> list[Claim]:
-        """Return our costs beside those of a blocking `torch.save`."""
-        by_way = {row.way: row for row in rows_of(self.rounds)}
-        ours, theirs = by_way.get("behind"), by_way.get("torch")
-        if ours is None or theirs is None:
-            return []
-        size = ours.size / 1e6
-        return [
-            Claim(
-                f"share of a round that a checkpoint of {size:,.0f} MB costs; theirs: torch.save and fsync",
-                *(f"{row.lost_share:.1%}" for row in (ours, theirs)),
-            ),
-            Claim("seconds that the trainer is held", *(f"{row.held_seconds:.3f}" for row in (ours, theirs))),
-            Claim(
-                "megabytes a second until durable; ours are hashed too",
-                *(cell(row.rate_mb_s, "{:,.0f}") for row in (ours, theirs)),
-            ),
-            Claim("by how much two rounds without a save differ", cell(chance_share(self.rounds), "{:.1%}")),
-        ]
+    data = {"num_parameters": num_parameters, "steps": steps, "rounds": [asdict(each) for each in rounds]}
+    words = "" if chance is None else f"Two rounds without a save, one after the other, differ by {chance:.1%}."
+    return BenchReport(setting, [Grid(title, header, rows)], data, [words], claims=claims)
 
 
 def run(
@@ -193,8 +133,7 @@ def run(
     """
     choices: dict[str, Any] = {"turns": turns, "device": device, "threads of a trainer": threads}
     with open_bench("save", out, write, **choices) as bench:
-        figures = measure(bench, turns, round_seconds, batch_size, {"device": device, "threads": threads})
-        bench.publish(figures.report(bench.setting))
+        bench.publish(measure(bench, turns, round_seconds, batch_size, {"device": device, "threads": threads}))
 
 
 def measure(
@@ -204,14 +143,15 @@ def measure(
     batch_size: int = 4,
     where: Mapping[str, Any] = DEFAULT_TRAINER,
     model: Mapping[str, int] = MODEL,
-) -> SavingFigures:
+) -> BenchReport:
     """Measure turn by turn, and write the results after each; ``where`` has each trainer's device and threads.
 
     Raises `BenchError`, `ManifestError`.
     """
     manifest = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
     manifest_of(manifest, Path(), 0.0)  # raises if values do not fit together
-    figures, folder = SavingFigures(), bench.out / bench.name
+    rounds: list[TimedRound] = []
+    folder = bench.out / bench.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
@@ -219,19 +159,19 @@ def measure(
             trainers = dict(zip(WAYS, opened, strict=True))
             for way, trainer in trainers.items():
                 begun = trainer.ask("begin", manifest=manifest, way=way, folder=str(folder / way), **where)
-            figures.num_parameters = begun["num_parameters"]
             trainers[NONE].ask("play", steps=1)
             seconds = float(trainers[NONE].ask("play", steps=1)["seconds"])
-            figures.steps = max(1, math.ceil(round_seconds / seconds))
+            steps = max(1, math.ceil(round_seconds / seconds))
             for way, trainer in trainers.items():  # memory for a snapshot, the file's first blocks: obtained once
                 bench.say(f"warming up: {WAYS[way]}")
                 trainer.ask("play", steps=1)
             for turn in range(turns):
                 for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
                     bench.say(f"turn {turn + 1} of {turns}: {WAYS[way]}")
-                    played = trainers[way].ask("play", steps=figures.steps)
-                    figures.rounds.append(msgspec.convert({"way": way, "turn": turn, **played}, TimedRound))
-                    bench.write(figures.report(bench.setting))
+                    played = trainers[way].ask("play", steps=steps)
+                    rounds.append(msgspec.convert({"way": way, "turn": turn, **played}, TimedRound))
+                    made = report(bench.setting, rounds, begun["num_parameters"], steps)
+                    bench.write(made)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return figures
+    return made

@@ -91,7 +91,7 @@ class HivemindMemberPeer:
 
     def _learn(self) -> None:
         """Take inner steps, each at least as long as this member's, without end."""
-        from farandole.testnet.bench.worker.race_steps import take_step
+        from farandole.testnet.bench.worker.race import take_step
 
         while True:
             began_at = time.monotonic()

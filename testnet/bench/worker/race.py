@@ -19,14 +19,15 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from farandole.node.base.system.tuning import TRAINING_NICENESS
-from farandole.protocol.run.manifest import Manifest, manifest_from_dict
+from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from_dict
+from farandole.training.data.batches import Batches
 from farandole.training.data.dataset import build_sampler
-from farandole.training.model.model import build_model
+from farandole.training.inner.optimizer import learning_rate
+from farandole.training.model.model import build_model, language_loss
 
-from .race_steps import take_step
 from .server import Server
 
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
@@ -34,6 +35,19 @@ OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 GLOO_TIMEOUT: Final = timedelta(seconds=120)
 RUN_ID: Final = bytes(32)
 _MOMENTUM: Final = "momentum/"
+
+
+def take_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, sampler: Batches, inner: InnerConfig, step: int
+) -> None:
+    """Take inner step number ``step``, on the sampler's batch of that number; hivemind's members take it, too."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, inner)
+    optimizer.zero_grad()
+    language_loss(module, torch.as_tensor(sampler.batch(step))).backward()
+    if inner.clip:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), inner.clip)
+    optimizer.step()
 
 
 class DiLoCoMember:

@@ -34,7 +34,7 @@ class SavingTrainer:
         self._reports: list[tuple[float, Saved]] = []
 
     def begin(self, manifest: dict[str, Any], way: str, device: str, threads: int, folder: str) -> dict[str, Any]:
-        """Set up the trainer; ``way`` is none, behind, in place, or torch, which is `torch.save` and fsync."""
+        """Set up the trainer; ``way`` is none, behind, or torch, which is `torch.save` and fsync."""
         torch.set_num_threads(threads)
         checked = manifest_from_dict(manifest)
         self._learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
@@ -44,15 +44,11 @@ class SavingTrainer:
         self._save = {
             "none": lambda: None,
             "behind": lambda: self._saver.save_behind(self._learner.checkpoint.snapshot()),
-            "in place": lambda: self._saver.save(self._learner.checkpoint),
             "torch": self._torch_save,
         }[way]
         self._take_step()  # one-time allocations happen here
         self._meter = UsageMeter([])
-        return {
-            "num_parameters": self._learner.checkpoint.layout.num_elements,
-            "device": self._learner.device.description,
-        }
+        return {"num_parameters": self._learner.checkpoint.layout.num_elements}
 
     def play(self, steps: int) -> dict[str, Any]:
         """Run a round (a save, inner steps, an outer step); return its duration and the save's, until durable."""

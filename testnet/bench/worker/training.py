@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
@@ -26,7 +25,7 @@ from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.model.model import build_model, language_loss
 from farandole.training.screening.rule import Encounter
 
-from .server import Server, memory_mb
+from .server import Server
 
 RUN_ID: Final = bytes(32)
 # A partner that the guard has not met before, and of whose contribution it asks for the losses.
@@ -104,12 +103,7 @@ class PlainTrainer:
         engine = build_learner(manifest, run_id=RUN_ID, author=author, settings=TrainerSettings(device=device))
         turns += 1  # in the first, kernels are chosen and caches filled
         rates = [rate_of(learner, manifest, chosen, seconds) for _ in range(turns) for learner in (plain, engine)][2:]
-        pairs = list(zip(rates[::2], rates[1::2], strict=True))
-        return {
-            "plain_tokens_per_second": median(slow for slow, _ in pairs),
-            "engine_tokens_per_second": median(fast for _, fast in pairs),
-            "ratio": median(fast / slow for slow, fast in pairs),
-        }
+        return {"ratio": median(fast / slow for slow, fast in zip(rates[::2], rates[1::2], strict=True))}
 
 
 class EndingTrainer:
@@ -131,36 +125,21 @@ class EndingTrainer:
         self._outgoing, self._incoming = (bytearray(self._learner.round_end.contribution_bytes) for _ in range(2))
         for memory in (self._outgoing, self._incoming):
             self._learner.round_end.pin(memoryview(memory))
-        return {
-            "num_parameters": self._learner.checkpoint.layout.num_elements,
-            "device": self._learner.device.description,
-        }
+        return {"num_parameters": self._learner.checkpoint.layout.num_elements}
 
     def play(self) -> dict[str, Any]:
-        """End a round with a partner whose contribution equals this one; return each part's seconds, and the memory."""
+        """End a round with a partner whose contribution equals this one; return each part's seconds."""
         learner, self._seconds = self._learner, {}
-        with self._timing("inner step"):
-            learner.learn()
+        learner.learn()
         size = self._time("encode", self._encode)
         incoming = memoryview(self._incoming)[:size]
-        with self._timing("copy"):
-            incoming[:] = memoryview(self._outgoing)[:size]
+        incoming[:] = memoryview(self._outgoing)[:size]
         self._time("decode", lambda: learner.round_end.take_in(incoming, size))
         self._time("judge", lambda: learner.round_end.screen(incoming, _PARTNER))
         self._time("outer step", lambda: learner.round_end.apply(incoming, _PARTNER))
         saved = self._time("save", lambda: learner.checkpoint.save(self._path))
         self._time("load", lambda: learner.checkpoint.load(self._path, saved.hashes))
-        weights = learner.round_end.weights.flat.cpu()
-        other = torch.empty_like(weights)
-        other.fill_(0.0)  # its pages are mapped before the copy is timed
-        self._time("copy of the weights", lambda: other.copy_(weights))
-        memory = memory_mb("VmHWM")
-        return {
-            "seconds": self._seconds,
-            "contribution_bytes": size,
-            "checkpoint_bytes": self._path.stat().st_size,
-            "peak_mb": memory,
-        }
+        return {"seconds": self._seconds, "checkpoint_bytes": self._path.stat().st_size}
 
     def _encode(self) -> int:
         size = self._learner.round_end.contribution()
@@ -168,13 +147,9 @@ class EndingTrainer:
         return size
 
     def _time(self, part: str, call: Callable[[], Result]) -> Result:
-        with self._timing(part):
-            return call()
-
-    @contextmanager
-    def _timing(self, part: str) -> Iterator[None]:
         began_at = time.perf_counter()
-        yield
+        result = call()
         if self._learner.device.torch_device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds[part] = time.perf_counter() - began_at
+        return result

@@ -18,7 +18,6 @@ from farandole.testnet.bench.race import (
     mean_weights,
     replacements,
     seconds_to,
-    times_to_losses,
 )
 from farandole.testnet.bench.worker.race import OUTER_MOMENTUM, OUTER_RATE
 from farandole.testnet.play.fault import Fault
@@ -39,14 +38,6 @@ def test_when_a_curve_reaches_a_loss() -> None:
     assert seconds_to(falling, 4.5) == pytest.approx(15.0)
     assert seconds_to(falling, 3.6) == pytest.approx(35.0)
     assert seconds_to(falling, 2.0) is None
-
-
-def test_times_are_compared_at_four_losses_of_the_other() -> None:
-    nodes = curve((10.0, 4.0), (20.0, 3.0))
-    other = curve(*((10.0 * number, 5.0 - 0.1 * number) for number in range(1, 26)))
-    reached = times_to_losses(nodes, other)
-    assert [sample.seconds for sample, _ in reached] == [70.0, 130.0, 190.0, 250.0]
-    assert [seconds for _, seconds in reached] == [10.0, pytest.approx(13.0), pytest.approx(19.0), None]
 
 
 def test_who_is_replaced_when() -> None:

@@ -5,10 +5,9 @@ import msgspec
 import pytest
 
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.run.models import num_parameters, preset
 from farandole.testnet.bench.process import BenchError, open_workers
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.training import flops_per_token, manifest_of_bench, measure, peak_of, report, slope
+from farandole.testnet.bench.training import manifest_of_bench, measure, report, slope
 
 
 def test_a_rate_is_the_slope_of_what_was_seen() -> None:
@@ -18,27 +17,6 @@ def test_a_rate_is_the_slope_of_what_was_seen() -> None:
     assert slope(samples) == pytest.approx(1_000, rel=0.01)
     with pytest.raises(BenchError, match="only 2 samples"):
         slope(samples[:2])
-
-
-def test_a_token_costs_six_flops_a_parameter_and_the_attention() -> None:
-    model = preset("125M")
-
-    assert flops_per_token(model) == 6 * num_parameters(model) + 12 * 18 * 1_024 * 768
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H200 (140 GiB)", 989.0),
-        ("NVIDIA H100 PCIe (80 GiB)", 756.0),
-        ("NVIDIA H100 80GB HBM3 (79 GiB)", 989.0),
-        ("NVIDIA L40S (44 GiB)", 362.0),
-        ("NVIDIA L4 (22 GiB)", 121.0),
-        ("CPU (x86_64)", None),
-    ],
-)
-def test_peaks_go_by_the_devices_name(device: str, peak: float | None) -> None:
-    assert peak_of(device) == peak
 
 
 def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
@@ -61,10 +39,9 @@ def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
 def test_two_nodes_exchange_beside_two_plain_loops(tmp_path: Path) -> None:
     with open_bench("trainer", tmp_path) as bench:
         manifest = manifest_of_bench("tiny", batch_size=4, codec="topk", round_seconds=3.0)
-        rates = measure(bench, manifest, "cpu", rounds=5, round_seconds=3.0, peak_tflops=0.1)
+        rates = measure(bench, manifest, "cpu", rounds=5, round_seconds=3.0)
         bench.publish(report(bench.setting, rates))
 
     assert rates.exchanges > 0
-    assert rates.ratio > 0
-    assert rates.node_mfu == pytest.approx(rates.node_tokens_per_second * rates.flops_per_token / 1e11)
-    assert json.loads((tmp_path / "trainer.json").read_text())["ratio"] == rates.ratio
+    written = json.loads((tmp_path / "trainer.json").read_text())
+    assert written["node_tokens_per_second"] == rates.node_tokens_per_second > 0
