@@ -11,23 +11,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import trio
 import typer
 
-from farandole.node.base.nurseries import open_service_nursery, own_error
-from farandole.protocol.wire.errors import FarandoleError
+from farandole.node.base.nurseries import own_error
 
 from ..natlab.groups import open_leash
 from ..natlab.kinds import HTTPS_PORT, KINDS, can_connect, can_punch_tcp, kind_named
 from ..natlab.lab import Lab, open_lab
-from ..natlab.namespace import Location
 from ..report.section import Grid, cell
 from .process import BenchError, BenchWorker, open_worker, worker_command
 from .report import OUT, BenchReport, Claim, Out, Write, open_bench
@@ -46,7 +43,7 @@ EXCHANGE_BYTES: Final = 4_000_000
 RELAYED: Final = "relayed"
 HEADER: Final = ("homes", "plain sockets", "connection", "connected, s", "direct, s", "exchange by", "exchange, s")
 
-_Rows = TypeVar("_Rows")
+
 Pair = tuple[str, str]
 ALL_PAIRS: Final = tuple(itertools.combinations_with_replacement(KINDS, 2))
 
@@ -138,34 +135,12 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchRe
     return BenchReport(setting, [grid], {"rows": [asdict(row) for row in rows]}, misses=misses, claims=claims)
 
 
-@dataclass
-class NatPeer:
-    """A `farandole.testnet.bench.worker.nat` process in a place."""
-
-    worker: BenchWorker
-    peer: str = ""
-    """Its public key in hex, once it has joined."""
-    addresses: list[str] = field(default_factory=list)
-
-    async def ask(self, do: str, **request: object) -> dict[str, Any]:
-        """Call `BenchWorker.ask` in a thread."""
-        return await trio.to_thread.run_sync(
-            partial(self.worker.ask, do, **request),
-            abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
-        )
-
-    async def join(self, run: str, invite: dict[str, list[str]], port: int = 0) -> None:
-        """Become a member of a run."""
-        answer = await self.ask("join", run=run, port=port, peers=invite)
-        self.peer, self.addresses = answer["peer"], answer["addresses"]
-
-
-@contextlib.contextmanager
-def open_peer(name: str, place: Location, log: Path) -> Iterator[NatPeer]:
-    """Open a `NatPeer` that runs as long as the block; then it is killed."""
-    with open_worker(name, [*place.enter, *worker_command("home")], log) as worker:
-        yield NatPeer(worker)
-        worker.kill()
+async def ask(worker: BenchWorker, do: str, **request: object) -> dict[str, Any]:
+    """Call `BenchWorker.ask` in a thread."""
+    return await trio.to_thread.run_sync(
+        partial(worker.ask, do, **request),
+        abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
+    )
 
 
 async def gather(*calls: Callable[[], Any]) -> list[Any]:
@@ -180,6 +155,8 @@ async def gather(*calls: Callable[[], Any]) -> list[Any]:
             for index, call in enumerate(calls):
                 nursery.start_soon(note, index, call)
     except BaseExceptionGroup as group:  # nurseries wrap even a single error
+        if group.subgroup(KeyboardInterrupt):  # it hits the commands that build homes too
+            raise KeyboardInterrupt from None
         raise own_error(group) or group from None
     return results
 
@@ -223,21 +200,24 @@ class NatBench:
         invite: dict[str, list[str]] = {}
         async with contextlib.AsyncExitStack() as stack:
             public = [await stack.enter_async_context(self._open_in("open", f"{name}-{n}")) for n in range(NUM_PUBLIC)]
-            for peer in public:
-                await peer.join(run, invite, HTTPS_PORT)
-                invite[peer.peer] = peer.addresses
-            for answer in await gather(*(partial(peer.ask, "be_public", seconds=PUBLIC_PATIENCE) for peer in public)):
+            for worker in public:
+                joined = await ask(worker, "join", run=run, port=HTTPS_PORT, peers=invite)
+                invite[joined["peer"]] = joined["addresses"]
+            for answer in await gather(
+                *(partial(ask, worker, "be_public", seconds=PUBLIC_PATIENCE) for worker in public)
+            ):
                 if not answer["is_public"]:
                     raise BenchError(f"the public nodes did not find out that they are public; see {self.logs}")
             yield run, invite
 
     @contextlib.asynccontextmanager
-    async def _open_in(self, kind: str, name: str) -> AsyncIterator[NatPeer]:
-        """Start a process in a home of its own."""
+    async def _open_in(self, kind: str, name: str) -> AsyncIterator[BenchWorker]:
+        """Start a process in a home of its own, and kill it when the block ends."""
         async with self._building:  # the lab counts its homes
             home = await trio.to_thread.run_sync(self.lab.add_home, kind)
-        with open_peer(name, home.host, self.logs / f"{name}.log") as peer:
-            yield peer
+        with open_worker(name, [*home.host.enter, *worker_command("home")], self.logs / f"{name}.log") as worker:
+            yield worker
+            worker.kill()
 
     async def _try(self, pair: Pair, run: str, invite: dict[str, list[str]]) -> PairResult:
         near, far = pair
@@ -251,71 +231,37 @@ class NatBench:
         return row
 
 
-async def _play(row: PairResult, peers: tuple[NatPeer, NatPeer], run: str, invite: dict[str, list[str]]) -> None:
-    await gather(*(partial(peer.join, run, invite) for peer in peers))
-    one, other = peers
+async def _play(row: PairResult, pair: tuple[BenchWorker, BenchWorker], run: str, invite: dict[str, list[str]]) -> None:
+    joined = await gather(*(partial(ask, worker, "join", run=run, port=0, peers=invite) for worker in pair))
+    names = [answer["peer"] for answer in joined]
+
+    async def ask_both(do: str, **request: object) -> list[dict[str, Any]]:
+        """Send each a request about the other."""
+        others = zip(pair, names[::-1], strict=True)
+        return await gather(*(partial(ask, worker, do, peer=other, **request) for worker, other in others))
+
     direct = WAYLESS_PATIENCE if row.theory == RELAYED else DIRECT_PATIENCE
-    given = {"connect_seconds": CONNECT_PATIENCE, "direct_seconds": direct}
-    met = await _ask_both(peers, "meet", **given)
+    met = await ask_both("meet", connect_seconds=CONNECT_PATIENCE, direct_seconds=direct)
     row.kinds = met[0]["kind"], met[1]["kind"]
-    row.connected_s = _later(met, "connected_s")
-    row.direct_s = _later(met, "direct_s")
+    row.connected_s, row.direct_s = (
+        None if None in (values := [answer[what] for answer in met]) else max(values)
+        for what in ("connected_s", "direct_s")
+    )
     if row.connected_s is None:
         row.failure = "no exchange"
         return
-    ends = await _ask_both(peers, "exchange", size=EXCHANGE_BYTES)
-    row.way = ends[0]["way"] if one.peer < other.peer else ends[1]["way"]  # by the initiator's report, which opened it
+    ends = await ask_both("exchange", size=EXCHANGE_BYTES)
+    row.way = ends[names.index(min(names))]["way"]  # by the initiator's report, which opened it
     row.exchange_s = max(end["seconds"] for end in ends)
-    row.path = _worse(*(end["path"] for end in ends))
-    row.failure = _what_is_wrong(ends)
-    await gather(*(partial(peer.ask, "leave") for peer in peers))
-
-
-async def _ask_both(peers: tuple[NatPeer, NatPeer], do: str, **request: object) -> list[dict[str, Any]]:
-    """Send each peer a request about the other."""
-    return await gather(
-        *(partial(peer.ask, do, peer=partner.peer, **request) for peer, partner in zip(peers, peers[::-1], strict=True))
-    )
-
-
-def _later(met: list[dict[str, Any]], what: str) -> float | None:
-    """Return the later of both ends' times, or None if one has none."""
-    values = [answer[what] for answer in met]
-    return None if None in values else float(max(values))
-
-
-def _worse(*paths: str) -> str:
-    """Return the worse of the paths that the two ends report."""
-    return next(path for path in ("", RELAYED, "punched", "direct") if path in paths)
-
-
-def _what_is_wrong(ends: list[dict[str, Any]]) -> str:
-    """Return what is wrong with an exchange, by both ends' reports; "" if nothing is."""
+    # The worse of the paths that the two ends report.
+    row.path = next(path for path in ("", RELAYED, "punched", "direct") if path in [end["path"] for end in ends])
     if not all(end["committed"] for end in ends):
-        return f"no exchange: {'; '.join(dict.fromkeys(end['reason'] for end in ends if end['reason']))}"
-    are_swapped = [end["received"] for end in ends] == [end["own"] for end in reversed(ends)]
-    return "" if are_swapped and ends[0]["mean"] == ends[1]["mean"] else "the two have other means"
-
-
-async def run_unless_interrupted(measure: Callable[[], Awaitable[_Rows]]) -> _Rows:
-    """Return or raise what ``measure`` does; raises `KeyboardInterrupt` on Ctrl-C, once its tasks have ended."""
-    is_interrupted = False
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, trio.CancelScope() as scope:
-
-        async def watch() -> None:
-            nonlocal is_interrupted
-            async for _ in signals:
-                is_interrupted = True
-                scope.cancel()
-
-        async with open_service_nursery() as nursery:
-            nursery.start_soon(watch)
-            try:
-                return await measure()
-            except FarandoleError:  # a Ctrl-C hits the commands that build homes too
-                if not is_interrupted:
-                    raise
-    raise KeyboardInterrupt
+        row.failure = f"no exchange: {'; '.join(dict.fromkeys(end['reason'] for end in ends if end['reason']))}"
+    elif ends[0]["received"] != ends[1]["own"] or ends[1]["received"] != ends[0]["own"]:
+        row.failure = "the two have not received what the other sent"
+    elif ends[0]["mean"] != ends[1]["mean"]:
+        row.failure = "the two have other means"
+    await gather(*(partial(ask, worker, "leave") for worker in pair))
 
 
 def run(
@@ -345,6 +291,5 @@ def run(
             words = ", ".join(f"{name} {cell}" for name, cell in zip(names, row.cells()[1:], strict=True) if cell)
             bench.tell(f"{row.name}: {words}", is_miss=bool(row.misses()))
 
-        measure = partial(NatBench(lab, logs, bench.say, tell).measure, chosen, at_once)
-        rows = trio.run(run_unless_interrupted, measure)
+        rows = trio.run(NatBench(lab, logs, bench.say, tell).measure, chosen, at_once)
         bench.publish(report_of(bench.setting, rows), logs)
