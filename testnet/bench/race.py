@@ -211,12 +211,12 @@ class Members:
                 self._coming[change.come] = self._begin(change.come)
 
     def replace(self, now: float) -> list[Replacement]:
-        """Replace the members that are due, and return who was."""
+        """Replace the members that are due by those that `prepare` began, and return who was."""
         changes = [change for change in self._due if change.seconds <= now]
         for change in changes:
             self._due.remove(change)
             self.by_index.pop(change.gone).kill()
-            self.by_index[change.come] = self._coming.pop(change.come, None) or self._begin(change.come)
+            self.by_index[change.come] = self._coming[change.come]
             self.by_index[change.come].get()
         return changes
 
@@ -294,7 +294,8 @@ def play_hivemind(
     def request(index: int, place: Location) -> dict[str, Any]:
         return {**settings, "ip": place.ip, "peers": addresses, "steps": steps_of[donors.get(index, index)]}
 
-    num_steps, samples = 0, []
+    samples: list[Sample] = []
+    num_steps = 0
     with open_members(scenario, peer_command(python, "hivemind_member"), bench.log, request) as members:
         addresses += members.first["addresses"]
         members.begin_others()
