@@ -7,6 +7,7 @@ import itertools
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.bulk.exchange_service import SILENT_FOR
 from farandole.node.bulk.pipe import Outgoing
@@ -26,7 +27,7 @@ async def pair(nursery: trio.Nursery, request: pytest.FixtureRequest) -> BulkPai
 
 @pytest.mark.parametrize("slow", [[ALICE], [BOB], [ALICE, BOB]])
 async def test_an_encoder_that_is_slower_than_the_link_is_waited_for(
-    pair: BulkPair, slow: list[bytes], autojump_clock: trio.testing.MockClock
+    pair: BulkPair, slow: list[bytes], autojump_clock: MockClock
 ) -> None:
     for author in slow:
         pair.both(author)[0].encode_slowly(pair.size // 4, seconds=1)
@@ -41,7 +42,7 @@ async def test_an_encoder_that_is_slower_than_the_link_is_waited_for(
 
 @pytest.mark.parametrize("slow", [ALICE, BOB])
 async def test_who_goes_while_it_encodes_ends_it_for_both(
-    pair: BulkPair, slow: bytes, autojump_clock: trio.testing.MockClock
+    pair: BulkPair, slow: bytes, autojump_clock: MockClock
 ) -> None:
     """Its trainer died, which cancels the exchange."""
     encoding, other = pair.both(slow)
@@ -59,9 +60,7 @@ async def test_who_goes_while_it_encodes_ends_it_for_both(
 
 
 @pytest.mark.parametrize("slow", [ALICE, BOB])
-async def test_an_encoder_that_stops_costs_the_deadline(
-    pair: BulkPair, slow: bytes, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_an_encoder_that_stops_costs_the_deadline(pair: BulkPair, slow: bytes, autojump_clock: MockClock) -> None:
     encoding, _ = pair.both(slow)
     encoding.outgoing = Outgoing(memoryview(encoding.contribution))
     encoding.outgoing.advance(pair.size // 2)
@@ -72,9 +71,7 @@ async def test_an_encoder_that_stops_costs_the_deadline(
 
 
 @pytest.mark.parametrize("liar", [ALICE, BOB])
-async def test_a_wrong_hash_is_nobodys_gain(
-    pair: BulkPair, liar: bytes, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_wrong_hash_is_nobodys_gain(pair: BulkPair, liar: bytes, autojump_clock: MockClock) -> None:
     lying, honest = pair.both(liar)
     lying.encode_slowly(pair.size // 4, seconds=1, digest=bytes(32))
     await pair.meet()
@@ -88,7 +85,7 @@ async def test_a_wrong_hash_is_nobodys_gain(
 @pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
 @pytest.mark.parametrize("at", [0, SECOND_BYTES // 2, SECOND_BYTES, SECOND_BYTES + 1, BULK_FROM])
 async def test_a_channel_that_is_lost_while_encoding_goes_on_is_replaced(
-    nursery: trio.Nursery, slow: list[bytes], fault: str, at: int, autojump_clock: trio.testing.MockClock
+    nursery: trio.Nursery, slow: list[bytes], fault: str, at: int, autojump_clock: MockClock
 ) -> None:
     pair = BulkPair(nursery)
     for author in slow:
@@ -104,7 +101,7 @@ async def test_a_channel_that_is_lost_while_encoding_goes_on_is_replaced(
 
 
 async def test_an_encoder_may_pause_longer_than_a_channel_may_be_silent(
-    pair: BulkPair, autojump_clock: trio.testing.MockClock
+    pair: BulkPair, autojump_clock: MockClock
 ) -> None:
     pair.alice.encode_slowly(pair.size // 2, seconds=1.1 * SILENT_FOR * PATIENCE)
     await pair.meet()

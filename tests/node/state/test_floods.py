@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -175,36 +174,6 @@ async def test_new_keys_do_not_let_a_flooder_in_again_at_once(
             await victim.host.connections.wait_for_change()
         await victim.friend.connect(victim.host.author, victim.host.addresses)
         await victim.hears_friend(2)
-
-
-async def test_large_batches_of_valid_entries_are_a_flood_too() -> None:
-    async with open_victim() as victim, host_at_loopback() as attacker:
-        await attacker.connect(victim.host.author, victim.host.addresses)
-        stream = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
-        batch = push(*[signed(Ed25519PrivateKey.generate(), Kind.MEMBER, Member()) for _ in range(100)])
-        num_sent = 0
-        with pytest.raises(trio.BrokenResourceError):
-            while num_sent < INBOUND_LIMITS["messages"][0]:
-                await stream.send_all(frame(batch, MAX_PUSH_BYTES))
-                num_sent += 1
-        assert num_sent * 100 >= INBOUND_LIMITS["entries"][0]
-        await victim.hears_friend(1)
-
-
-async def test_a_flood_of_proofs_costs_no_author_its_place() -> None:
-    """The proofs are of keys that no peer has heard of."""
-    async with open_victim() as victim, host_at_loopback() as attacker:
-        await attacker.connect(victim.host.author, victim.host.addresses)
-        stream = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
-        batches = [push(proofs=tuple(fork() for _ in range(20))) for _ in range(20)]
-        with pytest.raises(trio.BrokenResourceError):
-            for batch in itertools.cycle(batches):
-                await stream.send_all(frame(batch, MAX_PUSH_BYTES))
-        state = victim.gossip.state
-        proofs = [author for author in state.authors if state.proof_of(author) is not None]
-        assert 0 < len(proofs) <= 400
-        assert len(state.places) == len(state.authors) - len(proofs)
-        await victim.hears_friend(1)
 
 
 def fork(run_id: bytes = RUN_ID) -> Proof:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.state.gossip import GossipService, dialable_addresses
@@ -212,14 +213,14 @@ class GossipNode:
 
 
 @asynccontextmanager
-async def wired(clock: trio.testing.MockClock) -> AsyncIterator[Wires]:
+async def wired(clock: MockClock) -> AsyncIterator[Wires]:
     clock.autojump_threshold = 0.0
     async with trio.open_nursery() as nursery:
         yield Wires(nursery)
         nursery.cancel_scope.cancel()
 
 
-async def test_eight_nodes_find_each_other_by_one(mock_clock: trio.testing.MockClock) -> None:
+async def test_eight_nodes_find_each_other_by_one(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         nodes = [GossipNode(wires, number) for number in range(1, 9)]
         for node in nodes:
@@ -234,9 +235,7 @@ async def test_eight_nodes_find_each_other_by_one(mock_clock: trio.testing.MockC
 
 
 @pytest.mark.parametrize("is_older", [False, True])
-async def test_much_news_goes_over_few_links_and_over_the_others_as_ids(
-    is_older: bool, mock_clock: trio.testing.MockClock
-) -> None:
+async def test_much_news_goes_over_few_links_and_over_the_others_as_ids(is_older: bool, mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         nodes = [GossipNode(wires, number) for number in range(1, 9)]
         for node in nodes:
@@ -255,7 +254,7 @@ async def test_much_news_goes_over_few_links_and_over_the_others_as_ids(
         assert num_sent == 0 if is_older else num_sent > 40
 
 
-async def test_a_node_that_leaves_or_dies_is_gone_within_ten_seconds(mock_clock: trio.testing.MockClock) -> None:
+async def test_a_node_that_leaves_or_dies_is_gone_within_ten_seconds(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         nodes = [GossipNode(wires, number) for number in range(1, 6)]
         for node in nodes:
@@ -272,7 +271,7 @@ async def test_a_node_that_leaves_or_dies_is_gone_within_ten_seconds(mock_clock:
         assert all(node.sees() == left | {nodes[2].author} for node in (nodes[0], nodes[2], nodes[3], nodes[4]))
 
 
-async def test_the_first_node_does_not_wait_for_anybody(mock_clock: trio.testing.MockClock) -> None:
+async def test_the_first_node_does_not_wait_for_anybody(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         node = GossipNode(wires, 1)
         await wires.nursery.start(node.service.run)
@@ -282,7 +281,7 @@ async def test_the_first_node_does_not_wait_for_anybody(mock_clock: trio.testing
 
 
 async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(
-    mock_clock: trio.testing.MockClock,
+    mock_clock: MockClock,
 ) -> None:
     async with wired(mock_clock) as wires:
         donors = [GossipNode(wires, number) for number in range(2, 5)]
@@ -304,7 +303,7 @@ async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(
         assert num_merged == 23
 
 
-async def test_a_restart_takes_up_what_was_stored(mock_clock: trio.testing.MockClock) -> None:
+async def test_a_restart_takes_up_what_was_stored(mock_clock: MockClock) -> None:
     store = MemoryStore()
     async with wired(mock_clock) as wires:
         node = GossipNode(wires, 1, store)
@@ -330,7 +329,7 @@ async def test_a_restart_takes_up_what_was_stored(mock_clock: trio.testing.MockC
     assert author_of(4) not in store.rows
 
 
-async def test_nothing_is_said_that_a_crash_could_contradict(mock_clock: trio.testing.MockClock) -> None:
+async def test_nothing_is_said_that_a_crash_could_contradict(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         node = GossipNode(wires, 1)
         await wires.nursery.start(node.service.run)
@@ -348,7 +347,7 @@ async def test_nothing_is_said_that_a_crash_could_contradict(mock_clock: trio.te
         assert node.author in node.store.rows
 
 
-async def test_what_comes_too_fast_is_said_later_the_newest_first(mock_clock: trio.testing.MockClock) -> None:
+async def test_what_comes_too_fast_is_said_later_the_newest_first(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         node = GossipNode(wires, 1)
         await wires.nursery.start(node.service.run)
@@ -361,7 +360,7 @@ async def test_what_comes_too_fast_is_said_later_the_newest_first(mock_clock: tr
         assert node.state.payload(node.author, Progress) == Progress(0, 0, 4, 0, 0)
 
 
-async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: trio.testing.MockClock) -> None:
+async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         node, attacker = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
         await wires.nursery.start(node.service.run)
@@ -375,7 +374,7 @@ async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: trio.testing
         assert node.host.faults == [attacker.author] * 5
 
 
-async def test_sessions_that_peers_begin_are_bounded(mock_clock: trio.testing.MockClock) -> None:
+async def test_sessions_that_peers_begin_are_bounded(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         node, eager = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
         await wires.nursery.start(node.service.run)
@@ -400,9 +399,7 @@ def clock_ahead_by(seconds: float) -> Callable[[], float]:
     return lambda: NOW + trio.current_time() + seconds
 
 
-async def skew_of_newcomer(
-    mock_clock: trio.testing.MockClock, clocks: Sequence[float], networks: Sequence[str]
-) -> ClockSkew | None:
+async def skew_of_newcomer(mock_clock: MockClock, clocks: Sequence[float], networks: Sequence[str]) -> ClockSkew | None:
     """Return what a newcomer with a right clock finds out about it.
 
     ``clocks`` and ``networks``: seconds by which each member's clock is ahead of the time, and where the member is.
@@ -427,14 +424,14 @@ HOMES = ("10.0.0.0/24", "10.0.0.0/24", "5.1.1.0/24", "5.1.2.0/24")
 """Two members in this local network, and two on the internet: four votes."""
 
 
-async def test_a_wrong_clock_is_noticed_when_members_agree(mock_clock: trio.testing.MockClock) -> None:
+async def test_a_wrong_clock_is_noticed_when_members_agree(mock_clock: MockClock) -> None:
     skew = await skew_of_newcomer(mock_clock, [HOUR, HOUR, HOUR, HOUR], HOMES)
     assert skew is not None
     assert (skew.is_agreed, skew.is_harmful, skew.num_members) == (True, True, 4)
     assert skew.seconds == pytest.approx(-HOUR, abs=2.0)
 
 
-async def test_a_stranger_that_calls_has_no_vote(mock_clock: trio.testing.MockClock) -> None:
+async def test_a_stranger_that_calls_has_no_vote(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         node, stranger = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
         await wires.nursery.start(node.service.run)
@@ -446,7 +443,7 @@ async def test_a_stranger_that_calls_has_no_vote(mock_clock: trio.testing.MockCl
         assert node.service.clock_skew is None
 
 
-async def test_a_clock_that_is_set_right_is_fine_at_once(mock_clock: trio.testing.MockClock) -> None:
+async def test_a_clock_that_is_set_right_is_fine_at_once(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         nodes, late = [GossipNode(wires, number) for number in range(1, 5)], GossipNode(wires, 5)
         late.service._unix = clock_ahead_by(-HOUR)
@@ -473,7 +470,7 @@ def test_addresses_are_made_dialable() -> None:
     ]
 
 
-async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(mock_clock: trio.testing.MockClock) -> None:
+async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(mock_clock: MockClock) -> None:
     async with wired(mock_clock) as wires:
         donor = GossipNode(wires, 2)
         donor.state.merge(Delta((member(20),)), NOW)

@@ -17,6 +17,7 @@ import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from trio.testing import MockClock
 
 from farandole.node.base.settings import DEFAULT_LISTEN
 from farandole.node.bulk import negotiation as bulk
@@ -83,7 +84,7 @@ async def test_who_is_out_of_reach_costs_no_wait(alice: Party, bob: Party) -> No
 
 
 async def test_who_could_not_be_reached_is_tried_again_soon_and_then_later(
-    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
 ) -> None:
     caplog.set_level("INFO", bulk.__name__)
     assert await alice.service.acquire(BOB) is None
