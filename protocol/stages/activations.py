@@ -278,7 +278,9 @@ class Link:
 
     def hear(self, payload: bytes) -> Control | None:
         """Apply a message of the pipe and return it; None if it comes too late to mean anything."""
-        message = _decode(payload)
+        message = _decode_control(payload)
+        if isinstance(message, Forward) and not math.isfinite(message.seconds_left):  # NaN passes every bound
+            raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
         return message if self._apply(message, by_us=False) else None
 
     def receive(self, index: int) -> DataReceived | None:
@@ -301,7 +303,13 @@ class Link:
             case Credits(total) if not from_upstream:
                 self._give_credits(total, by_us)
             case Forward() if from_upstream:
-                self._forward(by_us)
+                if self.num_forwarded >= self.credits:
+                    raise _error(by_us)(f"microbatch {self.num_forwarded}, there are credits for {self.credits}")
+                if len(self.open) >= MAX_OPEN:
+                    raise _error(by_us)(f"microbatch {self.num_forwarded}, {MAX_OPEN} have not ended")
+                self._begin_data(self.num_forwarded, by_us)
+                self._steps[self.num_forwarded] = Transit.FORWARD
+                self.num_forwarded += 1
             case Gradient(index) | Dropped(index) | Settled(index):
                 return self._move(index, message, by_us)
             case _:
@@ -329,15 +337,6 @@ class Link:
             raise _error(by_us)(f"credits for {total} microbatches after {self.credits}")
         self.credits = total
 
-    def _forward(self, by_us: bool) -> None:
-        if self.num_forwarded >= self.credits:
-            raise _error(by_us)(f"microbatch {self.num_forwarded}, there are credits for {self.credits}")
-        if len(self.open) >= MAX_OPEN:
-            raise _error(by_us)(f"microbatch {self.num_forwarded}, {MAX_OPEN} have not ended")
-        self._begin_data(self.num_forwarded, by_us)
-        self._steps[self.num_forwarded] = Transit.FORWARD
-        self.num_forwarded += 1
-
     def _move(self, index: int, message: Gradient | Dropped | Settled, by_us: bool) -> bool:
         """Move a microbatch to its next step, or end it; return False if the receiver has ended it."""
         if index >= self.num_forwarded:
@@ -361,16 +360,12 @@ class Link:
         following = transitions[step]
         if following is None:
             del self._steps[index]
-            self._forget(index)
+            self._places.pop(index, None)  # any data that still arrive are discarded
+            if self._unplaced == index:
+                self._unplaced = None
         else:
             self._steps[index] = following
         return True
-
-    def _forget(self, index: int) -> None:
-        """Discard any data of an ended microbatch that still arrive."""
-        self._places.pop(index, None)
-        if self._unplaced == index:
-            self._unplaced = None
 
     def _begin_data(self, index: int, by_us: bool) -> None:
         if by_us:
@@ -390,10 +385,3 @@ class Link:
 
 def _error(by_us: bool) -> type[LocalProtocolError | RemoteProtocolError]:
     return LocalProtocolError if by_us else RemoteProtocolError
-
-
-def _decode(payload: bytes) -> Control:
-    message = _decode_control(payload)
-    if isinstance(message, Forward) and not math.isfinite(message.seconds_left):  # NaN passes every bound
-        raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
-    return message

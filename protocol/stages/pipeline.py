@@ -88,6 +88,12 @@ MAX_LINKS = 1_024
 AVOIDED_ORIGIN = "its origin is avoided"
 # Jobs on what a peer has sent, which the trainer judges.
 JUDGED: tuple[Job, ...] = ("forward", "tail", "backward")
+# What follows once a microbatch's data are here.
+_AFTER_ARRIVAL: dict[LinkStep, tuple[LinkStep, Job]] = {
+    LinkStep.COMING: (LinkStep.QUEUED, "forward"),
+    LinkStep.HOME_COMING: (LinkStep.HOME, "tail"),
+    LinkStep.RETURNING: (LinkStep.RETURNED, "backward"),
+}
 
 
 class Pipeline:
@@ -142,13 +148,15 @@ class Pipeline:
         self._apply(event)
         self._expire()
         if now >= self._change_links_at:
-            self._forget_hops()
-            self._dial()
-            later = (*self._dialling.retries_at, *self._avoidance.until(now))
-            self._change_links_at = min((at for at in later if at > now), default=math.inf)
+            self._change_links()
         self._route()
         self._give_work()
-        self._end_step()
+        while (move := self._schedule.move_on(now)) is not None:  # nothing for this step is under way
+            if move == "step":
+                self._outputs.append(TakeInnerStep())
+            elif move == "drained":
+                self._outputs.append(RoundDrained(self._schedule.round))
+            self._give_work()
         self._grant()
         self._outputs.append(SetTimer(self._next_deadline()))
         return self._outputs
@@ -159,22 +167,23 @@ class Pipeline:
                 self._nodes, self._change_links_at = event, self._now
             case LinkOpened():
                 self._open_link(event)
-            case LinkFailed():
-                self._fail_link(event)
+            case LinkFailed(peer, is_return):
+                self._dialling.note_failed(peer, is_return, self._now)
+                self._change_links_at = self._now
+                if is_return:
+                    self._lose_origin(peer)
             case LinkClosed(link):
                 self._close_link(link)
             case Received(number, message):
                 if number in self._links:
                     self._hear(number, self._links[number], message)
-            case Told(peer, wire.Question(ticket)):
-                self._be_asked(peer, ticket)
-            case Told(peer, wire.Answer(ticket, is_kept)):
-                self._be_told(peer, ticket, is_kept)
+            case Told():
+                self._be_told(event.peer, event.message)
             case Worked():
                 self._worked(event)
             case InnerStepTaken():
                 if self._schedule.stepped(self._now):
-                    self._drained()
+                    self._outputs.append(RoundDrained(self._schedule.round))
             case RoundBegan():
                 self._schedule.begin_round(event)
             case RoundEnds():
@@ -195,18 +204,6 @@ class Pipeline:
         if len(self._links) > MAX_LINKS or self._avoidance.is_avoided(event.peer, self._now):
             self._hang_up(event.link)
 
-    def _fail_link(self, event: LinkFailed) -> None:
-        self._dialling.note_failed(event.peer, event.is_return, self._now)
-        self._change_links_at = self._now
-        if event.is_return:
-            self._lose_origin(event.peer)
-
-    def _give_up_routing(self) -> None:
-        """Drop microbatches that wait for a hop if no link to the next stage is left: another node may have one."""
-        if self._settings.stage and not any(link.is_upstream for link in self._links.values()):
-            for microbatch in self._microbatches.at(LinkStep.ROUTING):
-                self._drop(microbatch, "no node of the next stage takes it")
-
     def _lose_origin(self, peer: bytes) -> None:
         for microbatch in self._microbatches.at(LinkStep.ROUTING):
             if microbatch.origin == peer:
@@ -225,7 +222,9 @@ class Pipeline:
             self._lose_origin(link.peer)
         elif link.is_upstream:
             self._dialling.note_lost(link.peer, self._now)
-            self._give_up_routing()
+            if self._settings.stage and not any(link.is_upstream for link in self._links.values()):
+                for microbatch in self._microbatches.at(LinkStep.ROUTING):  # another node may have a way on
+                    self._drop(microbatch, "no node of the next stage takes it")
         for microbatch in link.open.values():
             if link.is_upstream:
                 microbatch.onward = None
@@ -250,18 +249,15 @@ class Pipeline:
             num_waiting=self._num_coming(),
             is_starving=not self._jobs.given and self._schedule.may_begin(self._now),
         )
+        # Credits travel with a gradient that the trainer is about to finish, unless they are waited for.
+        gradients = {
+            microbatch.inward[0] for job, microbatch in self._jobs.given if job == "backward" and microbatch.inward
+        }
         for number, link in self._links.items():
-            if not link.is_upstream and link.num_told < link.credits and not self._may_tell_later(number, link):
+            may_wait = number in gradients and link.num_told > link.num_forwarded
+            if not link.is_upstream and link.num_told < link.credits and not may_wait:
                 link.num_told = link.credits
                 self._outputs.append(Send(number, wire.Credits(link.credits)))
-
-    def _may_tell_later(self, number: int, link: MicrobatchLink) -> bool:
-        """Return whether credits may wait for a gradient that the trainer is about to finish, and travel with it."""
-        has_credit = link.num_told > link.num_forwarded
-        return has_credit and any(
-            job == "backward" and microbatch.inward is not None and microbatch.inward[0] == number
-            for job, microbatch in self._jobs.given
-        )
 
     def _num_coming(self) -> int:
         return len(self._microbatches.at(LinkStep.COMING, LinkStep.QUEUED))
@@ -271,14 +267,12 @@ class Pipeline:
         if hop is not None and hop[0] in self._links:
             self._links[hop[0]].open.pop(hop[1], None)
 
-    def _forget_hops(self) -> None:
-        """Close links to nodes that have left the next stage or are dead, and all links of avoided peers."""
+    def _change_links(self) -> None:
+        """Close links to nodes that have left the next stage or are dead, and to avoided peers; open others."""
         for number, link in list(self._links.items()):
             is_gone = link.is_upstream and not link.is_return and link.peer not in self._nodes.next_hops
             if is_gone or self._avoidance.is_avoided(link.peer, self._now):
                 self._hang_up(number)
-
-    def _dial(self) -> None:
         links = self._links.values()
         if self._is_last:
             origins = {microbatch.origin for microbatch in self._microbatches.at(LinkStep.ROUTING)}
@@ -287,6 +281,8 @@ class Pipeline:
             hops = frozenset(hop for hop in self._nodes.next_hops if not self._avoidance.is_avoided(hop, self._now))
             peers = self._dialling.next_hops(links, hops, self._now)
         self._outputs += [OpenLink(peer, self._is_last) for peer in peers]
+        later = (*self._dialling.retries_at, *self._avoidance.until(self._now))
+        self._change_links_at = min((at for at in later if at > self._now), default=math.inf)
 
     # Messages from links
 
@@ -300,8 +296,10 @@ class Pipeline:
                 self._arrive(number, link, message)
             case wire.Gradient(index) if index in link.open:
                 self._gradient_arrives(link.open[index], number, index)
-            case wire.DataReceived(index) if index in link.open:
-                self._arrived(link.open[index])
+            case wire.DataReceived(index) if index in link.open and link.open[index].step in _AFTER_ARRIVAL:
+                microbatch = link.open[index]
+                microbatch.step, job = _AFTER_ARRIVAL[microbatch.step]
+                self._jobs.add(job, microbatch)
             case wire.Dropped(index, reason, is_untouched) if index in link.open:
                 self._hop_dropped(link.open[index], link, reason, is_untouched)
             case wire.Settled(index, is_kept) if index in link.open:
@@ -355,16 +353,6 @@ class Pipeline:
         microbatch.step, microbatch.sender = LinkStep.RETURNING, self._links[number].peer
         self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
-    def _arrived(self, microbatch: Microbatch) -> None:
-        following: dict[LinkStep, tuple[LinkStep, Job]] = {
-            LinkStep.COMING: (LinkStep.QUEUED, "forward"),
-            LinkStep.HOME_COMING: (LinkStep.HOME, "tail"),
-            LinkStep.RETURNING: (LinkStep.RETURNED, "backward"),
-        }
-        if microbatch.step in following:
-            microbatch.step, job = following[microbatch.step]
-            self._jobs.add(job, microbatch)
-
     def _hop_dropped(self, microbatch: Microbatch, link: MicrobatchLink, reason: str, is_untouched: bool) -> None:
         self._leave(microbatch.onward)
         microbatch.onward = None
@@ -389,24 +377,23 @@ class Pipeline:
         else:
             self._drop(microbatch, "dropped on its way")
 
-    def _be_asked(self, peer: bytes, ticket: bytes) -> None:
-        """Answer a node that has lost its upstream hop; drop the microbatch unless its gradient is here already.
+    def _be_told(self, peer: bytes, message: wire.Question | wire.Answer) -> None:
+        """Answer a node that has lost its upstream hop, or take an origin's answer.
 
-        The lost hop may have passed the gradient on before it died. If it has not, the search for another hop is in
-        vain, and whole steps wait. So the microbatch is dropped.
+        Its microbatch is dropped unless its gradient is here already. The lost hop may have passed the gradient on
+        before it died. If it has not, the search for another hop is in vain, and whole steps wait.
         """
-        microbatch = self._microbatches.by_ticket.get(ticket)
-        if microbatch is not None and microbatch.step is LinkStep.HOME_OUT:
-            self._drop(microbatch, "its way back was lost")
-        self._outputs.append(Tell(peer, wire.Answer(ticket, self._microbatches.outcome(ticket))))
-
-    def _be_told(self, peer: bytes, ticket: bytes, is_kept: bool | None) -> None:
-        microbatch = self._microbatches.by_ticket.get(ticket)
-        if microbatch is None or microbatch.step is not LinkStep.DONE or microbatch.origin != peer:
+        microbatch = self._microbatches.by_ticket.get(message.ticket)
+        if isinstance(message, wire.Question):
+            if microbatch is not None and microbatch.step is LinkStep.HOME_OUT:
+                self._drop(microbatch, "its way back was lost")
+            outcome = self._microbatches.outcome(message.ticket)
+            self._outputs.append(Tell(peer, wire.Answer(message.ticket, outcome)))
+        elif microbatch is None or microbatch.step is not LinkStep.DONE or microbatch.origin != peer:
             return
-        if is_kept is None:
+        elif message.is_kept is None:
             microbatch.ask_at = self._now + ASK_INTERVAL
-        elif is_kept:
+        elif message.is_kept:
             self._end(microbatch, is_kept=True)
         else:
             self._drop(microbatch, "dropped by its origin")
@@ -419,20 +406,18 @@ class Pipeline:
             if self._is_last:
                 links = {number: link for number, link in links.items() if link.peer == microbatch.origin}
             number = choose_hop(links, microbatch, self._now, self._rng)
-            if number is not None:
-                self._send_on(microbatch, number)
-
-    def _send_on(self, microbatch: Microbatch, number: int) -> None:
-        link = self._links[number]
-        microbatch.onward, microbatch.step = (number, link.num_forwarded), LinkStep.OUT
-        microbatch.sent_at = self._now
-        link.open[link.num_forwarded] = microbatch
-        link.num_forwarded += 1
-        seconds_left = max(0.0, microbatch.deadline - self._now)
-        forward = wire.Forward(
-            microbatch.ticket, microbatch.origin, self._schedule.round, seconds_left, microbatch.is_held_out
-        )
-        self._outputs.append(Send(number, forward, microbatch.slot))
+            if number is None:
+                continue
+            link = links[number]
+            microbatch.onward, microbatch.step = (number, link.num_forwarded), LinkStep.OUT
+            microbatch.sent_at = self._now
+            link.open[link.num_forwarded] = microbatch
+            link.num_forwarded += 1
+            seconds_left = max(0.0, microbatch.deadline - self._now)
+            forward = wire.Forward(
+                microbatch.ticket, microbatch.origin, self._schedule.round, seconds_left, microbatch.is_held_out
+            )
+            self._outputs.append(Send(number, forward, microbatch.slot))
 
     def _lose_hop(self, microbatch: Microbatch, peer: bytes, reason: str) -> None:
         """Seek another next hop, if no gradient has come back yet."""
@@ -497,14 +482,7 @@ class Pipeline:
             self._settle(microbatch)
         elif problem:
             self._drop(microbatch, problem)
-        else:
-            self._go_on(job, microbatch)
-        if job in JUDGED:
-            seconds = self._avoidance.note_judged(microbatch.sender, event.is_outlier, self._now)
-            self._avoid(microbatch.sender, problem, seconds)
-
-    def _go_on(self, job: Job, microbatch: Microbatch) -> None:
-        if job in ("draw", "forward"):
+        elif job in ("draw", "forward"):
             microbatch.step = LinkStep.ROUTING
             if self._is_last:  # its origin may have no link yet
                 self._change_links_at = self._now
@@ -520,6 +498,9 @@ class Pipeline:
             microbatch.step = LinkStep.DONE
             microbatch.ask_at = microbatch.deadline - GRACE_SECONDS
             self._send_back(microbatch.inward, microbatch)
+        if job in JUDGED:
+            seconds = self._avoidance.note_judged(microbatch.sender, event.is_outlier, self._now)
+            self._avoid(microbatch.sender, problem, seconds)
 
     def _send_back(self, hop: Hop | None, microbatch: Microbatch) -> None:
         assert hop is not None, "who has lost the way back is dropped"
@@ -586,47 +567,25 @@ class Pipeline:
             microbatch.inner_step.num_open -= 1
             microbatch.inner_step.num_kept += microbatch.has_begun and bool(microbatch.is_kept)
 
-    # Steps and rounds
-
-    def _end_step(self) -> None:
-        """Take the inner step or end the round once nothing for this step is under way."""
-        while (move := self._schedule.move_on(self._now)) is not None:
-            if move == "step":
-                self._outputs.append(TakeInnerStep())
-            elif move == "drained":
-                self._drained()
-            self._give_work()
-
-    def _drained(self) -> None:
-        self._outputs.append(RoundDrained(self._schedule.round))
-
     def _expire(self) -> None:
         is_drained = self._schedule.is_draining_over(self._now)
+        # The origin decides about a microbatch that has gone back; its own round ends as well.
+        is_long_drained = self._schedule.is_draining_over(self._now - GRACE_SECONDS)
         for microbatch in list(self._microbatches.by_ticket.values()):
+            is_of_round = microbatch.has_begun and self._schedule.is_of_round(microbatch.inner_step)
             if self._now >= microbatch.deadline:
-                self._leave_if_silent(microbatch)
+                if microbatch.onward is not None and microbatch.step is LinkStep.OUT:
+                    number = microbatch.onward[0]
+                    if self._links[number].heard_at < microbatch.sent_at:  # it is frozen, and others reroute
+                        self._leave(microbatch.onward)
+                        microbatch.onward = None
+                        self._hang_up(number)
                 self._drop(microbatch, "out of time")
-            elif is_drained and self._must_drain(microbatch):
+            elif is_drained and is_of_round and (microbatch.step is not LinkStep.DONE or is_long_drained):
                 self._drop(microbatch, "the round is over")
             elif self._now >= microbatch.ask_at:
                 microbatch.ask_at = self._now + ASK_INTERVAL
                 self._outputs.append(Tell(microbatch.origin, wire.Question(microbatch.ticket)))
-
-    def _must_drain(self, microbatch: Microbatch) -> bool:
-        if not microbatch.has_begun or not self._schedule.is_of_round(microbatch.inner_step):
-            return False
-        # The origin decides about a microbatch that has gone back; its own round ends as well.
-        return microbatch.step is not LinkStep.DONE or self._schedule.is_draining_over(self._now - GRACE_SECONDS)
-
-    def _leave_if_silent(self, microbatch: Microbatch) -> None:
-        """Close the link to a next hop that is silent since it got the microbatch: it is frozen, and others reroute."""
-        if microbatch.onward is None or microbatch.step is not LinkStep.OUT:
-            return
-        number = microbatch.onward[0]
-        if self._links[number].heard_at < microbatch.sent_at:
-            self._leave(microbatch.onward)
-            microbatch.onward = None
-            self._hang_up(number)
 
     def _next_deadline(self) -> float:
         """Return when something is next due or can be tried again; everything due by now is done."""

@@ -98,8 +98,16 @@ class Promises:
             if link.is_return and not link.is_upstream and link.free < self._in_flight:
                 link.credits = link.num_forwarded + min(2 * self._in_flight, MAX_CREDITS)
         previous = {number: link for number, link in links.items() if not link.is_upstream and not link.is_return}
-        num_promised, share = sum(link.free for link in previous.values()), self._share(len(previous), nodes)
-        self._tune(num_waiting, is_starving=is_starving and num_promised > 0)
+        num_promised = sum(link.free for link in previous.values())
+        # A few microbatches wait for their forward pass, and the trainer never waits. More at a slow node would only be
+        # late, and delay the steps of the stages before.
+        if num_waiting > MIN_AHEAD:
+            self._ahead = max(MIN_AHEAD, self._ahead - 1)
+        elif not num_waiting and is_starving and num_promised > 0:
+            self._ahead = min(self._in_flight, self._ahead + 1)
+        # A link's share of the slots. Promises cannot be taken back, so expected links are counted too.
+        num_expected = math.ceil(nodes.num_previous * min(1.0, MAX_NEXT_HOPS / max(1, nodes.num_own)))
+        share = max(1, self._in_flight // max(1, len(previous), num_expected))
         may_promise = min(num_free, self._ahead - num_waiting)
         while previous and num_promised < may_promise:
             number = min(previous, key=lambda number: previous[number].free + len(previous[number].open))
@@ -107,21 +115,6 @@ class Promises:
                 break
             previous[number].credits += 1
             num_promised += 1
-
-    def _tune(self, num_waiting: int, *, is_starving: bool) -> None:
-        """Adjust the limit so that a few microbatches wait for their forward pass, and the trainer never waits.
-
-        More at a slow node would only be late, and delay the steps of the stages before.
-        """
-        if num_waiting > MIN_AHEAD:
-            self._ahead = max(MIN_AHEAD, self._ahead - 1)
-        elif not num_waiting and is_starving:
-            self._ahead = min(self._in_flight, self._ahead + 1)
-
-    def _share(self, num_links: int, nodes: NodesChanged) -> int:
-        """Return a link's share of the slots. Promises cannot be taken back, so expected links are counted too."""
-        num_expected = math.ceil(nodes.num_previous * min(1.0, MAX_NEXT_HOPS / max(1, nodes.num_own)))
-        return max(1, self._in_flight // max(1, num_links, num_expected))
 
 
 def choose_hop(

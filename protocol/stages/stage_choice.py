@@ -148,7 +148,7 @@ class StageChoice:
         """Note since when stages are empty, since when our move is worth it, and since when a correction is due."""
         empty = [stage for stage, strength in enumerate(view.strengths) if strength == 0.0]
         self._empty_since = {stage: self._empty_since.get(stage, now) for stage in empty}
-        weakest = _weakest(view)
+        weakest = min(range(view.num_stages), key=lambda stage: (view.strengths[stage], stage))
         pair = (own, weakest)
         is_worth = not empty and is_worth_moving(view, self._author, weakest)
         self._worth_since = {pair: self._worth_since.get(pair, now)} if is_worth else {}
@@ -223,12 +223,15 @@ def throughputs(view: View, *, without: bytes | None = None) -> list[float]:
 
 def candidates(view: View, target: int) -> list[bytes]:
     """Return the nodes that could move to a stage, sorted by how strong the weaker of both stages is afterwards."""
-    strengths, speeds = view.strengths, view.speeds
-    members = _members(view)
+
+    def is_leaving(author: bytes, stage: int) -> bool:
+        return author in view.leases and view.leases[author].source == stage
+
+    strengths, speeds, members = view.strengths, view.speeds, _members(view)
     scores = {
         author: min(strengths[stage] - speeds[author], strengths[target] + speeds[author])
         for stage in range(view.num_stages)
-        if stage != target and sum(not _is_leaving(view, author, stage) for author in members[stage]) > 1
+        if stage != target and sum(not is_leaving(author, stage) for author in members[stage]) > 1
         for author in members[stage]
         if author not in view.leases and not view.providers[author].is_bound
     }
@@ -280,18 +283,9 @@ def _members(view: View) -> list[list[bytes]]:
     return members
 
 
-def _weakest(view: View) -> int:
-    return min(range(view.num_stages), key=lambda stage: (view.strengths[stage], stage))
-
-
 def _can_spare(view: View, stage: int) -> bool:
     """Return whether the stage keeps a provider when one leaves."""
     return sum(provider.stage == stage for provider in view.providers.values()) > 1
-
-
-def _is_leaving(view: View, author: bytes, stage: int) -> bool:
-    """Return whether a member of a stage has a lease to leave it."""
-    return author in view.leases and view.leases[author].source == stage
 
 
 def _turn(order: list[bytes], author: bytes) -> int | None:
